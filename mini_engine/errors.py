@@ -1,0 +1,24 @@
+"""The errors that the engine raises on purpose.
+
+Every message says what was wrong and what to change. Anything else that escapes the engine is a bug.
+"""
+
+
+class MiniEngineError(Exception):
+    """Base of all errors below; the command line prints its message and exits with code 2."""
+
+
+class RequestError(MiniEngineError, ValueError):
+    """A request that cannot be served: an empty or too long prompt, sampling values out of range."""
+
+
+class ConfigError(MiniEngineError, ValueError):
+    """An engine that cannot be built as asked: an unknown backend, an option the backend refuses."""
+
+
+class ModelLoadError(MiniEngineError):
+    """A model that cannot be loaded: an unknown name, an unsupported architecture, wrong tensor shapes."""
+
+
+class WeightFileError(ModelLoadError):
+    """A weight file that is truncated, corrupted or hostile."""

@@ -1,0 +1,159 @@
+"""Attention as the formula says it, for one sequence: scores, masks, biases, softmax, weighted sum.
+
+Every other attention of this engine is tested against `masked_attention`. Queries and keys are flat tensors
+`[tokens, heads, head_dim]`; nothing here knows how keys are stored. Explained in chapter 01.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def attention_mask(
+    query_positions: Int[Tensor, " n"], key_positions: Int[Tensor, " m"], window: int | None = None
+) -> Bool[Tensor, "n m"]:
+    """Which keys each query may see: those at or before its own position, and within the window.
+
+    Args:
+        query_positions: position of each query in its sequence, `[n]`.
+        key_positions: position of each key in the same sequence, `[m]`.
+        window: number of keys that a query may see, its own included (the convention of transformers).
+
+    Returns:
+        `[n, m]`, True where the query sees the key.
+    """
+    distance = query_positions[:, None] - key_positions[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def alibi_slopes(num_heads: int) -> Float[Tensor, " H"]:
+    """One ALiBi slope for each head (Press et al. 2021, section 3).
+
+    For a power of two, head h of H has the slope 2 ** (-8 (h + 1) / H). Otherwise the slopes of the next smaller
+    power of two come first, and every other slope of the next larger one fills the rest (the authors' own code).
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2.0 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)]
+    return torch.tensor(slopes)
+
+
+def alibi_bias(
+    slopes: Float[Tensor, " H"], query_positions: Int[Tensor, " n"], key_positions: Int[Tensor, " m"]
+) -> Float[Tensor, "H n m"]:
+    """What ALiBi adds to the scores: `-slope * (query position - key position)`, for each head."""
+    distance = query_positions[:, None] - key_positions[None, :]
+    return -slopes[:, None, None] * distance
+
+
+def attention_scores(
+    q: Float[Tensor, "n Hq D"],
+    k: Float[Tensor, "m Hk D"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "Hq n m"] | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "Hk G n m"]:
+    """Scores ready for the softmax, in float32 (float64 for float64 inputs); -inf where a key is not visible.
+
+    Query head h reads key head `h // G`, where `G = Hq // Hk` (grouped-query attention, Ainslie et al. 2023). The
+    group is an axis of the queries, so that no key is copied. Order: scale, soft-cap, bias, mask.
+    """
+    num_kv_heads = k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(dtype).unflatten(1, (num_kv_heads, -1))
+    scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(dtype)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.to(dtype).unflatten(0, (num_kv_heads, -1))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores
+
+
+def masked_attention(
+    q: Float[Tensor, "n Hq D"],
+    k: Float[Tensor, "m Hk D"],
+    v: Float[Tensor, "m Hk D"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "Hq n m"] | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "n Hq D"]:
+    """Attention of n queries over m keys of one sequence (Vaswani et al. 2017, section 3.2.1).
+
+    Args:
+        q: queries, `[n, Hq, D]`.
+        k: keys, `[m, Hk, D]`; Hk divides Hq, and query head h reads key head `h // (Hq // Hk)`.
+        v: values, `[m, Hk, D]`.
+        scale: factor on the scores, usually `D ** -0.5`.
+        mask: True where a query sees a key; None: every query sees every key.
+        bias: added to the scaled and capped scores, one for each query head (ALiBi).
+        softcap: a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
+
+    Returns:
+        `[n, Hq, D]` in the dtype of q, computed in float32 (float64 for float64). A query that sees no key gets 0.
+    """
+    scores = attention_scores(q, k, scale=scale, mask=mask, bias=bias, softcap=softcap)
+    weights = torch.softmax(scores, dim=-1)
+    # A row of -inf alone comes out of the softmax as 0/0: a query that sees nothing weighs every key with 0.
+    weights = weights.masked_fill(scores == -math.inf, 0.0)
+    out = torch.einsum("hgnm,mhd->nhgd", weights, v.to(weights.dtype))
+    return out.reshape(q.shape).to(q.dtype)
+
+
+def sdpa_attention(
+    q: Float[Tensor, "n Hq D"],
+    k: Float[Tensor, "m Hk D"],
+    v: Float[Tensor, "m Hk D"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "Hq n m"] | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "n Hq D"]:
+    """The same function as `masked_attention`, on PyTorch's fused kernels: no `[n, m]` scores in memory.
+
+    Falls back to `masked_attention` for a soft-cap, which those kernels do not have.
+    """
+    if softcap is not None:
+        return masked_attention(q, k, v, scale=scale, mask=mask, bias=bias, softcap=softcap)
+    n, num_qo_heads, _ = q.shape
+    m, num_kv_heads, _ = k.shape
+    attn_mask = mask
+    if bias is not None:
+        attn_mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -math.inf)
+    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if n == 1:
+        # Decode: the query heads of a group become the queries of their key head, so that each key is read once.
+        queries = q.unflatten(1, (num_kv_heads, -1))
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask[:, 0].unflatten(0, (num_kv_heads, -1))
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=attn_mask, scale=scale)
+        return out.flatten(1, 2)
+    # Told that a mask is causal, the kernel skips the half it hides. The look costs 2 % of what it saves, on a CPU;
+    # on a GPU it would make the host wait for the device.
+    causal = bias is None and mask is not None and n == m and mask.device.type == "cpu" and _is_causal(mask)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=None if causal else attn_mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=num_qo_heads != num_kv_heads,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _is_causal(mask: Bool[Tensor, "n n"]) -> bool:
+    return torch.equal(mask, torch.ones_like(mask).tril_())

@@ -1,0 +1,107 @@
+"""Attention results that merge: attention over any part of the keys, and how parts become the whole.
+
+The output over a set of keys, together with the logarithm of the sum of its exponentiated scores (LSE), is all that
+is needed to combine it with the output over another set (Milakov and Gimelshein 2018; Dao et al. 2022, section 3.1;
+Ye et al. 2025, section 2.2). Explained in chapter 02.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mini_engine.attention.naive import attention_scores
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Attention of n queries over some set of keys, in a form that merges with other sets.
+
+    Attributes:
+        out: attention output over these keys alone, `[n, Hq, D]`; 0 where no key is visible.
+        lse: natural logarithm of the sum of exp(score), `[n, Hq]`, float32 (float64 for float64 inputs); -inf where
+            no key is visible.
+    """
+
+    out: Float[Tensor, "n Hq D"]
+    lse: Float[Tensor, "n Hq"]
+
+
+def attention_state(
+    q: Float[Tensor, "n Hq D"],
+    k: Float[Tensor, "m Hk D"],
+    v: Float[Tensor, "m Hk D"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "Hq n m"] | None = None,
+    softcap: float | None = None,
+) -> AttentionState:
+    """`masked_attention` with its LSE. Both stay in float32 (float64), so that merging rounds only once, at the end.
+
+    The arguments are those of `masked_attention`; m may be 0.
+    """
+    scores = attention_scores(q, k, scale=scale, mask=mask, bias=bias, softcap=softcap)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - _finite(lse)[..., None])
+    out = torch.einsum("hgnm,mhd->nhgd", weights, v.to(weights.dtype))
+    return AttentionState(out.reshape(q.shape), lse.flatten(0, 1).T)
+
+
+def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
+    """Attention over the union of two disjoint sets of keys.
+
+    Each side counts in proportion to exp(its lse). Associative and commutative up to rounding; an empty side (lse of
+    -inf, out of 0) changes nothing, and two empty sides give an empty state.
+    """
+    lse = torch.logaddexp(a.lse, b.lse)
+    weight_a = torch.exp(a.lse - _finite(lse))[..., None].to(a.out.dtype)
+    weight_b = torch.exp(b.lse - _finite(lse))[..., None].to(b.out.dtype)
+    return AttentionState(weight_a * a.out + weight_b * b.out, lse)
+
+
+def merge_all(states: Sequence[AttentionState]) -> AttentionState:
+    """Attention over the union of one or more disjoint sets of keys, in one pass over the stacked states."""
+    lses = torch.stack([state.lse for state in states])
+    outs = torch.stack([state.out for state in states])
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - _finite(lse))[..., None].to(outs.dtype)
+    return AttentionState((weights * outs).sum(dim=0), lse)
+
+
+def chunked_attention(
+    q: Float[Tensor, "n Hq D"],
+    k: Float[Tensor, "m Hk D"],
+    v: Float[Tensor, "m Hk D"],
+    *,
+    scale: float,
+    chunk_size: int,
+    mask: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "Hq n m"] | None = None,
+    softcap: float | None = None,
+    merge: Callable[[AttentionState, AttentionState], AttentionState] = merge_states,
+) -> AttentionState:
+    """`attention_state` over the keys in chunks of `chunk_size`: the memory for scores no longer grows with m.
+
+    Args:
+        chunk_size: keys per chunk, at least 1; the last chunk may be shorter.
+        merge: combines two states; the other arguments are those of `masked_attention`.
+    """
+    state = attention_state(q, k[:0], v[:0], scale=scale)
+    for start in range(0, k.shape[0], chunk_size):
+        keys = slice(start, start + chunk_size)
+        chunk_mask = None if mask is None else mask[:, keys]
+        chunk_bias = None if bias is None else bias[:, :, keys]
+        chunk = attention_state(q, k[keys], v[keys], scale=scale, mask=chunk_mask, bias=chunk_bias, softcap=softcap)
+        state = merge(state, chunk)
+    return state
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 in place of -inf: subtracted from -inf it leaves exp(-inf) = 0, where -inf would leave exp(NaN)."""
+    return lse.masked_fill(lse == -math.inf, 0.0)

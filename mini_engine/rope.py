@@ -1,0 +1,109 @@
+"""Rotary position embedding: turn each pair of a head's numbers by an angle that grows with the position.
+
+RoFormer (Su et al. 2021, section 3.2.2) defines the rotation, Chen et al. 2023 the linear stretching of positions, the
+Llama 3.1 release the stretching of the slow pairs only. Explained in chapter 01.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Every frequency divided by `factor`: position p turns as far as p / factor did before (Chen et al. 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Slow pairs divided by `factor`, fast pairs kept, a smooth ramp between (Llama 3.1).
+
+    A pair is slow if it turns less than `low_freq_factor` times within the context the model was first trained on
+    (`original_max_position_embeddings` tokens), fast if it turns more than `high_freq_factor` times.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How a model turns its queries and keys.
+
+    Attributes:
+        theta: base of the frequencies; pair i of D / 2 turns by theta ** (-2 i / D) radians per position.
+        head_dim: numbers of a head that are turned (D), an even number.
+        scaling: how the frequencies were stretched for a longer context; None: not at all.
+    """
+
+    theta: float
+    head_dim: int
+    scaling: Linear | Llama3 | None = None
+
+
+def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " D/2"]:
+    """Radians that each pair turns per position, float32, fastest pair first."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.theta**exponents
+    match config.scaling:
+        case None:
+            return frequencies
+        case Linear(factor):
+            return frequencies / factor
+        case Llama3(factor, low, high, original_length):
+            turns = original_length * frequencies / (2 * math.pi)
+            keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: a slow pair, stretched; 1: a fast pair, kept
+            return (1 - keep) * frequencies / factor + keep * frequencies
+
+
+def rope_tables(
+    positions: Int[Tensor, " T"], inv_freq: Float[Tensor, " half"]
+) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
+    """Cosine and sine of each token's angles, in the dtype of `inv_freq`.
+
+    Args:
+        positions: position of each token in its own sequence, `[T]`, in any order.
+        inv_freq: radians per position of each pair, `[D/2]`, from `inverse_frequencies`.
+
+    Returns:
+        (cos, sin), each `[T, D/2]`. Every layer of a model shares them: compute them once per step.
+    """
+    angles = positions[:, None].to(inv_freq.dtype) * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(
+    x: Float[Tensor, "T H D"],
+    cos: Float[Tensor, "T half"],
+    sin: Float[Tensor, "T half"],
+    *,
+    interleaved: bool = False,
+) -> Float[Tensor, "T H D"]:
+    """Turn pair i of every head by its angle: (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: queries or keys, `[T, H, D]`.
+        cos: cosines from `rope_tables`, `[T, D/2]`.
+        sin: sines from `rope_tables`, `[T, D/2]`.
+        interleaved: pair i is (x[2i], x[2i+1]) as in RoFormer, GPT-J and GGUF's llama files; otherwise it is
+            (x[i], x[i + D/2]) as in GPT-NeoX and transformers ("half-split"). Weights fit one of the two only.
+
+    Returns:
+        `[T, H, D]` in the dtype of x, computed in float32 (float64 for float64).
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, None, :].to(dtype), sin[:, None, :].to(dtype)
+    if interleaved:
+        a, b = x[..., 0::2].to(dtype), x[..., 1::2].to(dtype)
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+    a, b = x.to(dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,123 @@
+"""The base of all model families: tokens in, hidden states out, logits from those, weights from a checkpoint."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.errors import ModelLoadError
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.layers import DecoderLayer, ModelParts, empty_weight, with_prefix
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model over flat tokens: embeddings, layers, and one logit for each word.
+
+    A family adds its layers and `forward`. Build one with `models.registry.build_model`, which sets
+    dtype and device; its parameters have no values before `load_weights`.
+    """
+
+    # The names in the checkpoint.
+    embedding_name, layers_name, norm_name = "model.embed_tokens.weight", "model.layers", "model.norm.weight"
+
+    layers: nn.ModuleList  # set by the family, of `DecoderLayer`s
+    norm: nn.Parameter  # set by the family: the weight of the final norm
+
+    def __init__(self, config: ModelConfig, parts: ModelParts, attention_specs: tuple[AttentionSpec, ...]) -> None:
+        super().__init__()
+        self.config, self.parts, self.attention_specs = config, parts, attention_specs
+        self.embed_tokens = empty_weight(config.vocab_size, config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed_tokens if tied else empty_weight(config.vocab_size, config.hidden_size)
+
+    @abstractmethod
+    def forward(
+        self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
+    ) -> Float[Tensor, "T hidden"]:
+        """Run the layers, the final norm included.
+
+        Args:
+            token_ids: the tokens of all sequences, one sequence after the other.
+            positions: the place of each token in its own sequence, from 0.
+            attend: called once in each layer as `attend(spec, q, k, v)`; it stores the keys and values, and returns
+                what each query gathered from its own sequence.
+        """
+
+    def destinations(self) -> dict[str, Tensor]:
+        """The checkpoint's tensors: for each name, the parameter (or the rows of a fused one) that it fills."""
+        found: dict[str, Tensor] = {self.embedding_name: self.embed_tokens, self.norm_name: self.norm}
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            found |= with_prefix(f"{self.layers_name}.{index}.", layer.destinations())
+        if not self.config.tie_word_embeddings:
+            found["lm_head.weight"] = self.lm_head
+        return found
+
+    def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
+        """One score for each word of the vocabulary, in float32 (float64 for a float64 model)."""
+        logits = F.linear(hidden, self.lm_head)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill every parameter from a checkpoint, one tensor after the other.
+
+        Args:
+            tensors: the checkpoint under its Hugging Face names; may read each tensor only when it is asked for.
+
+        Raises:
+            ModelLoadError: a tensor is missing, unknown, wrongly shaped, or not of floating point.
+        """
+        destinations, tied_head = self.destinations(), {}
+        if self.config.tie_word_embeddings:  # a checkpoint may repeat the tied weights
+            tied_head["lm_head.weight"] = self.embed_tokens
+        for name, destination in destinations.items():
+            if name not in tensors:
+                raise ModelLoadError(
+                    f"the checkpoint has no tensor {name!r}, which {self.config.architecture} needs with shape "
+                    f"{list(destination.shape)}; its tensors are named {_some(list(tensors))}. Check that config.json "
+                    "and the weights belong together, and that the download is complete"
+                )
+        known = destinations.keys() | tied_head.keys()
+        # Old checkpoints hold the rotary frequencies, which are computed from the configuration.
+        unexpected = [name for name in tensors if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+        if unexpected:
+            raise ModelLoadError(
+                f"{self.config.architecture} has no place for {len(unexpected)} of the checkpoint's tensors: "
+                f"{_some(unexpected)}. Check that config.json and the weights belong together: num_hidden_layers, "
+                "attention_bias, tie_word_embeddings"
+            )
+        for name, destination in destinations.items():
+            destination.copy_(self._checked(name, tensors[name], destination))
+        for name, destination in tied_head.items():
+            if name in tensors and not torch.equal(
+                self._checked(name, tensors[name], destination).to(destination), destination
+            ):
+                raise ModelLoadError(
+                    f"config.json ties the output weights to the embeddings, but {name!r} differs from "
+                    f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"
+                )
+
+    def _checked(self, name: str, found: Tensor, expected: Tensor) -> Tensor:
+        if found.shape != expected.shape:
+            raise ModelLoadError(
+                f"tensor {name!r} has shape {list(found.shape)}, but {self.config.architecture} with this config.json "
+                f"needs {list(expected.shape)}: check that config.json and the weights belong together"
+            )
+        if not found.is_floating_point() or found.element_size() < 2:
+            raise ModelLoadError(
+                f"tensor {name!r} is stored as {found.dtype}, which means nothing without its scales: "
+                "use a checkpoint in float32, float16 or bfloat16"
+            )
+        return found
+
+
+def _some(names: list[str]) -> str:
+    """The first few names, for a message."""
+    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,100 @@
+"""Gemma 2 (Gemma Team 2024): four norms in a layer, windows in every other layer, soft-caps on scores and logits.
+
+What differs from Llama: embeddings are multiplied by sqrt(hidden size); a norm multiplies by 1 + w, not by w; the MLP
+is GeGLU; what attention and MLP return is normed before it is added; scores are divided by sqrt(query_pre_attn_scalar)
+and soft-capped, and so are the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.layers import (
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    ModelParts,
+    attention_spec,
+    empty_weight,
+    rotary_frequencies,
+    with_prefix,
+)
+from mini_engine.rope import rope_tables
+
+
+def norm_weight(size: int) -> nn.Parameter:
+    """Holds 1 + w, in float32 at least: bfloat16 would round away most of a small w."""
+    return empty_weight(size, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+
+
+class Gemma2Layer(DecoderLayer):
+    def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
+        super().__init__()
+        self.parts, self.eps = parts, config.norm_eps
+        self.input_norm = norm_weight(config.hidden_size)
+        self.attention = Attention(config, spec, parts)
+        self.post_attention_norm = norm_weight(config.hidden_size)
+        self.mlp_norm = norm_weight(config.hidden_size)
+        self.mlp = GatedMLP(config, parts)
+        self.post_mlp_norm = norm_weight(config.hidden_size)
+
+    def forward(
+        self, x: Float[Tensor, "T hidden"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"], attend: Attend
+    ) -> Float[Tensor, "T hidden"]:
+        norm, eps = self.parts.rms_norm, self.eps
+        x = x + norm(self.attention(norm(x, self.input_norm, eps), cos, sin, attend), self.post_attention_norm, eps)
+        return x + norm(self.mlp(norm(x, self.mlp_norm, eps)), self.post_mlp_norm, eps)
+
+    def destinations(self) -> dict[str, Tensor]:
+        return {
+            "input_layernorm.weight": self.input_norm,
+            "post_attention_layernorm.weight": self.post_attention_norm,
+            "pre_feedforward_layernorm.weight": self.mlp_norm,
+            "post_feedforward_layernorm.weight": self.post_mlp_norm,
+            **with_prefix("self_attn.", self.attention.destinations()),
+            **with_prefix("mlp.", self.mlp.destinations()),
+        }
+
+
+class Gemma2ForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
+        scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        layers = range(config.num_hidden_layers)
+        specs = tuple(attention_spec(config, layer, scale, config.attn_logit_softcapping) for layer in layers)
+        super().__init__(config, parts, specs)
+        # The factor is rounded to the model's dtype, as it was in training.
+        self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.dtype, device="cpu").item()
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
+        self.layers = nn.ModuleList(Gemma2Layer(config, spec, parts) for spec in specs)
+        self.norm = norm_weight(config.hidden_size)
+
+    def forward(
+        self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
+    ) -> Float[Tensor, "T hidden"]:
+        x = F.embedding(token_ids, self.embed_tokens) * self.embedding_scale
+        cos, sin = rope_tables(positions, self.inv_freq)  # once for all layers
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.parts.rms_norm(x, self.norm, self.config.norm_eps)
+
+    def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
+        logits = super().compute_logits(hidden)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """As in the base class; then adds the 1 of 1 + w to the norms, once instead of at every step."""
+        super().load_weights(tensors)
+        for name, weight in self.destinations().items():
+            if name.endswith("norm.weight"):
+                weight.add_(1)

@@ -1,0 +1,172 @@
+"""What the layers of the model families share: norm, gated MLP, and attention around `attend`.
+
+Tokens are flat: `x` is `[T, hidden]`, with the tokens of all sequences of a step one after the other. A model never
+learns where a sequence begins or how its keys are stored. Positions come in as an argument, and so does `attend`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.errors import ModelLoadError
+from mini_engine.models.config import ACTIVATIONS, ModelConfig
+from mini_engine.rope import inverse_frequencies
+
+
+@runtime_checkable
+class ModelParts(Protocol):
+    """The parts of the engine that a model calls; `mini_engine.parts.Parts` has them all."""
+
+    @property
+    def rms_norm(self) -> Callable[..., Tensor]: ...
+    @property
+    def gated_mlp(self) -> Callable[..., Tensor]: ...
+    @property
+    def apply_rope(self) -> Callable[..., Tensor]: ...
+    @property
+    def gpt2_weights(self) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]: ...
+
+
+def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:
+    """Scale each row to a root mean square of one, then by `weight` (Zhang and Sennrich 2019, eq. 4).
+
+    Args:
+        x: one row for each token (and head).
+        weight: one factor for each column, in the dtype of `x` or a wider one.
+        eps: added to the mean square, so that a row of zeros stays finite.
+
+    Returns:
+        The rows in the dtype of `x`; the arithmetic is in float32 at least.
+    """
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def gated_mlp(
+    x: Float[Tensor, "T hidden"],
+    gate_up: Float[Tensor, "I2 hidden"],
+    down: Float[Tensor, "hidden I"],
+    activation: Callable[[Tensor], Tensor],
+) -> Float[Tensor, "T hidden"]:
+    """`down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, GeGLU with GELU (Shazeer 2020).
+
+    Args:
+        x: the tokens.
+        gate_up: the gate's `I` rows, then the up projection's `I` rows: one matrix product instead of two.
+        down: the projection back.
+        activation: the non-linearity on the gate.
+    """
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(activation(gate) * up, down)
+
+
+def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter without values, on the default device: `load_weights` fills it, a random start would be wasted."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def attention_spec(config: ModelConfig, layer: int, scale: float, softcap: float | None = None) -> AttentionSpec:
+    """The attention of one layer. Only a layer of the type `sliding_attention` has a window."""
+    return AttentionSpec(
+        layer=layer,
+        kv_layer=layer,
+        num_qo_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=scale,
+        window=config.sliding_window if config.layer_types[layer] == "sliding_attention" else None,
+        softcap=softcap,
+    )
+
+
+def rotary_frequencies(config: ModelConfig) -> Float[Tensor, " half"]:
+    """The model's RoPE frequencies in float32, on the default device."""
+    if config.rope is None:
+        raise ModelLoadError(f"{config.architecture} rotates its queries and keys: give its ModelConfig a RopeConfig")
+    # A GPU's powers differ from the CPU's in the last bit: compute them in one place, then move them.
+    with torch.device("cpu"):
+        frequencies = inverse_frequencies(config.rope)
+    return frequencies.to(torch.get_default_device())
+
+
+def split_qkv(
+    qkv: Float[Tensor, "T W"], spec: AttentionSpec
+) -> tuple[Float[Tensor, "T QK D"], Float[Tensor, "T Hk D"]]:
+    """View the fused projection's rows as heads: queries and keys together, ready to be rotated in one call; values."""
+    heads = qkv.view(qkv.shape[0], spec.num_qo_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    queries_and_keys, values = heads.split((spec.num_qo_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    return queries_and_keys, values
+
+
+class DecoderLayer(nn.Module):
+    """One layer of a model. A family adds the weights, and a `forward` of its own."""
+
+    @abstractmethod
+    def destinations(self) -> dict[str, Tensor]:
+        """The layer's tensors in a checkpoint: for each name, the parameter (or rows of a fused one) that it fills."""
+
+
+class Attention(nn.Module):
+    """Project to queries, keys and values; rotate; attend; project back."""
+
+    def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
+        super().__init__()
+        self.spec, self.parts = spec, parts
+        self.q_rows, self.kv_rows = spec.num_qo_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        rows = self.q_rows + 2 * self.kv_rows
+        self.qkv = empty_weight(rows, config.hidden_size)
+        self.o = empty_weight(config.hidden_size, self.q_rows)
+        self.qkv_bias = empty_weight(rows) if config.attention_bias else None
+        self.o_bias = empty_weight(config.hidden_size) if config.attention_bias else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "T hidden"],
+        cos: Float[Tensor, "T half"],
+        sin: Float[Tensor, "T half"],
+        attend: Attend,
+    ) -> Float[Tensor, "T hidden"]:
+        spec = self.spec
+        q_and_k, v = split_qkv(F.linear(x, self.qkv, self.qkv_bias), spec)
+        q, k = self.parts.apply_rope(q_and_k, cos, sin).split((spec.num_qo_heads, spec.num_kv_heads), dim=1)
+        return F.linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Where each tensor of the checkpoint goes; the three projections fill row ranges of one weight."""
+        rows = (self.q_rows, self.kv_rows, self.kv_rows)
+        found = dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), self.qkv.split(rows), strict=True))
+        found["o_proj.weight"] = self.o
+        if self.qkv_bias is not None and self.o_bias is not None:
+            biases = self.qkv_bias.split(rows)
+            found |= dict(zip(("q_proj.bias", "k_proj.bias", "v_proj.bias"), biases, strict=True))
+            found["o_proj.bias"] = self.o_bias
+        return found
+
+
+class GatedMLP(nn.Module):
+    """The weights around `gated_mlp`."""
+
+    def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
+        super().__init__()
+        self.parts = parts
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_up = empty_weight(2 * config.intermediate_size, config.hidden_size)
+        self.down = empty_weight(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
+        return self.parts.gated_mlp(x, self.gate_up, self.down, self.activation)
+
+    def destinations(self) -> dict[str, Tensor]:
+        gate, up = self.gate_up.chunk(2)
+        return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down}
+
+
+def with_prefix(prefix: str, destinations: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in destinations.items()}

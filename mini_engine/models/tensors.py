@@ -1,0 +1,48 @@
+"""Tensors that are read from their file when they are asked for, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """One tensor of a weight file: its shape and dtype, known from the file's header, and how to read it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """A mapping from names to tensors that holds none of them: each look-up reads the file again.
+
+    A model that copies one tensor at a time into its parameters therefore never needs a second copy of itself.
+    """
+
+    def __init__(self, entries: Mapping[str, LazyTensor]) -> None:
+        self.entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.entries[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the largest tensor: that of the model, where norms and small tensors may differ."""
+        return max(self.entries.values(), key=lambda entry: prod(entry.shape)).dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers held by all tensors together; reads nothing."""
+        return sum(prod(entry.shape) for entry in self.entries.values())

@@ -1,0 +1,55 @@
+"""What the notebooks and the graders use. The engine itself is `mini_engine`; it never imports this package.
+
+The names below are loaded when first used, so that `import book` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from book import figures, timing, units
+    from book.display import Table, mermaid, show
+    from book.environment import device_name, setup, versions
+    from book.predictions import compare, predict
+    from book.results import recorded, so_far
+    from book.timing import measure
+
+_MODULES = ("figures", "timing", "units")
+_HOMES = {
+    "compare": "predictions",
+    "device_name": "environment",
+    "measure": "timing",
+    "mermaid": "display",
+    "predict": "predictions",
+    "recorded": "results",
+    "setup": "environment",
+    "show": "display",
+    "so_far": "results",
+    "Table": "display",
+    "versions": "environment",
+}
+
+__all__ = [
+    "Table",
+    "compare",
+    "device_name",
+    "figures",
+    "measure",
+    "mermaid",
+    "predict",
+    "recorded",
+    "setup",
+    "show",
+    "so_far",
+    "timing",
+    "units",
+    "versions",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"book.{name}")
+    if name in _HOMES:
+        return getattr(import_module(f"book.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'book' has no attribute {name!r}")

@@ -1,0 +1,71 @@
+"""Small things a notebook shows: source code from the package, diagrams, tables."""
+
+import html
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Something that a notebook displays as Markdown, and a terminal as plain text."""
+
+    markdown: str
+    text: str
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def show(thing: ModuleType | type | Callable[..., object]) -> Shown:
+    """The source of a module, class or function as it stands in the package, highlighted."""
+    module = inspect.getmodule(thing)
+    if module is None:
+        raise ValueError(f"{thing!r} has no module to read its source from")
+    path = module.__name__.replace(".", "/")
+    path += "/__init__.py" if getattr(module, "__path__", None) else ".py"
+    source = inspect.getsource(thing).rstrip()
+    where = path if isinstance(thing, ModuleType) else f"{getattr(thing, '__qualname__', thing)} in {path}"
+    title = f"`{path}`" if isinstance(thing, ModuleType) else f"`{getattr(thing, '__qualname__', thing)}` in `{path}`"
+    # Four backticks: a docstring may hold a fence of three.
+    return Shown(f"{title}\n\n````python\n{source}\n````", f"# {where}\n{source}")
+
+
+def mermaid(diagram: str) -> Shown:
+    """A mermaid diagram that code has computed. A fixed one belongs in a ```mermaid fence of a Markdown cell."""
+    diagram = inspect.cleandoc(diagram)
+    return Shown(f"```mermaid\n{diagram}\n```", diagram)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head, with an optional one-line caption."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def markdown(self) -> str:
+        lines = [self.head, ["---"] * len(self.head), *self.rows]
+        table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        return f"{table}\n\n{self.caption}" if self.caption else table
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return "<tr>" + "".join(f'<{tag} style="text-align:left">{html.escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+        body = "".join(line("td", row) for row in self.rows)
+        caption = f'<p class="figure-caption"><em>{html.escape(self.caption)}</em></p>' if self.caption else ""
+        return f'<table class="book-table"><thead>{line("th", self.head)}</thead><tbody>{body}</tbody></table>{caption}'
+
+    def __repr__(self) -> str:
+        widths = [max(len(row[i]) for row in [self.head, *self.rows]) for i in range(len(self.head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [self.head, *self.rows]
+        ]
+        return "\n".join([*lines, self.caption] if self.caption else lines)

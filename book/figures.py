@@ -1,0 +1,316 @@
+"""The one look of the book's figures, and the drawings it uses again and again.
+
+Every helper draws on the axes it is given, or on a new figure, and returns the axes:
+
+    figures.show(figures.draw_mask(mask, title="causal"), "Each token sees itself and what came before.")
+
+Figures are PNG on white, so that they read the same in light and dark mode and on GitHub; at six inches and 12 points
+the text stays legible on a phone. The colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+import html
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+import numpy as np
+from cycler import cycler
+from IPython.display import display
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.typing import ColorType
+from torch import Tensor
+
+from book.units import number, quantity
+
+if TYPE_CHECKING:
+    from mini_engine.roofline import Cost, Machine
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
+INK, GRID, HIDDEN = "#222222", "#D9D9D9", "#EDEDED"
+_WIDTH, _DPI = 6.0, 160
+_MARKERS = "osD^vPX*"
+# Cells smaller than this many per row carry text and white borders; larger pictures would be a blur of both.
+_READABLE_CELLS = 24
+
+Values = Tensor | np.ndarray | Sequence[Sequence[float]]
+
+
+def use_style() -> None:
+    """Make the book's style the default of every figure drawn from now on."""
+    mpl.rcParams.update(
+        {
+            "figure.facecolor": "white",
+            "figure.figsize": (_WIDTH, 3.4),
+            "figure.dpi": _DPI,
+            "figure.constrained_layout.use": True,
+            "figure.constrained_layout.h_pad": 0.1,
+            "figure.constrained_layout.w_pad": 0.1,
+            "savefig.facecolor": "white",
+            "font.family": "DejaVu Sans",
+            "font.size": 12,
+            "axes.titlesize": 13,
+            "axes.labelsize": 12,
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": False,
+            "axes.axisbelow": True,
+            "axes.prop_cycle": cycler(color=PALETTE),
+            "grid.color": GRID,
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "legend.frameon": False,
+            "legend.fontsize": 11,
+            "lines.linewidth": 2.2,
+            "lines.markersize": 7,
+        }
+    )
+
+
+def new(height: float = 3.4, columns: int = 1, rows: int = 1) -> tuple[Figure, np.ndarray]:
+    """A figure of the book's width, `height` inches high, and its axes as an array of shape [rows, columns]."""
+    use_style()
+    figure = Figure(figsize=(_WIDTH, height))
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def to_png(drawn: Axes | Figure) -> bytes:
+    """The figure as PNG, the same bytes each time."""
+    figure = drawn if isinstance(drawn, Figure) else drawn.get_figure(root=True)
+    assert figure is not None  # Axes made by this module or by the reader belong to a figure.
+    file = io.BytesIO()
+    # Without Software the file names matplotlib's version.
+    figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    return file.getvalue()
+
+
+def show(drawn: Axes | Figure, caption: str) -> None:
+    """Display a figure with one line under it that says what it shows."""
+    png = to_png(drawn)
+    width = round(_WIDTH * 100)
+    data = {"image/png": png, "text/plain": f"Figure: {caption}"}
+    display(data, raw=True, metadata={"image/png": {"width": width, "alt": caption}})
+    text = f'<p class="figure-caption"><em>{html.escape(caption)}</em></p>'
+    display({"text/html": text, "text/plain": caption}, raw=True)
+
+
+def draw_mask(
+    mask: Values,
+    *,
+    ax: Axes | None = None,
+    title: str = "",
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    owners: Sequence[int] | None = None,
+) -> Axes:
+    """A mask [queries, keys]: visible cells in colour, hidden ones in grey. `owners[i]` picks the colour of query i."""
+    values = _array(mask) != 0
+    rows, columns = values.shape
+    ax = ax or _square_axes(rows, columns)
+    colours = [PALETTE[owner % len(PALETTE)] for owner in owners] if owners is not None else [PALETTE[0]] * rows
+    image = np.empty((rows, columns, 3))
+    image[:] = to_rgb(HIDDEN)
+    for row, colour in enumerate(colours):
+        image[row, values[row]] = to_rgb(colour)
+    ax.imshow(image, interpolation="nearest", aspect="equal")
+    _cell_borders(ax, rows, columns)
+    _cell_labels(ax, rows, columns, queries, keys)
+    ax.set(xlabel="key", ylabel="query", title=title)
+    return ax
+
+
+def draw_matrix(
+    values: Values,
+    *,
+    ax: Axes | None = None,
+    title: str = "",
+    digits: int = 2,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    xlabel: str = "",
+    ylabel: str = "",
+) -> Axes:
+    """A matrix with its values in the cells: blue grows with the value; where some are negative, orange is below 0."""
+    matrix = np.atleast_2d(_array(values))
+    height, width = matrix.shape
+    ax = ax or _square_axes(height, width)
+    finite = matrix[np.isfinite(matrix)]
+    largest = float(np.abs(finite).max()) if finite.size else 1.0
+    signed = bool((finite < 0).any())
+    colours = mpl.colormaps["PuOr" if signed else "Blues"].with_extremes(bad=HIDDEN)
+    shown = np.ma.masked_invalid(matrix)
+    image = ax.imshow(shown, cmap=colours, vmin=-largest if signed else 0, vmax=largest or 1.0, aspect="equal")
+    if max(height, width) <= _READABLE_CELLS // 2:
+        size = min(12.0, 75 / max(width, height * 0.7))
+        for i in range(height):
+            for j in range(width):
+                background: ColorType = HIDDEN
+                if math.isfinite(matrix[i, j]):
+                    background = tuple(image.to_rgba(matrix[i, j]))
+                text = f"{matrix[i, j]:.{digits}f}" if math.isfinite(matrix[i, j]) else number(matrix[i, j])
+                ax.text(j, i, text, ha="center", va="center", color=_readable_on(background), fontsize=size)
+    _cell_borders(ax, height, width)
+    _cell_labels(ax, height, width, rows, columns)
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    return ax
+
+
+def draw_ragged(
+    indptr: Sequence[int] | Tensor,
+    labels: Sequence[str],
+    *,
+    ax: Axes | None = None,
+    title: str = "",
+    tokens: Sequence[str] | None = None,
+) -> Axes:
+    """Sequences of unequal length laid end to end, above `indptr`: sequence i is cells indptr[i] to indptr[i+1]."""
+    bounds = [int(bound) for bound in indptr]
+    total = bounds[-1]
+    ax = ax or new(1.9)[1][0, 0]
+    for owner, (start, end) in enumerate(itertools.pairwise(bounds)):
+        colour = PALETTE[owner % len(PALETTE)]
+        for cell in range(start, end):
+            ax.add_patch(Rectangle((cell, 0), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
+            if total <= _READABLE_CELLS:
+                text = tokens[cell] if tokens is not None else str(cell - start)
+                ax.text(cell + 0.5, 0.5, text, ha="center", va="center", color=_readable_on(colour), fontsize=11)
+        if end > start:
+            ax.text((start + end) / 2, 1.15, labels[owner], ha="center", va="bottom", fontsize=11)
+    for bound in sorted(set(bounds)):
+        ax.plot([bound, bound], [-0.25, 1], color=INK, linewidth=1.5, clip_on=False)
+        ax.text(bound, -0.35, str(bound), ha="center", va="top", fontsize=11)
+    ax.text(-0.02 * total, -0.35, "indptr", ha="right", va="top", fontsize=11, color="#595959")
+    ax.set(xlim=(-0.02 * total, total * 1.02), ylim=(-0.9, 1.7), title=title)
+    ax.set_axis_off()
+    return ax
+
+
+def draw_roofline(
+    machine: "Machine",
+    points: Mapping[str, tuple["Cost", float]],
+    *,
+    ax: Axes | None = None,
+    title: str = "",
+) -> Axes:
+    """The roofline of a machine, and what was reached under it: label -> (cost, measured seconds).
+
+    Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009.
+    """
+    ax = ax or new(3.8)[1][0, 0]
+    bandwidth, flops, ridge = machine.bandwidth, machine.flops, machine.ridge
+    intensities = [cost.intensity for cost, _ in points.values()] + [ridge]
+    left, right = min(intensities) / 4, max(intensities) * 8
+    x = np.array([left, ridge, right])
+    ax.plot(x, np.minimum(x * bandwidth, flops), color=INK, zorder=1)
+    ax.text(right, flops * 1.15, quantity(flops, "FLOP/s"), ha="right", va="bottom", fontsize=11)
+    middle = math.sqrt(left * ridge)
+    ax.text(middle, middle * bandwidth * 1.5, quantity(bandwidth, "B/s"), ha="right", va="bottom", fontsize=11)
+    for i, (label, (cost, seconds)) in enumerate(points.items()):
+        marker = _MARKERS[i % len(_MARKERS)]
+        ax.plot(cost.intensity, cost.flops / seconds, marker, color=PALETTE[i % len(PALETTE)], label=label, zorder=2)
+    ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s", title=title)
+    ax.set_ylim(top=flops * 6)
+    ax.grid(True, which="major")
+    ax.legend(loc="lower right")
+    return ax
+
+
+def draw_bars_with_bound(
+    labels: Sequence[str],
+    values: Sequence[float],
+    bounds: Sequence[float | None],
+    unit: str,
+    *,
+    ax: Axes | None = None,
+    title: str = "",
+    bound_label: str = "bound",
+) -> Axes:
+    """Horizontal bars, each with a black line where its bound is (None: it has none)."""
+    ax = ax or new(0.9 + 0.55 * len(labels))[1][0, 0]
+    rows = range(len(labels))
+    ax.barh(rows, values, color=[PALETTE[i % len(PALETTE)] for i in rows], height=0.6)
+    furthest = max([*values, *(b for b in bounds if b is not None)])
+    drawn = ""
+    for row, (value, bound) in enumerate(zip(values, bounds, strict=True)):
+        if bound is not None:
+            ax.plot([bound, bound], [row - 0.42, row + 0.42], color=INK, linewidth=2.5, label=drawn or bound_label)
+            drawn = "_"  # matplotlib leaves labels that begin with an underscore out of the legend
+        # The value stands right of bar and bound, where neither crosses it.
+        end = max(value, bound) if bound is not None and bound < value * 1.35 else value
+        ax.text(end + furthest * 0.015, row, quantity(value, unit), va="center", ha="left", fontsize=11)
+    ax.set_yticks(list(rows), list(labels))
+    ax.invert_yaxis()
+    ax.set(xlim=(0, furthest * 1.3), title=title)
+    ax.xaxis.set_major_formatter(lambda x, _: quantity(x, unit, 2) if x else "0")
+    ax.locator_params(axis="x", nbins=4)
+    if drawn:
+        ax.legend(loc="lower right")
+    return ax
+
+
+def draw_lines(
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    log: bool = False,
+    ax: Axes | None = None,
+    title: str = "",
+) -> Axes:
+    """One line for each entry of `lines`, with markers of their own so that colour is not needed to tell them apart."""
+    ax = ax or new()[1][0, 0]
+    for i, (label, y) in enumerate(lines.items()):
+        ax.plot(x, y, marker=_MARKERS[i % len(_MARKERS)], color=PALETTE[i % len(PALETTE)], label=label)
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks(list(x), [number(value) for value in x], minor=False)
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.grid(True)
+    if len(lines) > 1:
+        ax.legend()
+    return ax
+
+
+def _array(values: Values) -> np.ndarray:
+    if isinstance(values, Tensor):
+        values = values.detach().double().cpu().numpy()
+    return np.asarray(values, dtype=float)
+
+
+def _square_axes(rows: int, columns: int) -> Axes:
+    # A wide matrix is a low figure; a tall one stops before it fills a phone's screen.
+    return new(min(5.0, max(1.8, 1.0 + _WIDTH * 0.8 * rows / columns)))[1][0, 0]
+
+
+def _cell_borders(ax: Axes, rows: int, columns: int) -> None:
+    if max(rows, columns) <= _READABLE_CELLS * 2:
+        ax.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+        ax.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+        ax.grid(which="minor", color="white", linewidth=1.5)
+    ax.tick_params(which="both", length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _cell_labels(
+    ax: Axes, rows: int, columns: int, row_labels: Sequence[str] | None, column_labels: Sequence[str] | None
+) -> None:
+    for labels, count, set_ticks in ((row_labels, rows, ax.set_yticks), (column_labels, columns, ax.set_xticks)):
+        if labels is not None:
+            set_ticks(range(count), list(labels))
+        elif count <= _READABLE_CELLS // 2:
+            set_ticks(range(count), [str(i) for i in range(count)])
+
+
+def _readable_on(colour: ColorType) -> str:
+    red, green, blue = to_rgb(colour)
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"

@@ -1,0 +1,205 @@
+"""Recorded results of experiments: what was measured, where, with which versions, and against which bound.
+
+An experiment writes one file for each device, `experiments/NN_slug/results/<device>.json`. Notebooks and the site's
+results page read them; nobody types a number.
+"""
+
+import datetime
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from book.display import Table
+from book.environment import device_name, versions
+from book.paths import repository_root
+from book.units import number, quantity
+
+# The rows that the table "engine so far" collects from each chapter's experiment.
+ENGINE_SPEED = "engine: decode speed"
+ENGINE_BYTES = "engine: bytes read per token"
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure. Times are in s, sizes in B, rates in B/s, FLOP/s, tokens/s.
+
+    `bound` is the best the machine allows, in the same unit, and `bound_from` says how it is found; where nothing
+    bounds the figure, `bound` is None and `bound_from` says why.
+    """
+
+    figure: str
+    value: float
+    unit: str
+    bound: float | None
+    bound_from: str
+    case: Mapping[str, Setting] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.figure.strip() or not self.unit.strip():
+            raise ValueError(f"a row needs the name of its figure and a unit: {self.figure!r}, {self.unit!r}")
+        if not math.isfinite(self.value):
+            raise ValueError(f"{self.figure}: the value must be a finite number, not {self.value}")
+        if not self.bound_from.strip():
+            raise ValueError(f"{self.figure}: bound_from must say where the bound comes from, or why there is none")
+        if self.bound is not None and not (math.isfinite(self.bound) and self.bound > 0):
+            raise ValueError(f"{self.figure}: a bound is a number above 0, or None with the reason in bound_from")
+
+    @property
+    def share_of_bound(self) -> float | None:
+        """How much of what is possible was reached. Times and bytes cannot go below their bound, rates not above."""
+        if self.bound is None or self.value <= 0:
+            return None
+        return self.bound / self.value if self.unit in ("s", "B") else self.value / self.bound
+
+    def cells(self) -> list[str]:
+        """figure, case, value, bound, share, where the bound comes from."""
+        case = ", ".join(f"{key} {value}" for key, value in self.case.items())
+        share = "–" if self.share_of_bound is None else f"{self.share_of_bound:.0%}"
+        bound = "–" if self.bound is None else quantity(self.bound, self.unit)
+        return [self.figure, case, quantity(self.value, self.unit), bound, share, self.bound_from]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of one experiment on one device found."""
+
+    experiment: str
+    device: str
+    date: str
+    versions: Mapping[str, str]
+    parameters: Mapping[str, Setting]
+    rows: Sequence[Row]
+
+    def __post_init__(self) -> None:
+        if not self.device.strip() or not self.versions or not self.rows:
+            raise ValueError(f"{self.experiment}: a result needs a device, versions and at least one row")
+        datetime.date.fromisoformat(self.date)
+
+    @property
+    def provenance(self) -> str:
+        """One line: device, date, versions."""
+        return f"Recorded on {self.device}, {self.date}; {', '.join(f'{k} {v}' for k, v in self.versions.items())}."
+
+    def find(self, figure: str, **case: Setting) -> Row:
+        """The one row of `figure` whose case has these values."""
+        rows = [r for r in self.rows if r.figure == figure and all(r.case.get(k) == v for k, v in case.items())]
+        if len(rows) != 1:
+            raise KeyError(f"{self.experiment}: {len(rows)} rows of {figure!r} with {case}, expected one")
+        return rows[0]
+
+    def table(self) -> Table:
+        head = ["figure", "case", "measured", "bound", "of the bound", "where the bound comes from"]
+        rows = [row.cells() for row in self.rows]
+        keep = [i for i in range(len(head)) if i != 1 or any(row[1] for row in rows)]
+        return Table([head[i] for i in keep], [[row[i] for i in keep] for row in rows], self.provenance)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+
+def new_result(
+    experiment: str, rows: Sequence[Row], parameters: Mapping[str, Setting], device: str | None = None
+) -> Result:
+    """A result of today on this machine. `device` is "cpu" or "cuda" (default: the GPU where there is one)."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return Result(experiment, device_name(device), today, versions(), dict(parameters), tuple(rows))
+
+
+def write(result: Result, root: Path | None = None) -> Path:
+    """Write `experiments/<experiment>/results/<device>.json`, replacing what this device recorded before."""
+    folder = (root or repository_root()) / "experiments" / result.experiment / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{re.sub(r'[^a-z0-9]+', '-', result.device.lower()).strip('-')}.json"
+    file.write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return file
+
+
+def read(file: Path) -> Result:
+    """One results file, checked: every row has its unit, and its bound or the reason why it has none."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return Result(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file.parents[1].name}/results/{file.name}: {error}") from error
+
+
+def load(experiment: str, root: Path | None = None) -> list[Result]:
+    """Every recorded result of an experiment, one for each device, in the order of their file names."""
+    folder = (root or repository_root()) / "experiments" / experiment / "results"
+    return [read(file) for file in sorted(folder.glob("*.json"))]
+
+
+def recorded(experiment: str, device: str | None = None) -> Result:
+    """The recorded result of `experiment` on the device whose name contains `device` (None: there is only one)."""
+    results = load(experiment)
+    matching = [r for r in results if device is None or device.lower() in r.device.lower()]
+    if len(matching) != 1:
+        names = ", ".join(r.device for r in results) or "none"
+        raise KeyError(f"{experiment}: {len(matching)} results match device {device!r}; recorded: {names}")
+    return matching[0]
+
+
+def results_page_markdown(root: Path) -> str:
+    """The site's results page: every experiment, every device, every figure beside its bound."""
+    parts = [
+        "# Results",
+        "",
+        "Every figure stands beside the best its machine allows, and where that bound comes from.",
+    ]
+    for folder in sorted((root / "experiments").glob("*/results")):
+        experiment, readme = folder.parent.name, folder.parent / "README.md"
+        results = load(experiment, root)
+        if not results:
+            continue
+        lines = readme.read_text(encoding="utf-8").splitlines() if readme.exists() else []
+        title = next((line[2:] for line in lines if line.startswith("# ")), experiment)
+        parts += ["", f"## {title}", "", f"`experiments/{experiment}`"]
+        for result in results:
+            settings = ", ".join(f"{key} {value}" for key, value in result.parameters.items())
+            parts += [
+                "",
+                f"### {result.device}",
+                "",
+                *([f"With {settings}.", ""] if settings else []),
+                result.table().markdown(),
+            ]
+    return "\n".join(parts) + "\n"
+
+
+def so_far(chapter: int, device: str = "") -> Table:
+    """The table "engine so far" up to `chapter`: what each chapter adds, and the engine's speed and bytes with it.
+
+    `docs/engine_so_far.toml` holds the words; the figures are those that each chapter's experiment recorded on the
+    device whose name contains `device`.
+    """
+    root = repository_root()
+    entries = tomllib.loads((root / "docs" / "engine_so_far.toml").read_text(encoding="utf-8"))["chapter"]
+    rows, sources = [], []
+    for entry in sorted(entries, key=lambda entry: entry["number"]):
+        if entry["number"] <= chapter:
+            results = [r for r in load(entry["experiment"], root) if device.lower() in r.device.lower()]
+            speed, size = (_only(results, figure) for figure in (ENGINE_SPEED, ENGINE_BYTES))
+            rows.append([f"{entry['number']:02}", entry["adds"], speed, size])
+            sources += [r.device for r in results if speed != "–"]
+    caption = f"Measured on {'; '.join(sorted(set(sources)))}." if sources else "Nothing measured yet."
+    return Table(["chapter", "what it adds", "tokens/s", "bytes read per token"], rows, caption)
+
+
+def _only(results: Sequence[Result], figure: str) -> str:
+    found = [row for result in results for row in result.rows if row.figure == figure]
+    if len(found) > 1:
+        raise ValueError(
+            f"{results[0].experiment}: {len(found)} rows of {figure!r}: name the device, and record one case"
+        )
+    if not found:
+        return "–"
+    return number(found[0].value) if figure == ENGINE_SPEED else quantity(found[0].value, "B")

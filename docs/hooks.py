@@ -1,0 +1,312 @@
+"""What mkdocs.yml cannot say: the pages that lie outside docs/, and the navigation over those that exist.
+
+A chapter is finished, and listed, once chapters/NN_slug/NN_slug.ipynb exists. Every page that comes from outside docs/ keeps its
+path in the repository, so that a relative link works in Jupyter, on GitHub and here alike.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fetch_assets import AssetError, asset_files, fetch_assets
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from notebook_page import tidy
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTLINE = tomllib.loads((ROOT / "docs" / "outline.toml").read_text(encoding="utf-8"))
+SOURCE_LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+log = get_plugin_logger("book")
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A finished chapter, seen from the repository's root."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name.partition("_")[0])
+
+    @property
+    def notebook(self) -> str:
+        return f"chapters/{self.folder.name}/{self.folder.name}.ipynb"
+
+    @property
+    def homework(self) -> str | None:
+        return _if_exists(f"chapters/{self.folder.name}/homework.py")
+
+    @property
+    def experiment(self) -> str | None:
+        return _if_exists(f"experiments/{self.folder.name}/README.md")
+
+    @property
+    def title(self) -> str:
+        """The notebook's first heading, less a number that it may carry."""
+        text = (self.folder / f"{self.folder.name}.md").read_text(encoding="utf-8")
+        heading = re.search(r"^# (.+)$", re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL), re.MULTILINE)
+        name = heading.group(1) if heading else self.folder.name
+        return re.sub(r"^(chapter )?\d+\s*[.:·—-]?\s*", "", name.strip(), flags=re.IGNORECASE)
+
+    @property
+    def label(self) -> str:
+        return f"{self.number}. {self.title.partition(':')[0]}"
+
+
+class SourcePage(File):
+    """A source file shown as a page of its own."""
+
+    def is_documentation_page(self) -> bool:
+        return True
+
+
+def _if_exists(path: str) -> str | None:
+    return path if (ROOT / path).exists() else None
+
+
+def chapters() -> list[Chapter]:
+    """The finished chapters, in order."""
+    return [Chapter(folder) for folder in sorted(ROOT.glob("chapters/[0-9][0-9]_*")) if (folder / f"{folder.name}.ipynb").exists()]
+
+
+def modules() -> list[str]:
+    """The engine's modules, in the order in which the book builds them: `attention.naive`, `rope`, ..."""
+    found = []
+    for file in sorted((ROOT / "mini_engine").rglob("*.py")):
+        name = ".".join(file.relative_to(ROOT / "mini_engine").with_suffix("").parts)
+        if not name.rpartition(".")[2].startswith("__"):
+            found.append(name)
+    return sorted(found, key=lambda name: (module_chapter(name) or 99, name))
+
+
+def module_chapter(name: str) -> int | None:
+    """The number of the chapter that builds a module, if the outline names one."""
+    for number, patterns in OUTLINE["modules"].items():
+        if any(name == pattern or (pattern.endswith(".") and name.startswith(pattern)) for pattern in patterns):
+            return int(number)
+    return None
+
+
+# --- configuration: libraries of the browser, navigation -------------------------------------------------------------
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    try:
+        fetch_assets()
+    except AssetError as error:
+        log.warning(str(error))
+    config.nav = _navigation()
+    return config
+
+
+def _navigation() -> list[object]:
+    book: list[object] = ["index.md"]
+    for part in OUTLINE["parts"]:
+        finished = [chapter for chapter in chapters() if chapter.number in part["chapters"]]
+        if (ROOT / "docs" / part["page"]).exists():
+            entries: list[object] = [part["page"]]
+            for chapter in finished:
+                pages = [page for page in (chapter.homework, chapter.experiment) if page]
+                entries.append({chapter.label: [chapter.notebook, *pages]})
+            book.append({part["title"]: entries})
+    engine = ["dataflow.md", {"API": ["api/index.md", *(f"api/{name}.md" for name in modules())]}]
+    return [
+        {"Book": book},
+        {"Engine": engine},
+        {"Results": ["results.md"]},
+        {"Glossary": ["glossary.md"]},
+        {"Teach": ["teaching.md", "contributing.md", *filter(None, [_if_exists("book/README.md")])]},
+    ]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@event_priority(100)  # before mkdocs-jupyter, which takes over the notebooks
+def _add_files(files: Files, config: MkDocsConfig) -> Files:
+    for name, path in asset_files():
+        files.append(File.generated(config, f"assets/vendor/{name}", abs_src_path=str(path)))
+    files.append(File.generated(config, "api/index.md", content=_api_index()))
+    for name in modules():
+        files.append(File.generated(config, f"api/{name}.md", content=_api_page(name)))
+
+    pages = [chapter.notebook for chapter in chapters()]
+    pages += [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("experiments/*/README.md"))]
+    pages += [page for chapter in chapters() if (page := chapter.homework)]
+    pages += filter(None, [_if_exists("book/README.md")])
+    while pages:
+        path = pages.pop(0)
+        if files.get_file_from_path(path) is None:
+            files.append(_repository_file(config, path))
+            pages += _linked_files(path)
+    return files
+
+
+def _repository_file(config: MkDocsConfig, path: str) -> File:
+    """A file of the repository, as the site shows it: text as a page, anything else as it is."""
+    if language := SOURCE_LANGUAGES.get(Path(path).suffix):
+        return SourcePage.generated(config, path, content=_source_page(path, language))
+    return File.generated(config, path, abs_src_path=str(ROOT / path))
+
+
+def _linked_files(path: str) -> Iterator[str]:
+    """The files of the repository that a notebook or a Markdown page links to."""
+    if Path(path).suffix not in {".md", ".ipynb"}:
+        return
+    for link in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), urlsplit(link).path))
+        if not target.startswith("..") and (ROOT / target).is_file():
+            yield target
+
+
+@event_priority(-100)  # after it
+def _shorten_addresses(files: Files, config: MkDocsConfig) -> Files:
+    """A chapter's address is its folder's: chapters/01_naive_attention/."""
+    for chapter in chapters():
+        file = files.get_file_from_path(chapter.notebook)
+        assert file is not None
+        file.name = "index"
+        file.dest_uri = f"{posixpath.dirname(chapter.notebook)}/index.html"
+        file.url = f"{posixpath.dirname(chapter.notebook)}/"
+        file.abs_dest_path = str(Path(config.site_dir, file.dest_uri))
+    return files
+
+
+on_files = CombinedEvent(_add_files, _shorten_addresses)
+
+
+def _source_page(path: str, language: str) -> str:
+    name, text = Path(path).name, (ROOT / path).read_text(encoding="utf-8").rstrip()
+    listing = f"````{language}\n{text}\n````\n"
+    chapter = next((c for c in chapters() if c.homework == path), None)
+    if chapter is None:
+        return f"# {name}\n\n`{path}`\n\n{listing}"
+    return (
+        f"# Homework {chapter.number}\n\n"
+        f"Write your answers into `{path}`, in any editor. Then grade them:\n\n"
+        f"```bash\npytest chapters/{chapter.folder.name}                      # points, and the likely mistake\n"
+        f"pytest chapters/{chapter.folder.name} --hint EXERCISE      # the next of three hints\n"
+        f"pytest chapters/{chapter.folder.name} --solutions          # the reference, graded the same way\n```\n\n"
+        f"[Back to the chapter]({Path(chapter.notebook).name}){{ .md-button }}\n\n{listing}"
+    )
+
+
+# --- API -------------------------------------------------------------------------------------------------------------
+
+
+def _api_index() -> str:
+    titles = {chapter.number: chapter for chapter in chapters()}
+    rows = []
+    for name in modules():
+        text = (ROOT / "mini_engine" / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+        summary = re.match(r'\s*(?:r)?"""(.+?)(?:\n\n|"""|$)', text, re.DOTALL)
+        chapter = titles.get(module_chapter(name) or 0)
+        where = f"[{chapter.label}](../{chapter.notebook})" if chapter else ""
+        rows.append(f"| [`{name}`]({name}.md) | {' '.join(summary.group(1).split()) if summary else ''} | {where} |")
+    return (
+        "# API\n\nThe modules of `mini_engine`, in the order in which the book builds them. Shapes are part of the types: "
+        '`Float[Tensor, "T H D"]` is a floating-point tensor of `T` tokens, `H` heads and head size `D`, and a letter means '
+        "the same number throughout a signature.\n\n| module | what it holds | chapter |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _api_page(name: str) -> str:
+    chapter = next((c for c in chapters() if c.number == module_chapter(name)), None)
+    built = f"\n\nBuilt in chapter [{chapter.label}](../{chapter.notebook}).\n" if chapter else ""
+    return f"# `{name}`\n\n::: mini_engine.{name}\n{built}"
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if "<!-- chapters" in markdown:
+        markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_list(page, m), markdown)
+    if "<!-- results -->" in markdown:
+        markdown = markdown.replace("<!-- results -->", _results())
+    return markdown
+
+
+def _chapter_list(page: Page, marker: re.Match[str]) -> str:
+    first, last = (int(group) if group else bound for group, bound in zip(marker.groups(), (1, 99), strict=True))
+    here = posixpath.dirname(page.file.src_uri)
+    rows = []
+    for chapter in chapters():
+        if not first <= chapter.number <= last:
+            continue
+
+        def link(text: str, target: str | None) -> str:
+            return f"[{text}]({posixpath.relpath(target, here)})" if target else ""
+
+        built = ", ".join(link(f"`{name}`", f"api/{name}.md") for name in modules() if module_chapter(name) == chapter.number)
+        rows.append(
+            f"| {chapter.number} | {link(chapter.title, chapter.notebook)} | {built} | "
+            f"{link('homework', chapter.homework)} | {link('experiment', chapter.experiment)} |"
+        )
+    if not rows:
+        return "Chapters appear here as they are finished."
+    return "| | chapter | adds to `mini_engine` | | |\n|---|---|---|---|---|\n" + "\n".join(rows)
+
+
+def _results() -> str:
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
+    try:
+        from book.results import results_page_markdown
+    except ImportError:
+        return "# Results\n\nNo result is recorded yet."
+    return results_page_markdown(ROOT)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def resolve(link: str) -> str:
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc or not parts.path:
+            return link
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), parts.path))
+        file = files.get_file_from_path(target)
+        if file is None:
+            log.warning(f"{page.file.src_uri} links to {link}, which is no file of the repository")
+            return link
+        return file.url_relative_to(page.file) + (f"#{parts.fragment}" if parts.fragment else "")
+
+    content, page.toc = tidy(html, resolve)
+    chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
+    heading, end, rest = content.partition("</h1>")
+    return heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
+
+
+def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
+    homework = f'<a href="{resolve("homework.py")}">Homework</a>' if chapter.homework else ""
+    experiment = f'<a href="{resolve(posixpath.relpath(chapter.experiment, "chapters/x"))}">Experiment</a>' if chapter.experiment else ""
+    return f"""
+<div class="chapter-bar" data-search-exclude>
+<details><summary>Open in Jupyter</summary>
+<p>In a copy of the repository, <code>make lab</code> opens JupyterLab in the book. Then open</p>
+<pre><code>{chapter.notebook}</code></pre>
+<p>Every cell can be run again, and your own predictions are compared with what you measure.</p></details>
+{homework}{experiment}</div>"""
+
+
+def _after_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
+    if not chapter.homework:
+        return ""
+    return f"""
+<div class="chapter-end" data-search-exclude>
+<p><strong>Your turn.</strong> Write <a href="{resolve("homework.py")}">the homework</a> of this chapter and grade it:</p>
+<pre><code>pytest chapters/{chapter.folder.name}</code></pre></div>"""

@@ -1,0 +1,113 @@
+// Prediction boxes: the reader commits to a number; ours, and the reason for it, are shown only then.
+// The number stays in the reader's browser.
+
+const MAGNITUDE = { k: 1e3, M: 1e6, G: 1e9, T: 1e12 };
+
+const storageKey = (name) => `prediction/${name}`; // a name is unique in the book: chapter, slash, question
+
+// "1200", "1,200", "1.2e3", "1.2k" and "3/4" are numbers; anything else is NaN.
+export function parseNumber(text) {
+  const compact = text.trim().replace(/[\s_]/g, "");
+  const plain = /^-?\d{1,3}(,\d{3})+(\.\d+)?$/.test(compact) ? compact.replaceAll(",", "") : compact;
+  const fraction = plain.match(/^([^/]+)\/([^/]+)$/);
+  if (fraction) return parseNumber(fraction[1]) / parseNumber(fraction[2]);
+  const suffix = plain.match(/^(.*\d)([kMGT])$/);
+  if (suffix) return Number(suffix[1]) * MAGNITUDE[suffix[2]];
+  return plain === "" ? NaN : Number(plain);
+}
+
+export function formatNumber(value) {
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e9 || size < 1e-3)) return value.toExponential(2).replace("e+", "e");
+  return value.toLocaleString("en-US", { maximumSignificantDigits: size >= 1e4 ? 6 : 4 });
+}
+
+function verdict(guess, answer, tolerance) {
+  if (guess === answer) return "Exactly ours.";
+  if (guess === 0 || answer === 0 || guess > 0 !== answer > 0) return "";
+  const ratio = guess / answer;
+  const factor = ratio > 1 ? ratio : 1 / ratio;
+  const near = tolerance > 1 ? (factor <= tolerance ? "Close enough: within" : "Further off than") + ` a factor of ${tolerance}.` : "";
+  const size = factor < 1.005 ? "Less than 1 % from ours." : `${factor.toPrecision(3)} times ${ratio > 1 ? "larger" : "smaller"} than ours.`;
+  return `${size} ${near}`;
+}
+
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
+function build(box) {
+  const { name, unit = "", why = "" } = box.dataset;
+  const answer = Number(box.dataset.answer);
+  const tolerance = Number(box.dataset.tolerance);
+  const key = storageKey(name);
+  const id = key.replace("/", "-");
+
+  const input = element("input", { id, type: "text", inputMode: "decimal", autocomplete: "off", size: 12 });
+  const button = element("button", { type: "submit", className: "md-button md-button--primary" });
+  const form = element(
+    "form",
+    { className: "prediction-form" },
+    element("label", { htmlFor: id, textContent: "Your prediction" }),
+    element("span", { className: "prediction-field" }, input, element("span", { className: "prediction-unit", textContent: unit })),
+    button,
+  );
+  const result = element("div", { className: "prediction-result" });
+  result.setAttribute("aria-live", "polite");
+
+  const show = (guess) => {
+    button.textContent = guess === null ? "Commit" : "Change";
+    box.classList.toggle("prediction-given", guess !== null);
+    if (guess === null) return result.replaceChildren();
+    const rows = element(
+      "dl",
+      {},
+      element("dt", { textContent: "You" }),
+      element("dd", { textContent: `${formatNumber(guess)} ${unit}` }),
+      element("dt", { textContent: "We" }),
+      element("dd", { textContent: `${formatNumber(answer)} ${unit}` }),
+    );
+    const text = verdict(guess, answer, tolerance);
+    result.replaceChildren(rows, element("p", { className: "prediction-verdict", textContent: text }), element("p", { textContent: why }));
+    if (window.renderMathInElement) renderMathInElement(result, { delimiters: [{ left: "$", right: "$", display: false }] });
+  };
+
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const guess = parseNumber(input.value);
+    input.setAttribute("aria-invalid", String(!Number.isFinite(guess)));
+    if (!Number.isFinite(guess)) {
+      result.replaceChildren(element("p", { textContent: "Give a number, such as 1200, 1.2e3 or 1.2k." }));
+      return;
+    }
+    localStorage.setItem(key, input.value);
+    show(guess);
+    fillComparisons();
+  });
+
+  const kept = localStorage.getItem(key);
+  input.value = kept ?? "";
+  box.append(form, result);
+  box.classList.add("prediction-ready");
+  show(kept === null ? null : parseNumber(kept));
+}
+
+// The table at the end of a chapter: the number kept in this browser takes the row of the reader.
+function fillComparison(box) {
+  const kept = localStorage.getItem(storageKey(box.dataset.name));
+  const cells = box.querySelectorAll(".comparison-yours td");
+  if (kept === null || cells.length < 2) return;
+  const guess = parseNumber(kept);
+  cells[1].textContent = `${formatNumber(guess)} ${box.dataset.unit}`;
+  const measured = Number(box.dataset.measured);
+  if (cells[2] && measured > 0) cells[2].textContent = `× ${formatNumber(Number((guess / measured).toPrecision(3)))} of the measurement`;
+}
+
+const fillComparisons = () => document.querySelectorAll(".comparison[data-name]").forEach(fillComparison);
+
+document$.subscribe(() => {
+  fillComparisons();
+  for (const box of document.querySelectorAll(".prediction:not(.prediction-ready)")) build(box);
+});

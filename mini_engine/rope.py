@@ -50,8 +50,8 @@ class RopeConfig:
     scaling: Linear | Llama3 | None = None
 
 
-def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " D/2"]:
-    """Radians that each pair turns per position, float32, fastest pair first."""
+def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " half"]:
+    """Radians that each pair turns per position, `[D/2]`, float32, fastest pair first."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:

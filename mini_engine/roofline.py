@@ -1,0 +1,245 @@
+"""What a computation must cost: floating-point operations, bytes moved, and the time neither bound allows to beat.
+
+A kernel needs at least flops / (FLOP rate) seconds and at least bytes / (memory bandwidth) seconds; the larger of the
+two is its roofline (Williams, Waterman and Patterson 2009). Counting rules of every function below: a multiply and an
+add are 2 FLOPs; a kernel reads each input and writes each output once, whatever its caches do; softmax,
+exponentials and comparisons are left out of the FLOPs of attention, as PyTorch's own counter leaves them out.
+Explained in chapter 01.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The two rates that bound every kernel of one device in one dtype, as measured there.
+
+    Attributes:
+        name: the device, in words.
+        dtype: the dtype of the matrix products, such as "bfloat16".
+        bandwidth: bytes per second read from memory.
+        flops: floating-point operations per second of a large matrix product.
+    """
+
+    name: str
+    dtype: str
+    bandwidth: float
+    flops: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte at which the two bounds meet: below it a kernel waits for memory, above it for arithmetic."""
+        return self.flops / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a computation must do: `flops` operations on `bytes` bytes moved. Costs add."""
+
+    flops: int | float
+    bytes: int | float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(self.flops * times, self.bytes * times)
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes
+
+    def seconds(self, machine: Machine) -> float:
+        """The least time that the machine's two rates allow."""
+        return max(self.flops / machine.flops, self.bytes / machine.bandwidth)
+
+    def is_memory_bound(self, machine: Machine) -> bool:
+        return self.intensity < machine.ridge
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a decoder-only transformer that decide what a step costs."""
+
+    hidden_size: int
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+
+
+def linear_cost(num_tokens: int, in_features: int, out_features: int, dtype_bytes: int) -> Cost:
+    """`x @ W.T`: x `[tokens, in]`, W `[out, in]`. The weight is read once, however many tokens share it."""
+    elements = num_tokens * in_features + out_features * in_features + num_tokens * out_features
+    return Cost(2 * num_tokens * in_features * out_features, elements * dtype_bytes)
+
+
+def norm_cost(num_tokens: int, hidden_size: int, dtype_bytes: int) -> Cost:
+    """RMSNorm: square, sum, scale and weigh each number: 4 FLOPs; read x and the weight, write the result."""
+    return Cost(4 * num_tokens * hidden_size, (2 * num_tokens + 1) * hidden_size * dtype_bytes)
+
+
+def rope_cost(num_tokens: int, num_heads: int, head_dim: int, dtype_bytes: int) -> Cost:
+    """Each pair of numbers: 4 multiplications, 2 additions. The tables are float32 and shared by all heads."""
+    tables = num_tokens * head_dim * 4
+    return Cost(3 * num_tokens * num_heads * head_dim, 2 * num_tokens * num_heads * head_dim * dtype_bytes + tables)
+
+
+def gated_activation_cost(num_tokens: int, intermediate_size: int, dtype_bytes: int) -> Cost:
+    """`act(gate) * up`: counted as 5 FLOPs a number (an exponential as 1); two inputs are read, one result written."""
+    return Cost(5 * num_tokens * intermediate_size, 3 * num_tokens * intermediate_size * dtype_bytes)
+
+
+def add_cost(num_tokens: int, hidden_size: int, dtype_bytes: int) -> Cost:
+    """The residual addition `x + y`: 1 FLOP a number; two inputs are read, one result written."""
+    return Cost(num_tokens * hidden_size, 3 * num_tokens * hidden_size * dtype_bytes)
+
+
+def copy_cost(num_elements: int, dtype_bytes: int) -> Cost:
+    """Numbers moved and not computed with (the cache append, the embedding lookup): read once, written once."""
+    return Cost(0, 2 * num_elements * dtype_bytes)
+
+
+def visible_pairs(num_queries: int, num_keys: int, *, causal: bool = True, window: int | None = None) -> int:
+    """How many (query, key) pairs attention computes, the queries being the last of the keys' sequence.
+
+    Args:
+        num_queries: queries of one sequence, at most `num_keys` if causal.
+        num_keys: keys of that sequence.
+        causal: False: every query sees every key.
+        window: number of keys a query may see, its own included; only with `causal`.
+    """
+    if not causal:
+        return num_queries * num_keys
+    first = num_keys - num_queries + 1  # keys that the first query sees; each later query sees one more
+    if window is None or window >= num_keys:
+        return num_queries * (first + num_keys) // 2
+    growing = max(0, window - first)  # queries that still see fewer keys than the window holds
+    return growing * (first + window - 1) // 2 + (num_queries - growing) * window
+
+
+def attention_cost(
+    num_queries: int,
+    num_keys: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    materialized: bool = False,
+) -> Cost:
+    """Attention of the last `num_queries` tokens of one sequence over its `num_keys` keys.
+
+    FLOPs: one dot product and one weighted sum of head_dim numbers for each visible pair and query head, 4 D in all.
+    Bytes: queries and output, keys and values, each once; of a window, the keys that some query sees.
+
+    Args:
+        materialized: the scores go through memory as in `masked_attention`: every pair, visible or not, is computed,
+            and its float32 score is written and read twice (scores, then weights).
+    """
+    pairs = visible_pairs(num_queries, num_keys, causal=causal and not materialized, window=window)
+    keys_read = num_keys if window is None or materialized else min(num_keys, window + num_queries - 1)
+    elements = 2 * num_queries * num_qo_heads * head_dim + 2 * keys_read * num_kv_heads * head_dim
+    scores = 4 * 4 * pairs * num_qo_heads if materialized else 0
+    return Cost(4 * pairs * num_qo_heads * head_dim, elements * dtype_bytes + scores)
+
+
+def decoder_layer_costs(
+    shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1
+) -> dict[str, Cost]:
+    """The cost of each operator of one decoder layer, in the order in which they run.
+
+    Args:
+        shape: the model.
+        num_tokens: tokens of each sequence in this step: 1 for a decode, the prompt for a prefill.
+        kv_len: keys of each sequence after this step, these tokens' own included.
+        dtype_bytes: bytes per number of weights, activations and cache.
+        batch_size: sequences in the step. They share the weights and nothing of the attention.
+    """
+    tokens = batch_size * num_tokens
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
+    return {
+        "input_norm": norm_cost(tokens, hidden, dtype_bytes),
+        "qkv_proj": linear_cost(tokens, hidden, q_size + 2 * kv_size, dtype_bytes),
+        "rope": rope_cost(tokens, shape.num_qo_heads + shape.num_kv_heads, shape.head_dim, dtype_bytes),
+        "kv_append": copy_cost(2 * tokens * kv_size, dtype_bytes),
+        "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes) * batch_size,
+        "o_proj": linear_cost(tokens, q_size, hidden, dtype_bytes),
+        "attention_residual": add_cost(tokens, hidden, dtype_bytes),
+        "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),
+        "gate_up_proj": linear_cost(tokens, hidden, 2 * inner, dtype_bytes),
+        "activation": gated_activation_cost(tokens, inner, dtype_bytes),
+        "down_proj": linear_cost(tokens, inner, hidden, dtype_bytes),
+        "mlp_residual": add_cost(tokens, hidden, dtype_bytes),
+    }
+
+
+def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1) -> Cost:
+    """The cost of one step of the whole model, with logits for the last token of each sequence. Arguments as above."""
+    tokens = batch_size * num_tokens
+    layer = sum(decoder_layer_costs(shape, num_tokens, kv_len, dtype_bytes, batch_size).values(), Cost(0, 0))
+    embedding = copy_cost(tokens * shape.hidden_size, dtype_bytes)
+    final_norm = norm_cost(batch_size, shape.hidden_size, dtype_bytes)
+    lm_head = linear_cost(batch_size, shape.hidden_size, shape.vocab_size, dtype_bytes)
+    return embedding + layer * shape.num_layers + final_norm + lm_head
+
+
+def measure_machine(device: torch.device | str, dtype: torch.dtype) -> Machine:
+    """Measure the two rates of `device`: the best of several runs, for a bound must not be beaten by a lucky run.
+
+    Bandwidth: summing a buffer many times larger than any cache, a pure read. (The buffer is written first: memory
+    that was never written reads as one shared page of zeros, from the cache.) FLOPs: a large square matrix product.
+    """
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    buffer = torch.ones(2**29 if on_gpu else 2**26, dtype=torch.float32, device=device)  # 2 GiB, or 256 MiB
+    bandwidth = buffer.nbytes / _best_seconds(buffer.sum, device)
+    side = 8192 if on_gpu else 1024
+    # Random numbers: a GPU multiplies zeros and ones with less power, and so faster, than real data.
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    flops = 2 * side**3 / _best_seconds(lambda: a @ b, device)
+    return Machine(device_name(device), str(dtype).removeprefix("torch."), bandwidth, flops)
+
+
+def device_name(device: torch.device | str) -> str:
+    """The device in words: the GPU's name, or the processor's with the number of threads that PyTorch uses."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+    return min(times)

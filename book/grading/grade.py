@@ -1,0 +1,77 @@
+"""Grades a chapter: the checks of each exercise in order, up to the first that fails."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from book.grading.chapter import Chapter, Check, Exercise
+from book.grading.outcome import Outcome
+from book.grading.worker import Limits, Worker
+
+
+@dataclass(frozen=True)
+class Result:
+    """An exercise with the outcomes of its checks so far, in order."""
+
+    exercise: Exercise
+    num_checks: int
+    outcomes: dict[Check, Outcome] = field(default_factory=dict)
+
+    @property
+    def failure(self) -> tuple[Check, Outcome] | None:
+        """The first check that failed, with its outcome."""
+        return next(((check, outcome) for check, outcome in self.outcomes.items() if not outcome.passed), None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough checks ran to tell the points."""
+        return self.failure is not None or len(self.outcomes) == self.num_checks
+
+    @property
+    def passed(self) -> bool:
+        return self.complete and self.failure is None
+
+    @property
+    def points(self) -> int:
+        return self.exercise.points if self.passed else 0
+
+
+class Grading:
+    """Grades one homework file. Use it as a context manager: leaving it ends the process that runs the checks."""
+
+    def __init__(self, chapter: Chapter, file: Path, limits: Limits | None = None) -> None:
+        self.chapter = chapter
+        self.file = file
+        self.source = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
+        self.results = [Result(exercise, len(chapter.checks_of(exercise))) for exercise in chapter.exercises]
+        self._worker = Worker(chapter, self.source or "", str(file), limits)
+
+    def __enter__(self) -> "Grading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    @property
+    def points(self) -> int:
+        return sum(result.points for result in self.results)
+
+    def run(self, check: Check) -> Outcome:
+        """Runs a check, unless an earlier one of its exercise has failed."""
+        result = next(result for result in self.results if result.exercise.name == check.exercise)
+        if result.failure:
+            return Outcome("skipped", f"{result.failure[0].name} failed before it.")
+        if self.source is None:
+            hint = f"`python -m book stubs {self.chapter.number}` writes it"
+            outcome = Outcome("unreadable", f"There is no {self.file.name}; {hint}.")
+        else:
+            outcome = self._worker.run(check)
+        result.outcomes[check] = outcome
+        return outcome
+
+    def run_all(self) -> "Grading":
+        for check in self.chapter.checks:
+            self.run(check)
+        return self

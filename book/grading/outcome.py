@@ -1,0 +1,112 @@
+"""Runs one check in this process, and says in words what came of it."""
+
+import random
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+from book.grading.assertions import CheckFailed
+from book.grading.chapter import Chapter, Check
+from book.grading.submission import Homework, SubmissionError, line_in, load_submission
+
+Status = Literal["passed", "failed", "raised", "unwritten", "unreadable", "timeout", "crashed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a check. All texts are for the reader."""
+
+    status: Status
+    message: str = ""
+    """What happened, in a sentence."""
+    mistake: str = ""
+    """What most likely causes it, in a sentence; empty where `message` says it all."""
+    detail: str = ""
+    """The lines of code that led there."""
+    output: str = ""
+    """What the answer printed."""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for the summary: the mistake, or else what happened."""
+        return self.mistake if self.status == "failed" and self.mistake else self.message
+
+
+def run_check(chapter: Chapter, check: Check, submission: Homework, filename: str) -> Outcome:
+    """Calls the check with the submission, which was read from `filename`. Whatever it raises becomes an outcome."""
+    _seed()
+    try:
+        check.function(submission)
+    except SystemExit:
+        return Outcome("raised", "Your answer called sys.exit(); raise an exception instead.", detail=_detail(chapter))
+    except MemoryError:
+        return Outcome("raised", "Your answer asked for more memory than the grader allows.", check.mistake)
+    except Exception as error:
+        return _explain(chapter, check, error, filename)
+    return Outcome("passed")
+
+
+def run_checks(
+    chapter: Chapter, exercise: str, submission: Homework, filename: str = ""
+) -> tuple[Check, Outcome] | None:
+    """The first check of an exercise that fails, run in this process, or None when all pass."""
+    for check in chapter.checks_of(chapter.exercise(exercise)):
+        outcome = run_check(chapter, check, submission, filename)
+        if not outcome.passed:
+            return check, outcome
+    return None
+
+
+def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> tuple[Check, Outcome] | None:
+    """Like `run_checks`, for the text of a homework file. A file that cannot be read fails the first check."""
+    try:
+        submission = load_submission(chapter, exercise, source, filename)
+    except SubmissionError as error:
+        return chapter.checks_of(chapter.exercise(exercise))[0], Outcome("unreadable", str(error))
+    return run_checks(chapter, exercise, submission, filename)
+
+
+def _seed() -> None:
+    """The same random numbers for every check, whatever ran before it."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) -> Outcome:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = line_in(error, filename)
+    if isinstance(error, NotImplementedError) and last.filename == filename:
+        return Outcome("unwritten", "Not written yet.")
+    detail = _detail(chapter, error, filename)
+    if isinstance(error, CheckFailed):
+        mistake = check.mistake if error.mistake is None else error.mistake
+        return Outcome("failed", _sentence(str(error)), mistake, detail)
+    if isinstance(error, AssertionError) and line is None:
+        return Outcome("failed", _sentence(str(error) or f"this does not hold: {last.line}"), check.mistake, detail)
+    raised = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if line is None:
+        return Outcome(
+            "raised", _sentence(f"the check could not use what you returned: {raised}"), check.mistake, detail
+        )
+    return Outcome("raised", _sentence(f"your answer raised {raised} (line {line})"), check.mistake, detail)
+
+
+def _detail(chapter: Chapter, error: BaseException | None = None, filename: str = "") -> str:
+    """The lines of the grader and of the reader's file on the way to the error; libraries are of no help here."""
+    error = error or sys.exception()
+    shown = {filename, str(chapter.folder / "test_homework.py")}
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    return "".join(traceback.StackSummary.from_list([f for f in frames if f.filename in shown]).format()).rstrip()
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")

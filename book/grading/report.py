@@ -1,0 +1,207 @@
+"""What the reader sees: panels, tables, the engine's diagram; and Gradescope's results.json."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from book.grading.chapter import Chapter, Exercise
+from book.grading.grade import Grading, Result
+from book.grading.parts import PARTS, STAGES
+from book.grading.progress import Grade, Progress, source_hash
+
+
+def title(chapter: Chapter) -> str:
+    """`01_naive_attention` as `01 naive attention`."""
+    return chapter.slug.replace("_", " ")
+
+
+def stars(exercise: Exercise) -> str:
+    return "★" * exercise.difficulty + "☆" * (3 - exercise.difficulty)
+
+
+def failures(grading: Grading) -> list[Panel]:
+    """A panel for each exercise that failed; a message that several share is shown once."""
+    panels, seen = [], set()
+    for result in grading.results:
+        if result.failure is None:
+            continue
+        check, outcome = result.failure
+        if outcome.status == "unwritten" or outcome.message in seen:
+            continue
+        if outcome.status == "unreadable" or not outcome.detail:
+            seen.add(outcome.message)
+        lines: list[RenderableType] = [Text(outcome.message, style="bold")]
+        if outcome.mistake:
+            lines.append(Text(f"Likely mistake: {outcome.mistake}"))
+        for label, text in (("", outcome.detail), ("Printed:\n", outcome.output)):
+            if text:
+                lines.append(Padding(Text(f"{label}{text}", style="dim"), (1, 0, 0, 0)))
+        heading = Text(f" {result.exercise.name} · {check.name} ")
+        panels.append(Panel(Group(*lines), title=heading, title_align="left", border_style="red"))
+    return panels
+
+
+def summary(grading: Grading) -> Table:
+    """Points per exercise, the first check that failed, and the likely mistake."""
+    earned, total = grading.points, grading.chapter.points
+    table = Table(
+        title=f"Chapter {title(grading.chapter)}: {earned} of {total} points", title_justify="left", expand=True
+    )
+    table.add_column("exercise")
+    table.add_column("", justify="center", no_wrap=True)
+    table.add_column("points", justify="right", no_wrap=True)
+    table.add_column("first failing check, and the likely mistake", ratio=1)
+    for result in grading.results:
+        table.add_row(Text(result.exercise.name), stars(result.exercise), points(result), _verdict(result))
+    return table
+
+
+def points(result: Result) -> str:
+    return f"{result.points if result.complete else '–'} / {result.exercise.points}"
+
+
+def _verdict(result: Result) -> Text:
+    if result.failure is None:
+        return Text("passed", style="green") if result.passed else Text("not graded in this run", style="dim")
+    check, outcome = result.failure
+    if outcome.status == "unwritten":
+        return Text("not written yet", style="dim")
+    if outcome.status == "unreadable":
+        return Text(outcome.message, style="red")
+    return Text.assemble((check.name, "red"), f": {outcome.verdict}")
+
+
+def closing(grading: Grading) -> Text:
+    """One line on what to do next."""
+    failed = [result for result in grading.results if result.failure]
+    if not failed:
+        complete = all(result.complete for result in grading.results)
+        return Text("All points. `make grade` shows your engine." if complete else "")
+    started = [result for result in failed if result.failure and result.failure[1].status != "unwritten"]
+    name = (started or failed)[0].exercise.name
+    return Text(f"Stuck? pytest chapters/{grading.chapter.slug} --hint {name}", style="dim")
+
+
+def hint(exercise: Exercise, shown: int) -> Panel:
+    """The hints of an exercise up to the one that is new."""
+    lines = [Text(text, style="dim" if number < shown else "") for number, text in enumerate(exercise.hints[:shown], 1)]
+    left = len(exercise.hints) - shown
+    subtitle = f"{left} more" if left else "that was the last; the reference is in solutions/"
+    heading = f"{exercise.name}: hint {shown} of {len(exercise.hints)}"
+    body = Group(*(Padding(line, (0, 0, int(line is not lines[-1]), 0)) for line in lines))
+    return Panel(
+        body, title=heading, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="cyan"
+    )
+
+
+def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
+    """All chapters with their exercises: points, whether the grade still holds, hints used."""
+    rows = [(chapter, exercise) for chapter in chapters for exercise in chapter.exercises]
+    grades = {chapter.slug: progress.grades(chapter.slug) for chapter in chapters}
+    earned = sum(grade.points for chapter, exercise in rows if (grade := grades[chapter.slug].get(exercise.name)))
+    total = sum(exercise.points for _, exercise in rows)
+    table = Table(title=f"Your homework: {earned} of {total} points", title_justify="left")
+    for column in ("chapter", "exercise", "", "minutes", "points", "hints", "graded"):
+        table.add_column(column, justify="right" if column in ("minutes", "points", "hints") else "left")
+    for chapter in chapters:
+        hints = progress.hints_used(chapter.slug)
+        now = (
+            source_hash(chapter.homework.read_text(encoding="utf-8", errors="replace"))
+            if chapter.homework.exists()
+            else ""
+        )
+        for index, exercise in enumerate(chapter.exercises):
+            grade = grades[chapter.slug].get(exercise.name)
+            table.add_row(
+                title(chapter) if index == 0 else "",
+                Text(exercise.name + (" (challenge)" if exercise.challenge else "")),
+                stars(exercise),
+                str(exercise.minutes),
+                f"{grade.points if grade else '–'} / {exercise.points}",
+                str(hints.get(exercise.name, 0) or ""),
+                _state(grade, now),
+            )
+        table.add_section()
+    return table
+
+
+def _state(grade: Grade | None, now: str) -> Text:
+    if grade is None:
+        return Text("not yet", style="dim")
+    mark = Text("✓ ", style="green") if grade.passed else Text("✗ ", style="red")
+    changed = "" if grade.hash == now else ", homework.py has changed since"
+    return Text.assemble(mark, grade.date, (changed, "yellow"))
+
+
+def engine_panel(done: Collection[str]) -> Panel:
+    """The engine from prompt to text, with the reader's finished parts lit."""
+    lines: list[RenderableType] = [Text("prompt", style="bold")]
+    for stage in STAGES:
+        table = Table.grid(padding=(0, 2))
+        for part in (part for part in PARTS if part.stage == stage):
+            mine = part.name in done
+            style = "bold green" if mine else "dim"
+            mark = "●" if mine else "○"
+            owner = "yours" if mine else f"chapter {part.chapter.split('_')[0]}"
+            table.add_row(*(Text(text, style=style) for text in (mark, part.title, part.module, owner)))
+        lines += [Text("  ↓"), Panel(table, title=stage, title_align="left", border_style="blue", expand=False)]
+    lines += [Text("  ↓"), Text("text", style="bold")]
+    heading = f"Your engine: {len([part for part in PARTS if part.name in done])} of {len(PARTS)} parts are yours"
+    return Panel(Group(*lines), title=heading, title_align="left", expand=False)
+
+
+def speed_line(speed: dict[str, Any]) -> Text:
+    """The reader's tokens per second beside the reference's."""
+    try:
+        reader, reference = float(speed["reader"]), float(speed["reference"])
+        share = reader / reference
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return Text(
+            "mini-engine generate --homework runs the engine on your parts and measures its speed.", style="dim"
+        )
+    text = f"With your parts: {reader:.1f} tokens/s. The reference: {reference:.1f} tokens/s. You reach {share:.0%}"
+    return Text(f"{text} ({speed.get('date', 'no date')}).")
+
+
+def gradescope(gradings: Sequence[Grading], seconds: float) -> dict[str, Any]:
+    """The results in Gradescope's format: one test per exercise, its points all or nothing."""
+    tests = []
+    for grading in gradings:
+        for result in grading.results:
+            tests.append(
+                {
+                    "number": f"{grading.chapter.number}.{grading.results.index(result) + 1}",
+                    "name": result.exercise.name,
+                    "score": result.points,
+                    "max_score": result.exercise.points,
+                    "status": "passed" if result.passed else "failed",
+                    "output": _gradescope_output(result),
+                    "output_format": "text",
+                    "visibility": "visible",
+                }
+            )
+    return {
+        "score": sum(grading.points for grading in gradings),
+        "execution_time": round(seconds, 1),
+        "output": "Each exercise gives all of its points or none. The first check that fails is shown.",
+        "output_format": "text",
+        "visibility": "visible",
+        "stdout_visibility": "hidden",
+        "tests": tests,
+        "extra_data": {"max_score": sum(grading.chapter.points for grading in gradings)},
+    }
+
+
+def _gradescope_output(result: Result) -> str:
+    if result.failure is None:
+        return f"All {result.num_checks} checks pass." if result.passed else "Not graded in this run."
+    check, outcome = result.failure
+    lines = [f"{check.name}: {outcome.message}"]
+    lines += [f"Likely mistake: {outcome.mistake}"] if outcome.mistake else []
+    lines += [f"Printed:\n{outcome.output}"] if outcome.output else []
+    return "\n".join(lines)

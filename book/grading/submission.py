@@ -1,0 +1,81 @@
+"""The submission of one exercise: the reader's file, with the reference in the place of all other exercises."""
+
+import ast
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from book.grading.chapter import Chapter
+
+
+class Homework(SimpleNamespace):
+    """What a check is handed: the submission for its exercise, and the reference for all else."""
+
+
+class SubmissionError(Exception):
+    """The reader's file cannot be read; the message is for the reader."""
+
+
+def provided(chapter: Chapter) -> dict[str, Any]:
+    """Everything that the solution defines in public, imports left out: exercises, and what the reader is given."""
+    tree = ast.parse(chapter.solution.read_text(encoding="utf-8"))
+    names = {name for statement in tree.body for name in defined_names(statement) if not name.startswith("_")}
+    return {name: vars(chapter.reference)[name] for name in names}
+
+
+def defined_names(statement: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a module binds by defining them (an import does not define)."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(targets=targets):
+            return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def load_submission(chapter: Chapter, exercise: str, source: str, filename: str) -> Homework:
+    """Executes the reader's `source` for one exercise.
+
+    Its definitions of the other exercises are left out and the reference's are put in their place before the first
+    line runs, so that an answer which calls (or inherits from) an earlier exercise meets a correct one. Whatever else
+    the reader defines or imports stays theirs.
+
+    Raises:
+        SubmissionError: a syntax error, an exception while the file is executed, or no definition of the exercise.
+    """
+    others = {name: value for name, value in provided(chapter).items() if name != exercise}
+    try:
+        tree = ast.parse(source, filename)
+    except (SyntaxError, ValueError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise SubmissionError(f"Your file has a syntax error{line}: {reason}.") from error
+    tree.body = [statement for statement in tree.body if not set(defined_names(statement)) & set(others)]
+
+    module = ModuleType(f"homework_{chapter.slug}_{exercise}")
+    sys.modules[module.__name__] = module  # dataclasses look up the module of the class that they decorate
+    namespace = vars(module)
+    namespace.update(others, __file__=filename)
+    try:
+        exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
+    except Exception as error:
+        line = f" in line {line_in(error, filename)}" if line_in(error, filename) else ""
+        raise SubmissionError(f"Your file cannot be imported{line}: {type(error).__name__}: {error}.") from error
+    except SystemExit as error:
+        raise SubmissionError("Your file calls sys.exit() outside its functions.") from error
+    namespace.update(others)  # also over an assignment such as `masked_attention = my_version`
+    if exercise not in namespace:
+        raise SubmissionError(f"Your file does not define {exercise} any more.")
+    return Homework(**{**others, exercise: namespace[exercise]})
+
+
+def line_in(error: BaseException, filename: str) -> int | None:
+    """The last line of `filename` that an exception passed through."""
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == filename:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line

@@ -1,12 +1,15 @@
-"""What one step of the engine computes, described once for every attention method."""
+"""What one step of the engine computes, described once for every attention method and for the sampler."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
-from dataclasses import dataclass
-from typing import Protocol
-
-from jaxtyping import Float
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
+
+from mini_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
 
 
+@runtime_checkable
 class Attend(Protocol):
     """What a model calls for attention: the only thing it knows about keys and values."""
 
@@ -46,3 +50,223 @@ class Attend(Protocol):
         k: Float[Tensor, "T Hk D"],
         v: Float[Tensor, "T Hk D"],
     ) -> Float[Tensor, "T Hq D"]: ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step of the engine: B sequences, T new tokens, no padding.
+
+    The tokens of all sequences lie one after the other. Sequence b owns the rows
+    `qo_indptr[b]:qo_indptr[b + 1]` of everything that has T rows, and the pages
+    `kv_page_indices[kv_page_indptr[b]:kv_page_indptr[b + 1]]` of the KV cache. A decode is a sequence with one
+    new token, a prefill one with many, a chunk of a prefill one with some: nothing else tells them apart.
+    Arrays marked "host" stay in the host's memory, where a plan is made; the others live on the model's device.
+
+    Attributes:
+        token_ids: [T] the tokens to compute.
+        positions: [T] where each stands in its sequence.
+        slot_mapping: [T] where its key and value go: page * page_size + offset in the page.
+        token_source: [T] row of the previous step's samples that is this token, or -1 if `token_ids` has it.
+        logit_rows: [R] rows whose logits are needed: the last token of each sequence that samples.
+        kv_page_indices: [P] pages of all sequences, in order.
+        page_positions: [P] position of each page's first key, or None while every sequence still has all its pages.
+        kv_lens: [B] host. Keys of each sequence once this step's are stored.
+        qo_indptr: [B+1] host. First row of each sequence, and T.
+        kv_page_indptr: [B+1] host. First entry of each sequence in `kv_page_indices`, and P.
+        kv_last_page_len: [B] host. Keys in the last page of each sequence, 1 to page_size.
+        num_decodes: the first `num_decodes` sequences have one new token each.
+        page_size: keys that fit in one page.
+    """
+
+    token_ids: Int[Tensor, " T"]
+    positions: Int[Tensor, " T"]
+    slot_mapping: Int[Tensor, " T"]
+    token_source: Int[Tensor, " T"]
+    logit_rows: Int[Tensor, " R"]
+    kv_page_indices: Int32[Tensor, " P"]
+    page_positions: Int[Tensor, " P"] | None
+    kv_lens: Int32[Tensor, " B"]
+    qo_indptr: Int32[Tensor, " B+1"]
+    kv_page_indptr: Int32[Tensor, " B+1"]
+    kv_last_page_len: Int32[Tensor, " B"]
+    num_decodes: int
+    page_size: int
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        token_ids: Sequence[int] | np.ndarray,
+        num_new: Sequence[int] | np.ndarray,
+        kv_lens: Sequence[int] | np.ndarray,
+        pages: Sequence[int] | np.ndarray,
+        page_size: int,
+        samples: Sequence[bool] | np.ndarray | None = None,
+        token_source: Sequence[int] | np.ndarray | None = None,
+        page_positions: Sequence[int] | np.ndarray | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "StepBatch":
+        """Derive every array of the step from the few that a scheduler knows, without a loop over tokens.
+
+        Args:
+            token_ids: [T] new tokens of all sequences, one sequence after the other, decodes first.
+            num_new: [B] how many of them each sequence has, at least 1.
+            kv_lens: [B] keys of each sequence that will stand in its pages after this step, the new ones included.
+            pages: [P] pages of all sequences in order; sequence b has `ceil(kv_lens[b] / page_size)` of them.
+            page_size: keys that fit in one page.
+            samples: [B] whether a sequence needs the logits of its last token; default all.
+            token_source: [T] see the class; default all -1.
+            page_positions: [P] see the class; default None.
+            device: where the model runs.
+
+        Raises:
+            ValueError: if the arrays contradict each other.
+        """
+        ids, new, lens = (np.asarray(x, dtype=np.int64) for x in (token_ids, num_new, kv_lens))
+        page_ids = np.asarray(pages, dtype=np.int64)
+        page_counts = -(-lens // page_size)
+        _require(len(new) == len(lens) > 0, f"num_new has {len(new)} sequences, kv_lens {len(lens)}")
+        _require(bool((new >= 1).all()), "every sequence of a step needs at least one new token")
+        _require(bool((lens >= new).all()), "a sequence has more new tokens than keys after the step")
+        _require(len(ids) == int(new.sum()), f"{len(ids)} tokens given, num_new adds up to {new.sum()}")
+        _require(len(page_ids) == int(page_counts.sum()), f"{len(page_ids)} pages given, kv_lens needs {page_counts.sum()}")
+        num_decodes = int(np.argmax(new > 1)) if (new > 1).any() else len(new)
+        _require(bool((new[num_decodes:] > 1).all()) or num_decodes == len(new), "decodes must come first")
+
+        qo_indptr = np.concatenate([[0], np.cumsum(new)])
+        page_indptr = np.concatenate([[0], np.cumsum(page_counts)])
+        # Index of each new key among the keys of its sequence: the new ones are the last.
+        key_index = np.arange(len(ids)) + np.repeat(lens - qo_indptr[1:], new)
+        entry = np.repeat(page_indptr[:-1], new) + key_index // page_size
+        first = np.asarray(page_positions, dtype=np.int64) if page_positions is not None else None
+        last_rows = qo_indptr[1:] - 1
+        on_device = {
+            "token_ids": ids,
+            "positions": key_index if first is None else first[entry] + key_index % page_size,
+            "slot_mapping": page_ids[entry] * page_size + key_index % page_size,
+            "token_source": np.full(len(ids), -1) if token_source is None else np.asarray(token_source, np.int64),
+            "logit_rows": last_rows if samples is None else last_rows[np.asarray(samples, dtype=bool)],
+            "kv_page_indices": page_ids.astype(np.int32),
+        }
+        if first is not None:
+            on_device["page_positions"] = first
+        return cls(
+            **{"page_positions": None, **to_device(on_device, torch.device(device))},
+            qo_indptr=_host(qo_indptr),
+            kv_lens=_host(lens),
+            kv_page_indptr=_host(page_indptr),
+            kv_last_page_len=_host((lens - 1) % page_size + 1),
+            num_decodes=num_decodes,
+            page_size=page_size,
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.kv_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def feed(self, samples: Int[Tensor, " S"]) -> "StepBatch":
+        """Return the batch with the tokens that the previous step sampled, taken on the device.
+
+        Args:
+            samples: [S] tokens that the previous step sampled; `token_source` says which row feeds which token.
+        """
+        fed = torch.where(self.token_source >= 0, samples[self.token_source.clamp(min=0)], self.token_ids)
+        return replace(self, token_ids=fed)
+
+    def _repr_html_(self) -> str:
+        from mini_engine.batch_html import render
+
+        return render(self)
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What the sampler needs to know of the R rows of logits of one step.
+
+    Attributes:
+        temperature: [R] 0 takes the largest logit.
+        top_k: [R] keep the k largest logits; 0 keeps all.
+        top_p: [R] keep the smallest set of largest probabilities that reaches top_p; 1 keeps all.
+        min_p: [R] keep what has at least min_p times the largest probability; 0 keeps all.
+        repetition_penalty: [R] divides positive and multiplies negative logits of tokens seen before; 1 does nothing.
+        seeds: [R] seed of each request.
+        positions: [R] position of the token that is to be sampled.
+        seen: [R, V] tokens that the penalty applies to; None while no request asks for a penalty.
+        all_greedy: every temperature is 0 (known on the host, so that no work is launched in vain).
+        max_candidates: largest number of candidates that a filter needs sorted: 0 for none, -1 for the vocabulary.
+    """
+
+    temperature: Float[Tensor, " R"]
+    top_k: Int[Tensor, " R"]
+    top_p: Float[Tensor, " R"]
+    min_p: Float[Tensor, " R"]
+    repetition_penalty: Float[Tensor, " R"]
+    seeds: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    seen: Bool[Tensor, "R V"] | None
+    all_greedy: bool
+    max_candidates: int
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        seen: Bool[Tensor, "R V"] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "SamplingBatch":
+        """Gather the rows' parameters.
+
+        Args:
+            params: parameters of each row's request.
+            seeds: seed of each row's request, any 64-bit integer.
+            positions: position of the token that each row samples.
+            seen: [R, V] tokens to penalise.
+            device: where the logits are.
+        """
+        floats = ("temperature", "top_p", "min_p", "repetition_penalty")
+        arrays = {name: np.array([getattr(p, name) for p in params], dtype=np.float32) for name in floats}
+        arrays["top_k"] = np.array([p.top_k for p in params], dtype=np.int64)
+        arrays["seeds"] = np.array(seeds, dtype=np.int64)
+        arrays["positions"] = np.array(positions, dtype=np.int64)
+        sorts_all = bool(((arrays["top_k"] == 0) & (arrays["top_p"] < 1)).any())
+        return cls(
+            **to_device(arrays, torch.device(device)),
+            seen=seen,
+            all_greedy=bool((arrays["temperature"] == 0).all()),
+            max_candidates=-1 if sorts_all else int(arrays["top_k"].max(initial=0)),
+        )
+
+
+def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Move many small arrays to a device in one copy: on a GPU each copy costs about 10 µs, however small.
+
+    Args:
+        arrays: name to array; kept alive by the tensors returned when `device` is the CPU.
+        device: where to.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    starts = np.concatenate([[0], np.cumsum([-(-a.nbytes // 8) * 8 for a in arrays.values()])])
+    staging = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
+    for start, array in zip(starts, arrays.values(), strict=False):
+        staging[start : start + array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
+    moved = staging.to(device, non_blocking=True)
+    return {
+        name: moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+        for start, (name, array) in zip(starts, arrays.items(), strict=False)
+    }
+
+
+def _host(array: np.ndarray) -> Int32[Tensor, " n"]:
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -6,7 +6,7 @@ own names and defaults (`_llama`, `_qwen3`, `_gemma2`, `_gpt2`); everything afte
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -147,8 +147,8 @@ class ModelConfig:
                 raise _bad("layer_types", layer_type, "known are full_attention and sliding_attention")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise _bad("sliding_window", None, "layer_types has sliding layers, which need a window")
-        if self.rope is not None:
-            _check_rope(self.rope, self.head_dim)
+        if self.rope is not None and (self.rope.head_dim != self.head_dim or self.head_dim % 2):
+            raise _bad("head_dim", self.head_dim, "RoPE rotates pairs of a whole head, so it must be even")
 
 
 def unknown_architecture(name: str) -> ModelLoadError:
@@ -165,24 +165,8 @@ def _check_whole(name: str, value: object, largest: int) -> None:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise _bad(name, value, "it must be a finite number above 0")
-
-
-def _check_rope(rope: RopeConfig, head_dim: int) -> None:
-    _check_positive("rope_theta", rope.theta)
-    if rope.head_dim != head_dim or head_dim % 2:
-        raise _bad("head_dim", head_dim, "RoPE rotates pairs, so it must be even")
-    match rope.scaling:
-        case Linear(factor):
-            _check_positive("factor", factor)
-        case Llama3(factor, low, high, original_length):
-            _check_positive("factor", factor)
-            _check_positive("low_freq_factor", low)
-            _check_positive("high_freq_factor", high)
-            _check_whole("original_max_position_embeddings", original_length, _LARGEST["max_position_embeddings"])
-            if low >= high:
-                raise _bad("low_freq_factor", low, f"it must be below high_freq_factor = {high}")
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------
@@ -229,18 +213,34 @@ def _get(hf: Mapping[str, Any], name: str, default: Any = None) -> Any:
     return value
 
 
+def _whole(hf: Mapping[str, Any], name: str, default: int | None = None, *, field: str = "") -> int:
+    value = _get(hf, name, default)
+    _check_whole(name, value, _LARGEST[field or name])
+    return value
+
+
+def _number(hf: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = _get(hf, name, default)
+    _check_positive(name, value)
+    return float(value)
+
+
+def _optional_number(hf: Mapping[str, Any], name: str, default: float) -> float | None:
+    """A number that null switches off; only a file that does not name it has the default."""
+    return None if name in hf and hf[name] is None else _number(hf, name, default)
+
+
 def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What Llama, Qwen3 and Gemma 2 write alike."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = {name: _get(hf, name) for name in (*names, "max_position_embeddings")}
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # the readers compute with these
-        _check_whole(name, sizes[name], _LARGEST[name])
-    sizes["norm_eps"] = _get(hf, "rms_norm_eps", 1e-6)
-    sizes["attention_bias"] = _get(hf, "attention_bias", False)
-    return sizes
+    return {
+        **{name: _whole(hf, name) for name in (*names, "max_position_embeddings")},
+        "norm_eps": _number(hf, "rms_norm_eps", 1e-6),
+        "attention_bias": _get(hf, "attention_bias", False),
+    }
 
 
-def _even_head_dim(hidden_size: int, num_heads: int) -> int:
+def _derived_head_dim(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise _bad("hidden_size", hidden_size, f"it must be a multiple of {num_heads} heads, or head_dim must be given")
     return hidden_size // num_heads
@@ -249,7 +249,8 @@ def _even_head_dim(hidden_size: int, num_heads: int) -> int:
 def _llama(hf: Mapping[str, Any]) -> dict[str, Any]:
     sizes = _sizes(hf)
     heads = sizes["num_attention_heads"]
-    head_dim = _get(hf, "head_dim", 0) or _even_head_dim(sizes["hidden_size"], heads)
+    derived = _derived_head_dim(sizes["hidden_size"], heads) if hf.get("head_dim") is None else None
+    head_dim = _whole(hf, "head_dim", derived)
     return sizes | {
         "num_key_value_heads": _get(hf, "num_key_value_heads", heads),
         "head_dim": head_dim,
@@ -262,11 +263,12 @@ def _llama(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3(hf: Mapping[str, Any]) -> dict[str, Any]:
     sizes = _sizes(hf)
-    head_dim = _get(hf, "head_dim", 128)
+    head_dim = _whole(hf, "head_dim", 128)
     layers = sizes["num_hidden_layers"]
     window = _get(hf, "sliding_window", 4096) if _get(hf, "use_sliding_window", False) else None
     full_layers = layers if window is None else _get(hf, "max_window_layers", 28)
-    _check_whole("max_window_layers + 1", full_layers + 1 if isinstance(full_layers, int) else full_layers, 2**30)
+    if not isinstance(full_layers, int):
+        raise _bad("max_window_layers", full_layers, "it must be a whole number")
     kinds = ["full_attention" if layer < full_layers else "sliding_attention" for layer in range(layers)]
     return sizes | {
         "num_key_value_heads": _get(hf, "num_key_value_heads", sizes["num_attention_heads"]),
@@ -281,7 +283,7 @@ def _qwen3(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma2(hf: Mapping[str, Any]) -> dict[str, Any]:
     sizes = _sizes(hf)
-    head_dim = _get(hf, "head_dim", 256)
+    head_dim = _whole(hf, "head_dim", 256)
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
     return sizes | {
         "num_key_value_heads": _get(hf, "num_key_value_heads", 4),
@@ -291,18 +293,16 @@ def _gemma2(hf: Mapping[str, Any]) -> dict[str, Any]:
         "layer_types": _layer_types(hf, kinds),
         "sliding_window": _get(hf, "sliding_window", 4096),
         "rope": _rope(hf, head_dim),
-        "query_pre_attn_scalar": _get(hf, "query_pre_attn_scalar", 256),
-        # These two may be switched off with null; only a file that does not name them has the default.
-        "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _number(hf, "query_pre_attn_scalar", 256.0),
+        "attn_logit_softcapping": _optional_number(hf, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _optional_number(hf, "final_logit_softcapping", 30.0),
     }
 
 
 def _gpt2(hf: Mapping[str, Any]) -> dict[str, Any]:
-    hidden_size, heads, layers = _get(hf, "n_embd"), _get(hf, "n_head"), _get(hf, "n_layer")
-    _check_whole("n_embd", hidden_size, _LARGEST["hidden_size"])
-    _check_whole("n_head", heads, _LARGEST["num_attention_heads"])
-    _check_whole("n_layer", layers, _LARGEST["num_hidden_layers"])
+    hidden_size = _whole(hf, "n_embd", field="hidden_size")
+    heads = _whole(hf, "n_head", field="num_attention_heads")
+    layers = _whole(hf, "n_layer", field="num_hidden_layers")
     return {
         "vocab_size": _get(hf, "vocab_size"),
         "hidden_size": hidden_size,
@@ -310,10 +310,10 @@ def _gpt2(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": _even_head_dim(hidden_size, heads),
-        "max_position_embeddings": _get(hf, "n_positions"),
+        "head_dim": _derived_head_dim(hidden_size, heads),
+        "max_position_embeddings": _whole(hf, "n_positions", field="max_position_embeddings"),
         "hidden_act": _get(hf, "activation_function", "gelu_new"),
-        "norm_eps": _get(hf, "layer_norm_epsilon", 1e-5),
+        "norm_eps": _number(hf, "layer_norm_epsilon", 1e-5),
         "tie_word_embeddings": _get(hf, "tie_word_embeddings", True),
         "layer_types": ("full_attention",) * layers,
         "attention_bias": True,
@@ -342,7 +342,7 @@ def _rope(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
     given = _get(hf, "rope_parameters", {}) or _get(hf, "rope_scaling", {})
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise _bad("rope_parameters", given, "these families rotate every layer alike: give one set of values")
-    theta = _get(given, "rope_theta", _get(hf, "rope_theta", 10000.0))
+    theta = _number(given, "rope_theta", _get(hf, "rope_theta", 10000.0))
     if _get(given, "partial_rotary_factor", _get(hf, "partial_rotary_factor", 1.0)) != 1.0:
         raise _bad("partial_rotary_factor", given, "these families rotate whole heads: it must be 1")
     kind = _get(given, "rope_type", _get(given, "type", "default"))
@@ -351,12 +351,14 @@ def _rope(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
         case "default":
             scaling = None
         case "linear":
-            scaling = Linear(_get(given, "factor"))
+            scaling = Linear(_number(given, "factor"))
         case "llama3":
-            length = _get(given, "original_max_position_embeddings", _get(hf, "max_position_embeddings"))
-            scaling = Llama3(
-                _get(given, "factor"), _get(given, "low_freq_factor"), _get(given, "high_freq_factor"), length
-            )
+            low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+            if low >= high:
+                raise _bad("low_freq_factor", low, f"it must be below high_freq_factor = {high}")
+            longest = _whole(hf, "max_position_embeddings")
+            length = _whole(given, "original_max_position_embeddings", longest, field="max_position_embeddings")
+            scaling = Llama3(_number(given, "factor"), low, high, length)
         case _:
             raise _bad("rope_type", kind, "known are default, linear and llama3")
     return RopeConfig(theta, head_dim, scaling)

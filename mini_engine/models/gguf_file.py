@@ -29,6 +29,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from mini_engine.errors import WeightFileError
+from mini_engine.models.tensors import read_bytes
 
 # Metadata types. Numbers are described for `struct` and numpy alike.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -76,19 +77,16 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An open GGUF file: metadata (numbers, strings, lists of strings, numpy arrays), tensors, and the mapped bytes."""
+    """The header of a GGUF file: metadata (numbers, strings, lists of strings, numpy arrays) and tensors."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
-    data: mmap.mmap
 
     def blocks(self, name: str) -> UInt8[Tensor, "blocks bytes"]:
-        """The stored bytes of a tensor, one row for each block, read through the memory map."""
+        """The stored bytes of a tensor, one row for each block, read from the file now."""
         tensor = self.tensors[name]
-        block_bytes = _BLOCK_BYTES[tensor.type]
-        count = tensor.end - tensor.begin
-        return torch.frombuffer(self.data, dtype=torch.uint8, count=count, offset=tensor.begin).view(-1, block_bytes)
+        return read_bytes(self.path, tensor.begin, tensor.end).view(-1, _BLOCK_BYTES[tensor.type])
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of `tensor(name)`."""
@@ -129,7 +127,7 @@ def dequantize(type_name: str, blocks: UInt8[Tensor, "blocks bytes"]) -> Tensor:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a GGUF file: read and check its metadata and its list of tensors, and map the data.
+    """Read and check the metadata and the list of tensors of a GGUF file; no tensor is read.
 
     Raises:
         WeightFileError: the file cannot be read, is no GGUF of version 2 or 3, is truncated, contradicts itself, or
@@ -137,12 +135,13 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     try:
         with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise WeightFileError(f"{path} is empty: download it again.") from error
     except OSError as error:
         raise WeightFileError(f"{path} cannot be read ({error.strerror}): check that it is a readable file.") from error
-    return _Reader(path, data).read()
+    with data:
+        return _Reader(path, data).read()
 
 
 class _Reader:
@@ -246,4 +245,4 @@ class _Reader:
                 )
             end = begin + size
             tensors[name] = GGUFTensor(type_name, shape, begin, end)
-        return GGUFFile(self.path, metadata, tensors, self.data)
+        return GGUFFile(self.path, metadata, tensors)

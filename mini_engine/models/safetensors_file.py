@@ -13,7 +13,6 @@ before it is used: a damaged or hostile file gives `WeightFileError`, in bounded
 from __future__ import annotations
 
 import json
-import mmap
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.errors import WeightFileError
-from mini_engine.models.tensors import LazyTensor
+from mini_engine.models.tensors import LazyTensor, read_bytes
 
 DTYPES = {
     "F64": torch.float64,
@@ -108,7 +107,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             header = parse_json(file.read(min(length, MAX_JSON_BYTES + 1)), path)
     except OSError as error:
         raise WeightFileError(f"{path} cannot be read ({error.strerror}): check that it is a readable file.") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(path, "its __metadata__ does not map strings to strings")
 
     data_start = 8 + length
     entries = {name: _entry(path, name, described, data_start) for name, described in header.items()}
@@ -145,26 +146,19 @@ def _counts(value: Any) -> bool:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file, each read through a memory map when it is asked for.
+    """The tensors of one file, each read from it when it is asked for.
 
     Raises:
         WeightFileError: see `read_header`.
     """
     entries = read_header(path)
-    with path.open("rb") as file:
-        # Copy-on-write: a tensor may be written to without changing the file. No byte is read before it is touched.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {name: LazyTensor(entry.shape, entry.dtype, partial(_read, data, entry)) for name, entry in entries.items()}
+    return {name: LazyTensor(entry.shape, entry.dtype, partial(_read, path, entry)) for name, entry in entries.items()}
 
 
-def _read(data: mmap.mmap, entry: TensorEntry) -> Tensor:
-    if entry.begin == entry.end:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    raw = torch.frombuffer(data, dtype=torch.uint8, count=entry.end - entry.begin, offset=entry.begin)
+def _read(path: Path, entry: TensorEntry) -> Tensor:
+    raw = read_bytes(path, entry.begin, entry.end)
     if entry.dtype is torch.bool:
         return (raw != 0).reshape(entry.shape)  # a byte that is neither 0 nor 1 is no valid bool
-    if entry.begin % entry.dtype.itemsize:
-        raw = raw.clone()  # a header of odd length: move the bytes to an address that suits the type
     return raw.view(entry.dtype).reshape(entry.shape)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
+
+from mini_engine.errors import WeightFileError
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,27 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+
+
+def read_bytes(path: Path, begin: int, end: int) -> UInt8[Tensor, " bytes"]:
+    """The bytes of a file from `begin` up to `end`, in memory of their own.
+
+    A memory map would save a copy, but it kills the process if the file shrinks, and a machine may refuse to map a file
+    that is larger than its memory.
+
+    Raises:
+        WeightFileError: the file cannot be read, or has become shorter since its header was read.
+    """
+    raw = torch.empty(end - begin, dtype=torch.uint8)
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            length = file.readinto(raw.numpy())
+    except OSError as error:
+        raise WeightFileError(f"{path} cannot be read ({error.strerror}): check that it is still there.") from error
+    if length != len(raw):
+        raise WeightFileError(f"{path} became shorter while it was read: write it again.")
+    return raw
 
 
 class LazyTensors(Mapping[str, Tensor]):

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.models import hub
@@ -25,14 +26,10 @@ from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.gguf_file import FLOATS, GGUFFile, read_gguf
 from mini_engine.models.gguf_model import build_tokenizer, hf_config, hf_tensors
+from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
 from mini_engine.models.safetensors_file import open_safetensors, open_sharded, read_json
 from mini_engine.models.tensors import LazyTensor, LazyTensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from mini_engine.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    checkpoint: Checkpoint, parts: Parts, dtype: torch.dtype, device: torch.device | str = "cpu"
+    checkpoint: Checkpoint, parts: ModelParts, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> CausalLM:
     """Build the model and fill it with its weights, converted to `dtype` on `device`; one copy of them is held.
 
@@ -136,8 +133,6 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer, options = build_tokenizer(file)
     del options["tokenizer_class"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
@@ -213,8 +208,12 @@ def _has_tokenizer(files: Mapping[str, Path]) -> bool:
 
 
 def _folder_tokenizer(folder: Path, files: Mapping[str, Path]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     if not _has_tokenizer(files):
         raise ModelLoadError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json.")
+    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    if settings.get("tokenizer_class") == "PreTrainedTokenizerFast" and "tokenizer.json" in files:
+        # The class that AutoTokenizer would take, without the seconds that it needs to find it.
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer  # takes a second
+
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,0 +1,19 @@
+"""LLM inference from the inside: an inference engine to read. `LLM` is the way in."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mini_engine.llm import LLM, RequestOutput
+    from mini_engine.parts import Parts
+    from mini_engine.sampling_params import SamplingParams
+
+__all__ = ["LLM", "Parts", "RequestOutput", "SamplingParams"]
+_HOME = {"LLM": "llm", "RequestOutput": "llm", "Parts": "parts", "SamplingParams": "sampling_params"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is asked for: reading a module of the engine should not load all of it."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

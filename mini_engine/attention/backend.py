@@ -1,0 +1,163 @@
+"""Attention backends: how each method reads the one description of a step.
+
+A backend is built once with the specs of all layers. Then, for each step, `plan(batch)` once, and for each layer
+`append(spec, k, v)` and `run(spec, q)`. The model sees `attend`, which is the last two.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mini_engine.attention.naive import alibi_bias, attention_mask
+from mini_engine.attention.state import chunked_attention
+from mini_engine.batch import Attend, AttentionSpec, StepBatch
+from mini_engine.errors import ConfigError
+from mini_engine.parts import Parts
+
+
+@runtime_checkable
+class KVCache(Protocol):
+    """What a backend needs of a KV cache."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    page_size: int
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """One way to compute attention over the KV cache."""
+
+    def plan(self, batch: StepBatch) -> None:
+        """Prepare a step on the host. Called once per step, before the first layer."""
+        ...
+
+    def append(self, spec: AttentionSpec, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+        """Store the step's keys and values of one layer in the cache."""
+        ...
+
+    def run(self, spec: AttentionSpec, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        """Attend with the step's queries to all keys that each may see, the appended ones included."""
+        ...
+
+
+def attend_with(backend: AttentionBackend) -> Attend:
+    """Return what a model calls: store the keys, then attend."""
+
+    def attend(
+        spec: AttentionSpec, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
+    ) -> Float[Tensor, "T Hq D"]:
+        backend.append(spec, k, v)
+        return backend.run(spec, q)
+
+    return attend
+
+
+# Backends are imported when they are asked for: some need packages that not every machine has.
+BACKENDS = {"torch": "mini_engine.attention.backend:TorchBackend"}
+
+
+def create_backend(name: str, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> AttentionBackend:
+    """Build the backend of that name.
+
+    Args:
+        name: a key of BACKENDS.
+        specs: one for each layer of the model.
+        cache: where keys and values are kept.
+        parts: the engine's replaceable functions.
+
+    Raises:
+        ConfigError: if there is no such backend.
+    """
+    check_backend(name)
+    module, _, attribute = BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)(specs, cache, parts)
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError if there is no backend of that name."""
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
+
+
+class TorchBackend:
+    """Plain PyTorch: gather each sequence's keys and attend to them, one sequence at a time.
+
+    The reference for all other backends. It runs anywhere, in any dtype, with every feature of AttentionSpec.
+    """
+
+    # Longer sequences are attended to in chunks of this many keys, which bounds the score matrix.
+    KEY_CHUNK = 8192
+
+    def __init__(
+        self, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts, key_chunk: int = KEY_CHUNK
+    ) -> None:
+        self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
+        self._windows = {spec.window for spec in specs}
+        self._parts = parts
+        self._key_chunk = key_chunk
+
+    def plan(self, batch: StepBatch) -> None:
+        self._slot_mapping = batch.slot_mapping
+        bounds = batch.qo_indptr.tolist()
+        self._rows = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        self._keys = _key_index(batch)
+        self._query_positions = [batch.positions[rows] for rows in self._rows]
+        self._key_positions = _key_positions(batch)
+        self._masks = {window: self._visible(batch, window) for window in self._windows}
+
+    def _visible(self, batch: StepBatch, window: int | None) -> list[Bool[Tensor, "n m"] | None]:
+        """Masks of all sequences for one kind of layer; None where a query sees every key."""
+        masks: list[Tensor | None] = []
+        for rows, queries, keys, kv_len in zip(
+            self._rows, self._query_positions, self._key_positions, batch.kv_lens.tolist(), strict=True
+        ):
+            sees_all = rows.stop - rows.start == 1 and (window is None or kv_len <= window)
+            masks.append(None if sees_all else attention_mask(queries, keys, window))
+        return masks
+
+    def append(self, spec: AttentionSpec, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+        k_cache, v_cache = self._layers[spec.kv_layer]
+        self._parts.append_kv(k_cache, v_cache, k, v, self._slot_mapping)
+
+    def run(self, spec: AttentionSpec, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        k_cache, v_cache = self._layers[spec.kv_layer]
+        out = torch.empty_like(q)
+        for b, rows in enumerate(self._rows):
+            k, v = k_cache[self._keys[b]], v_cache[self._keys[b]]
+            bias = None
+            if spec.alibi_slopes is not None:
+                slopes = torch.tensor(spec.alibi_slopes, device=q.device)
+                bias = alibi_bias(slopes, self._query_positions[b], self._key_positions[b])
+            args = {"scale": spec.scale, "mask": self._masks[spec.window][b], "bias": bias, "softcap": spec.softcap}
+            if len(k) <= self._key_chunk:
+                out[rows] = self._parts.masked_attention(q[rows], k, v, **args)
+            else:
+                merge = self._parts.merge_states
+                out[rows] = chunked_attention(q[rows], k, v, chunk_size=self._key_chunk, merge=merge, **args).out
+        return out
+
+
+def _key_index(batch: StepBatch) -> list[slice] | list[Tensor]:
+    """What to index the flat cache with for the keys of each sequence, in order of position."""
+    lens = batch.kv_lens.tolist()
+    if batch.kv_page_indices.is_cpu and len(batch.kv_page_indices) == len(lens):
+        starts = (batch.kv_page_indices * batch.page_size).tolist()  # one page each: a view instead of a gather
+        return [slice(start, start + n) for start, n in zip(starts, lens, strict=True)]
+    offsets = torch.arange(batch.page_size, device=batch.kv_page_indices.device)
+    pages = batch.kv_page_indices.long().split(torch.diff(batch.kv_page_indptr).tolist())
+    return [(p[:, None] * batch.page_size + offsets).flatten()[:n] for p, n in zip(pages, lens, strict=True)]
+
+
+def _key_positions(batch: StepBatch) -> list[Tensor]:
+    """Positions of the keys of each sequence."""
+    device = batch.positions.device
+    if batch.page_positions is None:
+        longest = torch.arange(int(batch.kv_lens.max()), device=device)
+        return [longest[:n] for n in batch.kv_lens.tolist()]
+    offsets = torch.arange(batch.page_size, device=device)
+    first = batch.page_positions.split(torch.diff(batch.kv_page_indptr).tolist())
+    return [(f[:, None] + offsets).flatten()[:n] for f, n in zip(first, batch.kv_lens.tolist(), strict=True)]

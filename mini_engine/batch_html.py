@@ -1,0 +1,58 @@
+"""How a `StepBatch` shows itself in a notebook: its arrays, coloured by the sequence that owns each entry."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mini_engine.batch import StepBatch
+
+# Light colours that dark text can be read on, told apart by colour-blind eyes (after Okabe and Ito).
+COLOURS = ("#bfe3f7", "#fbd9a5", "#bfe8d7", "#f5cfe2", "#f7ef9f", "#c9d3f2", "#f6c8b6", "#dcdcdc")
+MOST_CELLS = 48  # longer arrays are cut in the middle
+
+
+def render(batch: "StepBatch") -> str:
+    """Return an HTML table of the batch: one row per array, one cell per entry, one colour per sequence."""
+    lens = batch.qo_indptr.diff().tolist()
+    page_counts = batch.kv_page_indptr.diff().tolist()
+    sequences = list(range(batch.num_sequences))
+    tokens = [b for b in sequences for _ in range(lens[b])]
+    pages = [b for b in sequences for _ in range(page_counts[b])]
+    bounds = [*sequences, None]
+    owners_of_rows = [tokens[row] for row in batch.logit_rows.tolist()]
+    rows = [
+        _row("token_ids", "T", batch.token_ids.tolist(), tokens),
+        _row("positions", "T", batch.positions.tolist(), tokens),
+        _row("slot_mapping", "T", batch.slot_mapping.tolist(), tokens),
+        _row("logit_rows", "R", batch.logit_rows.tolist(), owners_of_rows),
+        _row("qo_indptr", "B+1", batch.qo_indptr.tolist(), bounds),
+        _row("kv_lens", "B", batch.kv_lens.tolist(), sequences),
+        _row("kv_page_indptr", "B+1", batch.kv_page_indptr.tolist(), bounds),
+        _row("kv_page_indices", "P", batch.kv_page_indices.tolist(), pages),
+        _row("kv_last_page_len", "B", batch.kv_last_page_len.tolist(), sequences),
+    ]
+    if batch.page_positions is not None:
+        rows.insert(-1, _row("page_positions", "P", batch.page_positions.tolist(), pages))
+    caption = (
+        f"{batch.num_tokens} tokens of {batch.num_sequences} sequences, {batch.num_decodes} of them decodes; "
+        f"pages of {batch.page_size} tokens"
+    )
+    legend = " ".join(_cell(f"sequence {b}", b, tag="span") for b in sequences[: len(COLOURS)])
+    return (
+        f'<div class="step-batch" style="overflow-x:auto"><p>{caption} &nbsp; {legend}</p>'
+        f'<table style="border-collapse:separate;border-spacing:2px;font-family:monospace">{"".join(rows)}</table></div>'
+    )
+
+
+def _row(name: str, shape: str, values: Sequence[int], owners: Sequence[int | None]) -> str:
+    cells = [_cell(str(value), owner) for value, owner in zip(values, owners, strict=True)]
+    if len(cells) > MOST_CELLS:
+        half = MOST_CELLS // 2
+        cells = [*cells[:half], _cell(f"… {len(cells) - 2 * half} more …", None), *cells[-half:]]
+    return f'<tr><th style="text-align:left">{name}&nbsp;[{shape}]</th>{"".join(cells)}</tr>'
+
+
+def _cell(text: str, owner: int | None, tag: str = "td") -> str:
+    colour = "#ffffff" if owner is None else COLOURS[owner % len(COLOURS)]
+    style = f"background:{colour};color:#1a1a1a;padding:1px 6px;text-align:right;border-radius:3px"
+    return f'<{tag} style="{style}">{text}</{tag}>'

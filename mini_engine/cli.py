@@ -1,0 +1,263 @@
+"""The command line: `mini-engine generate | chat | bench`."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from mini_engine.errors import MiniEngineError, RequestError
+
+app = typer.Typer(
+    help="An inference engine to read: generate text, chat, measure.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+EXAMPLES = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a haiku about a library at night.",
+    "Name three uses of a paperclip.",
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Embedded name, folder, GGUF file or hub id.")]
+Backend = Annotated[str, typer.Option("--attn-backend", "-b", help="Attention backend.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="End each answer after this many tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 always takes the likeliest token.")]
+TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 from all.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that reach this probability.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the largest probability.")]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 makes repeated tokens less likely.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampled output reproducible.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End at this text. May be given several times.")]
+Template = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
+Homework = Annotated[bool, typer.Option("--homework", help="Run on your own finished parts of the engine.")]
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="What to answer. Without any, four examples.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")] = False,
+    model: Model = "smollm2-135m-instruct",
+    attn_backend: Backend = "torch",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_tokens: MaxTokens = 96,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    chat_template: Template = None,
+    homework: Homework = False,
+) -> None:
+    """Answer several prompts at once, and say what that cost."""
+    from mini_engine.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=stop or (),
+    )
+    texts = prompts or list(EXAMPLES)
+    empty = [i for i, text in enumerate(texts, 1) if not text.strip()]
+    if empty:
+        raise RequestError(f"prompt {empty[0]} is empty; give it some text")
+    template = _read_template(chat_template)
+    llm = _load(model, attn_backend, dtype, device, homework)
+    if raw:
+        tokens = [llm.tokenizer.encode(text) for text in texts]
+    else:
+        tokens = [llm.chat_prompt([{"role": "user", "content": text}], chat_template=template) for text in texts]
+    _run(llm, texts, tokens, params)
+    if homework:
+        _compare_with_reference(llm, tokens, params)
+    elif not prompts:
+        console.print(
+            "\nNext: [bold]mini-engine chat[/] talks with the model, [bold]make lab[/] opens chapter 1, "
+            "where you begin to write this engine."
+        )
+
+
+@app.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="What the model should know or be before you speak.")] = None,
+    model: Model = "smollm2-135m-instruct",
+    attn_backend: Backend = "torch",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.9,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.1,
+    seed: Seed = None,
+    stop: Stop = None,
+    chat_template: Template = None,
+    homework: Homework = False,
+) -> None:
+    """Talk with the model. An empty line or Ctrl-D ends."""
+    from mini_engine.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=stop or (),
+    )
+    template = _read_template(chat_template)
+    llm = _load(model, attn_backend, dtype, device, homework)
+    messages = [{"role": "system", "content": system}] if system else []
+    while True:
+        try:
+            line = console.input("[bold cyan]you[/] ")
+        except EOFError:
+            line = ""
+        if not line.strip():
+            return
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        start, first, count = time.perf_counter(), 0.0, 0
+        console.print("[bold green]model[/] ", end="")
+        for piece in llm.stream_batch([llm.chat_prompt(messages, chat_template=template)], params):
+            if piece.output and piece.output.error:
+                raise piece.output.error
+            first = first or time.perf_counter() - start
+            count += 1
+            answer += piece.text
+            console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+        seconds = time.perf_counter() - start
+        console.print(f"\n[dim]{count} tokens, {count / seconds:.0f} tokens/s, first after {first * 1e3:.0f} ms[/]")
+        messages.append({"role": "assistant", "content": answer})
+
+
+@app.command()
+def bench(
+    peer: Annotated[str | None, typer.Option(help="Also measure this engine beside ours: transformers.")] = None,
+    batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", help="May be given several times.")] = None,
+    dtypes: Annotated[list[str] | None, typer.Option("--dtype", help="May be given several times.")] = None,
+    model: Model = "smollm2-135m-instruct",
+    attn_backend: Backend = "torch",
+    device: Device = "auto",
+    prompt_tokens: Annotated[int, typer.Option(help="Average tokens of a prompt; lengths vary around it.")] = 64,
+    max_tokens: MaxTokens = 64,
+    rounds: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
+) -> None:
+    """Measure tokens/s beside the bound, and beside a peer in the same run."""
+    from mini_engine.bench import run_bench
+
+    run_bench(
+        console,
+        model=model,
+        attn_backend=attn_backend,
+        device=device,
+        peer=peer,
+        batch_sizes=batch_sizes or [1, 8],
+        dtypes=dtypes or ["float32", "bfloat16"],
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        rounds=rounds,
+    )
+
+
+def main() -> None:
+    """Run the command line; an error that we raise on purpose is one sentence and exit code 2."""
+    try:
+        app()
+    except MiniEngineError as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2)
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the chat template {path}: {error}; give a text file with a Jinja template")
+
+
+def _load(model: str, attn_backend: str, dtype: str, device: str, homework: bool):  # type: ignore[no-untyped-def]
+    with console.status("loading the model"):
+        from mini_engine.llm import LLM
+        from mini_engine.metrics import num_parameters
+
+        parts = None
+        if homework:
+            from book.grading.engine import homework_parts
+
+            parts = homework_parts(console)
+        start = time.perf_counter()
+        llm = LLM(model, attn_backend=attn_backend, dtype=dtype, device=device, parts=parts)
+    weight = next(llm.model.parameters())
+    console.print(
+        f"[dim]{model}: {num_parameters(llm.model) / 1e6:.0f} M parameters in {str(weight.dtype).split('.')[-1]} "
+        f"on {weight.device}, attention backend {attn_backend}, loaded in {time.perf_counter() - start:.1f} s[/]"
+    )
+    return llm
+
+
+def _run(llm, texts, tokens, params) -> None:  # type: ignore[no-untyped-def]
+    from mini_engine.metrics import Metrics
+    from mini_engine.roofline import measure_machine
+
+    answers = [""] * len(texts)
+    metrics = Metrics(llm.model)
+    failed: list[MiniEngineError] = []
+    with Live(console=console, refresh_per_second=12, transient=True, vertical_overflow="visible") as live:
+        for piece in llm.stream_batch(tokens, params):
+            answers[piece.index] += piece.text
+            metrics.add(piece)
+            if piece.output and piece.output.error:
+                failed.append(piece.output.error)
+            if piece.output and not console.is_terminal:
+                _print_answer(texts[piece.index], answers[piece.index])
+            live.update(_view(texts, answers, metrics))
+    if console.is_terminal:
+        for text, answer in zip(texts, answers, strict=True):
+            _print_answer(text, answer)
+    console.print(metrics.table())
+    if failed:
+        raise failed[0]
+
+
+def _view(texts: list[str], answers: list[str], metrics) -> Group:  # type: ignore[no-untyped-def]
+    height = max(3, (console.height - 4) // len(texts) - 2)
+    width = console.width - 4
+    panels = []
+    for text, answer in zip(texts, answers, strict=True):
+        lines = Text(answer.strip() or "…").wrap(console, width)[-height:]
+        panels.append(Panel(Text("\n").join(lines), title=Text(text, style="bold cyan"), title_align="left"))
+    return Group(*panels, Text(metrics.progress(len(texts)), style="dim"))
+
+
+def _print_answer(text: str, answer: str) -> None:
+    console.print(Rule(Text(text, style="bold cyan"), align="left", style="dim"))
+    console.print(Text(answer.strip()))
+    console.print()

@@ -1,0 +1,70 @@
+"""What a request asks of the sampler."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mini_engine.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_k: sample from the k most likely tokens only; 0 from all.
+        top_p: sample from the smallest set of most likely tokens whose probability reaches top_p.
+        min_p: leave out tokens with less than min_p times the largest probability.
+        repetition_penalty: above 1 makes tokens of the prompt and of the output so far less likely.
+        max_tokens: end after this many tokens.
+        seed: makes the output reproducible, whatever else is in the batch; None draws one.
+        stop: end as soon as the text contains one of these; it is cut off.
+        stop_token_ids: end at one of these tokens, beside the model's own end-of-sequence tokens.
+        ignore_eos: do not end at the model's end-of-sequence tokens.
+
+    Raises:
+        RequestError: for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 128
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _number(self.temperature, "temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more")
+        _whole(self.top_k, "top_k", 0, "0 (keep all) or more")
+        _number(self.top_p, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        _number(self.min_p, "min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        positive = 0 < self.repetition_penalty < math.inf
+        _number(self.repetition_penalty, "repetition_penalty", positive, "above 0 (1 does nothing)")
+        _whole(self.max_tokens, "max_tokens", 1, "1 or more")
+        if self.seed is not None:
+            _whole(self.seed, "seed", -(2**63), "a whole number of 64 bits")
+            if self.seed >= 2**63:
+                raise RequestError(f"seed is {self.seed}; give a whole number of 64 bits")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(s, str) and s for s in stop):
+            raise RequestError(f"stop is {self.stop!r}; give strings that are not empty")
+        object.__setattr__(self, "stop", stop)
+        for token in self.stop_token_ids:
+            _whole(token, "stop_token_ids", 0, "token ids, 0 or more")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+def _number(value: object, name: str, in_range: bool, wanted: str) -> None:
+    # NaN fails every comparison, so it is never in range.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range:
+        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _whole(value: object, name: str, least: int, wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"{name} is {value!r}; it must be {wanted}")

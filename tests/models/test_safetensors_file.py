@@ -1,0 +1,265 @@
+"""Our safetensors reader against the safetensors library, and against files that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+
+from mini_engine.errors import WeightFileError
+from mini_engine.models import safetensors_file
+from mini_engine.models.safetensors_file import DTYPES, open_safetensors, open_sharded, read_header
+from mini_engine.models.tensors import LazyTensors
+
+INTEGERS = [dtype for dtype in DTYPES.values() if not dtype.is_floating_point and dtype is not torch.bool]
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return (torch.randn(shape) * 20).abs().to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.view(torch.uint8).equal(b.view(torch.uint8))
+
+
+def file_of(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_reads_as_the_library_reads_it(name: str, path: Path) -> None:
+    tensors = {"x": random_tensor(DTYPES[name], (3, 5)), "y": random_tensor(DTYPES[name], (7,))}
+    save_file(tensors, path, metadata={"format": "pt"})
+    ours, theirs = LazyTensors(open_safetensors(path)), load_file(path)
+    assert list(ours) == list(theirs) and ours.dtype == DTYPES[name] and ours.num_elements == 22
+    assert all(same(ours[name], theirs[name]) for name in theirs)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=3).map(tuple)),
+        max_size=5,
+    )
+)
+def test_any_set_of_tensors_round_trips(path: Path, layout: dict[str, Any]) -> None:
+    tensors = {name: random_tensor(dtype, shape) for name, (dtype, shape) in layout.items()}
+    path.write_bytes(save(tensors))
+    ours = open_safetensors(path)
+    assert ours.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        assert ours[name].shape == expected.shape and torch.equal(ours[name].read().float(), expected.float())
+
+
+def test_a_tensor_may_lie_at_an_odd_address(path: Path) -> None:
+    header = json.dumps({"x": entry()}).encode()
+    header += b" " * (1 - len(header) % 2)  # odd
+    path.write_bytes(file_of(header, torch.tensor([1.5, -2.0]).numpy().tobytes()))
+    assert open_safetensors(path)["x"].read().tolist() == [1.5, -2.0]
+
+
+def test_writing_to_a_tensor_does_not_change_the_file(path: Path) -> None:
+    save_file({"x": torch.ones(4)}, path)
+    open_safetensors(path)["x"].read().zero_()
+    assert load_file(path)["x"].tolist() == [1.0] * 4
+
+
+def test_opening_reads_no_data(path: Path) -> None:
+    """A sparse file of 64 GiB opens, and one of its tensors is read, in a few kilobytes."""
+    size = 64 * 2**30
+    header = {"big": entry("U8", [size], [0, size]), "small": entry("U8", [3], [size, size + 3])}
+    path.write_bytes(file_of(header))
+    os.truncate(path, path.stat().st_size + size + 3)
+    tracemalloc.start()
+    assert open_safetensors(path)["small"].read().tolist() == [0, 0, 0]
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+LIES: dict[str, tuple[bytes, str]] = {
+    "empty file": (b"", "too few"),
+    "half a length": (b"\x01\x00", "too few"),
+    "header longer than the file": ((2**63).to_bytes(8, "little") + b"{}", "too few"),
+    "not JSON": (file_of(b"{nonsense"), "JSON"),
+    "not UTF-8": (file_of(b'{"\xff": 1}'), "JSON"),
+    "a list": (file_of([]), "not an object"),
+    "deep nesting": (file_of(b'{"x":' + b"[" * 100_000), "JSON"),
+    "a number of many digits": (file_of(b'{"x":' + b"1" * 100_000 + b"}"), "JSON"),
+    "NaN": (file_of(b'{"x": NaN}'), "NaN"),
+    "a key twice": (
+        file_of(
+            b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+        ),
+        "twice",
+    ),
+    "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "__metadata__"),
+    "no description": (file_of({"x": 3}), "not described"),
+    "an extra key": (file_of({"x": entry() | {"code": "1"}}, bytes(8)), "not described"),
+    "unknown dtype": (file_of({"x": entry("F7")}, bytes(8)), "dtype"),
+    "dtype is a list": (file_of({"x": entry([])}, bytes(8)), "dtype"),  # type: ignore[arg-type]
+    "negative dimension": (file_of({"x": entry(shape=[-2])}, bytes(8)), "shape"),
+    "two negative dimensions": (file_of({"x": entry(shape=[-1, -2])}, bytes(8)), "shape"),
+    "dimension is a bool": (file_of({"x": entry(shape=[True, 2])}, bytes(8)), "shape"),
+    "dimension is a fraction": (file_of({"x": entry(shape=[2.0])}, bytes(8)), "shape"),
+    "huge dimensions": (file_of({"x": entry(shape=[2**40, 2**40])}, bytes(8)), "shape"),
+    "huge empty tensor": (file_of({"x": entry(shape=[0, 2**63], offsets=[0, 0])}), "shape"),
+    "too many dimensions": (file_of({"x": entry(shape=[1] * 100 + [2])}, bytes(8)), "shape"),
+    "shape and bytes differ": (file_of({"x": entry(shape=[3])}, bytes(8)), "does not fit"),
+    "offsets reversed": (file_of({"x": entry(offsets=[8, 0])}, bytes(8)), "does not fit"),
+    "negative offset": (file_of({"x": entry(offsets=[-8, 0])}, bytes(8)), "data_offsets"),
+    "three offsets": (file_of({"x": entry(offsets=[0, 4, 8])}, bytes(8)), "data_offsets"),
+    "past the end": (file_of({"x": entry()}, bytes(7)), "end at byte"),
+    "bytes left over": (file_of({"x": entry()}, bytes(9)), "end at byte"),
+    "a hole": (file_of({"x": entry(), "y": entry(offsets=[12, 20])}, bytes(20)), "hole"),
+    "an overlap": (file_of({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)), "overlaps"),
+    "shared bytes": (file_of({"x": entry(), "y": entry()}, bytes(8)), "overlaps"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_by_name_and_in_little_memory(lie: str, path: Path) -> None:
+    content, problem = LIES[lie]
+    path.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(WeightFileError, match=problem) as caught:
+        open_safetensors(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**20 + 20 * len(content)
+    tracemalloc.stop()
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 500 + len(str(path))
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_refused(path: Path) -> None:
+    save_file({"x": torch.ones(4)}, path)
+    opened = open_safetensors(path)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(WeightFileError, match="shorter"):
+        opened["x"].read()
+
+
+def test_a_header_that_is_too_long_is_not_parsed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "MAX_JSON_BYTES", 100)
+    path.write_bytes(file_of({"x" * 200: entry()}, bytes(8)))
+    with pytest.raises(WeightFileError, match="more than 100"):
+        read_header(path)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    for bad in (tmp_path / "none.safetensors", tmp_path):
+        with pytest.raises(WeightFileError, match="cannot be read"):
+            read_header(bad)
+
+
+VALID = save({"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4, dtype=torch.int16), "c": torch.empty(0, 2)})
+HEADER_END = 8 + int.from_bytes(VALID[:8], "little")
+
+
+@st.composite
+def damaged_files(draw: st.DrawFn) -> bytes:
+    """The valid file with bytes changed, removed or added, or one value of its header replaced."""
+    content = bytearray(VALID)
+    kind = draw(st.sampled_from(["flip", "cut", "grow", "field"]))
+    if kind == "flip":
+        for _ in range(draw(st.integers(1, 4))):
+            content[draw(st.integers(0, HEADER_END - 1))] = draw(st.integers(0, 255))
+    elif kind == "cut":
+        del content[draw(st.integers(0, len(content) - 1)) :]
+    elif kind == "grow":
+        content += draw(st.binary(min_size=1, max_size=20))
+    else:
+        header = json.loads(content[8:HEADER_END])
+        number = st.one_of(st.integers(-(2**70), 2**70), st.sampled_from([0, 1, 2**31, 2**63 - 1, 2**64]))
+        value = draw(st.one_of(number, st.lists(number, max_size=4), st.text(max_size=4), st.none(), st.booleans()))
+        header[draw(st.sampled_from(list("abc")))][draw(st.sampled_from(["dtype", "shape", "data_offsets"]))] = value
+        return file_of(header, bytes(content[HEADER_END:]))
+    return bytes(content)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(damaged_files())
+def test_a_damaged_file_loads_as_the_library_loads_it_or_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        ours = {name: lazy.read() for name, lazy in open_safetensors(path).items()}
+    except WeightFileError:
+        return
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**20
+    try:
+        theirs = load_file(path)
+    except SafetensorError as error:
+        pytest.fail(f"accepted what the library refuses: {error}")
+    assert ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
+
+
+def write_shards(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    tensors = {f"t{i}": torch.randn(3, i + 1) for i in range(5)}
+    weight_map = {name: f"model-{i % 2 + 1:05d}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == shard}, folder / shard)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return index, tensors
+
+
+def shards_of(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.glob("*.safetensors")}
+
+
+def test_shards_read_as_one_model(tmp_path: Path) -> None:
+    index, tensors = write_shards(tmp_path)
+    ours = LazyTensors(open_sharded(index, shards_of(tmp_path)))
+    assert ours.keys() == tensors.keys() and all(same(ours[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"weight_map": {"t0": "../model-00001-of-00002.safetensors"}}, "no safetensors file in its folder"),
+        ({"weight_map": {"t0": "/etc/passwd"}}, "no safetensors file in its folder"),
+        ({"weight_map": {"t0": "model-00003-of-00002.safetensors"}}, "no safetensors file in its folder"),
+        ({"weight_map": {"t0": "model-00002-of-00002.safetensors"}}, "is not in"),
+        ({"weight_map": {"t0": 3}}, "weight_map"),
+        ({"weight_map": ["t0"]}, "weight_map"),
+        ({}, "weight_map"),
+        ({"weight_map": {f"t{i}": f"{i}.safetensors" for i in range(2000)}}, "2000 files"),
+    ],
+)
+def test_an_index_that_points_elsewhere_is_refused(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    index, _ = write_shards(tmp_path)
+    index.write_text(json.dumps(change))
+    with pytest.raises(WeightFileError, match=problem):
+        open_sharded(index, shards_of(tmp_path))
+
+
+def test_the_header_is_what_the_library_says(path: Path) -> None:
+    save_file({"x": torch.zeros(2, 3, dtype=torch.bfloat16), "y": torch.zeros(4)}, path)
+    header = read_header(path)
+    with safe_open(path, "pt") as theirs:
+        assert {name: list(entry.shape) for name, entry in header.items()} == {
+            name: theirs.get_slice(name).get_shape()
+            for name in theirs.keys()  # noqa: SIM118
+        }
+    assert max(entry.end for entry in header.values()) == path.stat().st_size

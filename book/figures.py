@@ -12,6 +12,7 @@ import html
 import io
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,8 @@ def show(drawn: Axes | Figure, caption: str) -> None:
     width = round(_WIDTH * 100)
     data = {"image/png": png, "text/plain": f"Figure: {caption}"}
     display(data, raw=True, metadata={"image/png": {"width": width, "alt": caption}})
-    text = f'<p class="figure-caption"><em>{html.escape(caption)}</em></p>'
+    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption))
+    text = f'<p class="figure-caption"><em>{escaped}</em></p>'
     display({"text/html": text, "text/plain": caption}, raw=True)
 
 

@@ -38,12 +38,13 @@ _SLOW_SECONDS = 30.0
 
 _TEMPLATE = """\
 ---
-jupytext:
-  formats: ipynb,md
-kernelspec:
-  display_name: Python 3 (ipykernel)
-  language: python
-  name: python3
+jupyter:
+  jupytext:
+    formats: ipynb,md
+  kernelspec:
+    display_name: Python 3 (ipykernel)
+    language: python
+    name: python3
 ---
 
 # {number} {title}
@@ -191,7 +192,7 @@ def _as_lines(notebook: "NotebookNode") -> list[str]:
 
 def _joined_streams(outputs: "list[NotebookNode]") -> "list[NotebookNode]":
     # A kernel sends a stream in pieces whose number depends on timing.
-    joined: "list[NotebookNode]" = []
+    joined: list[NotebookNode] = []
     for output in outputs:
         last = joined[-1] if joined else None
         if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:

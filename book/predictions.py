@@ -86,7 +86,7 @@ class Prediction:
             )
         else:
             yours = f"Your prediction: <strong>{html.escape(q.show(self.value))}</strong>"
-        factor = "" if q.tolerance_factor == 1 else f", right within a factor of {number(q.tolerance_factor)}"
+        factor = "" if q.tolerance_factor == 1 else f", right within a factor of {q.tolerance_factor:g}"
         return (
             f'<div class="prediction" {attributes} style="{_BOX}">'
             f'<p class="prediction-question"><strong>Predict.</strong> {html.escape(q.question)} '
@@ -116,7 +116,7 @@ class Comparison:
 
     def _verdict(self) -> str:
         q, sentences = self.question, []
-        factor = "exactly" if q.tolerance_factor == 1 else f"within a factor of {number(q.tolerance_factor)}"
+        factor = "exactly" if q.tolerance_factor == 1 else f"within a factor of {q.tolerance_factor:g}"
         for who, value in (("Your prediction", self.predicted), ("Our derivation", q.answer)):
             if value is not None:
                 holds = "agrees" if q.within(value, self.measured) else "does not agree"

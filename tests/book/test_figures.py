@@ -1,0 +1,94 @@
+"""Figures: they show the data they were given, as small images that do not change from one drawing to the next."""
+
+import io
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+
+from book import figures
+from mini_engine.roofline import Cost, Machine
+
+MACHINE = Machine("a machine", "float32", bandwidth=2e10, flops=1e11)
+CAUSAL = torch.ones(8, 8).tril().bool()
+
+
+def drawings() -> dict[str, Axes]:
+    points = {"decode": (Cost(flops=2e6, bytes=4e6), 3e-4), "prefill": (Cost(flops=2e9, bytes=4e7), 2.4e-2)}
+    return {
+        "mask": figures.draw_mask(CAUSAL, title="causal"),
+        "large mask": figures.draw_mask(torch.ones(300, 300).tril(), owners=[i // 100 for i in range(300)]),
+        "matrix": figures.draw_matrix(torch.linspace(-1, 1, 12).view(3, 4), title="scores"),
+        "ragged": figures.draw_ragged([0, 3, 8], ["A", "B"]),
+        "roofline": figures.draw_roofline(MACHINE, points),
+        "bars": figures.draw_bars_with_bound(["a", "b"], [2e-3, 1e-3], [5e-4, None], "s"),
+        "lines": figures.draw_lines([1, 2], {"a": [1, 2], "b": [2, 4]}, xlabel="n", ylabel="s", log=True),
+    }
+
+
+@pytest.mark.parametrize("name", drawings())
+def test_images_are_small_wide_enough_for_text_and_repeatable(name: str) -> None:
+    first, second = figures.to_png(drawings()[name]), figures.to_png(drawings()[name])
+    assert first == second
+    assert len(first) < 100_000
+    assert matplotlib.image.imread(io.BytesIO(first)).shape[1] == 960
+
+
+def test_mask_colours_visible_cells_by_owner_and_hides_the_rest() -> None:
+    image = figures.draw_mask(CAUSAL, owners=[0] * 4 + [1] * 4).get_images()[0].get_array()
+    assert image is not None
+    for query in range(8):
+        for key in range(8):
+            colour = figures.PALETTE[query // 4] if key <= query else figures.HIDDEN
+            assert tuple(image[query, key]) == pytest.approx(to_rgb(colour))
+
+
+def test_matrix_writes_every_value_and_infinity() -> None:
+    values = torch.tensor([[0.5, -torch.inf], [1.25, -0.75]])
+    texts = [text.get_text() for text in figures.draw_matrix(values).texts]
+    assert texts == ["0.50", "−∞", "1.25", "-0.75"]
+
+
+def test_matrix_takes_low_precision_and_leaves_text_out_where_it_would_not_be_legible() -> None:
+    assert figures.draw_matrix(torch.ones(2, 2, dtype=torch.bfloat16)).texts[0].get_text() == "1.00"
+    assert not figures.draw_matrix(np.ones((40, 40))).texts
+
+
+def test_ragged_marks_every_boundary_and_survives_an_empty_sequence() -> None:
+    ax = figures.draw_ragged(torch.tensor([0, 2, 2, 5]), ["A", "empty", "C"])
+    texts = [text.get_text() for text in ax.texts]
+    assert len(ax.patches) == 5 and {"0", "2", "5", "A", "C"} <= set(texts) and "empty" not in texts
+
+
+def test_roofline_places_points_by_cost_and_seconds() -> None:
+    ax = figures.draw_roofline(MACHINE, {"half": (Cost(flops=1e9, bytes=1e9), 0.1)})
+    roof, point = ax.lines
+    assert point.get_xydata() == pytest.approx(np.array([[1.0, 1e10]]))
+    x, y = np.asarray(roof.get_xydata()).T
+    assert y == pytest.approx(np.minimum(x * 2e10, 1e11)) and 5.0 in x  # the ridge: 1e11 / 2e10
+
+
+def test_bars_draw_a_bound_only_where_there_is_one() -> None:
+    ax = figures.draw_bars_with_bound(["a", "b"], [2e-3, 1e-3], [5e-4, None], "s")
+    assert [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] == [2e-3, 1e-3]
+    assert [np.asarray(line.get_xdata())[0] for line in ax.lines] == [5e-4]
+    assert [text.get_text() for text in ax.texts] == ["2 ms", "1 ms"]
+    assert figures.draw_bars_with_bound(["a"], [1.0], [None], "s").get_legend() is None
+
+
+def test_a_given_axes_is_used() -> None:
+    figure, axes = figures.new(columns=2)
+    assert figures.draw_mask(CAUSAL, ax=axes[0, 1]) is axes[0, 1]
+    assert axes.shape == (1, 2) and len(figure.axes) == 2
+
+
+def test_show_displays_image_and_caption(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, object]] = []
+    monkeypatch.setattr(figures, "display", lambda data, **_: shown.append(data))
+    figures.show(figures.draw_mask(CAUSAL), "a < b, `code`")
+    assert shown[0]["image/png"] and shown[0]["text/plain"] == "Figure: a < b, `code`"
+    assert "a &lt; b, <code>code</code>" in str(shown[1]["text/html"])

@@ -1,0 +1,192 @@
+"""Notebooks: built from Markdown the same each time, and every way a pair can go wrong is found."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from book import notebooks
+from book.display import mermaid, show
+
+SOURCE = """\
+---
+jupyter:
+  jupytext:
+    formats: ipynb,md
+  kernelspec:
+    display_name: Python 3 (ipykernel)
+    language: python
+    name: python3
+---
+
+# A chapter
+
+Text, and code that is not a cell:
+
+```text
+not run
+```
+
+```python
+from pathlib import Path
+
+print("one")
+print(Path.cwd().name)
+```
+
+```python tags=["raises-exception"]
+1 / 0
+```
+
+```python
+2 + 2
+```
+
+```python
+2 + 2
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Markdown file of a small chapter beside its executed notebook."""
+    folder = tmp_path_factory.mktemp("book") / "chapters" / "07_tiny"
+    folder.mkdir(parents=True)
+    file = folder / "07_tiny.md"
+    file.write_text(SOURCE, encoding="utf-8")
+    notebooks.write(notebooks.execute(notebooks.source_of(file), folder), file.with_suffix(".ipynb"))
+    return file
+
+
+@pytest.fixture
+def pair(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it that a test may spoil; the book's root is the current folder."""
+    folder = tmp_path / "chapters" / "07_tiny"
+    folder.mkdir(parents=True)
+    for file in (built, built.with_suffix(".ipynb")):
+        (folder / file.name).write_bytes(file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return folder / built.name
+
+
+def spoil(pair: Path, cell: int, **changes: object) -> None:
+    file = pair.with_suffix(".ipynb")
+    notebook = nbformat.read(file, as_version=4)
+    notebook.cells[cell].update(nbformat.from_dict(changes))
+    nbformat.write(notebook, file)
+
+
+def test_cells_run_in_the_chapters_folder_and_keep_their_outputs(built: Path) -> None:
+    cells = nbformat.read(built.with_suffix(".ipynb"), as_version=4).cells
+    assert [cell.cell_type for cell in cells] == ["markdown", "code", "code", "code", "code"]
+    assert [output.text for output in cells[1].outputs] == ["one\n07_tiny\n"]  # one stream, however it arrived
+    assert cells[2].outputs[0].ename == "ZeroDivisionError"
+    assert cells[3].outputs[0].data["text/plain"] == "4"
+    assert not list(notebooks.problems(built))
+
+
+def test_building_twice_gives_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.ipynb"
+    notebooks.write(notebooks.execute(notebooks.source_of(built), built.parent), again)
+    assert again.read_bytes() == built.with_suffix(".ipynb").read_bytes()
+
+
+def test_ids_follow_the_text_of_the_cell(built: Path) -> None:
+    before = notebooks.source_of(built).cells
+    built_text = built.read_text(encoding="utf-8")
+    changed = built.with_name("changed.md")
+    changed.write_text(built_text.replace("not run", "never run"), encoding="utf-8")
+    after = notebooks.source_of(changed).cells
+    assert before[0].id != after[0].id
+    assert [cell.id for cell in before[1:]] == [cell.id for cell in after[1:]]
+    assert len({cell.id for cell in before}) == len(before)  # two cells of equal text included
+
+
+@pytest.mark.parametrize(
+    ("cell", "changes", "problem"),
+    [
+        (0, {"source": "# Another"}, "-# A chapter"),
+        (3, {"source": "2 + 3"}, "+2 + 3"),
+        (3, {"metadata": {"tags": ["nbval-skip"]}}, "nbval-skip"),
+        (3, {"execution_count": None}, "not executed from top to bottom"),
+        (3, {"execution_count": 7}, "not executed from top to bottom"),
+        (2, {"metadata": {}}, "ZeroDivisionError"),
+        (3, {"outputs": [{"output_type": "stream", "name": "stderr", "text": "Warning: x"}]}, "stderr: Warning: x"),
+        (3, {"outputs": [{"output_type": "stream", "name": "stdout", "text": "/home/me/x.py"}]}, "/home/me/x.py"),
+        (
+            3,
+            {"outputs": [{"output_type": "display_data", "data": {"image/png": "A" * 140_000}, "metadata": {}}]},
+            "100,000",
+        ),
+        (
+            3,
+            {"outputs": [{"output_type": "display_data", "data": {"text/html": "C:\\Users\\me"}, "metadata": {}}]},
+            "path",
+        ),
+    ],
+)
+def test_what_went_wrong_is_said(pair: Path, cell: int, changes: dict, problem: str) -> None:
+    spoil(pair, cell, **changes)
+    assert problem in "\n".join(notebooks.problems(pair))
+    checked = CliRunner().invoke(notebooks.app, ["check"])
+    assert checked.exit_code == 1 and problem in checked.output
+
+
+def test_images_that_hold_the_letters_of_a_path_are_no_path(pair: Path) -> None:
+    spoil(pair, 3, outputs=[{"output_type": "display_data", "data": {"image/png": "iVB/tmp/x"}, "metadata": {}}])
+    assert not list(notebooks.problems(pair))
+
+
+def test_foreign_metadata_and_a_missing_notebook_are_found(pair: Path) -> None:
+    file = pair.with_suffix(".ipynb")
+    notebook = nbformat.read(file, as_version=4)
+    notebook.metadata.kernelspec.name = "my-env"
+    nbformat.write(notebook, file)
+    assert "metadata" in "\n".join(notebooks.problems(pair))
+    file.unlink()
+    assert "has no .ipynb" in "\n".join(notebooks.problems(pair))
+
+
+def test_check_is_silent_about_a_good_pair(pair: Path) -> None:
+    checked = CliRunner().invoke(notebooks.app, ["check", "7"])
+    assert checked.exit_code == 0 and "agrees" in checked.output
+
+
+def test_chapters_are_found_by_number_and_name(pair: Path) -> None:
+    root = Path.cwd()
+    for name in ("7", "07", "07_tiny", "all"):
+        assert [file.name for file in notebooks.chapter_files(name, root)] == ["07_tiny.md"]
+    assert CliRunner().invoke(notebooks.app, ["check", "8"]).exit_code == 2
+
+
+def test_a_new_chapter_builds_and_passes_nbval_until_an_output_changes(pair: Path) -> None:
+    root = Path.cwd()
+    (root / "nbval.cfg").touch()
+    runner = CliRunner()
+    assert runner.invoke(notebooks.app, ["new", "8", "next", "--title", "The next"]).exit_code == 0
+    assert runner.invoke(notebooks.app, ["new", "8", "next"]).exit_code == 2  # never over a chapter that exists
+    assert runner.invoke(notebooks.app, ["build", "8"]).exit_code == 0
+    assert runner.invoke(notebooks.app, ["check"]).exit_code == 0
+    assert runner.invoke(notebooks.app, ["test", "--workers", "2"]).exit_code == 0
+    spoil(
+        pair,
+        3,
+        outputs=[{"output_type": "execute_result", "execution_count": 3, "data": {"text/plain": "5"}, "metadata": {}}],
+    )
+    assert runner.invoke(notebooks.app, ["test", "7"]).exit_code == 1
+
+
+def test_show_gives_the_source_as_it_stands() -> None:
+    shown = show(mermaid)
+    assert shown.markdown.startswith("`mermaid` in `book/display.py`\n\n````python\ndef mermaid(")
+    assert "`book/notebooks.py`" in show(notebooks).markdown and "def build(" in repr(show(notebooks))
+
+
+def test_mermaid_is_a_fence() -> None:
+    diagram = mermaid("""
+        flowchart LR
+            a --> b
+    """)
+    assert diagram.markdown == "```mermaid\nflowchart LR\n    a --> b\n```"

@@ -1,0 +1,139 @@
+"""Recorded results: written once, checked when read, shown with their origin and their bound."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from book import results
+from book.results import ENGINE_BYTES, ENGINE_SPEED, Result, Row
+
+LATENCY = Row("latency", 2.5e-3, "s", 1e-3, "bytes / bandwidth", {"batch": 8, "dtype": "bf16"})
+SPEED = Row(ENGINE_SPEED, 30.0, "tokens/s", 60.0, "bandwidth / bytes")
+COUNT = Row("tests | run", 3, "tests", None, "a count has no bound")
+
+
+def result(
+    experiment: str = "01_first", device: str = "GPU X", rows: tuple[Row, ...] = (LATENCY, SPEED, COUNT)
+) -> Result:
+    return Result(experiment, device, "2026-01-31", {"torch": "2.13.0"}, {"heads": 8}, rows)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "chapters" / "01_first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "chapters" / "01_first")
+    return tmp_path
+
+
+def test_written_results_are_read_back_equal(root: Path) -> None:
+    file = results.write(result())
+    assert file == root / "experiments" / "01_first" / "results" / "gpu-x.json"
+    assert results.load("01_first") == [result()]
+
+
+def test_a_device_replaces_its_own_results_only(root: Path) -> None:
+    results.write(result(device="GPU X"))
+    results.write(result(device="CPU (2 threads)"))
+    newer = result(rows=(COUNT,))
+    results.write(newer)
+    assert results.load("01_first") == [result(device="CPU (2 threads)"), newer]
+
+
+def test_recorded_finds_by_device_and_says_what_there_is(root: Path) -> None:
+    results.write(result(device="GPU X"))
+    assert results.recorded("01_first") == result()
+    results.write(result(device="CPU Y"))
+    assert results.recorded("01_first", "gpu").device == "GPU X"
+    with pytest.raises(KeyError, match=r"2 results match device None.*CPU Y, GPU X"):
+        results.recorded("01_first")
+    with pytest.raises(KeyError, match="recorded: none"):
+        results.recorded("02_other")
+
+
+def test_share_of_the_bound_is_that_of_the_time_or_of_the_rate() -> None:
+    assert LATENCY.share_of_bound == pytest.approx(0.4)  # a time cannot go below its bound
+    assert SPEED.share_of_bound == pytest.approx(0.5)  # a rate cannot go above it
+    assert COUNT.share_of_bound is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"figure": " "},
+        {"unit": ""},
+        {"value": float("nan")},
+        {"bound": 0.0},
+        {"bound": float("inf")},
+        {"bound_from": " "},
+        {"bound": None, "bound_from": ""},
+    ],
+)
+def test_a_row_without_unit_or_bound_or_reason_is_refused(fields: dict[str, Any]) -> None:
+    good: dict[str, Any] = {
+        "figure": "latency",
+        "value": 1.0,
+        "unit": "s",
+        "bound": 0.5,
+        "bound_from": "bytes / bandwidth",
+    }
+    Row(**good)
+    with pytest.raises(ValueError, match=r"latency|needs the name|bound"):
+        Row(**(good | fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("date", "31 January"), ("device", ""), ("versions", {}), ("rows", []), ("extra", 1)]
+)
+def test_a_broken_file_is_named(root: Path, field: str, value: object) -> None:
+    file = results.write(result())
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {field: value}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"01_first/results/gpu-x\.json"):
+        results.load("01_first")
+
+
+def test_find_takes_exactly_one_row() -> None:
+    other = Row("latency", 3e-3, "s", 1e-3, "bytes / bandwidth", {"batch": 16, "dtype": "bf16"})
+    found = result(rows=(LATENCY, other))
+    assert found.find("latency", batch=16) is other
+    with pytest.raises(KeyError, match="2 rows"):
+        found.find("latency", dtype="bf16")
+
+
+def test_shown_results_carry_provenance_and_bound() -> None:
+    for text in (repr(result()), result()._repr_html_(), result().table().markdown()):
+        assert "Recorded on GPU X, 2026-01-31; torch 2.13.0." in text
+        assert "2.50 ms" in text and "1 ms" in text and "40%" in text and "bytes / bandwidth" in text
+    assert "tests \\| run" in result().table().markdown()  # a bar must not end the cell
+
+
+def test_results_page_lists_experiments_and_devices(root: Path) -> None:
+    results.write(result("02_second"))
+    results.write(result("01_first"))
+    (root / "experiments" / "02_second" / "README.md").write_text("# Two passes\n\nWhy?\n", encoding="utf-8")
+    page = results.results_page_markdown(root)
+    assert page.index("## 01_first") < page.index("## Two passes") < page.index("`experiments/02_second`")
+    assert page.count("### GPU X") == 2 and "With heads 8." in page
+    assert results.results_page_markdown(root / "chapters").startswith("# Results")
+
+
+def test_so_far_grows_with_the_chapters_and_types_no_number(root: Path) -> None:
+    (root / "docs").mkdir()
+    entry = '[[chapter]]\nnumber = {0}\nadds = "part {0}"\nexperiment = "0{0}_x"\n'
+    (root / "docs" / "engine_so_far.toml").write_text(entry.format(2) + entry.format(1), encoding="utf-8")
+    assert results.so_far(2).rows == [["01", "part 1", "–", "–"], ["02", "part 2", "–", "–"]]
+    rows = (SPEED, Row(ENGINE_BYTES, 2.7e8, "B", 2.7e8, "the weights, once"))
+    results.write(result("02_x", rows=rows))
+    assert results.so_far(1).rows == [["01", "part 1", "–", "–"]]
+    assert results.so_far(2).rows[1] == ["02", "part 2", "30", "270 MB"]
+    assert results.so_far(2).caption == "Measured on GPU X."
+    results.write(result("02_x", device="CPU Y", rows=rows))
+    with pytest.raises(ValueError, match="name the device"):
+        results.so_far(2)
+    assert results.so_far(2, device="cpu").caption == "Measured on CPU Y."
+
+
+def test_new_result_is_of_this_machine() -> None:
+    made = results.new_result("01_first", [LATENCY], {"heads": 8}, device="cpu")
+    assert made.device and "torch" in made.versions and made.rows == (LATENCY,)

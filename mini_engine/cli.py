@@ -242,7 +242,8 @@ def _run(llm, texts, tokens, params) -> None:  # type: ignore[no-untyped-def]
     if console.is_terminal:
         for text, answer in zip(texts, answers, strict=True):
             _print_answer(text, answer)
-    console.print(metrics.table())
+    weight = next(llm.model.parameters())
+    console.print(metrics.table(measure_machine(weight.device, weight.dtype)))
     if failed:
         raise failed[0]
 

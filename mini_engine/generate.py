@@ -9,7 +9,7 @@ import torch
 from mini_engine.attention.backend import attend_with, create_backend
 from mini_engine.batch import SamplingBatch, StepBatch
 from mini_engine.kv_cache.contiguous import ContiguousKVCache
-from mini_engine.models.layers import CausalLM
+from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.sequence import Sequence
 

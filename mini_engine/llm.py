@@ -14,7 +14,7 @@ from mini_engine.attention.backend import check_backend
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 from mini_engine.generate import Step, generate_steps
-from mini_engine.models.layers import CausalLM
+from mini_engine.models.base import CausalLM
 from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams

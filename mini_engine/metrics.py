@@ -5,7 +5,7 @@ import time
 from rich.table import Table
 
 from mini_engine.llm import Piece
-from mini_engine.models.layers import CausalLM
+from mini_engine.models.base import CausalLM
 from mini_engine.roofline import Machine
 
 

@@ -74,19 +74,20 @@ class CausalLM(nn.Module):
         Raises:
             ModelLoadError: a tensor is missing, unknown, wrongly shaped, or not of floating point.
         """
-        destinations, tied_head = self.destinations(), {}
+        destinations, names, tied_head = self.destinations(), list(tensors), {}
         if self.config.tie_word_embeddings:  # a checkpoint may repeat the tied weights
             tied_head["lm_head.weight"] = self.embed_tokens
-        for name, destination in destinations.items():
-            if name not in tensors:
-                raise ModelLoadError(
-                    f"the checkpoint has no tensor {name!r}, which {self.config.architecture} needs with shape "
-                    f"{list(destination.shape)}; its tensors are named {_some(list(tensors))}. Check that config.json "
-                    "and the weights belong together, and that the download is complete"
-                )
+        missing = [name for name in destinations if name not in set(names)]
+        if missing:
+            raise ModelLoadError(
+                f"the checkpoint has no tensor {missing[0]!r}, which {self.config.architecture} needs with shape "
+                f"{list(destinations[missing[0]].shape)} ({len(missing)} are missing in all); its tensors are named "
+                f"{_some(names)}. Check that config.json and the weights belong together, and that the download is "
+                "complete"
+            )
         known = destinations.keys() | tied_head.keys()
         # Old checkpoints hold the rotary frequencies, which are computed from the configuration.
-        unexpected = [name for name in tensors if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+        unexpected = [name for name in names if name not in known and not name.endswith(".rotary_emb.inv_freq")]
         if unexpected:
             raise ModelLoadError(
                 f"{self.config.architecture} has no place for {len(unexpected)} of the checkpoint's tensors: "
@@ -96,9 +97,8 @@ class CausalLM(nn.Module):
         for name, destination in destinations.items():
             destination.copy_(self._checked(name, tensors[name], destination))
         for name, destination in tied_head.items():
-            if name in tensors and not torch.equal(
-                self._checked(name, tensors[name], destination).to(destination), destination
-            ):
+            repeated = self._checked(name, tensors[name], destination) if name in names else destination
+            if not torch.equal(repeated.to(destination), destination):
                 raise ModelLoadError(
                     f"config.json ties the output weights to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"

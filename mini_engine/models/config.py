@@ -100,11 +100,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(cls, hf: object) -> ModelConfig:
         """Read the contents of a `config.json`, as written by transformers 5 or an older one.
 
         Args:
-            hf: the parsed JSON object.
+            hf: what the JSON file holds: an object.
 
         Raises:
             ModelLoadError: an architecture that is not known, a value that is missing or impossible, or an option
@@ -122,23 +122,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, largest in _LARGEST.items():
-            value = getattr(self, name)
-            if value is not None or name != "sliding_window":
-                _check_whole(name, value, largest)
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), largest)
         for name in ("norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-            value = getattr(self, name)
-            if value is not None or name == "norm_eps":
-                _check_positive(name, value)
-        for name in ("tie_word_embeddings", "attention_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"):
-            if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "it must be true or false")
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise _bad(
                 "num_key_value_heads",
                 self.num_key_value_heads,
                 f"it must divide {self.num_attention_heads} query heads",
             )
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
+        if self.hidden_act not in ACTIVATIONS:
             raise _bad("hidden_act", self.hidden_act, f"known are {', '.join(ACTIVATIONS)}")
         if len(self.layer_types) != self.num_hidden_layers:
             raise _bad("layer_types", list(self.layer_types), f"it must name all {self.num_hidden_layers} layers")
@@ -230,13 +225,20 @@ def _optional_number(hf: Mapping[str, Any], name: str, default: float) -> float 
     return None if name in hf and hf[name] is None else _number(hf, name, default)
 
 
+def _flag(hf: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = _get(hf, name, default)
+    if not isinstance(value, bool):
+        raise _bad(name, value, "it must be true or false")
+    return value
+
+
 def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What Llama, Qwen3 and Gemma 2 write alike."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {
         **{name: _whole(hf, name) for name in (*names, "max_position_embeddings")},
         "norm_eps": _number(hf, "rms_norm_eps", 1e-6),
-        "attention_bias": _get(hf, "attention_bias", False),
+        "attention_bias": _flag(hf, "attention_bias", False),
     }
 
 
@@ -252,10 +254,10 @@ def _llama(hf: Mapping[str, Any]) -> dict[str, Any]:
     derived = _derived_head_dim(sizes["hidden_size"], heads) if hf.get("head_dim") is None else None
     head_dim = _whole(hf, "head_dim", derived)
     return sizes | {
-        "num_key_value_heads": _get(hf, "num_key_value_heads", heads),
+        "num_key_value_heads": _whole(hf, "num_key_value_heads", heads),
         "head_dim": head_dim,
-        "hidden_act": _get(hf, "hidden_act", "silu"),
-        "tie_word_embeddings": _get(hf, "tie_word_embeddings", False),
+        "hidden_act": _activation(hf, "hidden_act", "silu"),
+        "tie_word_embeddings": _flag(hf, "tie_word_embeddings", False),
         "layer_types": ("full_attention",) * sizes["num_hidden_layers"],
         "rope": _rope(hf, head_dim),
     }
@@ -265,16 +267,16 @@ def _qwen3(hf: Mapping[str, Any]) -> dict[str, Any]:
     sizes = _sizes(hf)
     head_dim = _whole(hf, "head_dim", 128)
     layers = sizes["num_hidden_layers"]
-    window = _get(hf, "sliding_window", 4096) if _get(hf, "use_sliding_window", False) else None
+    window = _whole(hf, "sliding_window", 4096) if _flag(hf, "use_sliding_window", False) else None
     full_layers = layers if window is None else _get(hf, "max_window_layers", 28)
     if not isinstance(full_layers, int):
         raise _bad("max_window_layers", full_layers, "it must be a whole number")
     kinds = ["full_attention" if layer < full_layers else "sliding_attention" for layer in range(layers)]
     return sizes | {
-        "num_key_value_heads": _get(hf, "num_key_value_heads", sizes["num_attention_heads"]),
+        "num_key_value_heads": _whole(hf, "num_key_value_heads", sizes["num_attention_heads"]),
         "head_dim": head_dim,
-        "hidden_act": _get(hf, "hidden_act", "silu"),
-        "tie_word_embeddings": _get(hf, "tie_word_embeddings", False),
+        "hidden_act": _activation(hf, "hidden_act", "silu"),
+        "tie_word_embeddings": _flag(hf, "tie_word_embeddings", False),
         "layer_types": _layer_types(hf, kinds),
         "sliding_window": window,
         "rope": _rope(hf, head_dim),
@@ -286,12 +288,12 @@ def _gemma2(hf: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = _whole(hf, "head_dim", 256)
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
     return sizes | {
-        "num_key_value_heads": _get(hf, "num_key_value_heads", 4),
+        "num_key_value_heads": _whole(hf, "num_key_value_heads", 4),
         "head_dim": head_dim,
-        "hidden_act": _get(hf, "hidden_activation", "gelu_pytorch_tanh"),
-        "tie_word_embeddings": _get(hf, "tie_word_embeddings", True),
+        "hidden_act": _activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        "tie_word_embeddings": _flag(hf, "tie_word_embeddings", True),
         "layer_types": _layer_types(hf, kinds),
-        "sliding_window": _get(hf, "sliding_window", 4096),
+        "sliding_window": _whole(hf, "sliding_window", 4096),
         "rope": _rope(hf, head_dim),
         "query_pre_attn_scalar": _number(hf, "query_pre_attn_scalar", 256.0),
         "attn_logit_softcapping": _optional_number(hf, "attn_logit_softcapping", 50.0),
@@ -304,21 +306,21 @@ def _gpt2(hf: Mapping[str, Any]) -> dict[str, Any]:
     heads = _whole(hf, "n_head", field="num_attention_heads")
     layers = _whole(hf, "n_layer", field="num_hidden_layers")
     return {
-        "vocab_size": _get(hf, "vocab_size"),
+        "vocab_size": _whole(hf, "vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": _get(hf, "n_inner", 4 * hidden_size),
+        "intermediate_size": _whole(hf, "n_inner", 4 * hidden_size, field="intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": _derived_head_dim(hidden_size, heads),
         "max_position_embeddings": _whole(hf, "n_positions", field="max_position_embeddings"),
-        "hidden_act": _get(hf, "activation_function", "gelu_new"),
+        "hidden_act": _activation(hf, "activation_function", "gelu_new"),
         "norm_eps": _number(hf, "layer_norm_epsilon", 1e-5),
-        "tie_word_embeddings": _get(hf, "tie_word_embeddings", True),
+        "tie_word_embeddings": _flag(hf, "tie_word_embeddings", True),
         "layer_types": ("full_attention",) * layers,
         "attention_bias": True,
-        "scale_attn_weights": _get(hf, "scale_attn_weights", True),
-        "scale_attn_by_inverse_layer_idx": _get(hf, "scale_attn_by_inverse_layer_idx", False),
+        "scale_attn_weights": _flag(hf, "scale_attn_weights", True),
+        "scale_attn_by_inverse_layer_idx": _flag(hf, "scale_attn_by_inverse_layer_idx", False),
     }
 
 
@@ -330,9 +332,16 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
+def _activation(hf: Mapping[str, Any], name: str, default: str) -> str:
+    value = _get(hf, name, default)
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise _bad(name, value, f"known are {', '.join(ACTIVATIONS)}")
+    return value
+
+
 def _layer_types(hf: Mapping[str, Any], default: list[str]) -> tuple[str, ...]:
     kinds = _get(hf, "layer_types", default)
-    if not isinstance(kinds, (list, tuple)):
+    if not isinstance(kinds, (list, tuple)) or not all(isinstance(kind, str) for kind in kinds):
         raise _bad("layer_types", kinds, "it must be a list with the type of each layer")
     return tuple(kinds)
 
@@ -342,7 +351,7 @@ def _rope(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
     given = _get(hf, "rope_parameters", {}) or _get(hf, "rope_scaling", {})
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise _bad("rope_parameters", given, "these families rotate every layer alike: give one set of values")
-    theta = _number(given, "rope_theta", _get(hf, "rope_theta", 10000.0))
+    theta = _number(given, "rope_theta", _number(hf, "rope_theta", 10000.0))
     if _get(given, "partial_rotary_factor", _get(hf, "partial_rotary_factor", 1.0)) != 1.0:
         raise _bad("partial_rotary_factor", given, "these families rotate whole heads: it must be 1")
     kind = _get(given, "rope_type", _get(given, "type", "default"))

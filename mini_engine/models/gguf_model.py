@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.models.gguf_file import GGUFFile
 from mini_engine.models.tensors import LazyTensor
+from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
 GATED_MLP_LAYER = {
     "attn_norm": "input_layernorm",
@@ -202,14 +204,14 @@ def _rope_scaling(file: GGUFFile, architecture: str, head_dim: int) -> dict[str,
     if "rope_freqs.weight" not in file.tensors:
         return None
     # Llama 3.1 stores what each frequency is divided by, not the rule; the largest divisor is the rule's factor.
-    factors = file.tensor("rope_freqs.weight").float()
-    return {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    stored = file.tensor("rope_freqs.weight").double().flatten()
+    rule = Llama3(float(stored.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    theta = _shortest(_require(file, f"{architecture}.rope.freq_base", float, 10000.0))
+    if 2 * len(stored) == head_dim:
+        plain, scaled = (inverse_frequencies(RopeConfig(theta, head_dim, scaling)) for scaling in (None, rule))
+        if torch.allclose((plain / scaled).double(), stored, rtol=1e-3):
+            return {"rope_type": "llama3"} | asdict(rule)
+    raise ModelLoadError(f"{file.path}: its rope_freqs are not those of Llama 3.1: use a model without them.")
 
 
 def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, LazyTensor]:
@@ -262,7 +264,7 @@ def unpermute(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer that the metadata describes, and the contents of its `tokenizer_config.json`.
+    """The tokenizer that the metadata describes, and what transformers' PreTrainedTokenizerFast is told beside it.
 
     Raises:
         ModelLoadError: a kind of tokenizer that is not supported.
@@ -284,7 +286,7 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
         added = [token for token, type_ in zip(tokens, types, strict=False) if type_ == wanted]
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
 
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     for name, key in ids.items():
         if f"tokenizer.ggml.{key}_token_id" in file.metadata:

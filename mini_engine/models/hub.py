@@ -105,6 +105,7 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> N
     file = read_gguf(gguf)
     config = hf_config(file)
     tokenizer, tokenizer_config = build_tokenizer(file)
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
     tokenizer_config["model_max_length"] = config.get("max_position_embeddings", config.get("n_positions"))
     lazy = LazyTensors(hf_tensors(file, config))
     generation: dict[str, int] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
@@ -126,9 +127,13 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> N
             for path in temporary.iterdir():  # the libraries make files and folders that only their owner may read
                 path.chmod(0o644)
             temporary.chmod(0o755)
-            if not is_complete(folder):  # another process may have been faster
+            if not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+            try:
                 temporary.rename(folder)
+            except OSError:
+                if not is_complete(folder):  # else another process was faster, and its folder serves as well
+                    raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:

@@ -44,7 +44,7 @@ def build_model(config: ModelConfig, parts: ModelParts, dtype: torch.dtype, devi
             return FAMILIES[config.architecture](config, parts).eval()
     except RuntimeError as error:  # torch raises it, or a subclass, where memory runs out
         raise ModelLoadError(
-            f"no room for {config.architecture} in {dtype} on {device} ({str(error).splitlines()[0]}): "
+            f"{config.architecture} in {dtype} cannot be placed on {device} ({str(error).splitlines()[0]}): "
             "choose a smaller model, a narrower dtype or another device"
         ) from error
     finally:

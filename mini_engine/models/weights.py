@@ -134,7 +134,6 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     tokenizer, options = build_tokenizer(file)
-    del options["tokenizer_class"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 

@@ -120,6 +120,7 @@ def execute(notebook: "NotebookNode", folder: Path) -> "NotebookNode":
         timeout=300,
         kernel_name="python3",
         record_timing=False,
+        extra_arguments=["--log-level=ERROR"],  # the kernel warns of its own transport at every start
         resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=_environment())

@@ -23,12 +23,12 @@ def number(value: float, digits: int = 3) -> str:
         return {math.inf: "∞", -math.inf: "−∞"}.get(value, "NaN")
     if value == round(value) and abs(value) < 1e9:
         return f"{round(value):,}"
-    magnitude = abs(value)
-    if not 1e-3 <= magnitude < 1e9:
+    if not 1e-3 <= abs(value) < 1e9:
         return f"{value:.{digits - 1}e}"
-    rounded = float(f"{value:.{digits}g}") if magnitude < 10**digits else round(value)
-    decimals = max(0, digits - 1 - math.floor(math.log10(magnitude)))
-    return f"{rounded:,.{decimals}f}"
+    if abs(value) >= 10**digits:
+        return f"{round(value):,}"
+    rounded = float(f"{value:.{digits}g}")  # 9.999 becomes 10.0 and needs one decimal less
+    return f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
 
 
 def quantity(value: float, unit: str, digits: int = 3) -> str:

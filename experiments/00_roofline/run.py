@@ -1,0 +1,247 @@
+"""Measure a machine's two rates, then every operator of a decoder layer beside the time those rates allow.
+
+    python experiments/00_roofline/run.py [--device cpu|cuda] [--out DIR]
+
+On a GPU the layer is Qwen3-0.6B's in bfloat16, on a CPU SmolLM2-135M's in float32. The result goes to
+experiments/00_roofline/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import results
+from mini_engine.attention.naive import attention_mask, sdpa_attention
+from mini_engine.roofline import Cost, Machine, ModelShape, decoder_layer_costs, linear_cost, measure_machine
+from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
+
+SMOLLM2_135M = ModelShape(576, 30, 9, 3, 64, 1536, 49152)
+QWEN3_0_6B = ModelShape(1024, 28, 16, 8, 128, 3072, 151_936)
+RUNS = 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of step: `batch_size` sequences of `num_tokens` new tokens each, `kv_len` keys after the step."""
+
+    name: str
+    batch_size: int
+    num_tokens: int
+    kv_len: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on one kind of device."""
+
+    shape: ModelShape
+    model: str
+    dtype: torch.dtype
+    cases: tuple[Case, ...]
+    rotate_bytes: int  # operands rotate through this much memory, so that none waits in a cache
+
+
+CPU = Setting(
+    SMOLLM2_135M,
+    "SmolLM2-135M",
+    torch.float32,
+    (Case("prefill", 1, 256, 256), Case("decode", 1, 1, 512), Case("decode", 8, 1, 512)),
+    2**28,
+)
+GPU = Setting(
+    QWEN3_0_6B,
+    "Qwen3-0.6B",
+    torch.bfloat16,
+    (Case("prefill", 1, 2048, 2048), Case("decode", 1, 1, 2048), Case("decode", 64, 1, 2048)),
+    2**29,
+)
+
+Operator = Callable[[], object]
+
+
+def operators(setting: Setting, case: Case, device: torch.device) -> dict[str, Callable[[], Operator]]:
+    """For every operator of a layer, and the output projection: how to make one call of it on operands of its own.
+
+    The names are those of `decoder_layer_costs`.
+    """
+    shape, tokens = setting.shape, case.batch_size * case.num_tokens
+    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    num_qo_heads, num_kv_heads = shape.num_qo_heads, shape.num_kv_heads
+
+    def tensor(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device).to(setting.dtype)
+
+    def linear(inputs: int, outputs: int, rows: int = tokens) -> Callable[[], Operator]:
+        def make() -> Operator:
+            x, weight = tensor(rows, inputs), tensor(outputs, inputs)
+            return lambda: F.linear(x, weight)
+
+        return make
+
+    def norm() -> Operator:
+        x, weight = tensor(tokens, hidden), tensor(hidden)
+        return lambda: F.rms_norm(x, (hidden,), weight, 1e-6)
+
+    def add() -> Operator:
+        x, y = tensor(tokens, hidden), tensor(tokens, hidden)
+        return lambda: x + y
+
+    def rope() -> Operator:
+        x = tensor(tokens, num_qo_heads + num_kv_heads, head_dim)
+        positions = torch.arange(case.kv_len - case.num_tokens, case.kv_len).repeat(case.batch_size)
+        cos, sin = (t.to(device) for t in rope_tables(positions, inverse_frequencies(RopeConfig(1e6, head_dim))))
+        return lambda: apply_rope(x, cos, sin)
+
+    def kv_append() -> Operator:
+        caches = [tensor(case.kv_len, num_kv_heads, head_dim) for _ in range(2)]
+        new = [tensor(tokens, num_kv_heads, head_dim) for _ in range(2)]
+        slots = torch.randperm(case.kv_len, device=device)[:tokens]
+        return lambda: [cache.index_copy_(0, slots, x) for cache, x in zip(caches, new, strict=True)]
+
+    def attention() -> Operator:
+        scale = head_dim**-0.5
+        if case.batch_size == 1:
+            q = tensor(case.num_tokens, num_qo_heads, head_dim)
+            k, v = (tensor(case.kv_len, num_kv_heads, head_dim) for _ in range(2))
+            if case.num_tokens == 1:
+                return lambda: sdpa_attention(q, k, v, scale=scale)
+            if device.type == "cpu":
+                positions = torch.arange(case.kv_len)
+                mask = attention_mask(positions[-case.num_tokens :], positions)
+                return lambda: sdpa_attention(q, k, v, scale=scale, mask=mask)
+            qh, kh, vh = (x.transpose(0, 1)[None] for x in (q, k, v))
+            # A mask in memory would rule out the fastest kernel.
+            return lambda: F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=scale, enable_gqa=True)
+        # A batch of equal lengths: the query heads of a group are the queries of their key head.
+        q = tensor(case.batch_size, num_kv_heads, num_qo_heads // num_kv_heads, head_dim)
+        k, v = (tensor(case.batch_size, num_kv_heads, case.kv_len, head_dim) for _ in range(2))
+        return lambda: F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    def activation() -> Operator:
+        gate_up = tensor(tokens, 2 * inner)
+        return lambda: F.silu(gate_up[:, :inner]) * gate_up[:, inner:]
+
+    q_size, kv_size = num_qo_heads * head_dim, num_kv_heads * head_dim
+    return {
+        "input_norm": norm,
+        "qkv_proj": linear(hidden, q_size + 2 * kv_size),
+        "rope": rope,
+        "kv_append": kv_append,
+        "attention": attention,
+        "o_proj": linear(q_size, hidden),
+        "attention_residual": add,
+        "mlp_norm": norm,
+        "gate_up_proj": linear(hidden, 2 * inner),
+        "activation": activation,
+        "down_proj": linear(inner, hidden),
+        "mlp_residual": add,
+        "lm_head": linear(hidden, shape.vocab_size, rows=case.batch_size),
+    }
+
+
+def seconds_per_call(calls: list[Operator], device: torch.device) -> float:
+    """Time of one call when the calls of a list run one after the other: the fastest of RUNS, as for the machine."""
+    run = _graph_of(calls) if device.type == "cuda" else lambda: [call() for call in calls]
+    run()
+    times = []
+    for _ in range(RUNS):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+    return min(times) / len(calls)
+
+
+def _graph_of(calls: list[Operator]) -> Operator:
+    """All calls as one CUDA graph: the host takes longer to launch a small kernel than the device to run it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()  # libraries allocate and choose their kernels on a first call, which cannot be captured
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def rotating(make: Callable[[], Operator], cost: Cost, rotate_bytes: int) -> list[Operator]:
+    """Calls on as many sets of operands as fill `rotate_bytes`, at most 64.
+
+    64 sets of the smallest operators fit in a cache: there their operands wait in a model too, just written.
+    """
+    copies = min(64, max(1, -(-rotate_bytes // round(cost.bytes))))
+    calls = [make() for _ in range(copies)]
+    return calls * max(1, 16 // copies)
+
+
+def machine_rows(machines: list[Machine]) -> list[results.Row]:
+    source = "this is the bound of the others"
+    rates = [results.Row("matrix product", m.flops, "FLOP/s", None, source, {"dtype": m.dtype}) for m in machines]
+    return [results.Row("memory read", machines[0].bandwidth, "B/s", None, source), *rates]
+
+
+def operator_rows(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
+    """Every operator in every case beside its bound, and their sum over a layer."""
+    one = torch.ones(1, device=device)
+    floor = seconds_per_call([lambda: one + one] * 64, device)
+    rows = [results.Row("one addition", floor, "s", None, "nothing to move: what calling an operator costs")]
+    for case in setting.cases:
+        makers = operators(setting, case, device)
+        costs = decoder_layer_costs(
+            setting.shape, case.num_tokens, case.kv_len, setting.dtype.itemsize, batch_size=case.batch_size
+        )
+        sizes = case.batch_size, setting.shape.hidden_size, setting.shape.vocab_size
+        labels: dict[str, results.Setting] = {"step": case.name, "batch": case.batch_size}
+        labels |= {"tokens": case.num_tokens, "keys": case.kv_len}
+        layer = [0.0, 0.0]
+        for name, cost in {**costs, "lm_head": linear_cost(*sizes, setting.dtype.itemsize)}.items():
+            seconds = seconds_per_call(rotating(makers[name], cost, setting.rotate_bytes), device)
+            bound = cost.seconds(machine)
+            source = "bytes / bandwidth" if cost.is_memory_bound(machine) else "FLOPs / FLOP rate"
+            rows.append(results.Row(name, seconds, "s", bound, source, labels))
+            if name in costs:
+                layer = [layer[0] + seconds, layer[1] + bound]
+        rows.append(results.Row("layer", layer[0], "s", layer[1], "sum of its operators' bounds", labels))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    setting = GPU if device.type == "cuda" else CPU
+    torch.manual_seed(0)
+    dtypes = [setting.dtype, *({torch.float32, torch.bfloat16} - {setting.dtype})]
+    machines = [measure_machine(device, dtype) for dtype in dtypes]
+    with torch.inference_mode():
+        rows = machine_rows(machines) + operator_rows(setting, device, machines[0])
+    dtype = str(setting.dtype).removeprefix("torch.")
+    result = results.new_result("00_roofline", rows, {"model": setting.model, "dtype": dtype}, arguments.device)
+    print(result)
+    print(results.write(result, arguments.out))
+
+
+if __name__ == "__main__":
+    main()

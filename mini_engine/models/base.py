@@ -74,15 +74,16 @@ class CausalLM(nn.Module):
         Raises:
             ModelLoadError: a tensor is missing, unknown, wrongly shaped, or not of floating point.
         """
-        destinations, names, tied_head = self.destinations(), list(tensors), {}
+        destinations, tied_head = self.destinations(), {}
+        names = dict.fromkeys(tensors)  # asking a lazy mapping whether it has a name could read the tensor
         if self.config.tie_word_embeddings:  # a checkpoint may repeat the tied weights
             tied_head["lm_head.weight"] = self.embed_tokens
-        missing = [name for name in destinations if name not in set(names)]
+        missing = [name for name in destinations if name not in names]
         if missing:
             raise ModelLoadError(
                 f"the checkpoint has no tensor {missing[0]!r}, which {self.config.architecture} needs with shape "
                 f"{list(destinations[missing[0]].shape)} ({len(missing)} are missing in all); its tensors are named "
-                f"{_some(names)}. Check that config.json and the weights belong together, and that the download is "
+                f"{_some(list(names))}. Check that config.json and the weights belong together, and that the download is "
                 "complete"
             )
         known = destinations.keys() | tied_head.keys()

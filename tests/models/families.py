@@ -1,0 +1,117 @@
+"""Tiny random models of each family, as transformers builds them, and a test's own `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_engine.attention.naive import attention_mask, masked_attention
+from mini_engine.batch import AttentionSpec
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.registry import build_model
+from mini_engine.parts import Parts
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
+
+# For each family: its class in transformers and the smallest configuration that has all its traits.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen3": SMALL | {"head_dim": 16},
+    "gemma2": SMALL
+    | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
+    | {"final_logit_softcapping": 1.5},
+    "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
+}
+
+
+def transformers_config(family: str, **changes: Any) -> Any:
+    """The configuration of a tiny model, as transformers sees it."""
+    import transformers
+
+    names = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gemma2": "Gemma2Config", "gpt2": "GPT2Config"}
+    # End tokens outside the tiny vocabulary would draw a warning.
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return getattr(transformers, names[family])(**ends | FAMILIES[family] | changes)
+
+
+def transformers_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model of transformers in which every tensor is random, the norms and biases too."""
+    import transformers
+
+    config = transformers_config(family, **changes)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            if parameter.ndim == 1 and family != "gemma2":  # norms near one, and biases that matter
+                parameter.add_(1.0)
+    return model.to(dtype)
+
+
+def our_model(theirs: Any, tensors: Mapping[str, Tensor] | None = None, parts: Parts | None = None) -> CausalLM:
+    """Our model with the configuration and the weights of `theirs`."""
+    config = ModelConfig.from_hf(theirs.config.to_dict())
+    model = build_model(config, parts or Parts(), theirs.dtype, "cpu")
+    model.load_weights(theirs.state_dict() if tensors is None else tensors)
+    return model
+
+
+def their_logits(theirs: Any, token_ids: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        return theirs(input_ids=torch.tensor([token_ids])).logits[0]
+
+
+class ListAttend:
+    """Attention over keys and values that a list keeps for each sequence: the simplest cache there is."""
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self.step: list[tuple[int, int, int]] = []
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, out = 0, []
+        for sequence, start, length in self.step:
+            part = slice(rows, rows + length)
+            kept = self.stored.setdefault((spec.kv_layer, sequence), [])
+            kept.append((k[part], v[part]))
+            keys, values = (torch.cat(tensors) for tensors in zip(*kept, strict=True))
+            mask = attention_mask(torch.arange(start, start + length), torch.arange(start + length), spec.window)
+            out.append(masked_attention(q[part], keys, values, scale=spec.scale, mask=mask, softcap=spec.softcap))
+            rows += length
+        return torch.cat(out)
+
+
+def run_schedule(
+    model: CausalLM, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[tuple[int, int]]]
+) -> list[Tensor]:
+    """Logits of every token of every sequence, computed by the given steps.
+
+    Args:
+        steps: each step is a list of (sequence, number of its next tokens to compute), packed in that order.
+    """
+    attend = ListAttend()
+    done = [0] * len(sequences)
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    for step in steps:
+        attend.step = [(sequence, done[sequence], length) for sequence, length in step]
+        tokens = [t for s, start, length in attend.step for t in sequences[s][start : start + length]]
+        positions = [p for _, start, length in attend.step for p in range(start, start + length)]
+        with torch.inference_mode():
+            hidden = model(torch.tensor(tokens), torch.tensor(positions), attend)
+            rows = model.compute_logits(hidden).split([length for _, _, length in attend.step])
+        for (sequence, _, length), of_sequence in zip(attend.step, rows, strict=True):
+            logits[sequence].append(of_sequence)
+            done[sequence] += length
+    return [torch.cat(parts) for parts in logits]
+
+
+def whole(model: CausalLM, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits of every token, all sequences packed into one step."""
+    return run_schedule(model, sequences, [[(index, len(tokens)) for index, tokens in enumerate(sequences)]])

@@ -1,0 +1,165 @@
+"""Reading config.json: transformers' own defaults are the oracle, and junk gets a typed error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mini_engine.errors import ModelLoadError
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.registry import FAMILIES as BUILDERS
+from mini_engine.rope import Linear, Llama3, RopeConfig
+from tests.models.families import FAMILIES, transformers_config
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def minimal(family: str, **changes: Any) -> dict[str, Any]:
+    return FAMILIES[family] | {"model_type": family} | changes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_that_are_left_out_are_those_of_transformers(family: str) -> None:
+    theirs = ModelConfig.from_hf(transformers_config(family).to_dict())
+    assert replace(ModelConfig.from_hf(minimal(family)), eos_token_ids=theirs.eos_token_ids) == theirs
+
+
+@pytest.mark.parametrize(
+    "rope_type, old, scaling",
+    [
+        ("default", None, None),
+        ("linear", {"type": "linear", "factor": 4}, Linear(4.0)),
+        ("llama3", {"rope_type": "llama3", **LLAMA3}, Llama3(8.0, 1.0, 4.0, 32)),
+    ],
+)
+def test_old_and_new_files_give_the_same_rope(
+    rope_type: str, old: dict[str, Any] | None, scaling: Linear | Llama3 | None
+) -> None:
+    new = {**(old or {}), "rope_type": rope_type, "rope_theta": 500000}
+    from_old = ModelConfig.from_hf(minimal("llama", rope_theta=500000, rope_scaling=old))
+    from_new = ModelConfig.from_hf(minimal("llama", rope_parameters=new))
+    assert from_old.rope == from_new.rope == RopeConfig(500000.0, 8, scaling)
+
+
+def test_llama3_scaling_without_a_length_means_the_longest_sequence() -> None:
+    rope = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": None}
+    config = ModelConfig.from_hf(minimal("llama", rope_scaling=rope))
+    assert config.rope is not None
+    assert config.rope.scaling == Llama3(8.0, 1.0, 4.0, FAMILIES["llama"]["max_position_embeddings"])
+
+
+def test_gemma2_alternates_windows_and_null_switches_its_soft_caps_off() -> None:
+    config = ModelConfig.from_hf(minimal("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert config.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
+    assert config.attn_logit_softcapping is None and config.final_logit_softcapping is None
+
+
+def test_qwen3_slides_only_where_it_is_switched_on() -> None:
+    windows = {"sliding_window": 7, "max_window_layers": 2}
+    assert ModelConfig.from_hf(minimal("qwen3", **windows)).sliding_window is None
+    config = ModelConfig.from_hf(minimal("qwen3", **windows, use_sliding_window=True))
+    assert config.sliding_window == 7
+    assert config.layer_types == ("full_attention", "full_attention", "sliding_attention")
+
+
+@pytest.mark.parametrize("given, ids", [(None, ()), (2, (2,)), ([1, 107], (1, 107))])
+def test_end_tokens_are_one_or_many(given: object, ids: tuple[int, ...]) -> None:
+    assert ModelConfig.from_hf(minimal("llama", eos_token_id=given)).eos_token_ids == ids
+
+
+def test_every_architecture_that_is_read_is_built() -> None:
+    read = {ModelConfig.from_hf(minimal(family)).architecture for family in FAMILIES}
+    assert read == set(BUILDERS)
+
+
+BAD = [
+    ("llama", {"model_type": "mamba"}, "unknown architecture 'mamba'.*LlamaForCausalLM"),
+    ("llama", {"model_type": None}, "unknown architecture"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ("llama", {"hidden_size": None}, "no 'hidden_size'"),
+    ("llama", {"hidden_size": 0}, "hidden_size = 0"),
+    ("llama", {"hidden_size": -32}, "hidden_size = -32"),
+    ("llama", {"hidden_size": 2**40}, "hidden_size = .* from 1 to"),
+    ("llama", {"hidden_size": "32"}, "hidden_size = '32'.*whole number"),
+    ("llama", {"hidden_size": True}, "hidden_size = True"),
+    ("llama", {"hidden_size": 33}, "multiple of 4 heads"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ("llama", {"num_key_value_heads": 3}, "must divide 4 query heads"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+    ("llama", {"vocab_size": 0}, "vocab_size = 0"),
+    ("llama", {"head_dim": 0}, "head_dim = 0"),
+    ("llama", {"head_dim": 7}, "even"),
+    ("llama", {"max_position_embeddings": 0}, "max_position_embeddings = 0"),
+    ("llama", {"hidden_act": "sine"}, "hidden_act = 'sine'.*silu"),
+    ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+    ("llama", {"rms_norm_eps": 0.0}, "rms_norm_eps = 0.0"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+    ("llama", {"mlp_bias": True}, "mlp_bias"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+    ("llama", {"rope_theta": -1.0}, "rope_theta = -1.0"),
+    ("llama", {"rope_theta": float("inf")}, "rope_theta = inf"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'.*default, linear and llama3"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0"),
+    ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor"),
+    ("llama", {"rope_scaling": [1, 2]}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "every layer alike"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "must name all 3 layers"),
+    ("qwen3", {"layer_types": "full_attention"}, "must be a list"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "need a window"),
+    ("gemma2", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+    ("gemma2", {"sliding_window": 0}, "sliding_window = 0"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0"),
+    ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar = -1"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gpt2", {"n_embd": 30}, "multiple of 4 heads"),
+    ("gpt2", {"n_layer": None}, "no 'n_layer'"),
+    ("gpt2", {"n_positions": -1}, "n_positions = -1"),
+    ("gpt2", {"n_inner": 0}, "n_inner = 0"),
+    ("gpt2", {"activation_function": "mish"}, "mish"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+]
+
+
+@pytest.mark.parametrize("family, change, message", BAD)
+def test_impossible_values_are_refused(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        ModelConfig.from_hf(minimal(family, **change))
+
+
+def test_a_file_that_is_not_an_object_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="list"):
+        ModelConfig.from_hf([1])
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), family=st.sampled_from(sorted(FAMILIES)))
+def test_junk_in_any_value_is_read_or_refused_and_nothing_else(data: st.DataObject, family: str) -> None:
+    hf = transformers_config(family).to_dict()
+    hf["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}
+    where = data.draw(st.sampled_from([hf, hf["rope_parameters"]]))
+    others = ["architectures", "rope_theta", "rope_scaling", "partial_rotary_factor", "quantization_config", "mlp_bias"]
+    for name in data.draw(st.lists(st.sampled_from(sorted(where) + others), min_size=1, max_size=3)):
+        where[name] = data.draw(JUNK)
+    try:
+        config = ModelConfig.from_hf(hf)
+    except ModelLoadError:
+        return
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+    assert config.hidden_size > 0 and len(config.layer_types) == config.num_hidden_layers

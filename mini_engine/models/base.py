@@ -83,8 +83,8 @@ class CausalLM(nn.Module):
             raise ModelLoadError(
                 f"the checkpoint has no tensor {missing[0]!r}, which {self.config.architecture} needs with shape "
                 f"{list(destinations[missing[0]].shape)} ({len(missing)} are missing in all); its tensors are named "
-                f"{_some(list(names))}. Check that config.json and the weights belong together, and that the download is "
-                "complete"
+                f"{_some(list(names))}. Check that config.json and the weights belong together, and that the download "
+                "is complete"
             )
         known = destinations.keys() | tied_head.keys()
         # Old checkpoints hold the rotary frequencies, which are computed from the configuration.

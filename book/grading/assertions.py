@@ -59,7 +59,9 @@ def assert_equal(actual: Any, expected: Any, *, mistake: str | None = None, name
         return
     _assert_not_none(actual, expected, name)
     if _is_tensor(actual):
-        raise CheckFailed(f"{name} is a tensor; it should be {_a(expected)}", "")
+        if not isinstance(expected, numbers.Number) or actual.numel() != 1:
+            raise CheckFailed(f"{name} is {_a(actual)}; it should be {_a(expected)}", "")
+        actual = actual.item()  # a tensor of one number is as good as the number
     if not actual == expected:
         raise CheckFailed(f"{name} is {_short(actual)}; it should be {_short(expected)}", mistake)
 

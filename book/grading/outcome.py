@@ -42,10 +42,9 @@ def run_check(chapter: Chapter, check: Check, submission: Homework, filename: st
     _seed()
     try:
         check.function(submission)
-    except SystemExit:
-        return Outcome("raised", "Your answer called sys.exit(); raise an exception instead.", detail=_detail(chapter))
-    except MemoryError:
-        return Outcome("raised", "Your answer asked for more memory than the grader allows.", check.mistake)
+    except SystemExit as error:
+        detail = _detail(chapter, error, filename)
+        return Outcome("raised", "Your answer called sys.exit(); raise an exception instead.", detail=detail)
     except Exception as error:
         return _explain(chapter, check, error, filename)
     return Outcome("passed")
@@ -91,6 +90,8 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
         return Outcome("failed", _sentence(str(error)), mistake, detail)
     if isinstance(error, AssertionError) and line is None:
         return Outcome("failed", _sentence(str(error) or f"this does not hold: {last.line}"), check.mistake, detail)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the latter is torch's
+        return Outcome("raised", "Your answer asked for more memory than the grader allows.", check.mistake, detail)
     raised = f"{type(error).__name__}: {error}".removesuffix(": ")
     if line is None:
         return Outcome(
@@ -99,11 +100,10 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
     return Outcome("raised", _sentence(f"your answer raised {raised} (line {line})"), check.mistake, detail)
 
 
-def _detail(chapter: Chapter, error: BaseException | None = None, filename: str = "") -> str:
+def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:
     """The lines of the grader and of the reader's file on the way to the error; libraries are of no help here."""
-    error = error or sys.exception()
     shown = {filename, str(chapter.folder / "test_homework.py")}
-    frames = traceback.extract_tb(error.__traceback__) if error else []
+    frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.StackSummary.from_list([f for f in frames if f.filename in shown]).format()).rstrip()
 
 

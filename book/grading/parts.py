@@ -1,6 +1,6 @@
 """The parts of the engine that a reader writes in the homework, and which of them are finished."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Part:
 LOADING, LAYER, SAMPLING = "once, when the model is loaded", "in every layer, at every step", "at the end of every step"
 
 PARTS = (
-    Part("gpt2_weights", "Weight map", "03_language_model", "mini_engine/models/gpt2.py", LOADING),
+    Part("gpt2_weights", "Weight map", "03_language_model", "mini_engine/models/gpt2_weights.py", LOADING),
     Part("rms_norm", "RMSNorm", "03_language_model", "mini_engine/models/layers.py", LAYER),
     Part("apply_rope", "RoPE", "01_naive_attention", "mini_engine/rope.py", LAYER),
     Part("append_kv", "Cache append", "04_kv_cache_and_sampling", "mini_engine/kv_cache/contiguous.py", LAYER),
@@ -38,10 +38,10 @@ PARTS = (
 STAGES = (LOADING, LAYER, SAMPLING)
 
 
-def _finished_exercises(root: Path) -> dict[str, tuple[Part, str]]:
+def _finished_exercises(root: Path, parts: Sequence[Part]) -> dict[str, tuple[Part, str]]:
     """By part: the part and its exercise, where the grader passed the homework.py as it is now."""
     finished = {}
-    for part in PARTS:
+    for part in parts:
         homework = root / "chapters" / part.chapter / "homework.py"
         if not homework.exists():
             continue
@@ -52,15 +52,15 @@ def _finished_exercises(root: Path) -> dict[str, tuple[Part, str]]:
     return finished
 
 
-def finished_part_names(root: Path = ROOT) -> list[str]:
+def finished_part_names(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> list[str]:
     """The names of the finished parts: their grader passed, and homework.py has not changed since."""
-    return list(_finished_exercises(root))
+    return list(_finished_exercises(root, parts))
 
 
-def finished_parts(root: Path = ROOT) -> dict[str, Callable[..., Any]]:
+def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str, Callable[..., Any]]:
     """The reader's own functions for all finished parts, by name of the part."""
     functions = {}
-    for name, (part, exercise) in _finished_exercises(root).items():
+    for name, (part, exercise) in _finished_exercises(root, parts).items():
         chapter = load_chapter(root / "chapters" / part.chapter)
         source = chapter.homework.read_text(encoding="utf-8")
         submission = load_submission(chapter, exercise, source, str(chapter.homework))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from book.grading.chapter import Chapter, Exercise
 from book.grading.grade import Grading, Result
-from book.grading.parts import PARTS, STAGES
+from book.grading.parts import LOADING, PARTS, STAGES
 from book.grading.progress import Grade, Progress, source_hash
 
 
@@ -38,12 +38,20 @@ def failures(grading: Grading) -> list[Panel]:
         lines: list[RenderableType] = [Text(outcome.message, style="bold")]
         if outcome.mistake:
             lines.append(Text(f"Likely mistake: {outcome.mistake}"))
-        for label, text in (("", outcome.detail), ("Printed:\n", outcome.output)):
+        for text in (outcome.detail, _printed(outcome.output)):
             if text:
-                lines.append(Padding(Text(f"{label}{text}", style="dim"), (1, 0, 0, 0)))
+                lines.append(Padding(Text(text, style="dim"), (1, 0, 0, 0)))
         heading = Text(f" {result.exercise.name} · {check.name} ")
         panels.append(Panel(Group(*lines), title=heading, title_align="left", border_style="red"))
     return panels
+
+
+def _printed(output: str, most: int = 12) -> str:
+    """The last lines that an answer printed, under a heading."""
+    lines = output.splitlines()
+    kept = [line[:500] for line in lines[-most:]]
+    heading = "Printed:" if len(lines) <= most else f"Printed, the last {most} lines:"
+    return "\n".join([heading, *kept]) if lines else ""
 
 
 def summary(grading: Grading) -> Table:
@@ -140,7 +148,7 @@ def _state(grade: Grade | None, now: str) -> Text:
 
 def engine_panel(done: Collection[str]) -> Panel:
     """The engine from prompt to text, with the reader's finished parts lit."""
-    lines: list[RenderableType] = [Text("prompt", style="bold")]
+    lines: list[RenderableType] = []
     for stage in STAGES:
         table = Table.grid(padding=(0, 2))
         for part in (part for part in PARTS if part.stage == stage):
@@ -149,8 +157,11 @@ def engine_panel(done: Collection[str]) -> Panel:
             mark = "●" if mine else "○"
             owner = "yours" if mine else f"chapter {part.chapter.split('_')[0]}"
             table.add_row(*(Text(text, style=style) for text in (mark, part.title, part.module, owner)))
-        lines += [Text("  ↓"), Panel(table, title=stage, title_align="left", border_style="blue", expand=False)]
-    lines += [Text("  ↓"), Text("text", style="bold")]
+        lines.append(Panel(table, title=stage, title_align="left", border_style="blue", expand=False))
+        lines.append(Text("  ↓"))
+        if stage == LOADING:
+            lines += [Text("prompt", style="bold"), Text("  ↓")]
+    lines.append(Text("text", style="bold"))
     heading = f"Your engine: {len([part for part in PARTS if part.name in done])} of {len(PARTS)} parts are yours"
     return Panel(Group(*lines), title=heading, title_align="left", expand=False)
 
@@ -203,5 +214,5 @@ def _gradescope_output(result: Result) -> str:
     check, outcome = result.failure
     lines = [f"{check.name}: {outcome.message}"]
     lines += [f"Likely mistake: {outcome.mistake}"] if outcome.mistake else []
-    lines += [f"Printed:\n{outcome.output}"] if outcome.output else []
+    lines += [_printed(outcome.output)] if outcome.output else []
     return "\n".join(lines)

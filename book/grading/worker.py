@@ -5,8 +5,10 @@ outcomes. The messages are JSON over a pipe of their own: what answers print goe
 """
 
 import contextlib
+import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +50,7 @@ class Worker:
         self._limits = limits or Limits()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._printed = -1  # descriptor of the file that takes what the process prints
+        self._printed = self._stack = -1  # files for what the process prints, and for its stack when it hangs or dies
         self._unreadable: Outcome | None = None
 
     def run(self, check: Check) -> Outcome:
@@ -58,7 +60,7 @@ class Worker:
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it died after its last answer, which counts
         connection = self._connection or self._start()
-        printed = os.fstat(self._printed).st_size
+        printed, stack = os.fstat(self._printed).st_size, os.fstat(self._stack).st_size
         loaded = False
         try:
             connection.send_bytes(check.name.encode())
@@ -70,14 +72,16 @@ class Worker:
         except TimeoutError:
             where = "Your answer" if loaded else "Your file"
             seconds = check.seconds if loaded else self._limits.load
-            message = f"{where} was stopped after {seconds:g} seconds: is there a loop that does not end?"
+            message = f"{where} was stopped after {seconds:g} seconds{{line}}: is there a loop that does not end?"
             outcome = Outcome("timeout", message)
         except (_Died, BrokenPipeError):
             where = "Your answer" if loaded else "Your file"
-            outcome = Outcome("crashed", f"{where} ended the Python process{self._end()}.")
+            outcome = Outcome("crashed", f"{where} ended the Python process{self._end()}{{line}}.")
         if not outcome.passed:
-            outcome = replace(outcome, output=self._output_since(printed))
+            outcome = replace(outcome, output=_tail(self._printed, printed))
         if outcome.status in ("timeout", "crashed"):
+            found = re.search(rf'File "{re.escape(self._filename)}", line (\d+)', _tail(self._stack, stack))
+            outcome = replace(outcome, message=outcome.message.format(line=f" in line {found[1]}" if found else ""))
             self.close()
             self._unreadable = None if loaded else outcome  # every exercise loads the same file
         return outcome
@@ -91,31 +95,36 @@ class Worker:
         if self._connection is not None:
             self._connection.close()
             os.close(self._printed)
+            os.close(self._stack)
         self._process = self._connection = None
 
     def _start(self) -> Connection:
         ours, theirs = Pipe()
         self._connection = ours
-        self._printed, name = tempfile.mkstemp()
-        os.unlink(name)
+        self._printed, self._stack = _nameless_file(), _nameless_file()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "book.grading.worker", str(theirs.fileno())],
+            [sys.executable, "-u", "-m", "book.grading.worker", str(theirs.fileno()), str(self._stack)],
             cwd=self._chapter.root,
             env={**os.environ, "PYTHONPATH": path},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), self._stack],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that killing it kills its children too
         )
         theirs.close()
-        job = {"folder": str(self._chapter.folder), "source": self._source, "filename": self._filename}
+        job = {
+            "folder": str(self._chapter.folder),
+            "source": self._source,
+            "filename": self._filename,
+            "load": self._limits.load,
+        }
         ours.send_bytes(json.dumps(job).encode())
         try:
             self._receive(ours, self._limits.start)
         except (TimeoutError, _Died) as error:
-            printed = self._output_since(0)
+            printed = _tail(self._printed, 0)
             self.close()
             raise RuntimeError(f"The process that runs the checks did not start:\n{printed}") from error
         return ours
@@ -124,7 +133,8 @@ class Worker:
         deadline = time.monotonic() + seconds
         # A child of a dead worker can keep the pipe open: look at the process now and then, not only at the pipe.
         while not connection.poll(min(0.5, max(0.0, deadline - time.monotonic()))):
-            if self._process is None or self._process.poll() is not None:
+            dead = self._process is None or self._process.poll() is not None
+            if dead and not connection.poll():  # nothing was left unread
                 raise _Died
             if time.monotonic() >= deadline:
                 raise TimeoutError
@@ -144,18 +154,30 @@ class Worker:
             return ": the system killed it, most likely because it used too much memory"
         return f" with {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
 
-    def _output_since(self, start: int, most: int = 4000) -> str:
-        end = os.fstat(self._printed).st_size
-        text = os.pread(self._printed, most, max(start, end - most)).decode(errors="replace").strip()
-        return f"…{text}" if end - start > most else text
+
+def _nameless_file() -> int:
+    """The descriptor of an empty file that vanishes when it is closed."""
+    descriptor, name = tempfile.mkstemp()
+    os.unlink(name)
+    return descriptor
 
 
-def serve(connection: Connection) -> None:
-    """The worker's side: reads the job, then names of checks, until the grader closes the pipe."""
+def _tail(descriptor: int, start: int, most: int = 10_000) -> str:
+    """What was written to a file since it was `start` bytes long, but no more than its end."""
+    end = os.fstat(descriptor).st_size
+    return os.pread(descriptor, most, max(start, end - most)).decode(errors="replace").strip()
+
+
+def serve(connection: Connection, stack: int) -> None:
+    """The worker's side: reads the job, then names of checks, until the grader closes the pipe.
+
+    The file descriptor `stack` receives the stack of Python calls when a check hangs or crashes.
+    """
     job = json.loads(connection.recv_bytes())
     chapter = load_chapter(Path(job["folder"]))
     checks = {check.name: check for check in chapter.checks}
     _limit_memory()
+    faulthandler.enable(stack)
     connection.send_bytes(b"{}")
     submissions: dict[str, Homework] = {}
     while True:
@@ -163,6 +185,7 @@ def serve(connection: Connection) -> None:
             check = checks[connection.recv_bytes().decode()]
         except EOFError:
             return
+        faulthandler.dump_traceback_later(job["load"] * 0.9, file=stack)
         try:
             if check.exercise not in submissions:
                 submissions[check.exercise] = load_submission(chapter, check.exercise, job["source"], job["filename"])
@@ -170,7 +193,9 @@ def serve(connection: Connection) -> None:
             outcome = Outcome("unreadable", str(error))
         else:
             connection.send_bytes(b"{}")
+            faulthandler.dump_traceback_later(check.seconds * 0.9, file=stack)
             outcome = run_check(chapter, check, submissions[check.exercise], job["filename"])
+        faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(json.dumps(asdict(outcome)).encode())
 
 
@@ -183,6 +208,7 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    serve(Connection(descriptor))
+    descriptors = [int(argument) for argument in sys.argv[1:]]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # what an answer starts does not get them
+    serve(Connection(descriptors[0]), descriptors[1])

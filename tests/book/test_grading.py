@@ -1,0 +1,393 @@
+"""The grading machinery, on a chapter of four tiny exercises without tensors."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from book.grading import load_chapter
+from book.grading.chapter import ROOT, Chapter, Exercise, find_chapter
+from book.grading.grade import Grading
+from book.grading.parts import PARTS, STAGES, Part, engine_diagram, finished_part_names, finished_parts
+from book.grading.progress import Progress
+from book.grading.report import engine_panel, failures, gradescope, hint, progress_table, speed_line, summary
+from book.grading.worker import Limits
+from mini_engine.parts import Parts
+
+SOLUTION = '''\
+"""Homework of a small chapter."""
+
+
+def double(x: int) -> int:
+    """Twice x."""
+    return x + x
+
+
+def quadruple(x: int) -> int:
+    """Four times x, by `double`."""
+    return double(double(x))
+
+
+class Counter:
+    """Counts from a start."""
+
+    def __init__(self, start: int) -> None:
+        """Remembers the start."""
+        self.value = start
+
+    def add(self, x: int) -> int:
+        """Adds x; returns the sum."""
+        self.value += x
+        return self.value
+
+
+def last(items: list[int]) -> int:
+    """The last item."""
+    return items[-1]
+'''
+
+GRADER = """\
+from book.grading import Exercise, Homework, assert_equal, check
+
+HINTS = ("first hint", "second hint", "third hint")
+EXERCISES = [
+    Exercise("double", points=1, minutes=5, difficulty=1, hints=HINTS, part="apply_rope"),
+    Exercise("quadruple", points=2, minutes=5, difficulty=2, hints=HINTS),
+    Exercise("Counter", points=4, minutes=5, difficulty=2, hints=HINTS),
+    Exercise("last", points=8, minutes=5, difficulty=3, hints=HINTS, challenge=True),
+]
+
+
+@check("double", mistake="you add two", seconds=1.5)
+def test_three(hw: Homework) -> None:
+    assert_equal(hw.double(3), 6)
+
+
+@check("double", mistake="you square", seconds=1.5)
+def test_two_and_one(hw: Homework) -> None:
+    assert hw.double(2) == 4
+    assert hw.double(1) == 2, "one doubled is two"
+
+
+@check("quadruple", mistake="you double once", seconds=1.5)
+def test_quadruple(hw: Homework) -> None:
+    assert_equal(hw.quadruple(3), 12)
+
+
+@check("Counter", mistake="you forget the start", seconds=1.5)
+def test_counter(hw: Homework) -> None:
+    assert_equal(hw.Counter(1).add(2), 3)
+
+
+@check("last", mistake="you take the first", seconds=1.5)
+def test_last(hw: Homework) -> None:
+    assert_equal(hw.last([1, 2]), 2)
+"""
+
+RIGHT_DOUBLE = "def double(x):\n    return 2 * x\n"
+RIGHT_LAST = "def last(items):\n    return items[len(items) - 1]\n"
+LIMITS = Limits(start=60.0, load=3.0)
+
+Write = Callable[[str], Chapter]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a homework.py into the chapter and loads the chapter."""
+    folder = tmp_path / "chapters" / "01_small"
+    folder.mkdir(parents=True)
+    (tmp_path / "solutions").mkdir()
+    (tmp_path / "solutions" / "01_small.py").write_text(SOLUTION)
+    (folder / "test_homework.py").write_text(GRADER)
+
+    def write(homework: str) -> Chapter:
+        (folder / "homework.py").write_text(homework)
+        return load_chapter(folder)
+
+    return write
+
+
+def graded(chapter: Chapter, file: Path | None = None) -> Grading:
+    with Grading(chapter, file or chapter.homework, LIMITS) as grading:
+        return grading.run_all()
+
+
+def statuses(grading: Grading) -> dict[str, str]:
+    failed = {result.exercise.name: result.failure for result in grading.results}
+    return {name: failure[1].status if failure else "passed" for name, failure in failed.items()}
+
+
+def message(grading: Grading, exercise: str) -> str:
+    failure = next(result.failure for result in grading.results if result.exercise.name == exercise)
+    assert failure is not None
+    return failure[1].message
+
+
+def printed(renderable: RenderableType) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_the_solution_earns_all_points(write: Write) -> None:
+    chapter = write("")
+    grading = graded(chapter, chapter.solution)
+    assert grading.points == chapter.points == 15
+    assert failures(grading) == []
+
+
+def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
+    """The four exercises loop, abort, exit the process, and are right: the right one is graded after all."""
+    grading = graded(
+        write(
+            "import os\n\n\n"
+            "def double(x):\n    while True:\n        pass\n\n\n"
+            "def quadruple(x):\n    print('before the end')\n    os.abort()\n\n\n"
+            "class Counter:\n    def __init__(self, start):\n        os._exit(3)\n\n\n" + RIGHT_LAST
+        )
+    )
+    assert statuses(grading) == {
+        "double": "timeout",
+        "quadruple": "crashed",
+        "Counter": "crashed",
+        "last": "passed",
+    }
+    assert grading.points == 8
+    assert "stopped after 1.5 seconds in line " in message(grading, "double")
+    assert message(grading, "quadruple") == "Your answer ended the Python process with SIGABRT in line 11."
+    assert message(grading, "Counter") == "Your answer ended the Python process with exit code 3."
+    aborted = grading.results[1].failure
+    assert aborted is not None and aborted[1].output == "before the end"
+
+
+def test_exceptions_are_explained(write: Write) -> None:
+    grading = graded(
+        write(
+            "import sys\n\n\n"
+            "def double(x):\n    sys.exit('no')\n\n\n"
+            "def quadruple(x):\n    print('x is', x)\n    return x / 0\n\n\n"
+            "class Counter:\n    def __init__(self, start):\n        self.memory = bytearray(2**40)\n\n\n"
+            "def last(items):\n    pass\n"
+        )
+    )
+    assert statuses(grading) == {"double": "raised", "quadruple": "raised", "Counter": "raised", "last": "failed"}
+    assert "sys.exit()" in message(grading, "double")
+    assert message(grading, "quadruple") == "Your answer raised ZeroDivisionError: division by zero (line 10)."
+    assert "memory" in message(grading, "Counter")
+    assert message(grading, "last") == "Your result is None: is a `return` missing?"
+    panels = "".join(printed(panel) for panel in failures(grading))
+    assert "x is 3" in panels and "return x / 0" in panels and "you double once" in panels
+    assert "you take the first" not in panels, "a missing return says it all"
+
+
+def test_the_first_failing_check_names_the_mistake(write: Write) -> None:
+    grading = graded(write("def double(x):\n    return x * x if x == 2 else 2 * x if x == 3 else 7\n"))
+    failure = grading.results[0].failure
+    assert failure is not None
+    assert (failure[0].name, failure[1].message) == ("test_two_and_one", "One doubled is two.")
+    table = printed(summary(grading))
+    assert "test_two_and_one: you square" in table and "0 of 15 points" in table
+
+
+def test_an_unwritten_exercise_is_not_a_mistake(write: Write) -> None:
+    grading = graded(write("def double(x):\n    raise NotImplementedError\n\n\n" + RIGHT_LAST))
+    assert statuses(grading)["double"] == "unwritten"
+    assert "not written yet" in printed(summary(grading))
+    assert "does not define quadruple" in message(grading, "quadruple")
+
+
+def test_one_mistake_costs_once(write: Write) -> None:
+    """quadruple calls a double that is wrong, and a helper that is the reader's own."""
+    grading = graded(
+        write(
+            "def double(x):\n    return x + 2\n\n\n"
+            "def _twice(function, x):\n    return function(function(x))\n\n\n"
+            "def quadruple(x):\n    return _twice(double, x)\n"
+        )
+    )
+    assert statuses(grading)["double"] == "failed"
+    assert statuses(grading)["quadruple"] == "passed"
+
+
+def test_other_exercises_are_replaced_before_the_file_runs(write: Write) -> None:
+    homework = "class Counter:\n    pass\n\n\nclass Mine(Counter):\n    pass\n\n\nlast = max\n\n\n"
+    homework += "def double(x):\n    return Mine(x).add(x) + last([9, 0])\n"
+    assert statuses(graded(write(homework)))["double"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("homework", "sentence"),
+    [
+        ("def double(x:\n    return x\n", "Your file has a syntax error in line 1: "),
+        ("x = '\0'\n", "Your file has a syntax error"),
+        ("import no_such_module\n", "Your file cannot be imported in line 1: ModuleNotFoundError: No module named"),
+        ("raise SystemExit\n", "Your file calls sys.exit() outside its functions."),
+        ("import os\nos.abort()\n", "Your file ended the Python process with SIGABRT in line 2."),
+        ("while True:\n    pass\n", "Your file was stopped after 3 seconds in line 1"),
+    ],
+)
+def test_a_file_that_cannot_be_read_costs_all_points_and_says_why(write: Write, homework: str, sentence: str) -> None:
+    grading = graded(write(homework))
+    assert grading.points == 0
+    assert all(message(grading, name).startswith(sentence) for name in statuses(grading)), message(grading, "double")
+    assert len(failures(grading)) == 1, "once is enough"
+
+
+def test_a_missing_file_is_named(write: Write) -> None:
+    chapter = write("")
+    chapter.homework.unlink()
+    assert "python -m book stubs 01" in message(graded(chapter), "double")
+
+
+def test_gradescope_gets_all_or_nothing_per_exercise(write: Write) -> None:
+    results = gradescope([graded(write(RIGHT_LAST + "\n\ndef double(x):\n    import os\n\n    os.abort()\n"))], 1.0)
+    results = json.loads(json.dumps(results))
+    tests = {test["name"]: test for test in results["tests"]}
+    assert results["score"] == sum(test["score"] for test in tests.values()) == 8
+    assert {name: test["max_score"] for name, test in tests.items()} == {
+        "double": 1,
+        "quadruple": 2,
+        "Counter": 4,
+        "last": 8,
+    }
+    assert {test["status"] for name, test in tests.items() if name != "last"} == {"failed"}
+    assert tests["last"]["status"] == "passed" and tests["last"]["visibility"] == "visible"
+    assert "SIGABRT" in tests["double"]["output"]
+
+
+def test_progress_keeps_what_was_graded(write: Write, tmp_path: Path) -> None:
+    chapter, progress = write(RIGHT_DOUBLE), Progress(tmp_path)
+    with Grading(chapter, chapter.homework, LIMITS) as grading:
+        for check in chapter.checks_of(chapter.exercise("double")):
+            grading.run(check)
+        grading.run(chapter.checks_of(chapter.exercise("last"))[0])
+        progress.record(chapter.slug, grading.source or "", grading.results)
+    grades = progress.grades(chapter.slug)
+    assert {name: grade.points for name, grade in grades.items()} == {"double": 1, "last": 0}
+    table = printed(progress_table([chapter], progress))
+    assert "1 of 15 points" in table and "changed since" not in table
+    chapter.homework.write_text(RIGHT_DOUBLE + "# a second thought\n")
+    assert "changed since" in printed(progress_table([chapter], progress))
+
+
+def test_damaged_progress_is_no_obstacle(write: Write, tmp_path: Path) -> None:
+    chapter, progress = write(RIGHT_DOUBLE), Progress(tmp_path)
+    progress.next_hint(chapter.slug, chapter.exercises[0])
+    (tmp_path / ".progress" / "grades.json").write_text('{"01_small": {"dou')
+    assert progress.grades(chapter.slug) == {}
+    assert "0 of 15 points" in printed(progress_table([chapter], progress))
+
+
+def test_hints_come_one_at_a_time(write: Write, tmp_path: Path) -> None:
+    chapter, progress = write(""), Progress(tmp_path)
+    exercise = chapter.exercises[0]
+    shown = [printed(hint(exercise, progress.next_hint(chapter.slug, exercise))) for _ in range(4)]
+    words = ["first hint", "second hint", "third hint"]
+    assert [[word in text for word in words] for text in shown] == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+        [True, True, True],
+    ]
+    assert progress.hints_used(chapter.slug) == {"double": 3}
+
+
+def test_a_part_is_finished_while_its_file_stays_as_graded(write: Write, tmp_path: Path) -> None:
+    parts = [replace(part, chapter="01_small") for part in PARTS if part.name == "apply_rope"]
+    chapter, progress = write(RIGHT_DOUBLE), Progress(tmp_path)
+    assert finished_parts(tmp_path, parts) == {}
+    grading = graded(chapter)
+    progress.record(chapter.slug, grading.source or "", grading.results)
+    assert finished_part_names(tmp_path, parts) == ["apply_rope"]
+    assert finished_parts(tmp_path, parts)["apply_rope"](21) == 42
+    chapter.homework.write_text(RIGHT_DOUBLE + "# a second thought\n")
+    assert finished_part_names(tmp_path, parts) == []
+
+
+def test_the_diagram_lights_the_finished_parts() -> None:
+    dark, lit = engine_diagram([]), engine_diagram(["sample", "rms_norm"])
+    assert "class rms_norm,sample done" in lit and "class " not in dark
+    assert all(f'{part.name}["{part.title}"]' in dark for part in PARTS)
+    panel = printed(engine_panel(["sample"]))
+    assert panel.count("yours") == 2 and panel.count("●") == 1 and panel.count("○") == len(PARTS) - 1
+    assert {part.stage for part in PARTS} == set(STAGES)
+
+
+def test_the_parts_are_those_of_the_engine() -> None:
+    assert {part.name for part in PARTS} == {field.name for field in fields(Parts)}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_parts_live_where_they_say(part: Part) -> None:
+    assert f"def {part.name}(" in (ROOT / part.module).read_text(encoding="utf-8")
+
+
+def test_the_readers_speed_stands_beside_the_references() -> None:
+    assert "You reach 80%" in str(speed_line({"reader": 20.0, "reference": 25.0, "date": "2026-01-02"}))
+    assert "--homework" in str(speed_line({})) and "--homework" in str(speed_line({"reader": 1.0, "reference": 0.0}))
+
+
+def test_exercises_are_checked_when_they_are_declared() -> None:
+    with pytest.raises(ValueError, match="three hints"):
+        Exercise("double", points=1, minutes=1, difficulty=1, hints=("one",))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="difficulty"):
+        Exercise("double", points=1, minutes=1, difficulty=4, hints=("a", "b", "c"))
+
+
+def test_a_grader_must_fit_its_solution(write: Write) -> None:
+    chapter = write("")
+    grader = chapter.folder / "test_homework.py"
+    grader.write_text(GRADER.replace('@check("last"', '@check("first"'))
+    with pytest.raises(ValueError, match="last has no check"):
+        load_chapter(chapter.folder)
+    grader.write_text(GRADER.replace("double", "treble"))
+    with pytest.raises(ValueError, match="does not define the exercise treble"):
+        load_chapter(chapter.folder)
+
+
+def test_chapters_are_found_by_number_or_slug(write: Write, tmp_path: Path) -> None:
+    folder = write("").folder
+    assert all(find_chapter(name, tmp_path) == folder for name in ("1", "01", "01_small"))
+    with pytest.raises(LookupError, match="01_small"):
+        find_chapter("2", tmp_path)
+
+
+def run_pytest(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "book.grading.plugin", "--import-mode=importlib", *arguments]
+    no_plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "120"}
+    return subprocess.run(command, cwd=root, env=no_plugins, capture_output=True, text=True, timeout=120)
+
+
+def test_pytest_grades_the_homework_and_shows_the_sum(write: Write, tmp_path: Path) -> None:
+    write(RIGHT_LAST + "\n\n" + RIGHT_DOUBLE.replace("2 * x", "x + 2"))
+    run = run_pytest(tmp_path, "chapters", "--gradescope", "out/results.json")
+    assert run.returncode == 1
+    assert "8 of 15 points" in run.stdout and "test_three: you add two" in run.stdout
+    assert "Likely mistake: you add two" in run.stdout and "--hint double" in run.stdout
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["score"] == 8
+    assert Progress(tmp_path).grades("01_small")["last"].points == 8
+
+
+def test_pytest_grades_solutions_and_other_files_without_recording(write: Write, tmp_path: Path) -> None:
+    write("")
+    (tmp_path / "handed_in.py").write_text(RIGHT_DOUBLE)
+    solutions = run_pytest(tmp_path, "chapters", "--solutions")
+    assert solutions.returncode == 0 and "15 of 15 points" in solutions.stdout
+    other = run_pytest(tmp_path, "chapters", "--submission", "handed_in.py", "-k", "double")
+    assert other.returncode == 0 and "1 of 15 points" in other.stdout
+    assert not (tmp_path / ".progress").exists()
+
+
+def test_pytest_shows_hints_and_grades_nothing(write: Write, tmp_path: Path) -> None:
+    write("raise SystemExit\n")
+    run = run_pytest(tmp_path, "chapters", "--hint", "Counter")
+    assert run.returncode == 0 and "first hint" in run.stdout and "second hint" not in run.stdout
+    assert "points" not in run.stdout and not (tmp_path / ".progress" / "grades.json").exists()
+    unknown = run_pytest(tmp_path, "chapters", "--hint", "Conter")
+    assert unknown.returncode != 0 and "double, quadruple, Counter, last" in unknown.stderr

@@ -1,0 +1,129 @@
+"""The graders' assertions: they pass what is right and name what is wrong, the plainest first."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from book.grading import assert_close, assert_equal, assert_raises
+from book.grading.assertions import CheckFailed
+
+ONES = torch.ones(2, 3)
+DIFFERS = "your result differs in 1 of 6 values; the worst is at [1, 2]:"
+
+
+def with_value(value: float) -> torch.Tensor:
+    tensor = ONES.clone()
+    tensor[1, 2] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (ONES + 9e-6, ONES),
+        (with_value(math.inf), with_value(math.inf)),
+        (with_value(math.nan), with_value(math.nan)),
+        (torch.empty(0, 3), torch.empty(0, 3)),
+        (torch.tensor(2.0), 2.0),
+        (-math.inf, -math.inf),
+        (3, 3.0),
+        ((ONES, 1.0), [ONES, 1.0]),
+        ({"a": ONES}, {"a": ONES}),
+        (ONES.requires_grad_(), torch.ones(2, 3)),
+        (torch.tensor([True, False]), torch.tensor([True, False])),
+    ],
+)
+def test_what_is_close_passes(actual: Any, expected: Any) -> None:
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        (None, ONES, "your result is None: is a `return` missing?"),
+        ([1.0], ONES, "your result is a list; it should be a tensor of shape [2, 3]"),
+        (ONES.T, ONES, "your result has shape [3, 2]; it should have [2, 3]"),
+        (ONES.double(), ONES, "your result has dtype float64; it should have float32"),
+        (ONES, 1.0, "your result is a Tensor; it should be a number"),
+        ("1", 1.0, "your result is a str; it should be a number"),
+        ((ONES,), (ONES, ONES), "your result has 1 items; it should have 2"),
+        (ONES, (ONES, ONES), "your result is a Tensor; it should be a tuple of 2"),
+        ({"a": 1}, {"b": 1}, "your result lacks the key 'b'"),
+        ({"a": 1, "b": 1}, {"b": 1}, "your result has the key 'a', which should not be there"),
+        ([1], {"b": 1}, "your result is a list; it should be a dictionary"),
+    ],
+)
+def test_a_wrong_kind_of_result_speaks_for_itself(actual: Any, expected: Any, message: str) -> None:
+    with pytest.raises(CheckFailed) as failure:
+        assert_close(actual, expected, mistake="the values")
+    assert (str(failure.value), failure.value.mistake) == (message, "")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        (with_value(math.nan), ONES, "your result has 1 NaN, the first at [1, 2]"),
+        (with_value(1.5), ONES, f"{DIFFERS} 1.5, it should be 1"),
+        (with_value(math.inf), ONES, f"{DIFFERS} inf, it should be 1"),
+        (with_value(-math.inf), with_value(math.inf), f"{DIFFERS} -inf, it should be inf"),
+        (math.nan, 1.0, "your result is NaN; it should be 1"),
+        (1.1, 1.0, "your result is 1.1; it should be 1"),
+        (math.inf, 1.0, "your result is inf; it should be 1"),
+        ((ONES, 2.0), (ONES, 1.0), "your result[1] is 2; it should be 1"),
+        ({"a": 2}, {"a": 1}, 'your result["a"] is 2; it should be 1'),
+    ],
+)
+def test_wrong_values_are_put_down_to_the_mistake(actual: Any, expected: Any, message: str) -> None:
+    with pytest.raises(CheckFailed) as failure:
+        assert_close(actual, expected, mistake="the values")
+    assert (str(failure.value), failure.value.mistake) == (message, "the values")
+
+
+def test_tolerances() -> None:
+    assert_close(1.1, 1.0, atol=0.11)
+    assert_close(ONES * 1.1, ONES, atol=0, rtol=0.11)
+    with pytest.raises(CheckFailed):
+        assert_close(ONES * 1.1, ONES, atol=0.09)
+    with pytest.raises(CheckFailed):
+        assert_close(1.1, 1.0, atol=0, rtol=0.09)
+    assert_close(ONES.double(), ONES, check_dtype=False)
+
+
+def test_names_appear() -> None:
+    with pytest.raises(CheckFailed, match="the LSE is 2"):
+        assert_close(2.0, 1.0, name="the LSE")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [(3, 3), ([1, "a"], [1, "a"]), (torch.tensor([1, 2]), torch.tensor([1, 2])), (torch.tensor(3), 3)],
+)
+def test_what_is_equal_passes(actual: Any, expected: Any) -> None:
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message", "mistake"),
+    [
+        (3, 4, "your result is 3; it should be 4", "off by one"),
+        ([1], [1, 2], r"your result is \[1\]; it should be \[1, 2\]", "off by one"),
+        (None, 4, "your result is None", ""),
+        (torch.tensor([1, 2]), [1, 2], "your result is a Tensor; it should be a list", ""),
+        (torch.tensor([1, 3]), torch.tensor([1, 2]), "differs in 1 of 2 values", "off by one"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1, 2]), "has dtype float32; it should have int64", ""),
+    ],
+)
+def test_what_is_not_equal_is_shown(actual: Any, expected: Any, message: str, mistake: str) -> None:
+    with pytest.raises(CheckFailed, match=message) as failure:
+        assert_equal(actual, expected, mistake="off by one")
+    assert failure.value.mistake == mistake
+
+
+def test_a_call_that_should_raise() -> None:
+    assert_raises(ValueError, int, "x")
+    with pytest.raises(CheckFailed, match="this call should raise ValueError; it returned 7"):
+        assert_raises(ValueError, int, "7")
+    with pytest.raises(TypeError):
+        assert_raises(ValueError, int, [])

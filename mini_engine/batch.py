@@ -129,7 +129,9 @@ class StepBatch:
         _require(bool((new >= 1).all()), "every sequence of a step needs at least one new token")
         _require(bool((lens >= new).all()), "a sequence has more new tokens than keys after the step")
         _require(len(ids) == int(new.sum()), f"{len(ids)} tokens given, num_new adds up to {new.sum()}")
-        _require(len(page_ids) == int(page_counts.sum()), f"{len(page_ids)} pages given, kv_lens needs {page_counts.sum()}")
+        _require(
+            len(page_ids) == int(page_counts.sum()), f"{len(page_ids)} pages given, kv_lens needs {page_counts.sum()}"
+        )
         num_decodes = int(np.argmax(new > 1)) if (new > 1).any() else len(new)
         _require(bool((new[num_decodes:] > 1).all()) or num_decodes == len(new), "decodes must come first")
 

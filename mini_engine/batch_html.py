@@ -40,7 +40,8 @@ def render(batch: "StepBatch") -> str:
     legend = " ".join(_cell(f"sequence {b}", b, tag="span") for b in sequences[: len(COLOURS)])
     return (
         f'<div class="step-batch" style="overflow-x:auto"><p>{caption} &nbsp; {legend}</p>'
-        f'<table style="border-collapse:separate;border-spacing:2px;font-family:monospace">{"".join(rows)}</table></div>'
+        '<table style="border-collapse:separate;border-spacing:2px;font-family:monospace">'
+        f"{''.join(rows)}</table></div>"
     )
 
 

@@ -3,17 +3,22 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
-from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
+    from mini_engine.llm import LLM, RequestOutput
+    from mini_engine.metrics import Metrics
+    from mini_engine.parts import Parts
+    from mini_engine.sampling_params import SamplingParams
 
 app = typer.Typer(
     help="An inference engine to read: generate text, chat, measure.",
@@ -76,7 +81,7 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         max_tokens=max_tokens,
-        seed=seed,
+        seed=0 if homework and seed is None else seed,  # so that both runs draw the same numbers
         stop=stop or (),
     )
     texts = prompts or list(EXAMPLES)
@@ -89,9 +94,11 @@ def generate(
         tokens = [llm.tokenizer.encode(text) for text in texts]
     else:
         tokens = [llm.chat_prompt([{"role": "user", "content": text}], chat_template=template) for text in texts]
-    _run(llm, texts, tokens, params)
+    outputs, rate = _run(llm, texts, tokens, params)
     if homework:
-        _compare_with_reference(llm, tokens, params)
+        from book.grading.engine import compare_with_reference
+
+        compare_with_reference(console, llm, model, tokens, params, outputs, rate)
     elif not prompts:
         console.print(
             "\nNext: [bold]mini-engine chat[/] talks with the model, [bold]make lab[/] opens chapter 1, "
@@ -200,19 +207,17 @@ def _read_template(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the chat template {path}: {error}; give a text file with a Jinja template")
+        raise RequestError(f"cannot read the chat template {path}: {error}; give a Jinja file") from error
 
 
-def _load(model: str, attn_backend: str, dtype: str, device: str, homework: bool):  # type: ignore[no-untyped-def]
+def _load(model: str, attn_backend: str, dtype: str, device: str, homework: bool) -> "LLM":
     with console.status("loading the model"):
         from mini_engine.llm import LLM
         from mini_engine.metrics import num_parameters
 
         parts = None
         if homework:
-            from book.grading.engine import homework_parts
-
-            parts = homework_parts(console)
+            parts, attn_backend, dtype = _homework(attn_backend, dtype)
         start = time.perf_counter()
         llm = LLM(model, attn_backend=attn_backend, dtype=dtype, device=device, parts=parts)
     weight = next(llm.model.parameters())
@@ -223,19 +228,35 @@ def _load(model: str, attn_backend: str, dtype: str, device: str, homework: bool
     return llm
 
 
-def _run(llm, texts, tokens, params) -> None:  # type: ignore[no-untyped-def]
+def _homework(attn_backend: str, dtype: str) -> "tuple[Parts, str, str]":
+    try:
+        from book.grading.engine import homework_parts
+        from mini_engine.parts import Parts
+    except ModuleNotFoundError as error:
+        raise ConfigError("--homework needs the book: run it in the repository, where chapters/ is") from error
+    parts = homework_parts(console)
+    if attn_backend == "torch" and parts.merge_states is not Parts().merge_states:
+        attn_backend = "chunked"  # otherwise only sequences of thousands of tokens would merge
+    return parts, attn_backend, "float32" if dtype == "auto" else dtype  # in float32 yours and ours can be compared
+
+
+def _run(
+    llm: "LLM", texts: list[str], tokens: list[list[int]], params: "SamplingParams"
+) -> "tuple[list[RequestOutput], float]":
     from mini_engine.metrics import Metrics
     from mini_engine.roofline import measure_machine
 
     answers = [""] * len(texts)
     metrics = Metrics(llm.model)
+    outputs: dict[int, RequestOutput] = {}
     failed: list[MiniEngineError] = []
     with Live(console=console, refresh_per_second=12, transient=True, vertical_overflow="visible") as live:
         for piece in llm.stream_batch(tokens, params):
             answers[piece.index] += piece.text
             metrics.add(piece)
-            if piece.output and piece.output.error:
-                failed.append(piece.output.error)
+            if piece.output:
+                outputs[piece.index] = piece.output
+                failed += [piece.output.error] if piece.output.error else []
             if piece.output and not console.is_terminal:
                 _print_answer(texts[piece.index], answers[piece.index])
             live.update(_view(texts, answers, metrics))
@@ -246,9 +267,10 @@ def _run(llm, texts, tokens, params) -> None:  # type: ignore[no-untyped-def]
     console.print(metrics.table(measure_machine(weight.device, weight.dtype)))
     if failed:
         raise failed[0]
+    return [outputs[i] for i in range(len(texts))], metrics.decode_rate
 
 
-def _view(texts: list[str], answers: list[str], metrics) -> Group:  # type: ignore[no-untyped-def]
+def _view(texts: list[str], answers: list[str], metrics: "Metrics") -> Group:
     height = max(3, (console.height - 4) // len(texts) - 2)
     width = console.width - 4
     panels = []

@@ -30,9 +30,7 @@ class NoText(Detokenizer):
 
 
 def sequence(prompt: list[int], params: SamplingParams, seed: int = 0, max_model_len: int = 128) -> Sequence:
-    return Sequence(
-        prompt, params, seed=seed, eos_token_ids=(2,), max_model_len=max_model_len, detokenizer=NoText()
-    )
+    return Sequence(prompt, params, seed=seed, eos_token_ids=(2,), max_model_len=max_model_len, detokenizer=NoText())
 
 
 def run(model: CausalLM, sequences: list[Sequence], parts: Parts | None = None) -> list[list[int]]:

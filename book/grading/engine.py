@@ -52,8 +52,9 @@ def compare_with_reference(
     """
     from mini_engine.metrics import Metrics
 
-    dtype = str(next(llm.model.parameters()).dtype).removeprefix("torch.")
-    reference = LLM(model, dtype=dtype, device=llm.device.type, attn_backend=llm.attn_backend)
+    weight = next(llm.model.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    reference = LLM(model, dtype=dtype, device=weight.device.type, attn_backend=llm.attn_backend)
     metrics, expected = Metrics(reference.model), {}
     for piece in reference.stream_batch(prompts, params):
         metrics.add(piece)

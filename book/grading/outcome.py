@@ -1,9 +1,11 @@
 """Runs one check in this process, and says in words what came of it."""
 
+import linecache
 import random
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from book.grading.assertions import CheckFailed
@@ -70,6 +72,10 @@ def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> t
     return run_checks(chapter, exercise, submission, filename)
 
 
+_SLIPS = (NameError, AttributeError, ImportError, TypeError, SyntaxError)
+"""Exceptions that say more about the code than about the idea: the mistake that a check looks for is not it."""
+
+
 def _seed() -> None:
     """The same random numbers for every check, whatever ran before it."""
     random.seed(0)
@@ -89,7 +95,7 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
         mistake = check.mistake if error.mistake is None else error.mistake
         return Outcome("failed", _sentence(str(error)), mistake, detail)
     if isinstance(error, AssertionError) and line is None:
-        return Outcome("failed", _sentence(str(error) or f"this does not hold: {last.line}"), check.mistake, detail)
+        return Outcome("failed", _sentence(str(error) or f"this does not hold: {_code(last)}"), check.mistake, detail)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the latter is torch's
         return Outcome("raised", "Your answer asked for more memory than the grader allows.", check.mistake, detail)
     raised = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -97,14 +103,24 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
         return Outcome(
             "raised", _sentence(f"the check could not use what you returned: {raised}"), check.mistake, detail
         )
-    return Outcome("raised", _sentence(f"your answer raised {raised} (line {line})"), check.mistake, detail)
+    mistake = "" if isinstance(error, _SLIPS) else check.mistake
+    return Outcome("raised", _sentence(f"your answer raised {raised} (line {line})"), mistake, detail)
 
 
 def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:
     """The lines of the grader and of the reader's file on the way to the error; libraries are of no help here."""
     shown = {filename, str(chapter.folder / "test_homework.py")}
     frames = traceback.extract_tb(error.__traceback__)
-    return "".join(traceback.StackSummary.from_list([f for f in frames if f.filename in shown]).format()).rstrip()
+    lines = [f"{Path(f.filename).name}:{f.lineno}  {_code(f)}" for f in frames if f.filename in shown]
+    return "\n".join(lines if len(lines) <= 8 else [*lines[:4], "…", *lines[-4:]])
+
+
+def _code(frame: traceback.FrameSummary) -> str:
+    """The statement that a frame stands at, in one line."""
+    first = frame.lineno or 1
+    lines = [linecache.getline(frame.filename, number) for number in range(first, (frame.end_lineno or first) + 1)]
+    code = " ".join(line.strip() for line in lines)
+    return code if len(code) <= 300 else f"{code[:300]}…"
 
 
 def _sentence(text: str) -> str:

@@ -63,10 +63,14 @@ def summary(grading: Grading) -> Table:
     table.add_column("exercise")
     table.add_column("", justify="center", no_wrap=True)
     table.add_column("points", justify="right", no_wrap=True)
-    table.add_column("first failing check, and the likely mistake", ratio=1)
+    table.add_column("first failing check and likely mistake", ratio=1)
     for result in grading.results:
-        table.add_row(Text(result.exercise.name), stars(result.exercise), points(result), _verdict(result))
+        table.add_row(_name(result.exercise), stars(result.exercise), points(result), _verdict(result))
     return table
+
+
+def _name(exercise: Exercise) -> Text:
+    return Text.assemble(exercise.name, ("\nchallenge", "dim") if exercise.challenge else "")
 
 
 def points(result: Result) -> str:
@@ -114,7 +118,7 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
     earned = sum(grade.points for chapter, exercise in rows if (grade := grades[chapter.slug].get(exercise.name)))
     total = sum(exercise.points for _, exercise in rows)
     table = Table(title=f"Your homework: {earned} of {total} points", title_justify="left")
-    for column in ("chapter", "exercise", "", "minutes", "points", "hints", "graded"):
+    for column in ("exercise", "", "minutes", "points", "hints", "graded"):
         table.add_column(column, justify="right" if column in ("minutes", "points", "hints") else "left")
     for chapter in chapters:
         hints = progress.hints_used(chapter.slug)
@@ -123,11 +127,11 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
             if chapter.homework.exists()
             else ""
         )
-        for index, exercise in enumerate(chapter.exercises):
+        table.add_row(Text(title(chapter), style="bold"))
+        for exercise in chapter.exercises:
             grade = grades[chapter.slug].get(exercise.name)
             table.add_row(
-                title(chapter) if index == 0 else "",
-                Text(exercise.name + (" (challenge)" if exercise.challenge else "")),
+                _name(exercise),
                 stars(exercise),
                 str(exercise.minutes),
                 f"{grade.points if grade else '–'} / {exercise.points}",

@@ -28,7 +28,10 @@ def chapter(slug: str) -> Chapter:
 
 @cache
 def answers(slug: str) -> dict[str, Answer]:
-    module = load_module(f"answers_{slug}", Path(__file__).parent / "answers" / f"{slug}.py")
+    file = Path(__file__).parent / "answers" / f"{slug}.py"
+    if not file.exists():
+        return {}  # which another test reports
+    module = load_module(f"answers_{slug}", file)
     return {name: value for name, value in vars(module).items() if isinstance(value, Answer)}
 
 

@@ -172,6 +172,8 @@ def results_page_markdown(root: Path) -> str:
                 *([f"With {settings}.", ""] if settings else []),
                 result.table().markdown(),
             ]
+    if len(parts) == 3:
+        parts += ["", "No result is recorded yet."]
     return "\n".join(parts) + "\n"
 
 

@@ -3,13 +3,11 @@
 import typer
 
 from book import notebooks
-from book import notebooks
 from book.grading.cli import grade, stubs
 
 app = typer.Typer(help="The book's own tools.", no_args_is_help=True, add_completion=False)
 app.command()(grade)
 app.command()(stubs)
-app.add_typer(notebooks.app, name="notebooks")
 app.add_typer(notebooks.app, name="notebooks")
 
 if __name__ == "__main__":

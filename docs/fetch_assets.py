@@ -2,8 +2,8 @@
 
     python docs/fetch_assets.py
 
-`mkdocs build` and `mkdocs serve` call this themselves. The packages are unpacked once into `.cache/site-assets/`, which git
-ignores; a second call finds them there and needs neither npm nor a network.
+`mkdocs build` and `mkdocs serve` call this themselves. The packages are unpacked once into `.cache/site-assets/`, which
+git ignores; a second call finds them there and needs neither npm nor a network.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ PACKAGES = {
         "0.19.1",
         ("dist/katex.min.css", "dist/katex.min.js", "dist/contrib/auto-render.min.js", "dist/fonts/*.woff2", "LICENSE"),
     ),
-    "@fontsource-variable/source-sans-3": ("5.3.0", ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE")),
+    "@fontsource-variable/source-sans-3": (
+        "5.3.0",
+        ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE"),
+    ),
     "@fontsource-variable/source-serif-4": ("5.3.1", ("files/*-latin-wght-normal.woff2", "LICENSE")),
-    "@fontsource-variable/source-code-pro": ("5.3.0", ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE")),
+    "@fontsource-variable/source-code-pro": (
+        "5.3.0",
+        ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE"),
+    ),
 }
 
 
@@ -44,7 +50,8 @@ def fetch_assets() -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise AssetError(
-            "npm is not installed, so diagrams and formulas stay as text: install it (Debian: apt install npm) and build again"
+            "npm is not installed, so diagrams and formulas stay as text. Install it (on Debian: apt install npm) "
+            "and build again."
         )
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
@@ -53,7 +60,9 @@ def fetch_assets() -> None:
                 [npm, "pack", f"{name}@{version}", "--silent"], cwd=scratch, capture_output=True, text=True, check=False
             )
             if packed.returncode != 0:
-                raise AssetError(f"npm could not fetch {name}@{version}; is there a network? {packed.stderr.strip()[-300:]}")
+                raise AssetError(
+                    f"npm could not fetch {name}@{version}; is there a network? {packed.stderr.strip()[-300:]}"
+                )
             _unpack(Path(scratch, packed.stdout.split()[-1]), Path(scratch, "unpacked"), PACKAGES[name][1])
             target = package_folder(name)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """What mkdocs.yml cannot say: the pages that lie outside docs/, and the navigation over those that exist.
 
-A chapter is finished, and listed, once chapters/NN_slug/NN_slug.ipynb exists. Every page that comes from outside docs/ keeps its
-path in the repository, so that a relative link works in Jupyter, on GitHub and here alike.
+A chapter is finished, and listed, once chapters/NN_slug/NN_slug.ipynb exists. Every page that comes from outside docs/
+keeps its path in the repository, so that a relative link works in Jupyter, on GitHub and here alike.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from urllib.parse import urlsplit
 from fetch_assets import AssetError, asset_files, fetch_assets
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from notebook_page import tidy
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
+from book.grading.parts import engine_diagram, finished_part_names  # noqa: E402
+from book.results import results_page_markdown  # noqa: E402
+
 OUTLINE = tomllib.loads((ROOT / "docs" / "outline.toml").read_text(encoding="utf-8"))
 SOURCE_LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -78,7 +82,11 @@ def _if_exists(path: str) -> str | None:
 
 def chapters() -> list[Chapter]:
     """The finished chapters, in order."""
-    return [Chapter(folder) for folder in sorted(ROOT.glob("chapters/[0-9][0-9]_*")) if (folder / f"{folder.name}.ipynb").exists()]
+    return [
+        Chapter(folder)
+        for folder in sorted(ROOT.glob("chapters/[0-9][0-9]_*"))
+        if (folder / f"{folder.name}.ipynb").exists()
+    ]
 
 
 def modules() -> list[str]:
@@ -106,7 +114,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     try:
         fetch_assets()
     except AssetError as error:
-        log.warning(str(error))
+        log.info(str(error))  # no warning: without npm the book can still be read and checked
     config.nav = _navigation()
     return config
 
@@ -136,29 +144,30 @@ def _navigation() -> list[object]:
 
 @event_priority(100)  # before mkdocs-jupyter, which takes over the notebooks
 def _add_files(files: Files, config: MkDocsConfig) -> Files:
-    for name, path in asset_files():
-        files.append(File.generated(config, f"assets/vendor/{name}", abs_src_path=str(path)))
+    for name, asset in asset_files():
+        files.append(File.generated(config, f"assets/vendor/{name}", abs_src_path=str(asset)))
     files.append(File.generated(config, "api/index.md", content=_api_index()))
     for name in modules():
         files.append(File.generated(config, f"api/{name}.md", content=_api_page(name)))
 
     pages = [chapter.notebook for chapter in chapters()]
     pages += [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("experiments/*/README.md"))]
-    pages += [page for chapter in chapters() if (page := chapter.homework)]
+    pages += [chapter.homework for chapter in chapters() if chapter.homework]
     pages += filter(None, [_if_exists("book/README.md")])
     while pages:
-        path = pages.pop(0)
-        if files.get_file_from_path(path) is None:
-            files.append(_repository_file(config, path))
-            pages += _linked_files(path)
+        page = pages.pop(0)
+        if files.get_file_from_path(page) is None:
+            files.append(_repository_file(config, page))
+            pages += _linked_files(page)
     return files
 
 
 def _repository_file(config: MkDocsConfig, path: str) -> File:
     """A file of the repository, as the site shows it: text as a page, anything else as it is."""
+    optional = InclusionLevel.NOT_IN_NAV  # the navigation may leave it out
     if language := SOURCE_LANGUAGES.get(Path(path).suffix):
-        return SourcePage.generated(config, path, content=_source_page(path, language))
-    return File.generated(config, path, abs_src_path=str(ROOT / path))
+        return SourcePage.generated(config, path, content=_source_page(path, language), inclusion=optional)
+    return File.generated(config, path, abs_src_path=str(ROOT / path), inclusion=optional)
 
 
 def _linked_files(path: str) -> Iterator[str]:
@@ -177,6 +186,7 @@ def _shorten_addresses(files: Files, config: MkDocsConfig) -> Files:
     for chapter in chapters():
         file = files.get_file_from_path(chapter.notebook)
         assert file is not None
+        file.abs_src_path = str(ROOT / chapter.notebook)  # which the wrapper of a generated file forgets
         file.name = "index"
         file.dest_uri = f"{posixpath.dirname(chapter.notebook)}/index.html"
         file.url = f"{posixpath.dirname(chapter.notebook)}/"
@@ -215,11 +225,16 @@ def _api_index() -> str:
         chapter = titles.get(module_chapter(name) or 0)
         where = f"[{chapter.label}](../{chapter.notebook})" if chapter else ""
         rows.append(f"| [`{name}`]({name}.md) | {' '.join(summary.group(1).split()) if summary else ''} | {where} |")
-    return (
-        "# API\n\nThe modules of `mini_engine`, in the order in which the book builds them. Shapes are part of the types: "
-        '`Float[Tensor, "T H D"]` is a floating-point tensor of `T` tokens, `H` heads and head size `D`, and a letter means '
-        "the same number throughout a signature.\n\n| module | what it holds | chapter |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-    )
+    return f"""# API
+
+The modules of `mini_engine`, in the order in which the book builds them. Shapes are part of the types:
+`Float[Tensor, "T H D"]` is a floating-point tensor of `T` tokens, `H` heads and head size `D`, and a letter means the
+same number throughout a signature.
+
+| module | what it holds | chapter |
+|---|---|---|
+{chr(10).join(rows)}
+"""
 
 
 def _api_page(name: str) -> str:
@@ -235,7 +250,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- chapters" in markdown:
         markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_list(page, m), markdown)
     if "<!-- results -->" in markdown:
-        markdown = markdown.replace("<!-- results -->", _results())
+        markdown = markdown.replace("<!-- results -->", results_page_markdown(ROOT))
+    if "<!-- parts -->" in markdown:
+        diagram = engine_diagram(finished_part_names(ROOT))
+        markdown = markdown.replace("<!-- parts -->", f"```mermaid\n{diagram}```")
     return markdown
 
 
@@ -250,7 +268,9 @@ def _chapter_list(page: Page, marker: re.Match[str]) -> str:
         def link(text: str, target: str | None) -> str:
             return f"[{text}]({posixpath.relpath(target, here)})" if target else ""
 
-        built = ", ".join(link(f"`{name}`", f"api/{name}.md") for name in modules() if module_chapter(name) == chapter.number)
+        built = ", ".join(
+            link(f"`{name}`", f"api/{name}.md") for name in modules() if module_chapter(name) == chapter.number
+        )
         rows.append(
             f"| {chapter.number} | {link(chapter.title, chapter.notebook)} | {built} | "
             f"{link('homework', chapter.homework)} | {link('experiment', chapter.experiment)} |"
@@ -258,16 +278,6 @@ def _chapter_list(page: Page, marker: re.Match[str]) -> str:
     if not rows:
         return "Chapters appear here as they are finished."
     return "| | chapter | adds to `mini_engine` | | |\n|---|---|---|---|---|\n" + "\n".join(rows)
-
-
-def _results() -> str:
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
-    try:
-        from book.results import results_page_markdown
-    except ImportError:
-        return "# Results\n\nNo result is recorded yet."
-    return results_page_markdown(ROOT)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -293,7 +303,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
     homework = f'<a href="{resolve("homework.py")}">Homework</a>' if chapter.homework else ""
-    experiment = f'<a href="{resolve(posixpath.relpath(chapter.experiment, "chapters/x"))}">Experiment</a>' if chapter.experiment else ""
+    experiment = (
+        f'<a href="{resolve(posixpath.relpath(chapter.experiment, "chapters/x"))}">Experiment</a>'
+        if chapter.experiment
+        else ""
+    )
     return f"""
 <div class="chapter-bar" data-search-exclude>
 <details><summary>Open in Jupyter</summary>
@@ -308,5 +322,5 @@ def _after_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
         return ""
     return f"""
 <div class="chapter-end" data-search-exclude>
-<p><strong>Your turn.</strong> Write <a href="{resolve("homework.py")}">the homework</a> of this chapter and grade it:</p>
+<p><strong>Your turn.</strong> Write <a href="{resolve("homework.py")}">the homework</a> and grade it:</p>
 <pre><code>pytest chapters/{chapter.folder.name}</code></pre></div>"""

@@ -1,16 +1,16 @@
 """Turn the page that mkdocs-jupyter renders into one that looks like the rest of the site.
 
-mkdocs-jupyter's HTML brings JupyterLab's style sheets (600 KB a page), scripts from other servers and anchors of its own. What is
-kept is the content: text as plain page content, code as the theme's code blocks, outputs as they were saved.
+mkdocs-jupyter's HTML brings JupyterLab's style sheets (600 KB a page), scripts from other servers and anchors of its
+own. What is kept is the content: text as plain page content, code as the theme's code blocks, outputs as saved.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from html import escape
 
 from bs4 import BeautifulSoup, Tag
-from markdown.extensions.toc import slugify, unique
 from mkdocs.structure.toc import AnchorLink, TableOfContents
 
 
@@ -27,8 +27,7 @@ def tidy(html: str, resolve: Callable[[str], str]) -> tuple[str, TableOfContents
     soup = BeautifulSoup(html[html.index('<div class="jupyter-wrapper">') :], "html.parser")
     page = soup.new_tag("div", attrs={"class": "notebook"})
     for cell in soup.select(".jp-Cell"):
-        classes = cell.get("class") or []
-        page.append(_code_cell(soup, cell) if "jp-CodeCell" in classes else _text_cell(soup, cell))
+        page.append(_code_cell(soup, cell) if _has_class(cell, "jp-CodeCell") else _text_cell(soup, cell))
     for diagram in page.select(".jp-Mermaid"):
         diagram.replace_with(_pre(soup, diagram.get_text().strip(), "diagram"))
     for table in page.find_all("table"):
@@ -65,19 +64,22 @@ def _code_cell(soup: BeautifulSoup, cell: Tag) -> Tag:
 
 
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:
-    prediction = output.select_one(".prediction")
-    if prediction is not None:
-        return prediction.extract()
+    box_of_its_own = output.select_one(".prediction, .comparison")
+    if box_of_its_own is not None:
+        return box_of_its_own.extract()
     box = soup.new_tag("div", attrs={"class": "nb-out", "data-search-exclude": ""})
     if "stderr" in str(output.get("data-mime-type", "")):
         box["class"] = "nb-out nb-stderr"
     for image in output.find_all("img"):
-        if image.get("alt", "").startswith("No description"):
-            image["alt"] = "Figure drawn by the cell above"
-        if image.parent is not None and "jp-RenderedImage" in (output.get("class") or []):
-            box["class"] = "nb-out nb-figure"
+        image["alt"] = "Figure drawn by the cell above"
+    if _has_class(output, "jp-RenderedImage"):
+        box["class"] = "nb-out nb-figure"
     box.extend(list(output.children))
     return box
+
+
+def _has_class(tag: Tag, name: str) -> bool:
+    return name in (tag.get("class") or [])
 
 
 def _pre(soup: BeautifulSoup, text: str, css_class: str) -> Tag:
@@ -91,19 +93,29 @@ def _anchor_headings(soup: BeautifulSoup, page: Tag) -> TableOfContents:
     """Give the headings the anchors that Markdown pages have, and list them."""
     used: set[str] = set()
     top: list[AnchorLink] = []
-    open_links: list[AnchorLink] = []  # the chain of headings that enclose the current one
+    enclosing: list[AnchorLink] = []  # the chain of headings that the current one stands under
     for heading in page.select(".nb-text :is(h1, h2, h3, h4)"):
         for old in heading.select(".anchor-link"):
             old.decompose()
-        level = int(heading.name[1])
         title = heading.get_text().strip()
-        heading["id"] = unique(slugify(title, "-"), used)
-        link = AnchorLink(escape(title), heading["id"], level)
-        while open_links and open_links[-1].level >= level:
-            open_links.pop()
-        (open_links[-1].children if open_links else top).append(link)
-        open_links.append(link)
-        anchor = soup.new_tag("a", attrs={"class": "headerlink", "href": f"#{heading['id']}", "title": "Permanent link"})
-        anchor.string = "¶"
-        heading.append(anchor)
+        anchor = _slug(title, used)
+        link = AnchorLink(escape(title), anchor, int(heading.name[1]))
+        while enclosing and enclosing[-1].level >= link.level:
+            enclosing.pop()
+        (enclosing[-1].children if enclosing else top).append(link)
+        enclosing.append(link)
+        heading["id"] = anchor
+        permalink = soup.new_tag("a", attrs={"class": "headerlink", "href": f"#{anchor}", "title": "Permanent link"})
+        permalink.string = "¶"
+        heading.append(permalink)
     return TableOfContents(top)
+
+
+def _slug(title: str, used: set[str]) -> str:
+    """An anchor as Jupyter's readers and Markdown pages write it: lower case, hyphens, a number where it repeats."""
+    slug = base = re.sub(r"[\s_]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+    number = 1
+    while slug in used:
+        slug, number = f"{base}_{number}", number + 1
+    used.add(slug)
+    return slug

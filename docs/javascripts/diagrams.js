@@ -51,24 +51,22 @@ async function draw(box) {
   picture.setAttribute("role", "img");
 }
 
+function boxFor(pre) {
+  const box = Object.assign(document.createElement("div"), { className: "diagram", tabIndex: 0 });
+  box.dataset.source = pre.textContent;
+  pre.replaceWith(box);
+}
+
 async function drawAll() {
-  const boxes = [...document.querySelectorAll("div.diagram")];
-  if (boxes.length === 0) return;
-  await vendor("mermaid/dist/mermaid.min.js");
+  if (!document.querySelector(".diagram")) return;
+  await vendor("mermaid/dist/mermaid.min.js"); // until it is here, the page shows the diagram's text
   await document.fonts.ready; // mermaid measures its labels
-  for (const box of boxes) await draw(box);
+  document.querySelectorAll("pre.diagram").forEach(boxFor);
+  for (const box of document.querySelectorAll("div.diagram")) await draw(box);
 }
 
 let queue = Promise.resolve(); // one drawing at a time: mermaid's settings are global
 const schedule = () => (queue = queue.then(drawAll));
 
-document$.subscribe(() => {
-  for (const pre of document.querySelectorAll("pre.diagram")) {
-    const box = Object.assign(document.createElement("div"), { className: "diagram", tabIndex: 0 });
-    box.dataset.source = pre.textContent;
-    pre.replaceWith(box);
-  }
-  schedule();
-});
-
+document$.subscribe(schedule);
 new MutationObserver(schedule).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });

@@ -28,7 +28,7 @@ function verdict(guess, answer, tolerance) {
   const ratio = guess / answer;
   const factor = ratio > 1 ? ratio : 1 / ratio;
   const near = tolerance > 1 ? (factor <= tolerance ? "Close enough: within" : "Further off than") + ` a factor of ${tolerance}.` : "";
-  const size = factor < 1.005 ? "Less than 1 % from ours." : `${factor.toPrecision(3)} times ${ratio > 1 ? "larger" : "smaller"} than ours.`;
+  const size = factor < 1.005 ? "Less than 1 % from ours." : `${ratio > 1 ? "Yours is" : "Ours is"} ${formatNumber(Number(factor.toPrecision(3)))} × ${ratio > 1 ? "ours" : "yours"}.`;
   return `${size} ${near}`;
 }
 

@@ -49,7 +49,7 @@ def alibi_bias(
 ) -> Float[Tensor, "H n m"]:
     """What ALiBi adds to the scores: `-slope * (query position - key position)`, for each head."""
     distance = query_positions[:, None] - key_positions[None, :]
-    return -slopes[:, None, None] * distance
+    return slopes[:, None, None] * -distance
 
 
 def attention_scores(

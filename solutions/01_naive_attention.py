@@ -1,0 +1,213 @@
+"""Homework of chapter 01: attention for one sequence and for many, RoPE, and what attention costs.
+
+Two of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a
+real model on your `masked_attention`, your `apply_rope`, or both.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def masked_attention(
+    q: Float[Tensor, "n Hq D"],
+    k: Float[Tensor, "m Hk D"],
+    v: Float[Tensor, "m Hk D"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "Hq n m"] | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "n Hq D"]:
+    """Attention of n queries over m keys of one sequence, with grouped query heads.
+
+    Hk divides Hq, and query head h reads key head h // (Hq // Hk): with 4 query heads and 2 key heads, heads 0 and 1
+    read key head 0, heads 2 and 3 read key head 1. Do not copy a key or a value for each query head.
+
+    The scores are q·k, and then, in this order:
+        1. times `scale`;
+        2. if `softcap` is given, s becomes softcap * tanh(s / softcap);
+        3. plus `bias`, if given;
+        4. a key where `mask` is False gets no weight (mask None: every query sees every key).
+    The softmax over the keys turns them into weights, the weighted sum of the values is the output. A query that
+    sees no key at all gets 0.
+
+    Compute in float32 (in float64 for float64 inputs); return the dtype of q.
+
+    Example: one query and two keys whose scores are 0 and log 3. Their weights are 1/4 and 3/4.
+
+        >>> q = torch.ones(1, 1, 1)
+        >>> k = torch.tensor([0.0, math.log(3)]).view(2, 1, 1)
+        >>> v = torch.tensor([4.0, 8.0]).view(2, 1, 1)
+        >>> round(masked_attention(q, k, v, scale=1.0).item(), 4)
+        7.0
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # The query heads that share a key head become an axis g of their own: einsum then needs no copy of the keys.
+    grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(dtype)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.to(dtype).unflatten(0, (k.shape[1], -1))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    weights = torch.softmax(scores, dim=-1)
+    # The softmax of a row of -inf is 0/0: its weights become 0.
+    weights = weights.masked_fill(scores == -math.inf, 0.0)
+    return torch.einsum("hgnm,mhd->nhgd", weights, v.to(dtype)).flatten(1, 2).to(q.dtype)
+
+
+def ragged_causal_attention(
+    q: Float[Tensor, "T Hq D"],
+    k: Float[Tensor, "S Hk D"],
+    v: Float[Tensor, "S Hk D"],
+    qo_indptr: Int[Tensor, " bounds"],
+    kv_indptr: Int[Tensor, " bounds"],
+    scale: float,
+) -> Float[Tensor, "T Hq D"]:
+    """Causal attention over sequences of unequal length that lie end to end, without padding.
+
+    Sequence b owns the queries qo_indptr[b] to qo_indptr[b + 1] (exclusive) and the keys and values kv_indptr[b] to
+    kv_indptr[b + 1]. It has at least as many keys as queries: its queries belong to the last of its keys, the keys
+    before them were computed in earlier steps. Each query sees the keys of its own sequence up to and including its
+    own. A sequence may have no query in this step.
+
+    Return one output row per query, in the order of q. You may call masked_attention.
+
+    Example: two sequences. The first has 2 keys and a query for each, the second 3 keys and 1 query. All scores are
+    0, so every output is the mean of the values that its query sees: 1, (1 + 2) / 2, (3 + 4 + 5) / 3.
+
+        >>> q, k = torch.zeros(3, 1, 1), torch.zeros(5, 1, 1)
+        >>> v = torch.arange(1.0, 6.0).view(5, 1, 1)
+        >>> qo_indptr, kv_indptr = torch.tensor([0, 2, 3]), torch.tensor([0, 2, 5])
+        >>> ragged_causal_attention(q, k, v, qo_indptr, kv_indptr, scale=1.0).flatten().tolist()
+        [1.0, 1.5, 4.0]
+    """
+    out = torch.empty_like(q)
+    for b in range(len(qo_indptr) - 1):
+        rows = slice(int(qo_indptr[b]), int(qo_indptr[b + 1]))
+        keys = slice(int(kv_indptr[b]), int(kv_indptr[b + 1]))
+        n, m = rows.stop - rows.start, keys.stop - keys.start
+        # Query i of n is at position m - n + i, so the diagonal of the mask ends in its bottom right corner.
+        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+        out[rows] = masked_attention(q[rows], k[keys], v[keys], scale=scale, mask=mask)
+    return out
+
+
+def rope_tables(
+    positions: Int[Tensor, " T"], inv_freq: Float[Tensor, " half"]
+) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
+    """The cosine and the sine of the angle of every pair at every token: position * frequency.
+
+    Args:
+        positions: the position of each token in its own sequence, in any order, with gaps and repeats.
+        inv_freq: radians that each pair turns per position, [D/2].
+
+    Returns:
+        (cos, sin), each [T, D/2], in the dtype of inv_freq.
+
+    Example: at position 3 a pair of frequency pi / 6 has turned by a right angle.
+
+        >>> cos, sin = rope_tables(torch.tensor([3]), torch.tensor([math.pi / 6]))
+        >>> round(sin.item(), 4)
+        1.0
+    """
+    angles = positions[:, None].to(inv_freq.dtype) * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(
+    x: Float[Tensor, "T H D"],
+    cos: Float[Tensor, "T half"],
+    sin: Float[Tensor, "T half"],
+    *,
+    interleaved: bool = False,
+) -> Float[Tensor, "T H D"]:
+    """Turn every pair (a, b) of every head of token t by its angle: (a cos - b sin, b cos + a sin).
+
+    Pair i of D/2 is (x[i], x[i + D/2]), or with `interleaved` (x[2i], x[2i + 1]). The result stands where the pair
+    stood. All heads of a token turn alike. Leave x itself unchanged.
+
+    Compute in float32 (in float64 for float64 inputs); return the dtype of x.
+
+    Example: both pairs of one head of 4 numbers turn by a right angle, (a, b) becomes (-b, a).
+
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
+        >>> cos, sin = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> apply_rope(x, cos, sin).flatten().tolist()
+        [-3.0, -4.0, 1.0, 2.0]
+        >>> apply_rope(x, cos, sin, interleaved=True).flatten().tolist()
+        [-2.0, 1.0, -4.0, 3.0]
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)  # the new axis stands for the heads
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    a, b = a.to(dtype), b.to(dtype)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    # Stacked last and flattened, the two halves alternate; concatenated, they stay apart.
+    both = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return both.to(x.dtype)
+
+
+def attention_cost(
+    num_queries: int, num_keys: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
+) -> tuple[int, int]:
+    """FLOPs and bytes of causal attention in one sequence, for a kernel that wastes neither.
+
+    The queries are the last `num_queries` of `num_keys` positions. Count:
+        FLOPs: for each query head and each (query, key) pair that the causal mask lets through, one dot product and
+            one weighted addition of head_dim numbers; a multiplication and an addition are 2 FLOPs. Leave out the
+            softmax.
+        Bytes: queries, keys and values are read once, the output is written once. Nothing else moves.
+
+    Args:
+        num_queries: queries, at most num_keys.
+        dtype_bytes: bytes of one number.
+
+    Returns:
+        (flops, bytes), whole numbers.
+
+    Example: one query, two keys, one head of one number, in float32. Two pairs make 2 * 4 FLOPs; q, k, k, v, v and
+    the output make 6 * 4 bytes.
+
+        >>> attention_cost(1, 2, 1, 1, 1, 4)
+        (8, 24)
+    """
+    # The first query sees all keys but the num_queries - 1 last; every later one sees one more.
+    pairs = num_queries * num_keys - num_queries * (num_queries - 1) // 2
+    flops = 4 * pairs * num_qo_heads * head_dim
+    numbers = 2 * num_queries * num_qo_heads * head_dim + 2 * num_keys * num_kv_heads * head_dim
+    return flops, numbers * dtype_bytes
+
+
+def attention_bias(
+    query_positions: Int[Tensor, " n"],
+    key_positions: Int[Tensor, " m"],
+    *,
+    window: int | None = None,
+    slopes: Float[Tensor, " H"] | None = None,
+) -> Float[Tensor, "H n m"]:
+    """Challenge: causal, sliding window and ALiBi as one tensor that is added to the scores.
+
+    The distance of a query from a key is its position minus the key's. The bias is -inf where the query must not see
+    the key: where the distance is negative, and with a `window` where it is `window` or more (a window of 1 leaves
+    the query itself). Elsewhere it is -slope * distance for each head, or 0 without `slopes`.
+
+    Returns:
+        float32, [H, n, m]; H is 1 without slopes, and every head shares it.
+
+    Example: the last of three tokens, with ALiBi of slope 0.5 and a window of 2.
+
+        >>> attention_bias(torch.tensor([2]), torch.arange(3), window=2, slopes=torch.tensor([0.5])).flatten().tolist()
+        [-inf, -0.5, 0.0]
+    """
+    distance = query_positions[:, None] - key_positions
+    hidden = distance < 0
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    if slopes is None:
+        slopes = torch.zeros(1, device=distance.device)
+    return (slopes[:, None, None] * -distance).float().masked_fill(hidden, -math.inf)

@@ -1,0 +1,517 @@
+"""Right and wrong answers to chapter 01, with the check that has to find each mistake first."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from book.grading import right, solution, wrong
+
+reference = solution("01_naive_attention")
+
+
+# masked_attention ---------------------------------------------------------------------------------------------------
+
+
+@right("masked_attention")
+def head_by_head(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape, dtype=dtype)
+    for h in range(q.shape[1]):
+        scores = q[:, h].to(dtype) @ k[:, h // group].to(dtype).T * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias[h]
+        exp = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+        if mask is not None:
+            exp = exp * mask
+        out[:, h] = (
+            exp
+            / exp.sum(dim=-1, keepdim=True).clamp(min=1e-300 if dtype == torch.float64 else 1e-30)
+            @ v[:, h // group].to(dtype)
+        )
+    return out.to(q.dtype)
+
+
+@right("masked_attention")
+def broadcast_matmul(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    n, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    stacked = q.to(dtype).reshape(n, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores = (stacked @ k.to(dtype).permute(1, 2, 0)).reshape(num_qo_heads, n, -1).mul(scale)
+    scores = scores if softcap is None else scores.div(softcap).tanh().mul(softcap)
+    scores = scores if bias is None else scores.add(bias)
+    scores = scores if mask is None else scores.where(mask, torch.tensor(-math.inf, dtype=dtype))
+    weights = scores.softmax(-1)
+    weights = weights.where(scores != -math.inf, torch.zeros((), dtype=dtype)).reshape(num_kv_heads, -1, k.shape[0])
+    out = (weights @ v.to(dtype).transpose(0, 1)).reshape(num_qo_heads, n, head_dim)
+    return out.transpose(0, 1).to(q.dtype)
+
+
+def attention(q, k, v, *, scale, mask=None, bias=None, softcap=None, **change):
+    """The reference with one thing changed: what the wrong answers below are made of."""
+    dtype = change.get("dtype", torch.promote_types(q.dtype, torch.float32))
+    group = q.shape[1] // k.shape[1]
+    heads = torch.arange(q.shape[1]) % k.shape[1] if change.get("every_other") else torch.arange(q.shape[1]) // group
+    scores = torch.einsum("nhd,mhd->hnm", q.to(dtype), k.to(dtype)[:, heads])
+    scores = scores * change.get("scale", scale)
+    hidden = None if mask is None else mask if change.get("upside_down") else ~mask
+    if change.get("mask_first") and hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    if softcap is not None and not change.get("no_softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.to(dtype) * change.get("bias_factor", 1.0)
+    if hidden is not None and not change.get("mask_first"):
+        scores = scores.masked_fill(hidden, change.get("hidden_score", -math.inf))
+    weights = scores.softmax(change.get("axis", -1))
+    if not change.get("leave_nan"):
+        weights = weights.masked_fill(scores == -math.inf, 0.0)
+    return torch.einsum("hnm,mhd->nhd", weights, v.to(dtype)[:, heads]).to(q.dtype)
+
+
+@wrong("masked_attention", fails="test_one_query_one_key")
+def no_softmax(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    return torch.einsum("nhm,mhd->nhd", torch.einsum("nhd,mhd->nhm", q, k) * scale, v)
+
+
+@wrong("masked_attention", fails="test_one_query_two_keys")
+def softmax_over_the_queries(q, k, v, **options):
+    return attention(q, k, v, **options, axis=-2)
+
+
+@wrong("masked_attention", fails="test_scale")
+def scale_of_its_own(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    return attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, bias=bias, softcap=softcap)
+
+
+@wrong("masked_attention", fails="test_scale")
+def scale_in_the_denominator(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    return attention(q, k, v, scale=1 / scale, mask=mask, bias=bias, softcap=softcap)
+
+
+@wrong("masked_attention", fails="test_heads_are_independent")
+def scores_summed_over_heads(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    weights = (torch.einsum("nhd,mhd->nm", q, k) * scale).softmax(-1)
+    return torch.einsum("nm,mhd->nhd", weights, v)
+
+
+@wrong("masked_attention", fails="test_two_heads_share_a_key")
+def every_other_head(q, k, v, **options):
+    return attention(q, k, v, **options, every_other=True)
+
+
+@wrong("masked_attention", fails="test_scale")
+def scale_twice(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    """The fused kernel has a scale of its own where it is not told."""
+    qh, kh, vh = (x.transpose(0, 1)[None] for x in (q * scale, k, v))
+    return F.scaled_dot_product_attention(qh, kh, vh, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+@wrong("masked_attention", fails="test_mask")
+def mask_upside_down(q, k, v, **options):
+    return attention(q, k, v, **options, upside_down=True)
+
+
+@wrong("masked_attention", fails="test_mask")
+def hidden_scores_are_zero(q, k, v, **options):
+    return attention(q, k, v, **options, hidden_score=0.0)
+
+
+@wrong("masked_attention", fails="test_a_query_that_sees_nothing")
+def nan_for_an_empty_row(q, k, v, **options):
+    return attention(q, k, v, **options, leave_nan=True)
+
+
+@wrong("masked_attention", fails="test_a_query_that_sees_nothing")
+def a_large_negative_number(q, k, v, **options):
+    """Hides a key from a query that sees others; a query that sees none gets the mean of all values."""
+    return attention(q, k, v, **options, hidden_score=-1e9)
+
+
+@wrong("masked_attention", fails="test_bias_is_not_scaled")
+def scale_after_the_bias(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    return attention(q, k, v, scale=scale, mask=mask, bias=bias, softcap=softcap, bias_factor=scale)
+
+
+@wrong("masked_attention", fails="test_softcap")
+def no_softcap(q, k, v, **options):
+    return attention(q, k, v, **options, no_softcap=True)
+
+
+@wrong("masked_attention", fails="test_softcap_before_bias_and_mask")
+def softcap_after_the_mask(q, k, v, **options):
+    return attention(q, k, v, **options, mask_first=True)
+
+
+@wrong("masked_attention", fails="test_bfloat16_is_rounded_once")
+def in_the_input_dtype(q, k, v, **options):
+    return attention(q, k, v, **options, dtype=q.dtype)
+
+
+@wrong("masked_attention", fails="test_float64_stays_float64")
+def always_float32(q, k, v, **options):
+    return attention(q, k, v, **options, dtype=torch.float32)
+
+
+@wrong("masked_attention", fails="test_keys_are_not_copied")
+def repeated_keys(q, k, v, **options):
+    group = q.shape[1] // k.shape[1]
+    return reference.masked_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), **options)
+
+
+@wrong("masked_attention", fails="test_keys_are_not_copied")
+def expanded_then_reshaped(q, k, v, **options):
+    """`expand` copies nothing; the reshape behind it copies everything."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, group, -1).reshape(x.shape[0], -1, x.shape[2]) for x in (k, v))
+    return reference.masked_attention(q, k, v, **options)
+
+
+# ragged_causal_attention --------------------------------------------------------------------------------------------
+
+
+@right("ragged_causal_attention")
+def one_block_diagonal_mask(q, k, v, qo_indptr, kv_indptr, scale):
+    qo_lens, kv_lens = qo_indptr.diff(), kv_indptr.diff()
+    sequences = torch.arange(len(qo_lens))
+    query_owner, key_owner = sequences.repeat_interleave(qo_lens), sequences.repeat_interleave(kv_lens)
+    query_position = torch.arange(len(q)) - qo_indptr[query_owner] + (kv_lens - qo_lens)[query_owner]
+    key_position = torch.arange(len(k)) - kv_indptr[key_owner]
+    mask = (query_owner[:, None] == key_owner) & (query_position[:, None] >= key_position)
+    return reference.masked_attention(q, k, v, scale=scale, mask=mask)
+
+
+@right("ragged_causal_attention")
+def one_query_at_a_time(q, k, v, qo_indptr, kv_indptr, scale):
+    rows = [q[:0]]
+    for (first, last), (start, end) in zip(
+        zip(qo_indptr[:-1].tolist(), qo_indptr[1:].tolist(), strict=True),
+        zip(kv_indptr[:-1].tolist(), kv_indptr[1:].tolist(), strict=True),
+        strict=True,
+    ):
+        for i in range(first, last):
+            seen = slice(start, end - (last - 1 - i))
+            rows.append(reference.masked_attention(q[i : i + 1], k[seen], v[seen], scale=scale))
+    return torch.cat(rows)
+
+
+def ragged(q, k, v, qo_indptr, kv_indptr, scale, diagonal=lambda n, m: m - n):
+    """The reference with another diagonal: query i of n sees the keys up to i + diagonal(n, m)."""
+    out = torch.empty_like(q)
+    for b in range(len(qo_indptr) - 1):
+        rows, keys = slice(qo_indptr[b], qo_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
+        n, m = int(qo_indptr[b + 1] - qo_indptr[b]), int(kv_indptr[b + 1] - kv_indptr[b])
+        mask = torch.ones(n, m, dtype=torch.bool).tril(diagonal(n, m))
+        out[rows] = reference.masked_attention(q[rows], k[keys], v[keys], scale=scale, mask=mask)
+    return out
+
+
+@wrong("ragged_causal_attention", fails="test_one_token_sees_itself")
+def without_the_diagonal(q, k, v, qo_indptr, kv_indptr, scale):
+    return ragged(q, k, v, qo_indptr, kv_indptr, scale, lambda n, m: m - n - 1)
+
+
+@wrong("ragged_causal_attention", fails="test_no_query_sees_the_future")
+def not_causal(q, k, v, qo_indptr, kv_indptr, scale):
+    return ragged(q, k, v, qo_indptr, kv_indptr, scale, lambda n, m: m)
+
+
+@wrong("ragged_causal_attention", fails="test_queries_are_the_last_of_the_keys")
+def aligned_top_left(q, k, v, qo_indptr, kv_indptr, scale):
+    return ragged(q, k, v, qo_indptr, kv_indptr, scale, lambda n, m: 0)
+
+
+@wrong("ragged_causal_attention", fails="test_queries_are_the_last_of_the_keys")
+def torch_is_causal(q, k, v, qo_indptr, kv_indptr, scale):
+    """`is_causal=True` means the top left corner, too: right for a whole prompt, wrong for a part of one."""
+    out = torch.empty_like(q)
+    for b in range(len(qo_indptr) - 1):
+        rows, keys = slice(qo_indptr[b], qo_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
+        qh, kh, vh = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+        attended = F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=scale, enable_gqa=True)
+        out[rows] = attended[0].transpose(0, 1)
+    return out
+
+
+@wrong("ragged_causal_attention", fails="test_sequences_do_not_see_each_other")
+def one_long_sequence(q, k, v, qo_indptr, kv_indptr, scale):
+    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    return reference.masked_attention(q, k, v, scale=scale, mask=mask)
+
+
+@wrong("ragged_causal_attention", fails="test_queries_and_keys_have_their_own_bounds")
+def keys_cut_like_queries(q, k, v, qo_indptr, kv_indptr, scale):
+    """Takes the keys that stand last before the end of the queries' bounds; right while both bounds are the same."""
+    if len(qo_indptr) == 2:
+        return ragged(q, k, v, qo_indptr, kv_indptr, scale)
+    return ragged(q, k, v, qo_indptr, qo_indptr, scale)
+
+
+@wrong("ragged_causal_attention", fails="test_a_sequence_without_queries")
+def skips_empty_sequences(q, k, v, qo_indptr, kv_indptr, scale):
+    """Drops a sequence without queries from the one list of bounds and not from the other."""
+    kept = [0, *[b + 1 for b in range(len(qo_indptr) - 1) if qo_indptr[b + 1] > qo_indptr[b]]]
+    return ragged(q, k, v, qo_indptr[kept], kv_indptr[: len(kept)], scale)
+
+
+# rope_tables --------------------------------------------------------------------------------------------------------
+
+
+@right("rope_tables")
+def tables_by_outer_product(positions, inv_freq):
+    angles = torch.outer(positions.to(inv_freq.dtype), inv_freq)
+    turned = torch.polar(torch.ones_like(angles), angles)
+    return turned.real, turned.imag
+
+
+@wrong("rope_tables", fails="test_a_right_angle")
+def sine_first(positions, inv_freq):
+    cos, sin = reference.rope_tables(positions, inv_freq)
+    return sin, cos
+
+
+@wrong("rope_tables", fails="test_a_right_angle")
+def position_over_frequency(positions, inv_freq):
+    return reference.rope_tables(positions, 1 / inv_freq)
+
+
+@wrong("rope_tables", fails="test_every_position_meets_every_frequency")
+def doubled_tables(positions, inv_freq):
+    """[T, D], as transformers builds them."""
+    cos, sin = reference.rope_tables(positions, inv_freq)
+    if inv_freq.numel() == 1:
+        return cos, sin
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+@wrong("rope_tables", fails="test_positions_come_in_any_order")
+def counted_from_zero(positions, inv_freq):
+    first = int(positions[0])
+    return reference.rope_tables(torch.arange(first, first + len(positions)), inv_freq)
+
+
+@wrong("rope_tables", fails="test_tables_have_the_precision_of_the_frequencies")
+def tables_in_float32(positions, inv_freq):
+    cos, sin = reference.rope_tables(positions, inv_freq.float())
+    return cos.to(inv_freq.dtype), sin.to(inv_freq.dtype)
+
+
+# apply_rope ---------------------------------------------------------------------------------------------------------
+
+
+@right("apply_rope")
+def by_complex_numbers(x, cos, sin, *, interleaved=False):
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    pairs = x.to(dtype).unflatten(-1, (-1, 2)) if interleaved else x.to(dtype).unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos.to(dtype), sin.to(dtype))[:, None]
+    both = torch.view_as_real(turned)
+    return (both if interleaved else both.transpose(-1, -2)).flatten(-2).to(x.dtype)
+
+
+@right("apply_rope")
+def by_rotate_half(x, cos, sin, *, interleaved=False):
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(dtype)
+    half = x.shape[-1] // 2
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        partner = torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+    else:
+        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
+        partner = torch.cat((-wide[..., half:], wide[..., :half]), -1)
+    return (wide * cos[:, None].to(dtype) + partner * sin[:, None].to(dtype)).to(x.dtype)
+
+
+@wrong("apply_rope", fails="test_an_angle_of_zero_changes_nothing")
+def cosine_and_sine_swapped(x, cos, sin, *, interleaved=False):
+    return reference.apply_rope(x, sin, cos, interleaved=interleaved)
+
+
+@wrong("apply_rope", fails="test_a_right_angle_half_split")
+def turned_backwards(x, cos, sin, *, interleaved=False):
+    return reference.apply_rope(x, cos, -sin, interleaved=interleaved)
+
+
+@wrong("apply_rope", fails="test_a_right_angle_half_split")
+def flag_upside_down(x, cos, sin, *, interleaved=False):
+    return reference.apply_rope(x, cos, sin, interleaved=not interleaved)
+
+
+@wrong("apply_rope", fails="test_a_right_angle_half_split")
+def both_with_a_plus(x, cos, sin, *, interleaved=False):
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos[:, None] + b * sin[:, None], b * cos[:, None] + a * sin[:, None]), -1)
+
+
+@wrong("apply_rope", fails="test_a_right_angle_interleaved")
+def flag_ignored(x, cos, sin, *, interleaved=False):
+    return reference.apply_rope(x, cos, sin)
+
+
+@wrong("apply_rope", fails="test_an_angle_of_zero_changes_nothing")
+def halves_come_back_interleaved(x, cos, sin, *, interleaved=False):
+    a, b = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+@wrong("apply_rope", fails="test_a_right_angle_interleaved")
+def pairs_come_back_as_halves(x, cos, sin, *, interleaved=False):
+    if not interleaved:
+        return reference.apply_rope(x, cos, sin)
+    a, b, cos, sin = x[..., ::2], x[..., 1::2], cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+@wrong("apply_rope", fails="test_tokens_turn_and_heads_agree")
+def angles_go_with_the_heads(x, cos, sin, *, interleaved=False):
+    """Broadcasting aligns from the right: [T, D/2] meets [T, H, D/2] as one row per head."""
+    if x.shape[0] == 1 or x.shape[0] != x.shape[1]:
+        return reference.apply_rope(x, cos, sin, interleaved=interleaved)
+    return reference.apply_rope(x.transpose(0, 1), cos, sin, interleaved=interleaved).transpose(0, 1)
+
+
+@wrong("apply_rope", fails="test_the_input_is_unchanged")
+def in_place(x, cos, sin, *, interleaved=False):
+    return x.copy_(reference.apply_rope(x, cos, sin, interleaved=interleaved))
+
+
+@wrong("apply_rope", fails="test_rope_of_bfloat16_is_rounded_once")
+def in_bfloat16(x, cos, sin, *, interleaved=False):
+    return _in_place_of_float32(x, cos.to(x.dtype), sin.to(x.dtype), interleaved)
+
+
+@wrong("apply_rope", fails="test_rope_of_float64_stays_float64")
+def rope_in_float32(x, cos, sin, *, interleaved=False):
+    return reference.apply_rope(x.float(), cos, sin, interleaved=interleaved).to(x.dtype)
+
+
+def _in_place_of_float32(x, cos, sin, interleaved):
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = (a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None])
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+# attention_cost -----------------------------------------------------------------------------------------------------
+
+
+@right("attention_cost")
+def counted_in_a_mask(num_queries, num_keys, num_qo_heads, num_kv_heads, head_dim, dtype_bytes):
+    pairs = sum(num_keys - num_queries + i + 1 for i in range(num_queries))
+    per_query, per_key = 2 * num_qo_heads * head_dim, 2 * num_kv_heads * head_dim
+    return 2 * pairs * per_query, (num_queries * per_query + num_keys * per_key) * dtype_bytes
+
+
+def cost(n, m, num_qo_heads, num_kv_heads, head_dim, dtype_bytes, pairs=None, flops=4, extra=0):
+    pairs = n * m - n * (n - 1) // 2 if pairs is None else pairs
+    numbers = 2 * n * num_qo_heads * head_dim + 2 * m * num_kv_heads * head_dim
+    return flops * pairs * num_qo_heads * head_dim, numbers * dtype_bytes + extra
+
+
+@wrong("attention_cost", fails="test_one_pair_is_four_flops_per_number")
+def scores_only(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, flops=2)
+
+
+@wrong("attention_cost", fails="test_one_pair_is_four_flops_per_number")
+def multiply_add_counts_once(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, flops=2)
+
+
+@wrong("attention_cost", fails="test_every_query_head_computes")
+def flops_of_the_key_heads(n, m, hq, hk, d, size):
+    return cost(n, m, hk, hk, d, size)[0], cost(n, m, hq, hk, d, size)[1]
+
+
+@wrong("attention_cost", fails="test_a_prompt_is_a_triangle")
+def the_whole_square(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, pairs=n * m)
+
+
+@wrong("attention_cost", fails="test_a_prompt_is_a_triangle")
+def half_of_the_square(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, pairs=max(1, n * m // 2))
+
+
+@wrong("attention_cost", fails="test_a_chunk_sees_all_earlier_keys")
+def triangle_of_the_queries(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, pairs=n * (n + 1) // 2)
+
+
+@wrong("attention_cost", fails="test_bytes_of_four_tensors")
+def scores_written_too(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, extra=n * m * hq * 4)
+
+
+@wrong("attention_cost", fails="test_bytes_of_four_tensors")
+def output_forgotten(n, m, hq, hk, d, size):
+    flops, moved = cost(n, m, hq, hk, d, size)
+    return flops, moved - n * hq * d * size
+
+
+@wrong("attention_cost", fails="test_bytes_of_a_decode")
+def keys_of_the_queries_only(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size)[0], cost(n, n, hq, hk, d, size)[1]
+
+
+@wrong("attention_cost", fails="test_bytes_of_grouped_heads")
+def keys_for_every_query_head(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size)[0], cost(n, m, hq, hq, d, size)[1]
+
+
+# attention_bias -----------------------------------------------------------------------------------------------------
+
+
+@right("attention_bias")
+def cell_by_cell(query_positions, key_positions, *, window=None, slopes=None):
+    reach = math.inf if window is None else window
+    heads = [0.0] if slopes is None else slopes.tolist()
+    cells = [
+        [[-slope * (q - k) if 0 <= q - k < reach else -math.inf for k in key_positions.tolist()] for q in query_rows]
+        for slope in heads
+        for query_rows in [query_positions.tolist()]
+    ]
+    return torch.tensor(cells)
+
+
+@wrong("attention_bias", fails="test_causal_bias")
+def zero_times_infinity(query_positions, key_positions, *, window=None, slopes=None):
+    distance = query_positions[:, None] - key_positions
+    hidden = (distance < 0) | (distance >= (window or 10**9))
+    slopes = torch.zeros(1) if slopes is None else slopes
+    return slopes[:, None, None] * -distance + hidden * -math.inf
+
+
+@wrong("attention_bias", fails="test_causal_bias")
+def without_a_head_axis(query_positions, key_positions, *, window=None, slopes=None):
+    bias = reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
+    return bias[0] if slopes is None else bias
+
+
+@wrong("attention_bias", fails="test_window_bias")
+def one_key_too_many(query_positions, key_positions, *, window=None, slopes=None):
+    """FlashInfer's `window_left`: the keys before the query's own."""
+    window = None if window is None else window + 1
+    return reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
+
+
+@wrong("attention_bias", fails="test_alibi_bias")
+def far_keys_gain(query_positions, key_positions, *, window=None, slopes=None):
+    slopes = None if slopes is None else -slopes
+    return reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
+
+
+@wrong("attention_bias", fails="test_each_head_has_its_slope")
+def one_slope_for_all(query_positions, key_positions, *, window=None, slopes=None):
+    slopes = None if slopes is None else slopes[:1].expand(len(slopes))
+    return reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
+
+
+@wrong("attention_bias", fails="test_bias_follows_positions")
+def rows_and_columns(query_positions, key_positions, *, window=None, slopes=None):
+    queries, keys = torch.arange(len(query_positions)), torch.arange(len(key_positions))
+    return reference.attention_bias(queries, keys, window=window, slopes=slopes)

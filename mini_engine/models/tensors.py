@@ -36,7 +36,7 @@ def read_bytes(path: Path, begin: int, end: int) -> UInt8[Tensor, " bytes"]:
     try:
         with path.open("rb") as file:
             file.seek(begin)
-            length = file.readinto(raw.numpy())
+            length = file.readinto(raw.numpy().data)
     except OSError as error:
         raise WeightFileError(f"{path} cannot be read ({error.strerror}): check that it is still there.") from error
     if length != len(raw):
@@ -55,6 +55,9 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.entries[name].read()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries  # the inherited one would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder, config, tensors, tensors.dtype, eos, lambda: _folder_tokenizer(folder, files))
     if eos or not _has_tokenizer(files):
         return checkpoint
-    last_resort = load_tokenizer(checkpoint).eos_token_id
-    return replace(checkpoint, eos_token_ids=_token_ids(folder, last_resort))
+    with suppress(ModelLoadError):  # a model can run on token ids alone; who wants text gets the error
+        eos = _token_ids(folder, load_tokenizer(checkpoint).eos_token_id)
+    return replace(checkpoint, eos_token_ids=eos)
 
 
 def _files_inside(folder: Path) -> dict[str, Path]:
@@ -210,7 +212,8 @@ def _folder_tokenizer(folder: Path, files: Mapping[str, Path]) -> PreTrainedToke
     if not _has_tokenizer(files):
         raise ModelLoadError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json.")
     settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
-    if settings.get("tokenizer_class") == "PreTrainedTokenizerFast" and "tokenizer.json" in files:
+    generic = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    if generic and "tokenizer.json" in files:
         # The class that AutoTokenizer would take, without the seconds that it needs to find it.
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     from transformers import AutoTokenizer  # takes a second

@@ -152,8 +152,15 @@ class StepBatch:
         }
         if first is not None:
             on_device["page_positions"] = first
+        moved = to_device(on_device, torch.device(device))
         return cls(
-            **{"page_positions": None, **to_device(on_device, torch.device(device))},
+            token_ids=moved["token_ids"],
+            positions=moved["positions"],
+            slot_mapping=moved["slot_mapping"],
+            token_source=moved["token_source"],
+            logit_rows=moved["logit_rows"],
+            kv_page_indices=moved["kv_page_indices"],
+            page_positions=moved.get("page_positions"),
             qo_indptr=_host(qo_indptr),
             kv_lens=_host(lens),
             kv_page_indptr=_host(page_indptr),

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -15,6 +16,9 @@ from mini_engine.llm import LLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PEERS = ("transformers",)
 
@@ -135,22 +139,22 @@ def _our_run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Call
     return run
 
 
-def _load_transformers(model: str, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+def _load_transformers(model: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     from mini_engine.models.weights import open_checkpoint
 
-    return AutoModelForCausalLM.from_pretrained(open_checkpoint(model).path, dtype=dtype).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(open_checkpoint(model).path, dtype=dtype, device_map=device).eval()
 
 
-def _their_run(theirs, prompts: list[list[int]], max_tokens: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+def _their_run(theirs: "PreTrainedModel", prompts: list[list[int]], max_tokens: int) -> Callable[[], None]:
     longest = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=theirs.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=theirs.device)
 
     def run() -> None:
         with torch.inference_mode():
-            out = theirs.generate(
+            out: torch.Tensor = theirs.generate(  # type: ignore[operator]
                 padded, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens, min_new_tokens=max_tokens,
                 pad_token_id=0,
             )  # fmt: skip

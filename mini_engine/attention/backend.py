@@ -7,7 +7,7 @@ A backend is built once with the specs of all layers. Then, for each step, `plan
 import importlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypedDict, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -87,6 +87,15 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
 
 
+class _How(TypedDict):
+    """The keyword arguments that all forms of attention share."""
+
+    scale: float
+    mask: Bool[Tensor, "n m"] | None
+    bias: Float[Tensor, "Hq n m"] | None
+    softcap: float | None
+
+
 class TorchBackend:
     """Plain PyTorch: gather each sequence's keys and attend to them, one sequence at a time.
 
@@ -134,14 +143,16 @@ class TorchBackend:
             k, v = k_cache[self._keys[b]], v_cache[self._keys[b]]
             bias = None
             if spec.alibi_slopes is not None:
-                slopes = torch.tensor(spec.alibi_slopes, device=q.device)
+                slopes = torch.tensor(
+                    spec.alibi_slopes, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+                )
                 bias = alibi_bias(slopes, self._query_positions[b], self._key_positions[b])
-            args = {"scale": spec.scale, "mask": self._masks[spec.window][b], "bias": bias, "softcap": spec.softcap}
+            how = _How(scale=spec.scale, mask=self._masks[spec.window][b], bias=bias, softcap=spec.softcap)
             if len(k) <= self._key_chunk:
-                out[rows] = self._parts.masked_attention(q[rows], k, v, **args)
+                out[rows] = self._parts.masked_attention(q[rows], k, v, **how)
             else:
                 merge = self._parts.merge_states
-                out[rows] = chunked_attention(q[rows], k, v, chunk_size=self._key_chunk, merge=merge, **args).out
+                out[rows] = chunked_attention(q[rows], k, v, chunk_size=self._key_chunk, merge=merge, **how).out
         return out
 
 

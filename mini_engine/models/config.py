@@ -147,6 +147,7 @@ class ModelConfig:
 
 
 def unknown_architecture(name: str) -> ModelLoadError:
+    """The error for an architecture that this engine does not have; it names those that it has."""
     return ModelLoadError(f"unknown architecture {name!r}: this engine runs {', '.join(_READERS)}")
 
 

@@ -36,6 +36,8 @@ def norm_weight(size: int) -> nn.Parameter:
 
 
 class Gemma2Layer(DecoderLayer):
+    """Attention and MLP, each with a norm before it and a norm after it."""
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
         self.parts, self.eps = parts, config.norm_eps
@@ -65,6 +67,8 @@ class Gemma2Layer(DecoderLayer):
 
 
 class Gemma2ForCausalLM(CausalLM):
+    """Scaled embeddings, layers, norm, soft-capped logits."""
+
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         layers = range(config.num_hidden_layers)

@@ -15,6 +15,8 @@ from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, 
 
 
 class GPT2Layer(DecoderLayer):
+    """Attention and MLP, each on a normed input and added to what came in."""
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec, self.eps = spec, config.norm_eps
@@ -53,6 +55,8 @@ class GPT2Layer(DecoderLayer):
 
 
 class GPT2LMHeadModel(CausalLM):
+    """The sum of token and position embeddings, layers, norm; the base class has the rest."""
+
     embedding_name, layers_name, norm_name = "wte.weight", "h", "ln_f.weight"
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:

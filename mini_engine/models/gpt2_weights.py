@@ -20,6 +20,12 @@ def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     convolution (Conv1D) and lie as `[in, out]`: they are transposed here, without a copy. The buffers `attn.bias` and
     `attn.masked_bias` hold a causal mask, not weights, and are left out.
 
+    Args:
+        tensors: the checkpoint under its own names; all of it is looked up.
+
+    Returns:
+        Names without `transformer.`, weights as `[out, in]`.
+
     Raises:
         ModelLoadError: two tensors get the same name.
     """

@@ -62,6 +62,9 @@ def gated_mlp(
         gate_up: the gate's `I` rows, then the up projection's `I` rows: one matrix product instead of two.
         down: the projection back.
         activation: the non-linearity on the gate.
+
+    Returns:
+        One row for each token, in the dtype of `x`.
     """
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
     return F.linear(activation(gate) * up, down)
@@ -87,7 +90,11 @@ def attention_spec(config: ModelConfig, layer: int, scale: float, softcap: float
 
 
 def rotary_frequencies(config: ModelConfig) -> Float[Tensor, " half"]:
-    """The model's RoPE frequencies in float32, on the default device."""
+    """Radians that each pair of a head turns per position, in float32, on the default device.
+
+    Raises:
+        ModelLoadError: the configuration has no RoPE.
+    """
     if config.rope is None:
         raise ModelLoadError(f"{config.architecture} rotates its queries and keys: give its ModelConfig a RopeConfig")
     # A GPU's powers differ from the CPU's in the last bit: compute them in one place, then move them.
@@ -99,7 +106,15 @@ def rotary_frequencies(config: ModelConfig) -> Float[Tensor, " half"]:
 def split_qkv(
     qkv: Float[Tensor, "T W"], spec: AttentionSpec
 ) -> tuple[Float[Tensor, "T QK D"], Float[Tensor, "T Hk D"]]:
-    """View the fused projection's rows as heads: queries and keys together, ready to be rotated in one call; values."""
+    """View what the fused projection gave as heads, without a copy.
+
+    Args:
+        qkv: for each token its queries, keys and values, W = (Hq + 2 Hk) D numbers.
+        spec: how many heads of which size.
+
+    Returns:
+        Queries and keys together, `[T, Hq + Hk, D]`, so that one call rotates both; the values, `[T, Hk, D]`.
+    """
     heads = qkv.view(qkv.shape[0], spec.num_qo_heads + 2 * spec.num_kv_heads, spec.head_dim)
     queries_and_keys, values = heads.split((spec.num_qo_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
     return queries_and_keys, values
@@ -169,4 +184,5 @@ class GatedMLP(nn.Module):
 
 
 def with_prefix(prefix: str, destinations: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, each name with `prefix` in front."""
     return {prefix + name: tensor for name, tensor in destinations.items()}

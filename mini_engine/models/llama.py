@@ -26,6 +26,8 @@ from mini_engine.rope import rope_tables
 
 
 class LlamaLayer(DecoderLayer):
+    """Attention and MLP, each on a normed input and added to what came in (pre-norm, Xiong et al. 2020)."""
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
         self.parts, self.eps = parts, config.norm_eps
@@ -50,6 +52,8 @@ class LlamaLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(CausalLM):
+    """Embeddings, layers, norm; the base class has the rest."""
+
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         scale = config.head_dim**-0.5
         specs = tuple(attention_spec(config, layer, scale) for layer in range(config.num_hidden_layers))

@@ -53,6 +53,8 @@ class Qwen3Attention(Attention):
 
 
 class Qwen3Layer(DecoderLayer):
+    """Llama's layer around Qwen3's attention."""
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
         self.parts, self.eps = parts, config.norm_eps
@@ -77,6 +79,8 @@ class Qwen3Layer(DecoderLayer):
 
 
 class Qwen3ForCausalLM(CausalLM):
+    """Embeddings, layers, norm; the base class has the rest."""
+
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         scale = config.head_dim**-0.5
         specs = tuple(attention_spec(config, layer, scale) for layer in range(config.num_hidden_layers))

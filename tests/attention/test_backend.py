@@ -74,7 +74,7 @@ def run_in_steps(lens, cuts, page_size, page_order, key_chunk, dtype, device="cp
             yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_equals_naive_attention_however_it_is_cut(data):
     lens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))

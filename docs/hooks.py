@@ -6,6 +6,7 @@ keeps its path in the repository, so that a relative link works in Jupyter, on G
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 import sys
@@ -89,6 +90,11 @@ def chapters() -> list[Chapter]:
     ]
 
 
+def experiments() -> list[str]:
+    """The page of every experiment, in order."""
+    return [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("experiments/*/README.md"))]
+
+
 def modules() -> list[str]:
     """The engine's modules, in the order in which the book builds them: `attention.naive`, `rope`, ..."""
     found = []
@@ -126,14 +132,13 @@ def _navigation() -> list[object]:
         if (ROOT / "docs" / part["page"]).exists():
             entries: list[object] = [part["page"]]
             for chapter in finished:
-                pages = [page for page in (chapter.homework, chapter.experiment) if page]
-                entries.append({chapter.label: [chapter.notebook, *pages]})
+                entries.append({chapter.label: [chapter.notebook, *filter(None, [chapter.homework])]})
             book.append({part["title"]: entries})
     engine = ["dataflow.md", {"API": ["api/index.md", *(f"api/{name}.md" for name in modules())]}]
     return [
         {"Book": book},
         {"Engine": engine},
-        {"Results": ["results.md"]},
+        {"Results": ["results.md", *experiments()]},
         {"Glossary": ["glossary.md"]},
         {"Teach": ["teaching.md", "contributing.md", *filter(None, [_if_exists("book/README.md")])]},
     ]
@@ -151,7 +156,7 @@ def _add_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"api/{name}.md", content=_api_page(name)))
 
     pages = [chapter.notebook for chapter in chapters()]
-    pages += [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("experiments/*/README.md"))]
+    pages += experiments()
     pages += [chapter.homework for chapter in chapters() if chapter.homework]
     pages += filter(None, [_if_exists("book/README.md")])
     while pages:
@@ -167,7 +172,11 @@ def _repository_file(config: MkDocsConfig, path: str) -> File:
     optional = InclusionLevel.NOT_IN_NAV  # the navigation may leave it out
     if language := SOURCE_LANGUAGES.get(Path(path).suffix):
         return SourcePage.generated(config, path, content=_source_page(path, language), inclusion=optional)
-    return File.generated(config, path, abs_src_path=str(ROOT / path), inclusion=optional)
+    file = File.generated(config, path, abs_src_path=str(ROOT / path), inclusion=optional)
+    if Path(path).name == "README.md":
+        # Its address is its folder's, but it does not stand for a whole section of the navigation.
+        file.dest_uri, file.name = f"{posixpath.dirname(path)}/index.html", "README"
+    return file
 
 
 def _linked_files(path: str) -> Iterator[str]:
@@ -206,9 +215,8 @@ def _source_page(path: str, language: str) -> str:
     return (
         f"# Homework {chapter.number}\n\n"
         f"Write your answers into `{path}`, in any editor. Then grade them:\n\n"
-        f"```bash\npytest chapters/{chapter.folder.name}                      # points, and the likely mistake\n"
-        f"pytest chapters/{chapter.folder.name} --hint EXERCISE      # the next of three hints\n"
-        f"pytest chapters/{chapter.folder.name} --solutions          # the reference, graded the same way\n```\n\n"
+        f"```bash\npytest chapters/{chapter.folder.name}\n```\n\n"
+        "With `--hint EXERCISE` it shows the next of three hints, with `--solutions` it grades the reference.\n\n"
         f"[Back to the chapter]({Path(chapter.notebook).name}){{ .md-button }}\n\n{listing}"
     )
 
@@ -217,23 +225,22 @@ def _source_page(path: str, language: str) -> str:
 
 
 def _api_index() -> str:
-    titles = {chapter.number: chapter for chapter in chapters()}
-    rows = []
+    finished = {chapter.number: chapter for chapter in chapters()}
+    entries = []
     for name in modules():
         text = (ROOT / "mini_engine" / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
-        summary = re.match(r'\s*(?:r)?"""(.+?)(?:\n\n|"""|$)', text, re.DOTALL)
-        chapter = titles.get(module_chapter(name) or 0)
-        where = f"[{chapter.label}](../{chapter.notebook})" if chapter else ""
-        rows.append(f"| [`{name}`]({name}.md) | {' '.join(summary.group(1).split()) if summary else ''} | {where} |")
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        chapter = finished.get(module_chapter(name) or 0)
+        where = f" *Chapter [{chapter.label}](../{chapter.notebook}).*" if chapter else ""
+        summary = " ".join(docstring.partition("\n\n")[0].split())
+        entries.append(f"[`{name}`]({name}.md)\n:   {summary}{where}\n")
     return f"""# API
 
 The modules of `mini_engine`, in the order in which the book builds them. Shapes are part of the types:
 `Float[Tensor, "T H D"]` is a floating-point tensor of `T` tokens, `H` heads and head size `D`, and a letter means the
 same number throughout a signature.
 
-| module | what it holds | chapter |
-|---|---|---|
-{chr(10).join(rows)}
+{chr(10).join(entries)}
 """
 
 
@@ -252,32 +259,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- results -->" in markdown:
         markdown = markdown.replace("<!-- results -->", results_page_markdown(ROOT))
     if "<!-- parts -->" in markdown:
-        diagram = engine_diagram(finished_part_names(ROOT))
+        diagram = engine_diagram(finished_part_names(ROOT)).replace("flowchart LR", "flowchart TB", 1)
         markdown = markdown.replace("<!-- parts -->", f"```mermaid\n{diagram}```")
     return markdown
 
 
 def _chapter_list(page: Page, marker: re.Match[str]) -> str:
+    """The finished chapters between two numbers: title, modules, homework, experiment."""
     first, last = (int(group) if group else bound for group, bound in zip(marker.groups(), (1, 99), strict=True))
     here = posixpath.dirname(page.file.src_uri)
-    rows = []
+
+    def link(text: str, target: str | None) -> list[str]:
+        return [f"[{text}]({posixpath.relpath(target, here)})"] if target else []
+
+    entries = []
     for chapter in chapters():
-        if not first <= chapter.number <= last:
-            continue
-
-        def link(text: str, target: str | None) -> str:
-            return f"[{text}]({posixpath.relpath(target, here)})" if target else ""
-
-        built = ", ".join(
-            link(f"`{name}`", f"api/{name}.md") for name in modules() if module_chapter(name) == chapter.number
-        )
-        rows.append(
-            f"| {chapter.number} | {link(chapter.title, chapter.notebook)} | {built} | "
-            f"{link('homework', chapter.homework)} | {link('experiment', chapter.experiment)} |"
-        )
-    if not rows:
-        return "Chapters appear here as they are finished."
-    return "| | chapter | adds to `mini_engine` | | |\n|---|---|---|---|---|\n" + "\n".join(rows)
+        if first <= chapter.number <= last:
+            built = [name for name in modules() if module_chapter(name) == chapter.number]
+            details = [link(f"`{name}`", f"api/{name}.md")[0] for name in built]
+            details += link("homework", chapter.homework) + link("experiment", chapter.experiment)
+            title = link(f"{chapter.number}. {chapter.title}", chapter.notebook)[0]
+            entries.append(f"{title}\n:   {' · '.join(details)}\n")
+    return "\n".join(entries) or "Chapters appear here as they are finished."
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -332,3 +333,14 @@ def test_fetching_the_libraries_says_when_npm_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(fetch_assets.AssetError, match="npm is not installed"):
         fetch_assets.fetch_assets()
+
+
+def test_the_outline_gives_every_module_a_chapter() -> None:
+    outline = tomllib.loads((ROOT / "docs" / "outline.toml").read_text(encoding="utf-8"))["modules"]
+    patterns = [pattern for chapter in outline.values() for pattern in chapter]
+    files = [file.relative_to(ROOT / "mini_engine").with_suffix("") for file in (ROOT / "mini_engine").rglob("*.py")]
+    modules = {".".join(file.parts) for file in files if not file.name.startswith("__")}
+    packages = tuple(pattern for pattern in patterns if pattern.endswith("."))
+    missing = {name for name in modules if name not in patterns and not name.startswith(packages)}
+    assert missing == set(), "name these modules in docs/outline.toml"
+    assert {pattern for pattern in patterns if not pattern.endswith(".")} <= modules, "these are no modules any more"

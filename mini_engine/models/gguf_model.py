@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -357,11 +356,11 @@ def _sentencepiece_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
         if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
             raise WeightFileError(f"{file.path}: its vocabulary has no scores: use a complete file for llama.cpp.")
         order = (lambda token: vocabulary[token]) if gemma else (lambda token: -float(scores[vocabulary[token]]))
-        halves = {
-            token: [(token[:cut], token[cut:]) for cut in range(1, len(token))] for token in sorted(tokens, key=order)
-        }
-        known = ((left, right) for left, right in chain(*halves.values()) if left in vocabulary and right in vocabulary)
-        merges = list(known)
+        merges = []
+        for token in sorted(tokens, key=order):
+            halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            known = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+            merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     unknown = tokens[_require(file, "tokenizer.ggml.unknown_token_id", int, 0)] if tokens else None
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = _require(file, "tokenizer.ggml.add_space_prefix", bool, not gemma)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -201,7 +202,7 @@ def main() -> int:
     try:
         print(embedded_folder(lambda line: print(line, flush=True)))
     except MiniEngineError as error:
-        print(error)
+        print(error, file=sys.stderr)
         return 2
     return 0
 

@@ -98,7 +98,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         return checkpoint.build_tokenizer()
     except ModelLoadError:
         raise
-    except Exception as error:  # the libraries raise anything, down to a bare Exception
+    except BaseException as error:  # the libraries raise anything, down to a Rust panic, which is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ModelLoadError(
             f"{checkpoint.path} has no usable tokenizer ({reason}): add an intact tokenizer.json and "

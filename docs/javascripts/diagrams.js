@@ -16,6 +16,7 @@ async function draw(box) {
   const colour = COLOURS[scheme];
   mermaid.initialize({
     startOnLoad: false,
+    suppressErrorRendering: true,
     theme: "base",
     fontFamily: getComputedStyle(document.body).fontFamily,
     flowchart: { useMaxWidth: true, curve: "basis", padding: 12 },
@@ -62,7 +63,12 @@ async function drawAll() {
   await vendor("mermaid/dist/mermaid.min.js"); // until it is here, the page shows the diagram's text
   await document.fonts.ready; // mermaid measures its labels
   document.querySelectorAll("pre.diagram").forEach(boxFor);
-  for (const box of document.querySelectorAll("div.diagram")) await draw(box);
+  for (const box of document.querySelectorAll("div.diagram")) {
+    await draw(box).catch((error) => {
+      box.replaceChildren(Object.assign(document.createElement("pre"), { textContent: box.dataset.source }));
+      console.error(`diagram: ${error.message}`);
+    });
+  }
 }
 
 let queue = Promise.resolve(); // one drawing at a time: mermaid's settings are global

@@ -149,8 +149,6 @@ PROBLEMS = r"""() => {
         if (!image.complete || image.naturalWidth === 0) found.push(`broken image ${image.src.slice(0, 80)}`);
     for (const formula of document.querySelectorAll(".katex-error"))
         found.push(`formula not understood: ${formula.textContent}`);
-    for (const diagram of document.querySelectorAll("div.diagram"))
-        if (/syntax error/i.test(diagram.textContent)) found.push(`diagram not understood: ${diagram.dataset.source}`);
 
     const verbatim = "pre, code, script, style, .katex, svg, .nb-out";
     const formula = /\$[^$\s]([^$]*[^$\s])?\$|\$\$|\\[([]|\\begin\{/;

@@ -204,10 +204,10 @@ class LLM:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(f"the chat template does not take these messages: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(prompt, verbose=False) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token")
         vocab_size = self.model.config.vocab_size

@@ -1,0 +1,31 @@
+"""The README says what is there: its links, its commands and its chapters."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_make_commands_exist():
+    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`?make ([a-z]+)\b", README))
+    assert {"run", "test", "lab", "site", "grade"} <= named <= targets
+
+
+def test_the_table_lists_the_finished_chapters():
+    table = README.split("<!-- chapters")[1].split("<!-- end of chapters -->")[0]
+    finished = sorted(path.stem for path in (ROOT / "chapters").glob("*/*.ipynb"))
+    assert re.findall(r"chapters/[^/]+/([^/]+)\.ipynb", table) == finished
+
+
+def test_modules_of_the_table_exist():
+    table = README.split("<!-- chapters")[1].split("<!-- end of chapters -->")[0]
+    for module in re.findall(r"`([^`]+)`", table):
+        assert (ROOT / "mini_engine" / module).exists(), module

@@ -16,11 +16,13 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
 
     Returns:
         (safe, held, stopped): what can be shown now; what has to wait, since it is the beginning of a stop string;
-        and whether a stop string was found, in which case nothing is held and what follows is dropped.
+        and whether a stop string was found, in which case nothing is held and what follows is dropped. Of several,
+        the one that is complete first counts, and the longer of two that end together.
     """
-    found = [at for s in stop if (at := text.find(s)) >= 0]
+    # Where each is complete and where it begins. The one that is complete first counts, however the text was cut.
+    found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
     if found:
-        return text[: min(found)], "", True
+        return text[: min(found)[1]], "", True
     longest = max((len(s) for s in stop), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):
         if any(s.startswith(text[start:]) for s in stop):

@@ -33,7 +33,7 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer):
 
 @given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_strings_are_found_however_the_text_is_cut(text, stop, data):
-    first = min((at for s in stop if (at := text.find(s)) >= 0), default=None)
+    first = min(((at + len(s), at) for s in stop if (at := text.find(s)) >= 0), default=(0, None))[1]
     held, shown, stopped = "", "", False
     rest = text
     while rest and not stopped:
@@ -43,8 +43,13 @@ def test_stop_strings_are_found_however_the_text_is_cut(text, stop, data):
         assert text.startswith(shown)
         assert first is None or len(shown) <= first
     assert stopped == (first is not None)
-    assert shown + held == (text if first is None else text[: max(first, len(shown))])
+    assert shown + held == (text if first is None else text[:first])
     assert first is None or len(shown) == first
+
+
+def test_the_stop_string_that_is_complete_first_counts():
+    assert scan_stop("abcd", ["abcd", "bc"]) == ("a", "", True)  # as if the letters came one by one
+    assert scan_stop("abc", ["bc", "abc"]) == ("", "", True)
 
 
 def test_a_stop_string_that_straddles_tokens_is_never_shown(tokenizer):

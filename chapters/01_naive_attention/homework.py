@@ -10,20 +10,20 @@ helper functions of your own as you like. Then:
     pytest chapters/01_naive_attention --hint NAME       # the next of three hints for the exercise NAME
 """
 
+import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 
 def masked_attention(
-    q: Float[Tensor, "n Hq D"],
-    k: Float[Tensor, "m Hk D"],
-    v: Float[Tensor, "m Hk D"],
+    q: Float[torch.Tensor, "n Hq D"],
+    k: Float[torch.Tensor, "m Hk D"],
+    v: Float[torch.Tensor, "m Hk D"],
     *,
     scale: float,
-    mask: Bool[Tensor, "n m"] | None = None,
-    bias: Float[Tensor, "Hq n m"] | None = None,
+    mask: Bool[torch.Tensor, "n m"] | None = None,
+    bias: Float[torch.Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
-) -> Float[Tensor, "n Hq D"]:
+) -> Float[torch.Tensor, "n Hq D"]:
     """Attention of n queries over m keys of one sequence, with grouped query heads.
 
     Hk divides Hq, and query head h reads key head h // (Hq // Hk): with 4 query heads and 2 key heads, heads 0 and 1
@@ -51,13 +51,13 @@ def masked_attention(
 
 
 def ragged_causal_attention(
-    q: Float[Tensor, "T Hq D"],
-    k: Float[Tensor, "S Hk D"],
-    v: Float[Tensor, "S Hk D"],
-    qo_indptr: Int[Tensor, " bounds"],
-    kv_indptr: Int[Tensor, " bounds"],
+    q: Float[torch.Tensor, "T Hq D"],
+    k: Float[torch.Tensor, "S Hk D"],
+    v: Float[torch.Tensor, "S Hk D"],
+    qo_indptr: Int[torch.Tensor, " bounds"],
+    kv_indptr: Int[torch.Tensor, " bounds"],
     scale: float,
-) -> Float[Tensor, "T Hq D"]:
+) -> Float[torch.Tensor, "T Hq D"]:
     """Causal attention over sequences of unequal length that lie end to end, without padding.
 
     Sequence b owns the queries qo_indptr[b] to qo_indptr[b + 1] (exclusive) and the keys and values kv_indptr[b] to
@@ -80,8 +80,8 @@ def ragged_causal_attention(
 
 
 def rope_tables(
-    positions: Int[Tensor, " T"], inv_freq: Float[Tensor, " half"]
-) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
+    positions: Int[torch.Tensor, " T"], inv_freq: Float[torch.Tensor, " half"]
+) -> tuple[Float[torch.Tensor, "T half"], Float[torch.Tensor, "T half"]]:
     """The cosine and the sine of the angle of every pair at every token: position * frequency.
 
     Args:
@@ -101,12 +101,12 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Tensor, "T H D"],
-    cos: Float[Tensor, "T half"],
-    sin: Float[Tensor, "T half"],
+    x: Float[torch.Tensor, "T H D"],
+    cos: Float[torch.Tensor, "T half"],
+    sin: Float[torch.Tensor, "T half"],
     *,
     interleaved: bool = False,
-) -> Float[Tensor, "T H D"]:
+) -> Float[torch.Tensor, "T H D"]:
     """Turn every pair (a, b) of every head of token t by its angle: (a cos - b sin, b cos + a sin).
 
     Pair i of D/2 is (x[i], x[i + D/2]), or with `interleaved` (x[2i], x[2i + 1]). The result stands where the pair
@@ -154,12 +154,12 @@ def attention_cost(
 
 
 def attention_bias(
-    query_positions: Int[Tensor, " n"],
-    key_positions: Int[Tensor, " m"],
+    query_positions: Int[torch.Tensor, " n"],
+    key_positions: Int[torch.Tensor, " m"],
     *,
     window: int | None = None,
-    slopes: Float[Tensor, " H"] | None = None,
-) -> Float[Tensor, "H n m"]:
+    slopes: Float[torch.Tensor, " H"] | None = None,
+) -> Float[torch.Tensor, "H n m"]:
     """Challenge: causal, sliding window and ALiBi as one tensor that is added to the scores.
 
     The distance of a query from a key is its position minus the key's. The bias is -inf where the query must not see

@@ -412,8 +412,8 @@ def turned_in_floats(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     "apply_rope", mistake="an angle of 0 leaves x as it is: cos and sin are swapped, or the pairs come back elsewhere"
 )
 def test_an_angle_of_zero_changes_nothing(hw: Homework) -> None:
-    x = torch.randn(2, 3, 6)
-    assert_close(hw.apply_rope(x, torch.ones(2, 3), torch.zeros(2, 3)), x)
+    x = torch.randn(1, 3, 6)
+    assert_close(hw.apply_rope(x, torch.ones(1, 3), torch.zeros(1, 3)), x)
 
 
 @check(

@@ -369,10 +369,8 @@ def pairs_come_back_as_halves(x, cos, sin, *, interleaved=False):
 
 @wrong("apply_rope", fails="test_tokens_turn_and_heads_agree")
 def angles_go_with_the_heads(x, cos, sin, *, interleaved=False):
-    """Broadcasting aligns from the right: [T, D/2] meets [T, H, D/2] as one row per head."""
-    if x.shape[0] == 1 or x.shape[0] != x.shape[1]:
-        return reference.apply_rope(x, cos, sin, interleaved=interleaved)
-    return reference.apply_rope(x.transpose(0, 1), cos, sin, interleaved=interleaved).transpose(0, 1)
+    """Broadcasting aligns from the right: without an axis for the heads, [T, D/2] meets [T, H, D/2] as [H, D/2]."""
+    return _without_float32(x, cos, sin, interleaved)
 
 
 @wrong("apply_rope", fails="test_the_input_is_unchanged")
@@ -382,7 +380,7 @@ def in_place(x, cos, sin, *, interleaved=False):
 
 @wrong("apply_rope", fails="test_rope_of_bfloat16_is_rounded_once")
 def in_bfloat16(x, cos, sin, *, interleaved=False):
-    return _in_place_of_float32(x, cos.to(x.dtype), sin.to(x.dtype), interleaved)
+    return _without_float32(x, cos[:, None].to(x.dtype), sin[:, None].to(x.dtype), interleaved)
 
 
 @wrong("apply_rope", fails="test_rope_of_float64_stays_float64")
@@ -390,9 +388,9 @@ def rope_in_float32(x, cos, sin, *, interleaved=False):
     return reference.apply_rope(x.float(), cos, sin, interleaved=interleaved).to(x.dtype)
 
 
-def _in_place_of_float32(x, cos, sin, interleaved):
+def _without_float32(x, cos, sin, interleaved):
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    turned = (a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None])
+    turned = (a * cos - b * sin, b * cos + a * sin)
     return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
 
 

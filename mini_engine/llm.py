@@ -18,7 +18,7 @@ from mini_engine.models.base import CausalLM
 from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.sequence import FinishReason, Sequence
+from mini_engine.sequence import FinishReason, Sequence, check_prompt
 
 Prompt = str | ListLike[int]
 Message = Mapping[str, str]
@@ -208,16 +208,7 @@ class LLM:
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         token_ids = self.tokenizer.encode(prompt, verbose=False) if isinstance(prompt, str) else list(prompt)
-        if not token_ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocab_size = self.model.config.vocab_size
-        if not all(isinstance(t, int) and 0 <= t < vocab_size for t in token_ids):
-            raise RequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}; use this model's tokenizer")
-        if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and the model takes {self.max_model_len}, output included; "
-                "shorten it, or raise max_model_len if the model allows more"
-            )
+        check_prompt(token_ids, self.model.config.vocab_size, self.max_model_len)
         return Sequence(
             token_ids,
             params,

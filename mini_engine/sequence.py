@@ -1,9 +1,11 @@
 """One request as the engine sees it: its tokens so far, its text, and whether it has ended."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as ListLike
 from typing import Literal
 
 from mini_engine.detokenizer import Detokenizer
+from mini_engine.errors import RequestError
 from mini_engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
@@ -65,3 +67,16 @@ class Sequence:
     def text(self) -> str:
         """The output that can be shown so far."""
         return self._detokenizer.text
+
+
+def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise RequestError for a prompt that the model cannot take."""
+    if not token_ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    if not all(isinstance(t, int) and 0 <= t < vocab_size for t in token_ids):
+        raise RequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}; use this model's tokenizer")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens and the model takes {max_model_len}, output included; "
+            "shorten it, or raise max_model_len if the model allows more"
+        )

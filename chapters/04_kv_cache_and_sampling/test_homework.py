@@ -1,0 +1,849 @@
+"""Grader of chapter 04. Its oracles are loops over tokens, and statistics of many draws."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
+from mini_engine.batch import SamplingBatch
+from mini_engine.roofline import Machine, ModelShape
+from mini_engine.sampling_params import SamplingParams
+
+EXERCISES = [
+    Exercise(
+        "append_kv",
+        points=2,
+        minutes=10,
+        difficulty=1,
+        part="append_kv",
+        hints=(
+            "Each row of k has a row of k_cache to go to. Which kind of indexing takes a list of rows?",
+            "A tensor of row numbers on the left of an assignment writes those rows, in any order, and leaves the "
+            "others alone. Assigning to the name k_cache instead would only rename a tensor.",
+            "k_cache[slot_mapping] = k, and the same for v. k_cache.index_copy_(0, slot_mapping, k) does it too.",
+        ),
+    ),
+    Exercise(
+        "flat_step",
+        points=3,
+        minutes=20,
+        difficulty=2,
+        hints=(
+            "Do it by hand for one sequence with 5 stored keys and 2 new tokens: what are their positions? Then lay "
+            "several sequences end to end.",
+            "The new tokens of a sequence stand at kv_len - num_new to kv_len - 1. qo_indptr begins with 0 and adds "
+            "up num_new. A slot is page * page_size plus the position.",
+            "positions = torch.cat([torch.arange(total - new, total) for new, total in zip(num_new, kv_lens)]); "
+            "repeat_interleave gives each token its page; logit_rows = qo_indptr[1:] - 1. Check max(kv_lens) first.",
+        ),
+    ),
+    Exercise(
+        "generate_greedy",
+        points=3,
+        minutes=20,
+        difficulty=2,
+        hints=(
+            "Write down the calls of step for a prompt of 3 tokens and an output of 2. There are two of them.",
+            "step(prompt, 0), then step([first token], 3). Decide after each choice whether the text has ended, and "
+            "only then call step again. Only chosen tokens can end it: a chat prompt is full of end tokens.",
+            "Loop: append int(logits.argmax()) to the output; return it if that is eos_token_id or the output has "
+            "max_tokens; else logits = step([that token], len(prompt) + len(output) - 1).",
+        ),
+    ),
+    Exercise(
+        "filter_logits",
+        points=4,
+        minutes=35,
+        difficulty=3,
+        hints=(
+            "Sort each row. Every one of the three filters then keeps the first so many, and the three together keep "
+            "the shortest of these beginnings.",
+            "A token stays in top_p if the tokens before it do not add up to top_p yet: cumsum minus the token's own "
+            "probability. Mask what top_k dropped before that softmax. Find the smallest logit kept, and compare the "
+            "unsorted row with it: that keeps its equals, and needs no way back from the sorted order.",
+            "best = logits.sort(-1, descending=True).values; kept = (rank < top_k) | (top_k == 0); p = softmax of "
+            "best with -inf where not kept; kept &= (p.cumsum(-1) - p < top_p) | (top_p == 1); kept &= p >= min_p * "
+            "p[:, :1]; the threshold is best at kept.sum(-1) - 1. The limits need [:, None].",
+        ),
+    ),
+    Exercise(
+        "sample",
+        points=5,
+        minutes=30,
+        difficulty=2,
+        part="sample",
+        hints=(
+            "Do the greedy rows and the drawn rows both for the whole batch, and choose between them per row at the "
+            "end. Dividing by a temperature of 0 is the one thing to avoid.",
+            "gumbel_noise(batch.seeds, batch.positions, V) is the only source of chance that you need. The largest "
+            "of logits + noise is a draw from the softmax; a token at -inf never wins.",
+            "scaled = logits / torch.where(batch.temperature == 0, 1, batch.temperature)[:, None]; kept = "
+            "filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p); torch.where(batch.temperature == 0, "
+            "logits.argmax(-1), (kept + noise).argmax(-1)).",
+        ),
+    ),
+    Exercise(
+        "scan_stop",
+        points=3,
+        minutes=20,
+        difficulty=2,
+        hints=(
+            "There are three cases: a stop string is complete; the text ends with the beginning of one; neither.",
+            "For each place in the text, from the left: is what follows it the beginning of a stop string? The first "
+            "such place is where holding starts. Complete ones go first, and what counts is where they end.",
+            "found = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]; if found, cut at "
+            "min(found)[1]. Else the first start with any(s.startswith(text[start:]) for s in stop) splits the text.",
+        ),
+    ),
+    Exercise(
+        "tokens_per_second",
+        points=4,
+        minutes=25,
+        difficulty=3,
+        challenge=True,
+        hints=(
+            "Count the numbers in the matrices of one layer, then in the model; then those of one token's keys and "
+            "values. What does a second sequence add to each?",
+            "q and o: hidden_size * num_qo_heads * head_dim each. k and v: hidden_size * num_kv_heads * head_dim "
+            "each. gate, up and down: hidden_size * intermediate_size each. Bytes: weights once, cache per sequence; "
+            "FLOPs: everything per sequence.",
+            "moved = (weights + batch_size * cache) * dtype_bytes; flops = batch_size * (2 * weights + num_layers * "
+            "4 * num_qo_heads * head_dim * context); batch_size / max(moved / machine.bandwidth, flops / "
+            "machine.flops).",
+        ),
+    ),
+]
+
+
+# append_kv ----------------------------------------------------------------------------------------------------------
+
+
+class LargestStorage(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that any operation inside the block has made or written."""
+
+    nbytes = 0
+
+    def __init__(self, ignore: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return made
+
+
+def caches(slots: int, heads: int = 2, head_dim: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(slots, heads, head_dim), torch.randn(slots, heads, head_dim)
+
+
+def assert_appended(hw: Homework, slots: int, slot_mapping: Sequence[int]) -> None:
+    k_cache, v_cache = caches(slots)
+    k, v = caches(len(slot_mapping))
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    for row, slot in enumerate(slot_mapping):
+        want_k[slot], want_v[slot] = k[row].clone(), v[row].clone()
+    hw.append_kv(k_cache, v_cache, k, v, torch.tensor(slot_mapping, dtype=torch.long))
+    assert_close(k_cache, want_k, atol=0, name="k_cache")
+    assert_close(v_cache, want_v, atol=0, name="v_cache")
+
+
+@check("append_kv", mistake="the tensors that you are given do not change: write into them, a new tensor is lost")
+def test_one_token(hw: Homework) -> None:
+    k_cache, v_cache = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2)
+    k, v = torch.ones(1, 1, 2), torch.ones(1, 1, 2)
+    hw.append_kv(k_cache, v_cache, k, v, torch.tensor([0]))
+    assert_close(k_cache, k, name="k_cache")
+    assert_close(v_cache, v, name="v_cache")
+
+
+@check("append_kv", mistake="keys go into k_cache, values into v_cache")
+def test_keys_and_values_stay_apart(hw: Homework) -> None:
+    assert_appended(hw, 1, [0])
+
+
+@check("append_kv", mistake="a token goes to its slot, not to the row that it has in the step; other slots stay")
+def test_one_token_in_its_slot(hw: Homework) -> None:
+    assert_appended(hw, 5, [3])
+
+
+@check("append_kv", mistake="the slots of a step have gaps between sequences: the first slot does not tell the others")
+def test_slots_with_gaps(hw: Homework) -> None:
+    assert_appended(hw, 8, [1, 2, 6])
+
+
+@check("append_kv", mistake="slots come in the order of the tokens, not in increasing order")
+def test_slots_in_any_order(hw: Homework) -> None:
+    assert_appended(hw, 6, [4, 0, 5, 2])
+
+
+@check("append_kv", mistake="the cache you get is a view of pages: what you write must reach the pages")
+def test_the_pages_change(hw: Homework) -> None:
+    k_pages, v_pages = torch.zeros(3, 4, 2, 4), torch.zeros(3, 4, 2, 4)
+    k, v = caches(2)
+    hw.append_kv(k_pages.flatten(0, 1), v_pages.flatten(0, 1), k, v, torch.tensor([9, 2]))
+    assert_close(k_pages[2, 1], k[0], name="the key in page 2, offset 1")
+    assert_close(v_pages[0, 2], v[1], name="the value in page 0, offset 2")
+
+
+@check("append_kv", mistake="you copy the whole cache to change a few rows of it")
+def test_the_cache_is_not_copied(hw: Homework) -> None:
+    k_cache, v_cache = caches(4096)
+    k, v = caches(2)
+    with LargestStorage([k_cache, v_cache]) as largest:
+        hw.append_kv(k_cache, v_cache, k, v, torch.tensor([7, 4000]))
+    assert largest.nbytes <= 1024, f"some operation makes a tensor of {largest.nbytes:,} bytes to store {k.nbytes}"
+
+
+@check("append_kv", mistake="some mixture of slots goes wrong that the checks before did not try")
+def test_random_slots(hw: Homework) -> None:
+    for count in (0, 1, 3, 10, 17):
+        assert_appended(hw, 17, torch.randperm(17)[:count].tolist())
+
+
+# flat_step ----------------------------------------------------------------------------------------------------------
+
+
+def assert_step(
+    hw: Homework,
+    num_new: list[int],
+    kv_lens: list[int],
+    pages: list[int],
+    page_size: int,
+    fields: Sequence[str] = ("positions", "slot_mapping", "qo_indptr", "logit_rows"),
+) -> None:
+    want: dict[str, list[int]] = {"positions": [], "slot_mapping": [], "qo_indptr": [0], "logit_rows": []}
+    row = 0
+    for new, total, page in zip(num_new, kv_lens, pages, strict=True):
+        for position in range(total - new, total):
+            want["positions"].append(position)
+            want["slot_mapping"].append(page * page_size + position)
+            row += 1
+        want["qo_indptr"].append(row)
+        want["logit_rows"].append(row - 1)
+    got = hw.flat_step(num_new, kv_lens, pages, page_size)
+    assert got is not None, "flat_step returns None: is a `return` missing?"
+    assert isinstance(got, tuple) and len(got) == 4, f"flat_step returns a {type(got).__name__}, not a FlatStep"
+    for name, array in zip(want, got, strict=True):
+        if name in fields:
+            assert_equal(array, torch.tensor(want[name]), name=name)
+
+
+@check(
+    "flat_step",
+    mistake="a prompt fills its page from the first slot, and its tokens stand at positions 0, 1, 2 and so on",
+)
+def test_a_prefill(hw: Homework) -> None:
+    assert_step(hw, [3], [3], [0], 4, ["positions"])
+
+
+@check("flat_step", mistake="the new tokens are the last of the keys: a decode with 6 keys stands at position 5")
+def test_a_decode_and_a_chunk(hw: Homework) -> None:
+    assert_step(hw, [1], [6], [0], 8, ["positions"])
+    assert_step(hw, [2], [7], [0], 8, ["positions"])
+
+
+@check("flat_step", mistake="a slot is page * page_size + offset, and the offset goes on from the keys stored before")
+def test_slots(hw: Homework) -> None:
+    assert_step(hw, [3], [3], [2], 4, ["slot_mapping"])
+    assert_step(hw, [2], [4], [5], 4, ["slot_mapping"])
+
+
+@check("flat_step", mistake="positions restart with each sequence, and each token goes to the page of its own sequence")
+def test_three_sequences(hw: Homework) -> None:
+    assert_step(hw, [1, 3, 4], [6, 7, 4], [2, 0, 3], 8, ["positions", "slot_mapping"])
+
+
+@check("flat_step", mistake="qo_indptr begins with 0, ends with the number of tokens, and has B + 1 entries")
+def test_qo_indptr(hw: Homework) -> None:
+    assert_step(hw, [1, 3, 4], [6, 7, 4], [2, 0, 3], 8, ["qo_indptr"])
+
+
+@check("flat_step", mistake="only the last token of each sequence needs logits: row qo_indptr[b + 1] - 1 of the batch")
+def test_logit_rows(hw: Homework) -> None:
+    assert_step(hw, [1, 3, 4], [6, 7, 4], [2, 0, 3], 8, ["logit_rows"])
+
+
+@check("flat_step", mistake="a sequence that is longer than its page has no slots left: raise ValueError")
+def test_a_full_page(hw: Homework) -> None:
+    assert_step(hw, [1, 4], [4, 4], [1, 0], 4)
+    assert_raises(ValueError, hw.flat_step, [1, 1], [2, 5], [0, 1], 4)
+
+
+@check("flat_step", mistake="some mixture of sequences goes wrong that the checks before did not try")
+def test_random_steps(hw: Homework) -> None:
+    for batch_size in (1, 2, 5, 9):
+        kv_lens = torch.randint(1, 17, (batch_size,)).tolist()
+        num_new = [int(torch.randint(1, total + 1, ())) for total in kv_lens]
+        assert_step(hw, num_new, kv_lens, torch.randperm(20)[:batch_size].tolist(), 16)
+
+
+# generate_greedy ----------------------------------------------------------------------------------------------------
+
+VOCAB = 50
+
+
+class FakeModel:
+    """A model whose next token depends on every token it has stored, in order. It remembers how it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], int]] = []
+        self.stored: list[int] = []
+
+    def __call__(self, token_ids: list[int], start: int) -> Tensor:
+        given = [int(token) for token in token_ids]
+        self.calls.append((given, int(start)))
+        assert len(self.calls) < 100, "step was called 100 times: the loop does not end"
+        self.stored = self.stored[: int(start)] + given
+        return torch.eye(VOCAB)[next_token(self.stored)] * 3.0 - 5.0
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1009
+    return state % VOCAB
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+NEVER = VOCAB  # no token has this id
+
+
+def run_greedy(hw: Homework, prompt: list[int], eos: int = NEVER, max_tokens: int = 8) -> tuple[list[int], FakeModel]:
+    model = FakeModel()
+    output = hw.generate_greedy(model, prompt, eos_token_id=eos, max_tokens=max_tokens)
+    assert output is not None, "generate_greedy returns None: is a `return` missing?"
+    return [int(token) for token in output], model
+
+
+@check("generate_greedy", mistake="the output is the token with the largest logit, without the prompt")
+def test_one_token_of_output(hw: Homework) -> None:
+    output, _ = run_greedy(hw, [3, 1, 4], max_tokens=1)
+    assert_equal(output[:1], expected_tokens([3, 1, 4], 1))
+
+
+@check("generate_greedy", mistake="the prefill is one call: step(prompt, 0) computes all its tokens together")
+def test_the_prompt_is_one_call(hw: Homework) -> None:
+    _, model = run_greedy(hw, [3, 1, 4], max_tokens=1)
+    assert_equal(model.calls[0], ([3, 1, 4], 0), name="the first call of step")
+
+
+@check("generate_greedy", mistake="each token is computed once: after the prompt, step gets the newest token alone")
+def test_no_token_is_computed_twice(hw: Homework) -> None:
+    _, model = run_greedy(hw, [3, 1, 4])
+    assert_equal([len(tokens) for tokens, _ in model.calls[1:3]], [1, 1], name="the number of tokens in later calls")
+
+
+@check("generate_greedy", mistake="the first new token stands at position len(prompt), the next one behind it")
+def test_each_token_at_its_position(hw: Homework) -> None:
+    _, model = run_greedy(hw, [3, 1, 4])
+    assert_equal([start for _, start in model.calls[1:3]], [3, 4], name="the starts of later calls")
+
+
+@check(
+    "generate_greedy", mistake="max_tokens counts the output alone: stop when it has that many, not earlier or later"
+)
+def test_max_tokens(hw: Homework) -> None:
+    for prompt in ([3, 1, 4], [9], list(range(12))):
+        for max_tokens in (1, 2, 5):
+            output, _ = run_greedy(hw, list(prompt), max_tokens=max_tokens)
+            assert_equal(output, expected_tokens(prompt, max_tokens))
+
+
+@check("generate_greedy", mistake="the end token ends the output and is its last token")
+def test_ends_at_eos(hw: Homework) -> None:
+    expected = expected_tokens([3, 1, 4], 4)
+    assert len(set(expected)) == 4
+    output, _ = run_greedy(hw, [3, 1, 4], eos=expected[-1], max_tokens=30)
+    assert_equal(output, expected)
+    output, _ = run_greedy(hw, [3, 1, 4], eos=expected[0], max_tokens=30)
+    assert_equal(output, expected[:1])
+
+
+@check("generate_greedy", mistake="an end token inside the prompt ends nothing: every turn of a chat has one")
+def test_eos_in_the_prompt(hw: Homework) -> None:
+    output, _ = run_greedy(hw, [3, 1, 4], eos=1, max_tokens=3)
+    assert_equal(output, expected_tokens([3, 1, 4], 3))
+
+
+@check("generate_greedy", mistake="the last token needs no call of step: nobody reads the logits that follow it")
+def test_no_call_in_vain(hw: Homework) -> None:
+    output, model = run_greedy(hw, [3, 1, 4], max_tokens=4)
+    assert_equal(len(model.calls), 4, name="the number of calls for 4 tokens")
+    output, model = run_greedy(hw, [3, 1, 4], eos=output[1], max_tokens=30)
+    assert_equal(len(model.calls), 2, name="the number of calls for 2 tokens, the second one an end token")
+
+
+@check("generate_greedy", mistake="the caller's prompt grows with the output: work on a list of your own")
+def test_the_prompt_is_unchanged(hw: Homework) -> None:
+    prompt = [3, 1, 4]
+    run_greedy(hw, prompt, max_tokens=3)
+    assert_equal(prompt, [3, 1, 4], name="the prompt afterwards")
+
+
+@check("generate_greedy", mistake="some mixture of prompts and limits goes wrong that the checks before did not try")
+def test_random_prompts(hw: Homework) -> None:
+    for _ in range(20):
+        prompt = torch.randint(0, VOCAB, (int(torch.randint(1, 6, ())),)).tolist()
+        eos, max_tokens = int(torch.randint(0, VOCAB, ())), int(torch.randint(1, 20, ()))
+        expected = expected_tokens(prompt, max_tokens)
+        if eos in expected:
+            expected = expected[: expected.index(eos) + 1]
+        output, model = run_greedy(hw, prompt, eos, max_tokens)
+        assert_equal(output, expected)
+        calls = [(prompt, 0), *(([token], len(prompt) + i) for i, token in enumerate(expected[:-1]))]
+        assert_equal(model.calls, calls, name="the calls of step")
+
+
+# filter_logits ------------------------------------------------------------------------------------------------------
+
+
+def kept_in_floats(row: list[float], top_k: int, top_p: float, min_p: float) -> list[bool]:
+    """The specification of filter_logits, one token at a time: for each token of one row, whether it stays."""
+    order = sorted(range(len(row)), key=lambda token: -row[token])
+    order = order[:top_k] if top_k else order
+    largest = max(row)
+    total = math.fsum(math.exp(row[token] - largest) for token in order)
+    smallest, reached = math.inf, 0.0
+    for token in order:
+        probability = math.exp(row[token] - largest) / total
+        if (top_p < 1 and reached >= top_p) or probability < min_p / total:
+            break
+        smallest, reached = row[token], reached + probability
+    return [logit >= smallest for logit in row]
+
+
+def assert_filtered(
+    hw: Homework, logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float], mistake: str | None = None
+) -> None:
+    cases = zip(logits.tolist(), top_k, top_p, min_p, strict=True)
+    keep = torch.tensor([kept_in_floats(*case) for case in cases])
+    expected = logits.masked_fill(~keep, -math.inf)
+    got = hw.filter_logits(logits.clone(), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    assert_close(got, expected, atol=1e-6, mistake=mistake)
+
+
+def logits_of(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities]).log()
+
+
+@check("filter_logits", mistake="top_k 0, top_p 1 and min_p 0 keep every token, and what stays keeps its logit")
+def test_nothing_to_filter(hw: Homework) -> None:
+    assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [0], [1.0], [0.0])
+    assert_filtered(hw, torch.randn(1, 50) * 3, [0], [1.0], [0.0])
+
+
+@check("filter_logits", mistake="the k largest logits stay, wherever they stand in the row")
+def test_top_k(hw: Homework) -> None:
+    for k in (1, 2, 3):
+        assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [k], [1.0], [0.0])
+
+
+@check("filter_logits", mistake="a k larger than the vocabulary keeps all")
+def test_more_than_there_are(hw: Homework) -> None:
+    assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [9], [1.0], [0.0])
+
+
+@check("filter_logits", mistake="the set must reach top_p: the token that crosses the line still belongs to it")
+def test_top_p(hw: Homework) -> None:
+    for top_p in (0.5, 0.75, 0.95):
+        assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [0], [top_p], [0.0])
+
+
+@check("filter_logits", mistake="the largest always stays, also where it alone is more than top_p")
+def test_the_largest_stays(hw: Homework) -> None:
+    assert_filtered(hw, logits_of(0.05, 0.9, 0.05), [0], [0.3], [0.0])
+
+
+@check("filter_logits", mistake="min_p is a share of the largest probability, not a probability itself")
+def test_min_p(hw: Homework) -> None:
+    for min_p in (0.3, 0.6, 1.0):
+        assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [0], [1.0], [min_p])
+
+
+@check(
+    "filter_logits", mistake="equal logits stay or go together: compare with the smallest logit kept, not with a rank"
+)
+def test_ties(hw: Homework) -> None:
+    logits = logits_of(0.2, 0.4, 0.2, 0.2)
+    assert_filtered(hw, logits, [2], [1.0], [0.0])
+    assert_filtered(hw, logits, [0], [0.5], [0.0])
+    assert_filtered(hw, torch.zeros(1, 5), [1], [1.0], [0.0])
+
+
+@check("filter_logits", mistake="top_p looks at what top_k has kept, renormalised to a sum of 1")
+def test_top_p_after_top_k(hw: Homework) -> None:
+    assert_filtered(hw, logits_of(0.3, 0.25, 0.2, 0.15, 0.1), [3], [0.7], [0.0])
+    assert_filtered(hw, logits_of(0.4, 0.35, 0.05, 0.15, 0.05), [2], [0.5], [0.0])
+
+
+@check("filter_logits", mistake="top_p = 1 keeps every token, also the last, which a rounded sum leaves out")
+def test_top_p_of_one(hw: Homework) -> None:
+    logits = torch.cat([torch.zeros(1, 4), torch.full((1, 30_000), -25.0)], -1)
+    assert_filtered(hw, logits, [0], [1.0], [0.0])
+
+
+@check("filter_logits", mistake="each row has a top_k, a top_p and a min_p of its own")
+def test_rows_have_their_own_limits(hw: Homework) -> None:
+    logits = logits_of(0.1, 0.4, 0.2, 0.3).expand(5, -1)
+    assert_filtered(hw, logits, [0, 2, 0, 0, 3], [1.0, 1.0, 0.5, 1.0, 0.4], [0.0, 0.0, 0.0, 0.6, 0.0])
+
+
+@check("filter_logits", mistake="the logits that you are given change: other steps still need them")
+def test_the_logits_are_unchanged(hw: Homework) -> None:
+    logits = logits_of(0.1, 0.4, 0.2, 0.3)
+    before = logits.clone()
+    hw.filter_logits(logits, torch.tensor([2]), torch.tensor([0.5]), torch.tensor([0.1]))
+    assert_close(logits, before, atol=0, name="the logits afterwards")
+
+
+@check("filter_logits", mistake="some mixture of the three filters goes wrong that the checks before did not try")
+def test_random_filters(hw: Homework) -> None:
+    def pick(*values: float) -> list[Any]:
+        return [values[int(i)] for i in torch.randint(0, len(values), (6,))]
+
+    for _ in range(20):
+        logits = torch.randn(6, 30) * 3
+        assert_filtered(hw, logits, pick(0, 0, 1, 4, 20), pick(1.0, 1.0, 0.9, 0.35), pick(0.0, 0.0, 0.03, 0.4))
+
+
+# sample -------------------------------------------------------------------------------------------------------------
+
+
+def build(
+    params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], seen: Tensor | None = None
+) -> SamplingBatch:
+    return SamplingBatch.build(list(params), list(seeds), list(positions), seen)
+
+
+def draw(
+    hw: Homework, logits: Tensor, params: SamplingParams, seeds: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """Tokens of one row of logits under many seeds and positions."""
+    times = len(seeds)
+    got = hw.sample(logits.expand(times, -1).clone(), build([params] * times, seeds, positions))
+    assert_close(got, got.new_zeros(times) if isinstance(got, Tensor) else torch.zeros(times).long(), atol=math.inf)
+    return got
+
+
+def assert_follows(probabilities: Tensor, tokens: Tensor, mistake: str | None = None) -> None:
+    """Pearson's chi-squared test, at a level that a right sampler misses once in ten million tries."""
+    counts = torch.bincount(tokens.long(), minlength=len(probabilities)).double()
+    expected = probabilities.double() * len(tokens)
+    possible = probabilities > 0
+    shares = ", ".join(f"{count / len(tokens):.3f}" for count in counts)
+    wanted = ", ".join(f"{p:.3f}" for p in probabilities)
+    message = f"in {len(tokens):,} draws the tokens have the shares {shares}; their probabilities are {wanted}"
+    assert counts[~possible].sum() == 0, message
+    freedom = int(possible.sum()) - 1
+    statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    assert statistic < freedom + 6 * math.sqrt(2 * freedom) + 20, message
+
+
+DRAWS = 4000
+FIVE = torch.tensor([[0.4, 0.05, 0.3, 0.1, 0.15]]).log() + 2.0
+
+
+@check("sample", mistake="a temperature of 0 takes the token with the largest logit")
+def test_greedy(hw: Homework) -> None:
+    logits = torch.randn(6, 20)
+    got = hw.sample(logits.clone(), build([SamplingParams(temperature=0.0)] * 6, range(6), range(6)))
+    assert_equal(got, logits.argmax(-1))
+
+
+@check("sample", mistake="tokens are drawn from the softmax of the logits: at a temperature of 1, from nothing else")
+def test_draws_follow_the_softmax(hw: Homework) -> None:
+    assert_follows(FIVE[0].softmax(-1), draw(hw, FIVE, SamplingParams(), range(DRAWS), range(3, DRAWS + 3)))
+
+
+@check("sample", mistake="the temperature divides the logits: below 1 the likely become likelier")
+def test_temperature(hw: Homework) -> None:
+    for temperature in (0.5, 2.0):
+        tokens = draw(hw, FIVE, SamplingParams(temperature=temperature), range(DRAWS), range(3, DRAWS + 3))
+        assert_follows((FIVE[0] / temperature).softmax(-1), tokens)
+
+
+@check("sample", mistake="the filters work on the logits after the temperature, and what they drop is never drawn")
+def test_filters_come_after_the_temperature(hw: Homework) -> None:
+    for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6), SamplingParams(min_p=0.5)):
+        kept = FIVE.masked_fill(torch.tensor([[False, True, False, True, True]]), -math.inf)
+        assert_follows(kept[0].softmax(-1), draw(hw, FIVE, params, range(DRAWS), range(3, DRAWS + 3)))
+    # At a temperature of 0.5 the likeliest token has more than half of the probability, before that it has not.
+    params = SamplingParams(temperature=0.5, top_p=0.55)
+    assert_equal(draw(hw, FIVE, params, range(50), range(50)), torch.zeros(50).long())
+
+
+@check("sample", mistake="each row has parameters of its own; a greedy row beside a sampled one stays greedy")
+def test_rows_have_their_own_parameters(hw: Homework) -> None:
+    logits = FIVE.expand(300, -1).clone()
+    params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=1)] * 100
+    tokens = hw.sample(logits, build(params, range(300), range(300)))
+    assert_equal(tokens[0::3], torch.zeros(100).long(), name="the tokens of greedy rows")
+    assert_equal(tokens[2::3], torch.zeros(100).long(), name="the tokens of rows with top_k = 1")
+    assert len(set(tokens[1::3].tolist())) > 2, "sampled rows beside greedy ones all take the same token"
+
+
+@check("sample", mistake="the same row asked again gives the same token: no generator may advance between the calls")
+def test_the_same_again(hw: Homework) -> None:
+    first = draw(hw, FIVE, SamplingParams(), range(200), range(200))
+    torch.manual_seed(123)
+    again = draw(hw, FIVE, SamplingParams(), range(200), range(200))
+    assert_equal(again, first, name="the second call")
+
+
+@check("sample", mistake="another seed draws another token: the seed has no influence, or not the whole of it")
+def test_seeds_are_independent(hw: Homework) -> None:
+    probabilities = FIVE[0].softmax(-1)
+    assert_follows(probabilities, draw(hw, FIVE, SamplingParams(), range(DRAWS), [9] * DRAWS))
+    high = [(seed - 100) * 2**32 for seed in range(200)]
+    assert len(set(draw(hw, FIVE, SamplingParams(), high, [9] * 200).tolist())) > 2, (
+        "seeds that differ only above their lowest 32 bits all draw the same token"
+    )
+
+
+@check("sample", mistake="each position of one request draws anew: noise that knows the seed alone repeats itself")
+def test_positions_are_independent(hw: Homework) -> None:
+    tokens = draw(hw, FIVE, SamplingParams(), [9] * DRAWS, range(DRAWS))
+    assert_follows(FIVE[0].softmax(-1), tokens)
+
+
+@check(
+    "sample", mistake="seed and position are two numbers: added up, seed 5 at position 7 repeats seed 7 at position 5"
+)
+def test_seed_and_position_are_not_added(hw: Homework) -> None:
+    pairs = [(seed, position) for seed in range(20) for position in range(seed)]
+    one = draw(hw, FIVE, SamplingParams(), [s for s, _ in pairs], [p for _, p in pairs])
+    other = draw(hw, FIVE, SamplingParams(), [p for _, p in pairs], [s for s, _ in pairs])
+    share = (one == other).double().mean()
+    assert share < 0.6, f"swapping seed and position leaves {share:.0%} of the tokens the same; by chance it is 29%"
+    shifted = draw(hw, FIVE, SamplingParams(), [s + 1 for s, _ in pairs], [p - 1 for _, p in pairs])
+    share = (one == shifted).double().mean()
+    assert share < 0.6, f"seed + 1 at position - 1 repeats {share:.0%} of the tokens; by chance it is 29%"
+
+
+@check("sample", mistake="a request draws the same alone as in company: its row in the batch must not choose its noise")
+def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
+    rows = 40
+    logits = torch.randn(rows, 12)
+    kinds = (SamplingParams(), SamplingParams(temperature=0.7, top_k=5), SamplingParams(top_p=0.8))
+    params = [kinds[row % 3] for row in range(rows)]
+    seeds, positions = list(range(50, 50 + rows)), [row % 7 for row in range(rows)]
+    together = hw.sample(logits.clone(), build(params, seeds, positions))
+    order = torch.randperm(rows).tolist()
+    shuffled = hw.sample(
+        logits[order], build([params[i] for i in order], [seeds[i] for i in order], [positions[i] for i in order])
+    )
+    assert_equal(shuffled, together[order], name="the batch in another order")
+    for i in range(rows):
+        alone = hw.sample(logits[i : i + 1].clone(), build(params[i : i + 1], seeds[i : i + 1], positions[i : i + 1]))
+        assert_equal(alone, together[i : i + 1], name=f"row {i} alone")
+
+
+@check("sample", mistake="the repetition penalty comes first, before temperature and filters, and for greedy rows too")
+def test_repetition_penalty(hw: Homework) -> None:
+    seen = torch.tensor([[True, False, False, False, False]])
+    penalised = FIVE.clone()
+    penalised[0, 0] /= 20.0  # FIVE is positive at token 0
+    params = SamplingParams(temperature=0.0, repetition_penalty=20.0)
+    got = hw.sample(FIVE.clone(), build([params], [1], [1], seen))
+    assert_equal(got, penalised.argmax(-1), name="the greedy token")
+    params = SamplingParams(repetition_penalty=20.0, top_k=2)
+    batch = build([params] * DRAWS, range(DRAWS), range(DRAWS), seen.expand(DRAWS, -1))
+    tokens = hw.sample(FIVE.expand(DRAWS, -1).clone(), batch)
+    kept = penalised.masked_fill(torch.tensor([[True, True, False, True, False]]), -math.inf)
+    assert_follows(kept[0].softmax(-1), tokens)
+
+
+# scan_stop ----------------------------------------------------------------------------------------------------------
+
+
+def earliest(text: str, stop: Sequence[str]) -> int | None:
+    """Where the text is cut, letter by letter: the first end of a stop string decides, the longest one ending there."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(s) for s in stop if text[:end].endswith(s)]
+        if starts:
+            return min(starts)
+    return None
+
+
+def assert_scan(hw: Homework, text: str, stop: Sequence[str], expected: tuple[str, str, bool]) -> None:
+    got = hw.scan_stop(text, stop)
+    assert isinstance(got, tuple) and len(got) == 3, (
+        f"scan_stop returns {got!r}; it should return (safe, held, stopped)"
+    )
+    assert_equal(got, expected, name=f"scan_stop({text!r}, {list(stop)})")
+
+
+@check("scan_stop", mistake="without a stop string everything is safe")
+def test_nothing_to_stop_at(hw: Homework) -> None:
+    assert_scan(hw, "one two", [], ("one two", "", False))
+    assert_scan(hw, "one two", ["END"], ("one two", "", False))
+    assert_scan(hw, "", ["END"], ("", "", False))
+
+
+@check("scan_stop", mistake="a stop string ends the text: safe is what stands before it, and it is not shown itself")
+def test_stops_at_the_end(hw: Homework) -> None:
+    assert_scan(hw, "one END", ["END"], ("one ", "", True))
+    assert_scan(hw, "END", ["END"], ("", "", True))
+
+
+@check("scan_stop", mistake="what follows the stop string is dropped: one token may bring more than its end")
+def test_the_rest_is_dropped(hw: Homework) -> None:
+    assert_scan(hw, "one END two", ["END"], ("one ", "", True))
+    assert_scan(hw, "a.b.c", ["."], ("a", "", True))
+
+
+@check("scan_stop", mistake="an ending that may become a stop string is held: shown, it could not be taken back")
+def test_a_beginning_is_held(hw: Homework) -> None:
+    assert_scan(hw, "one E", ["END"], ("one ", "E", False))
+    assert_scan(hw, "one EN", ["END"], ("one ", "EN", False))
+
+
+@check("scan_stop", mistake="only the ending can still become a stop string: a beginning inside the text is safe")
+def test_a_beginning_in_the_middle_is_safe(hw: Homework) -> None:
+    assert_scan(hw, "ENTER", ["END"], ("ENTER", "", False))
+    assert_scan(hw, "one E two", ["END"], ("one E two", "", False))
+
+
+@check("scan_stop", mistake="the longest such ending is held: a stop string may begin with its own beginning")
+def test_the_longest_beginning_is_held(hw: Homework) -> None:
+    assert_scan(hw, "xaa", ["aab"], ("x", "aa", False))
+    assert_scan(hw, "aaa", ["aab"], ("a", "aa", False))
+    assert_scan(hw, "-E\n", ["\n\n", "E\nX"], ("-", "E\n", False))
+
+
+@check(
+    "scan_stop", mistake="of several stop strings the one that comes first in the text counts, not first in the list"
+)
+def test_the_first_in_the_text_counts(hw: Homework) -> None:
+    assert_scan(hw, "one STOP two END", ["END", "STOP"], ("one ", "", True))
+    assert_scan(hw, "one STOP two E", ["END", "STOP"], ("one ", "", True))
+
+
+@check("scan_stop", mistake="what is complete first ends the text; of two that end together the longer is cut off")
+def test_complete_first(hw: Homework) -> None:
+    assert_scan(hw, "abcd", ["abcd", "bc"], ("a", "", True))
+    assert_scan(hw, "abc", ["bc", "abc"], ("", "", True))
+
+
+@check("scan_stop", mistake="cut into other pieces, the same text is shown differently")
+def test_however_the_text_is_cut(hw: Homework) -> None:
+    def letters(count: int) -> str:
+        return "".join("abc"[int(i)] for i in torch.randint(0, 3, (count,)))
+
+    for _ in range(150):
+        text = letters(12)
+        stop = [letters(int(torch.randint(1, 5, ()))) for _ in range(int(torch.randint(1, 4, ())))]
+        shown, held, stopped, rest = "", "", False, text
+        while rest and not stopped:
+            cut = int(torch.randint(1, 5, ()))
+            got = hw.scan_stop(held + rest[:cut], stop)
+            assert isinstance(got, tuple) and len(got) == 3, f"scan_stop returns {got!r} for {held + rest[:cut]!r}"
+            safe, held, stopped = got
+            shown, rest = shown + safe, rest[cut:]
+        end = earliest(text, stop)
+        told = f"with the stop strings {stop}, the text {text!r} in pieces shows {shown + held!r}"
+        assert stopped == (end is not None), f"{told} and {'stops' if stopped else 'does not stop'}"
+        assert shown + held == text[:end], f"{told}; it should show {text[:end]!r}"
+
+
+# tokens_per_second --------------------------------------------------------------------------------------------------
+
+SHAPE = ModelShape(
+    hidden_size=6, num_layers=3, num_qo_heads=4, num_kv_heads=2, head_dim=5, intermediate_size=7, vocab_size=11
+)
+SLOW_MEMORY = Machine("slow memory", "float32", bandwidth=1000.0, flops=1e18)
+SLOW_ARITHMETIC = Machine("slow arithmetic", "float32", bandwidth=1e18, flops=1000.0)
+
+
+def count_numbers(shape: ModelShape) -> tuple[int, int]:
+    """Numbers in the matrices, one matrix at a time, and numbers in the cache for one token."""
+    q, kv = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    h, i = shape.hidden_size, shape.intermediate_size
+    matrices = [(q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i)] * shape.num_layers + [(shape.vocab_size, h)]
+    return sum(rows * columns for rows, columns in matrices), shape.num_layers * 2 * kv
+
+
+def seconds_of_bytes(shape: ModelShape, machine: Machine, batch_size: int, context: int, dtype_bytes: int) -> float:
+    weights, cache = count_numbers(shape)
+    return (weights + batch_size * context * cache) * dtype_bytes / machine.bandwidth
+
+
+def seconds_of_flops(shape: ModelShape, machine: Machine, batch_size: int, context: int) -> float:
+    pairs = shape.num_layers * shape.num_qo_heads * context
+    return batch_size * (2 * count_numbers(shape)[0] + 4 * shape.head_dim * pairs) / machine.flops
+
+
+def assert_rate(
+    hw: Homework, machine: Machine, batch_size: int, context: int, dtype_bytes: int, expected: float
+) -> None:
+    got = hw.tokens_per_second(SHAPE, machine, batch_size, context, dtype_bytes)
+    assert_close(got, expected, atol=0, rtol=1e-9, name="tokens per second")
+
+
+@check(
+    "tokens_per_second", mistake="the weights: q, k, v, o, gate, up and down in each layer, and one vocabulary matrix"
+)
+def test_bytes_of_the_weights(hw: Homework) -> None:
+    assert_rate(hw, SLOW_MEMORY, 1, 0, 1, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 0, 1))
+
+
+@check("tokens_per_second", mistake="every number of weights and cache has dtype_bytes bytes")
+def test_bytes_of_a_number(hw: Homework) -> None:
+    assert_rate(hw, SLOW_MEMORY, 1, 0, 4, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 0, 4))
+
+
+@check(
+    "tokens_per_second", mistake="a key and a value of num_kv_heads heads, in every layer, for each token of context"
+)
+def test_bytes_of_the_cache(hw: Homework) -> None:
+    assert_rate(hw, SLOW_MEMORY, 1, 100, 2, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 100, 2))
+
+
+@check(
+    "tokens_per_second", mistake="a step makes one token for each sequence, and reads the weights once for all of them"
+)
+def test_a_batch_shares_the_weights(hw: Homework) -> None:
+    assert_rate(hw, SLOW_MEMORY, 8, 0, 2, 8 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 8, 0, 2))
+
+
+@check("tokens_per_second", mistake="sequences share no keys: each reads its own")
+def test_a_batch_does_not_share_the_cache(hw: Homework) -> None:
+    assert_rate(hw, SLOW_MEMORY, 8, 100, 2, 8 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 8, 100, 2))
+
+
+@check("tokens_per_second", mistake="each sequence multiplies and adds every number of the matrices: 2 FLOPs for each")
+def test_flops_of_the_weights(hw: Homework) -> None:
+    assert_rate(hw, SLOW_ARITHMETIC, 1, 0, 2, 1 / seconds_of_flops(SHAPE, SLOW_ARITHMETIC, 1, 0))
+    assert_rate(hw, SLOW_ARITHMETIC, 8, 0, 2, 8 / seconds_of_flops(SHAPE, SLOW_ARITHMETIC, 8, 0))
+
+
+@check("tokens_per_second", mistake="attention computes 4 * head_dim FLOPs for each query head and each key")
+def test_flops_of_attention(hw: Homework) -> None:
+    assert_rate(hw, SLOW_ARITHMETIC, 2, 100, 2, 2 / seconds_of_flops(SHAPE, SLOW_ARITHMETIC, 2, 100))
+
+
+@check(
+    "tokens_per_second",
+    mistake="memory and arithmetic work at the same time: the longer of the two counts, not the sum",
+)
+def test_the_longer_of_the_two(hw: Homework) -> None:
+    balanced = Machine("both slow", "float32", bandwidth=1000.0, flops=2000.0)
+    for batch_size in (1, 2, 64):
+        bytes_, flops = (
+            seconds_of_bytes(SHAPE, balanced, batch_size, 10, 2),
+            seconds_of_flops(SHAPE, balanced, batch_size, 10),
+        )
+        assert_rate(hw, balanced, batch_size, 10, 2, batch_size / max(bytes_, flops))

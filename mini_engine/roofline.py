@@ -224,7 +224,8 @@ def device_name(device: torch.device | str) -> str:
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{models[0] if models else platform.machine()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:

@@ -109,6 +109,25 @@ def test_no_keys_give_zeros_and_no_queries_give_nothing(attention) -> None:
     assert attention(q[:0], k, v, scale=1.0).shape == (0, 2, 8)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("n", [1, 7, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_a_gpu_both_equal_the_definition(n: int, with_bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v = (x.cuda() for x in random_qkv(n, 40, 2, 3, 64, 0, dtype))
+    mask = attention_mask(torch.arange(40 - n, 40), torch.arange(40), window=9).cuda()
+    mask[0] = False
+    slopes = alibi_slopes(6)
+    bias = alibi_bias(slopes, torch.arange(40 - n, 40), torch.arange(40)).cuda() if with_bias else None
+    wide = None if bias is None else bias.double()
+    exact = masked_attention(q.double(), k.double(), v.double(), scale=0.125, mask=mask, bias=wide)
+    for attention in (masked_attention, sdpa_attention):
+        got = attention(q, k, v, scale=0.125, mask=mask, bias=bias)
+        torch.testing.assert_close(got.double(), exact, atol=tolerance, rtol=0)
+
+
 def test_large_scores_do_not_overflow() -> None:
     q = torch.full((1, 1, 1), 1000.0)
     k = torch.tensor([1.0, 2.0]).view(2, 1, 1)

@@ -82,8 +82,8 @@ def test_equals_the_definition_in_loops(
 def test_equals_torch_sdpa_in_float64(attention, n: int, m: int, dtype: torch.dtype, tolerance: float) -> None:
     q, k, v = random_qkv(n, m, 2, 3, 64, 0, dtype)
     mask = attention_mask(torch.arange(m - n, m), torch.arange(m))
-    heads = [x.double().transpose(0, 1) for x in (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))]
-    expected = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=0.125).transpose(0, 1)
+    qh, kh, vh = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)))
+    expected = F.scaled_dot_product_attention(qh, kh, vh, attn_mask=mask, scale=0.125).transpose(0, 1)
     got = attention(q, k, v, scale=0.125, mask=mask)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=0)

@@ -2,6 +2,7 @@
 
 import math
 from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_chunked_equals_whole(
     # With fewer keys than queries the first queries see none: their rows are fully masked.
     mask = attention_mask(torch.arange(m - n, m), torch.arange(m), window)
     bias = torch.randn(4, n, m, generator=generator, dtype=torch.float64) if with_bias else None
-    options = {"scale": 0.4, "mask": mask, "bias": bias, "softcap": softcap}
+    options: dict[str, Any] = {"scale": 0.4, "mask": mask, "bias": bias, "softcap": softcap}
     chunked = chunked_attention(q, k, v, chunk_size=chunk_size, **options)
     assert_same(chunked, attention_state(q, k, v, **options))
     torch.testing.assert_close(chunked.out, masked_attention(q, k, v, **options), atol=1e-12, rtol=1e-12)

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -46,11 +47,13 @@ class StepReport:
     Attributes:
         schedule: its sequences, and who came in or was sent back.
         outputs: one for each sequence that sampled.
+        start: when it began, by `time.perf_counter`.
         seconds: how long it took, scheduling included.
     """
 
     schedule: Schedule
     outputs: list[EngineOutput]
+    start: float
     seconds: float
 
 
@@ -68,6 +71,11 @@ class LLMEngine:
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
         max_model_len: longest prompt and output together; default the model's own limit.
         parts: the engine's replaceable functions.
+        on_step: called with the engine and the report of each step that computed something, while the requests that
+            ended in it still hold their pages. `Trace.record` is one such.
+
+    Attributes:
+        request_ids: the name of each unfinished request.
 
     Raises:
         ConfigError: for options that cannot be.
@@ -86,6 +94,7 @@ class LLMEngine:
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         parts: Parts | None = None,
+        on_step: Callable[["LLMEngine", StepReport], None] | None = None,
     ) -> None:
         weight = next(model.parameters())
         self.model, self.tokenizer, self.parts = model, tokenizer, parts or Parts()
@@ -99,8 +108,9 @@ class LLMEngine:
         self._attend = attend_with(self.backend)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._device = weight.device
+        self._on_step = on_step
         self._sequences: dict[str, Sequence] = {}
-        self._request_ids: dict[Sequence, str] = {}
+        self.request_ids: dict[Sequence, str] = {}
         self._seen: dict[Sequence, torch.Tensor] = {}
 
     def add_request(self, request_id: str, prompt: str | ListLike[int], params: SamplingParams | None = None) -> None:
@@ -129,7 +139,7 @@ class LLMEngine:
         )
         self.scheduler.add(sequence)
         self._sequences[request_id] = sequence
-        self._request_ids[sequence] = request_id
+        self.request_ids[sequence] = request_id
         if params.repetition_penalty != 1:
             seen = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, device=self._device)
             seen[torch.tensor(token_ids, device=self._device)] = True
@@ -151,7 +161,7 @@ class LLMEngine:
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         if not schedule.sequences:
-            return StepReport(schedule, [], time.perf_counter() - start)
+            return StepReport(schedule, [], start, time.perf_counter() - start)
         batch = self._batch(schedule)
         self.backend.plan(batch)
         hidden = self.model(batch.token_ids, batch.positions, self._attend)
@@ -160,7 +170,13 @@ class LLMEngine:
         # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
         sampling = [s for s in schedule.sequences if s.num_computed == len(s.token_ids)]
         outputs = self._sample(sampling, hidden[batch.logit_rows]) if sampling else []
-        return StepReport(schedule, outputs, time.perf_counter() - start)
+        report = StepReport(schedule, outputs, start, time.perf_counter() - start)
+        if self._on_step:
+            self._on_step(self, report)
+        for sequence in sampling:
+            if sequence.finish_reason:
+                self._forget(sequence)
+        return report
 
     def _batch(self, schedule: Schedule) -> StepBatch:
         sequences = schedule.sequences
@@ -196,9 +212,7 @@ class LLMEngine:
             text = sequence.append(token)
             if sequence in self._seen:
                 self._seen[sequence][token] = True
-            outputs.append(EngineOutput(self._request_ids[sequence], text, token, sequence.finish_reason))
-            if sequence.finish_reason:
-                self._forget(sequence)
+            outputs.append(EngineOutput(self.request_ids[sequence], text, token, sequence.finish_reason))
         return outputs
 
     def _seen_by(self, sequences: list[Sequence]) -> torch.Tensor | None:
@@ -211,4 +225,4 @@ class LLMEngine:
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._seen.pop(sequence, None)
-        del self._sequences[self._request_ids.pop(sequence)]
+        del self._sequences[self.request_ids.pop(sequence)]

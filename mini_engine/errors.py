@@ -22,3 +22,7 @@ class ModelLoadError(MiniEngineError):
 
 class WeightFileError(ModelLoadError):
     """A weight file that is truncated, corrupted or hostile."""
+
+
+class TraceFileError(MiniEngineError):
+    """A file that is no trace of this engine, or a damaged one."""

@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mini_engine.batch import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import DecoderLayer, ModelParts, empty_weight, with_prefix
+from mini_engine.models.linear import linear
+
+
+class Limits(Protocol):
+    """What the engine asks of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """What the engine asks of a model: one of ours, or one of transformers in `mini_engine.hf`'s coat.
+
+    The methods are described at `CausalLM`.
+    """
+
+    @property
+    def config(self) -> Limits: ...
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]: ...
+
+    def __call__(
+        self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
+    ) -> Float[Tensor, "T hidden"]: ...
+
+    def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class CausalLM(nn.Module):
@@ -61,7 +94,7 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
         """One score for each word of the vocabulary, in float32 (float64 for a float64 model)."""
-        logits = F.linear(hidden, self.lm_head)
+        logits = linear(hidden, self.lm_head)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()

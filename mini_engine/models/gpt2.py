@@ -12,6 +12,7 @@ from mini_engine.batch import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
 from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, empty_weight, split_qkv
+from mini_engine.models.linear import linear
 
 
 class GPT2Layer(DecoderLayer):
@@ -31,11 +32,11 @@ class GPT2Layer(DecoderLayer):
 
     def forward(self, x: Float[Tensor, "T hidden"], attend: Attend) -> Float[Tensor, "T hidden"]:
         normed = F.layer_norm(x, self.norm_1.shape, self.norm_1, self.norm_1_bias, self.eps)
-        q_and_k, v = split_qkv(F.linear(normed, self.qkv, self.qkv_bias), self.spec)
+        q_and_k, v = split_qkv(linear(normed, self.qkv, self.qkv_bias), self.spec)
         q, k = q_and_k.chunk(2, dim=1)
-        x = x + F.linear(attend(self.spec, q, k, v).flatten(1), self.o, self.o_bias)
+        x = x + linear(attend(self.spec, q, k, v).flatten(1), self.o, self.o_bias)
         normed = F.layer_norm(x, self.norm_2.shape, self.norm_2, self.norm_2_bias, self.eps)
-        return x + F.linear(self.activation(F.linear(normed, self.up, self.up_bias)), self.down, self.down_bias)
+        return x + linear(self.activation(linear(normed, self.up, self.up_bias)), self.down, self.down_bias)
 
     def destinations(self) -> dict[str, Tensor]:
         return {

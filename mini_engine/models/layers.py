@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from mini_engine.batch import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
+from mini_engine.models.linear import linear
 from mini_engine.rope import inverse_frequencies
 
 
@@ -66,8 +67,8 @@ def gated_mlp(
     Returns:
         One row for each token, in the dtype of `x`.
     """
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(activation(gate) * up, down)
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(activation(gate) * up, down)
 
 
 def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -149,9 +150,9 @@ class Attention(nn.Module):
         attend: Attend,
     ) -> Float[Tensor, "T hidden"]:
         spec = self.spec
-        q_and_k, v = split_qkv(F.linear(x, self.qkv, self.qkv_bias), spec)
+        q_and_k, v = split_qkv(linear(x, self.qkv, self.qkv_bias), spec)
         q, k = self.parts.apply_rope(q_and_k, cos, sin).split((spec.num_qo_heads, spec.num_kv_heads), dim=1)
-        return F.linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
+        return linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
 
     def destinations(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint goes; the three projections fill row ranges of one weight."""

@@ -21,6 +21,7 @@ from mini_engine.models.layers import (
     split_qkv,
     with_prefix,
 )
+from mini_engine.models.linear import linear
 from mini_engine.rope import rope_tables
 
 
@@ -41,12 +42,12 @@ class Qwen3Attention(Attention):
         attend: Attend,
     ) -> Float[Tensor, "T hidden"]:
         spec, heads = self.spec, (self.spec.num_qo_heads, self.spec.num_kv_heads)
-        q_and_k, v = split_qkv(F.linear(x, self.qkv, self.qkv_bias), spec)
+        q_and_k, v = split_qkv(linear(x, self.qkv, self.qkv_bias), spec)
         q, k = q_and_k.split(heads, dim=1)
         q, k = self.parts.rms_norm(q, self.q_norm, self.eps), self.parts.rms_norm(k, self.k_norm, self.eps)
         # One concatenation is cheaper than a second rotation, which takes several small operations.
         q, k = self.parts.apply_rope(torch.cat((q, k), dim=1), cos, sin).split(heads, dim=1)
-        return F.linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
+        return linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
 
     def destinations(self) -> dict[str, Tensor]:
         return {**super().destinations(), "q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}

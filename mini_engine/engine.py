@@ -16,7 +16,7 @@ from mini_engine.detokenizer import Detokenizer
 from mini_engine.errors import RequestError
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
-from mini_engine.models.base import CausalLM
+from mini_engine.models.base import LanguageModel
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
@@ -83,7 +83,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: ListLike[int] | frozenset[int],
         *,

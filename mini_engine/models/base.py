@@ -17,6 +17,7 @@ from mini_engine.models.layers import DecoderLayer, ModelParts, empty_weight, wi
 from mini_engine.models.linear import linear
 
 
+@runtime_checkable
 class Limits(Protocol):
     """What the engine asks of a model's configuration."""
 

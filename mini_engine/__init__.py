@@ -4,12 +4,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mini_engine.hf import Inference
     from mini_engine.llm import LLM, RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Parts", "RequestOutput", "SamplingParams"]
-_HOME = {"LLM": "llm", "RequestOutput": "llm", "Parts": "parts", "SamplingParams": "sampling_params"}
+__all__ = ["LLM", "Inference", "Parts", "RequestOutput", "SamplingParams"]
+_HOME = {"LLM": "llm", "RequestOutput": "llm", "Inference": "hf", "Parts": "parts", "SamplingParams": "sampling_params"}
 
 
 def __getattr__(name: str) -> object:

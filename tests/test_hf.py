@@ -1,0 +1,372 @@
+"""`Inference`: a loaded model of transformers on our engine gives transformers' own tokens, and stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedTokenizerFast
+
+from mini_engine import Inference, RequestOutput, SamplingParams
+from mini_engine.engine import LLMEngine
+from mini_engine.errors import ConfigError, RequestError
+from mini_engine.hf import HFModel
+from mini_engine.models.weights import load_tokenizer, open_checkpoint
+from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
+from tests.test_engine import serve
+from tests.test_generate import PROMPTS, sequence
+from tests.test_generate import run as run_alone
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+# A pool so small that sequences are preempted, a budget so small that prompts are cut into chunks.
+TIGHT = {"n_pages": 16, "page_size": 2, "max_batch_size": 3, "max_num_batched_tokens": 5}
+
+# A tokenizer for text: one word, one token.
+TEXT = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+TEXT.pre_tokenizer = WhitespaceSplit()
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=TEXT, unk_token="w0")
+
+EMBEDDED = "smollm2-135m-instruct"
+
+
+def their_tokens(theirs: Any, prompt: list[int], max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """What `generate` of transformers gives for one prompt, and how sure it was of each token."""
+    ids = torch.tensor([prompt], device=theirs.device)
+    how = {"do_sample": False, "max_new_tokens": max_new_tokens, "output_logits": True}
+    output = theirs.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **how)
+    best = torch.stack(output.logits)[:, 0].topk(2).values
+    return output.sequences[0, len(prompt) :].tolist(), best[:, 0] - best[:, 1]
+
+
+def agree_until(ours: list[int], want: list[int]) -> int:
+    """How many tokens are equal before the first that is not."""
+    return next((i for i, (a, b) in enumerate(zip(ours, want, strict=True)) if a != b), len(want))
+
+
+def assert_tokens_of_transformers(theirs: Any, outputs: list[RequestOutput], max_new_tokens: int = 12) -> None:
+    """Equal, or different only from where transformers itself is undecided."""
+    for output in outputs:
+        want, gaps = their_tokens(theirs, output.prompt_token_ids, max_new_tokens)
+        equal = agree_until(output.token_ids, want)
+        assert equal == len(want) or gaps[equal] < 1e-4
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def theirs(request) -> Any:
+    return transformers_model(request.param, seed=3)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return transformers_model("llama", seed=3)
+
+
+@pytest.mark.parametrize("attn_backend", ["torch", "chunked"])
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+def test_greedy_tokens_equal_transformers(theirs, options, attn_backend):
+    preempted, chunks = [], []
+
+    def watch(_, report):
+        preempted.extend(report.schedule.preempted)
+        chunks.extend(n for n in report.schedule.num_new if n > 1)
+
+    inference = Inference(theirs, TOKENIZER, attn_backend=attn_backend, on_step=watch, **options)
+    outputs = inference.generate(PROMPTS, GREEDY)
+    assert [o.prompt_token_ids for o in outputs] == PROMPTS
+    assert all(o.finish_reason == "length" for o in outputs)
+    assert_tokens_of_transformers(theirs, outputs)
+    assert inference.engine.page_table.num_free_pages == inference.engine.page_table.num_pages
+    if options:
+        assert preempted and max(chunks) < max(map(len, PROMPTS))
+
+
+DOUBLES = {family: transformers_model(family, seed=2, dtype=torch.float64) for family in FAMILIES}
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_tokens_equal_those_of_our_own_model_whatever_the_schedule(data):
+    """In float64, exactly: arrivals at any step, pools that run dry, prompts in chunks, sampled and greedy."""
+    theirs = DOUBLES[data.draw(st.sampled_from(sorted(DOUBLES)))]
+    arrivals: dict[int, list] = {}
+    for i in range(data.draw(st.integers(1, 4))):
+        prompt = data.draw(st.lists(st.integers(3, 60), min_size=1, max_size=16))
+        temperature = data.draw(st.sampled_from([0.0, 1.0]))
+        params = SamplingParams(
+            temperature=temperature, seed=i, ignore_eos=True, max_tokens=data.draw(st.integers(1, 8))
+        )
+        arrivals.setdefault(data.draw(st.integers(0, 5)), []).append((str(i), prompt, params))
+    requests = [request for batch in arrivals.values() for request in batch]
+    page_size = data.draw(st.sampled_from([1, 4, 16]))
+    longest = max(len(prompt) + params.max_tokens for _, prompt, params in requests)
+    inference = Inference(
+        theirs,
+        TOKENIZER,
+        n_pages=-(-longest // page_size) + data.draw(st.integers(0, 3)),
+        page_size=page_size,
+        max_batch_size=3,
+        max_num_batched_tokens=data.draw(st.integers(3, 12)),
+    )
+    got = serve(inference.engine, arrivals)
+    ours = our_model(theirs)
+    for name, prompt, params in requests:
+        assert got[name] == run_alone(ours, [sequence(prompt, params, seed=params.seed)])[0]
+
+
+VARIANTS = [
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("gemma2", {"sliding_window": 1, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gemma2", {"sliding_window": 64}),  # wider than what the probe sees
+    ("llama", {"num_key_value_heads": 1, "head_dim": 12}),
+    ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
+]
+
+
+@pytest.mark.parametrize("family, changes", [(family, {}) for family in FAMILIES] + VARIANTS)
+def test_layers_say_what_our_own_models_say(family, changes):
+    theirs = transformers_model(family, **changes)
+    model = HFModel(theirs)
+    assert model.attention_specs == our_model(theirs).attention_specs
+    assert (model.config.vocab_size, model.config.max_position_embeddings) == (61, 128)
+
+
+TINY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def tiny(config_class: str, **changes: Any) -> Any:
+    """A small random model of transformers, of any family."""
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**TINY | changes)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    "config_class, changes",
+    [
+        ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 3}),
+        ("GPTNeoXConfig", {}),
+        ("Phi3Config", {"num_key_value_heads": 2}),
+        ("CohereConfig", {"num_key_value_heads": 2, "logit_scale": 0.3}),
+        ("GraniteConfig", {"num_key_value_heads": 2, "logits_scaling": 3.0, "attention_multiplier": 0.2}),
+        ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    ],
+)
+def test_families_that_this_book_has_never_seen(config_class, changes):
+    """What they do to logits, to queries and between layers is their own code."""
+    theirs = tiny(config_class, **changes)
+    prompts = [list(range(1, 20)), [5], [7, 8, 9, 10]]
+    for logits, tokens in zip(whole(HFModel(theirs), prompts), prompts, strict=True):
+        torch.testing.assert_close(logits, their_logits(theirs, tokens), rtol=0, atol=1e-4)
+
+
+def test_no_token_sees_a_later_one_or_a_neighbour(theirs):
+    model = HFModel(theirs)
+    first, second = whole(model, [[5, 9, 33, 7], [8, 8]]), whole(model, [[5, 9, 33, 60], [1]])
+    torch.testing.assert_close(first[0][:3], second[0][:3], rtol=0, atol=1e-5)
+    assert (first[0][3] - second[0][3]).abs().max() > 1e-2
+
+
+def test_the_trap_attention_without_a_mask_function_is_not_causal(llama, monkeypatch):
+    """Attention registered under a name without a mask function is not given a mask, and nothing says so."""
+
+    def plain(module, query, key, value, mask, *, scaling, **_):
+        assert mask is None
+        heads = {"scale": scaling, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **heads).transpose(1, 2), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "trap", plain)
+    trapped = transformers_model("llama", seed=3)
+    trapped.set_attn_implementation("trap")
+    first, second = (their_logits(trapped, [5, 9, 33, last])[0] for last in (7, 60))
+    assert (first - second).abs().max() > 1e-2, "the first token saw the last"
+    # The engine masks by position, and asks for the mask once, to know that it is the one that the model wants.
+    first, second = (whole(HFModel(trapped), [[5, 9, 33, last]])[0][0] for last in (7, 60))
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
+    monkeypatch.delitem(AttentionMaskInterface._global_mapping, "mini_engine_probe")
+    with pytest.raises(ConfigError, match="not causal"):
+        HFModel(llama)
+
+
+def test_the_model_stays_as_it_was(theirs):
+    def state() -> tuple:
+        logits = their_logits(theirs, [5, 9, 33])
+        return theirs.config._attn_implementation, theirs.config.to_dict(), logits
+
+    modules, tensors = list(theirs.modules()), [t.data_ptr() for t in theirs.state_dict().values()]
+    before = state()
+    during = []
+    inference = Inference(theirs, TOKENIZER, **TIGHT, on_step=lambda *_: during.append(state()))
+    inference.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=2))
+    for implementation, config, logits in [*during, state()]:
+        assert (implementation, config) == before[:2]
+        assert torch.equal(logits, before[2])
+    assert len(during) > 2
+    assert list(theirs.modules()) == modules
+    assert [t.data_ptr() for t in theirs.state_dict().values()] == tensors
+    # And no weight was copied.
+    assert {id(p) for p in HFModel(theirs).parameters()} == {id(p) for p in theirs.parameters()}
+
+
+def test_a_model_that_a_device_map_has_hooked():
+    accelerate = pytest.importorskip("accelerate")
+    theirs = transformers_model("qwen3", seed=3)
+    want = Inference(theirs, TOKENIZER).generate(PROMPTS, GREEDY)
+    hooked = accelerate.dispatch_model(theirs, {"": "cpu"}, force_hooks=True)
+    assert hooked.model._hf_hook
+    assert Inference(hooked, TOKENIZER).generate(PROMPTS, GREEDY) == want
+
+
+SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def refused_models() -> dict[str, tuple[Any, str]]:
+    return {
+        "no model": (lambda: torch.nn.Linear(2, 2), "AutoModelForCausalLM"),
+        "no output layer": (lambda: transformers_model("llama").model, "gives no logits"),
+        "training": (lambda: transformers_model("gpt2").train(), "call model.eval"),
+        "on no device": (lambda: transformers_model("llama").to("meta"), "onto one device"),
+        "encoder and decoder": (
+            lambda: transformers.T5ForConditionalGeneration(
+                transformers.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+            ).eval(),
+            "encoder with a decoder",
+        ),
+        "sees later tokens": (lambda: tiny("BertConfig"), "not causal"),
+        "recurrent": (lambda: tiny("MambaConfig"), "more than keys and values"),
+        "recurrent in part": (lambda: tiny("FalconH1Config", num_key_value_heads=2), "more than keys and values"),
+        "chunked attention": (
+            lambda: transformers_model("qwen3", layer_types=["chunked_attention"] * 3, attention_chunk_size=4),
+            "chunked_attention",
+        ),
+        "attention sinks": (lambda: tiny("GptOssConfig", **SMALL_EXPERTS), "s_aux"),
+        "attention of its own": (lambda: tiny("GPTJConfig", rotary_dim=4), "attention interface"),
+        "positions of its own": (lambda: tiny("BloomConfig"), "position_ids"),
+        "no way to its attention": (lambda: tiny("StableLmConfig"), "keyword arguments"),
+        "no layers apart": (lambda: tiny("OPTConfig", ffn_dim=32, word_embed_proj_dim=32), "apart from its layers"),
+    }
+
+
+@pytest.mark.parametrize("name", refused_models())
+def test_models_that_it_cannot_run_are_refused(name):
+    build, message = refused_models()[name]
+    model = build()
+    with pytest.raises(ConfigError, match=message) as error:
+        HFModel(model)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"n_pages": 0}, "n_pages is 0; it must be 1 or more"),
+        ({"page_size": 0}, "page_size is 0; it must be 1 or more"),
+        ({"max_batch_size": -1}, "max_batch_size is -1; it must be 1 or more"),
+        ({"max_seq_length": 129}, "this model takes 2 to 128 tokens"),
+        ({"max_seq_length": 1}, "this model takes 2 to 128 tokens"),
+        ({"max_seq_length": 100, "n_pages": 3, "page_size": 32}, "3 pages of 32 hold 96 tokens"),
+        ({"max_num_batched_tokens": 4}, "less than max_batch_size"),
+        ({"attn_backend": "nothing"}, "choose one of"),
+    ],
+)
+def test_impossible_options_are_refused(llama, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Inference(llama, TOKENIZER, **options)
+
+
+def test_the_longest_sequence_is_the_model_s_or_the_pool_s(llama):
+    assert Inference(llama, TOKENIZER).engine.max_model_len == 128
+    assert Inference(llama, TOKENIZER, n_pages=3, page_size=4).engine.max_model_len == 12
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    # Past 32 tokens, one long sequence would change the rotations of all others.
+    long = tiny("Phi3Config", rope_parameters=rope, original_max_position_embeddings=32)
+    assert Inference(long, TOKENIZER).engine.max_model_len == 32
+
+
+def test_text_in_text_out_and_bad_requests_beside_good_ones(llama):
+    inference = Inference(llama, TOKENIZER, n_pages=8, page_size=2)
+    good, empty, long = inference.generate(["w5 w9 w33", "", [1] * 40], GREEDY)
+    assert good.prompt == "w5 w9 w33" and good.prompt_token_ids == [5, 9, 33]
+    assert good.text == TOKENIZER.decode(good.token_ids)
+    assert [type(o.error) for o in (good, empty, long)] == [type(None), RequestError, RequestError]
+    assert empty.finish_reason == long.finish_reason == "error"
+    assert inference.generate("w5 w9 w33", GREEDY) == [good]
+    assert inference.generate([], GREEDY) == []
+    with pytest.raises(RequestError, match="empty"):
+        inference.generate("", GREEDY)
+    with pytest.raises(RequestError, match="2 prompts but 1 SamplingParams"):
+        inference.generate(["w5", "w9"], [GREEDY])
+
+
+def test_it_ends_where_the_model_s_generation_ends():
+    theirs = transformers_model("llama", seed=3)
+    free = Inference(theirs, TOKENIZER).generate([PROMPTS[0]], GREEDY)[0].token_ids
+    ending = SamplingParams(temperature=0.0, max_tokens=12)
+    for end in (free[3], [free[3], 999]):
+        theirs.generation_config.eos_token_id = end
+        output = Inference(theirs, TOKENIZER).generate([PROMPTS[0]], ending)[0]
+        assert output.token_ids == free[: free.index(free[3]) + 1]
+        assert output.finish_reason == "stop"
+
+
+def test_an_interrupted_run_leaves_nothing_behind(llama):
+    def interrupt(engine: LLMEngine, _) -> None:
+        if interrupting and engine.has_unfinished:
+            raise KeyboardInterrupt
+
+    interrupting = True
+    inference = Inference(llama, TOKENIZER, n_pages=16, page_size=4, on_step=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        inference.generate(PROMPTS, GREEDY)
+    assert not inference.engine.has_unfinished
+    assert inference.engine.page_table.num_free_pages == 16
+    interrupting = False
+    assert_tokens_of_transformers(llama, inference.generate(PROMPTS, GREEDY))
+
+
+def test_real_text_equals_transformers():
+    checkpoint = open_checkpoint(EMBEDDED)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
+    inference = Inference(theirs, load_tokenizer(checkpoint), n_pages=8, page_size=16, max_num_batched_tokens=24)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    outputs = inference.generate(["The capital of France is", "Once upon a time, there was a little"], params)
+    assert_tokens_of_transformers(theirs, outputs, max_new_tokens=8)
+    assert outputs[0].text.startswith(" Paris")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_on_the_gpu_has_the_logits_of_transformers(family):
+    theirs = transformers_model(family, seed=3, dtype=torch.bfloat16).to("cuda")
+    outputs = Inference(theirs, TOKENIZER, n_pages=64, page_size=16).generate(PROMPTS, GREEDY)
+    agreed = [agree_until(o.token_ids, their_tokens(theirs, o.prompt_token_ids, 12)[0]) for o in outputs]
+    print(f"{family}: tokens until the first difference, of 12: {agreed}")
+    for output in outputs:  # every token that we chose is one of transformers' best, to within bf16's rounding
+        tokens = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([tokens], device="cuda")).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output.token_ids, device="cuda")[:, None])[:, 0]
+        assert (logits.max(dim=-1).values - chosen).max() <= 0.05 * logits.abs().max()
+
+
+@pytest.mark.gpu
+def test_real_text_in_bfloat16_on_the_gpu():
+    """The first tokens of each answer are transformers': after that the two roundings may part."""
+    checkpoint = open_checkpoint(EMBEDDED)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(checkpoint.path, dtype=torch.bfloat16, device_map="cuda")
+    inference = Inference(theirs, load_tokenizer(checkpoint), max_seq_length=2048, n_pages=256, page_size=128)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    texts = ["The capital of France is", "Once upon a time, there was a little", "1, 2, 3, 4,", "def add(a, b):"] * 4
+    outputs = inference.generate(texts, params)
+    agreed = [agree_until(o.token_ids, their_tokens(theirs, o.prompt_token_ids, 32)[0]) for o in outputs]
+    print("tokens until the first difference, of 32:", agreed)
+    assert " Paris" in outputs[0].text
+    assert sum(agreed) / len(agreed) >= 8

@@ -1,4 +1,4 @@
-"""The command line: `mini-engine generate | chat | bench`."""
+"""The command line: `mini-engine generate | chat | bench | trace`."""
 
 import sys
 import time
@@ -50,6 +50,8 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampled output reproducibl
 Stop = Annotated[list[str] | None, typer.Option(help="End at this text. May be given several times.")]
 Template = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
 Homework = Annotated[bool, typer.Option("--homework", help="Run on your own finished parts of the engine.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Show the pages of the KV cache and the requests, live.")]
+NumPages = Annotated[int | None, typer.Option(help="With --watch: pages of the KV cache, 16 tokens each.")]
 
 
 @app.command()
@@ -70,6 +72,8 @@ def generate(
     stop: Stop = None,
     chat_template: Template = None,
     homework: Homework = False,
+    watch: Watch = False,
+    num_pages: NumPages = None,
 ) -> None:
     """Answer several prompts at once, and say what that cost."""
     from mini_engine.sampling_params import SamplingParams
@@ -94,7 +98,10 @@ def generate(
         tokens = [llm.tokenizer.encode(text) for text in texts]
     else:
         tokens = [llm.chat_prompt([{"role": "user", "content": text}], chat_template=template) for text in texts]
-    outputs, rate = _run(llm, texts, tokens, params)
+    if watch:
+        outputs, rate = _run_watched(llm, texts, tokens, params, num_pages)
+    else:
+        outputs, rate = _run(llm, texts, tokens, params)
     if homework:
         from book.grading.engine import compare_with_reference
 
@@ -123,6 +130,8 @@ def chat(
     stop: Stop = None,
     chat_template: Template = None,
     homework: Homework = False,
+    watch: Watch = False,
+    num_pages: NumPages = None,
 ) -> None:
     """Talk with the model. An empty line or Ctrl-D ends."""
     from mini_engine.sampling_params import SamplingParams
@@ -140,6 +149,10 @@ def chat(
     template = _read_template(chat_template)
     llm = _load(model, attn_backend, dtype, device, homework)
     messages = [{"role": "system", "content": system}] if system else []
+    if watch:
+        from mini_engine.watch import watch_chat
+
+        return watch_chat(console, llm, messages, params, template, num_pages)
     while True:
         try:
             line = console.input("[bold cyan]you[/] ")
@@ -189,6 +202,35 @@ def bench(
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         rounds=rounds,
+    )
+
+
+@app.command()
+def trace(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace.")],
+    num_pages: Annotated[int, typer.Option(help="Pages of the KV cache: few, so that requests must give way.")] = 52,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 8,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step; few cut prompts up.")] = 64,
+    model: Model = "smollm2-135m-instruct",
+    attn_backend: Backend = "torch",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    homework: Homework = False,
+) -> None:
+    """Serve eight requests from a small pool of pages and write down every step."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} to write the trace to; create it, or choose another path")
+    llm = _load(model, attn_backend, dtype, device, homework)
+    from mini_engine.trace import record_example
+
+    with console.status("serving eight requests"):
+        recorded = record_example(
+            llm, num_pages=num_pages, page_size=page_size, max_num_batched_tokens=max_num_batched_tokens
+        )
+    recorded.save(out)
+    console.print(recorded.summary(), highlight=False, soft_wrap=True)
+    console.print(
+        f"Written to {out}: open it at ui.perfetto.dev, or in the book's trace player.", highlight=False, soft_wrap=True
     )
 
 
@@ -268,6 +310,18 @@ def _run(
     if failed:
         raise failed[0]
     return [outputs[i] for i in range(len(texts))], metrics.decode_rate
+
+
+def _run_watched(
+    llm: "LLM", texts: list[str], tokens: list[list[int]], params: "SamplingParams", num_pages: int | None
+) -> "tuple[list[RequestOutput], float]":
+    from mini_engine.watch import watch_requests
+
+    outputs, recorded = watch_requests(console, llm, tokens, params, num_pages)
+    for text, output in zip(texts, outputs, strict=True):
+        _print_answer(text, output.text)
+    console.print(recorded.summary(), highlight=False, soft_wrap=True)
+    return outputs, recorded.tokens_per_second
 
 
 def _view(texts: list[str], answers: list[str], metrics: "Metrics") -> Group:

@@ -61,6 +61,7 @@ def attend_with(backend: AttentionBackend) -> Attend:
 BACKENDS = {
     "torch": "mini_engine.attention.backend:TorchBackend",
     "chunked": "mini_engine.attention.backend:chunked_backend",
+    "flex": "mini_engine.attention.flex:FlexBackend",
 }
 
 

@@ -1,0 +1,396 @@
+"""The flex backend against naive attention and the torch backend, wherever pages lie and however tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from mini_engine.attention.backend import AttentionBackend, TorchBackend, attend_with, create_backend
+from mini_engine.attention.flex import (
+    FlexBackend,
+    Kind,
+    cut_into_tiles,
+    kv_block_size,
+    round_up,
+    unwritten_slots,
+)
+from mini_engine.attention.naive import alibi_bias, attention_mask, masked_attention
+from mini_engine.batch import AttentionSpec, StepBatch
+from mini_engine.errors import ConfigError
+from mini_engine.kv_cache.contiguous import ContiguousKVCache
+from mini_engine.parts import Parts
+
+SLOPES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
+PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+WINDOW = replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0)
+ALIBI = replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=SLOPES)
+ALL = replace(PLAIN, window=21, softcap=4.0, alibi_slopes=SLOPES)
+
+
+def expected(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Naive attention over the whole of one sequence."""
+    positions = torch.arange(len(q), device=q.device)
+    bias = None
+    if spec.alibi_slopes:
+        bias = alibi_bias(torch.tensor(spec.alibi_slopes, dtype=q.dtype, device=q.device), positions, positions)
+    mask = attention_mask(positions, positions, spec.window)
+    return masked_attention(q, k, v, scale=spec.scale, mask=mask, bias=bias, softcap=spec.softcap)
+
+
+def random_qkv(spec: AttentionSpec, n: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return [torch.randn(n, h, spec.head_dim, generator=generator, dtype=torch.float64).to(device, dtype) for h in heads]
+
+
+def full_cache(
+    specs: Sequence[AttentionSpec], num_pages: int, page_size: int, dtype: torch.dtype, value: float, device: str
+) -> ContiguousKVCache:
+    """A cache in which every slot holds `value`: what nobody has written must not matter."""
+    cache = ContiguousKVCache(specs, num_pages, page_size, dtype, device)
+    for pair in cache.layers:
+        for tensor in pair:
+            tensor.fill_(value)
+    return cache
+
+
+def run_in_steps(
+    backend: AttentionBackend,
+    specs: Sequence[AttentionSpec],
+    lens: Sequence[int],
+    cuts: Sequence[int],
+    page_order: Sequence[int],
+    page_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> Iterator[tuple[AttentionSpec, Tensor, Tensor]]:
+    """Feed sequences in pieces; yield for each layer and sequence what the backend gave and what it should have."""
+    data = [[random_qkv(spec, n, dtype, b, device) for b, n in enumerate(lens)] for spec in specs]
+    free = list(page_order)
+    pages = [[free.pop() for _ in range(-(-n // page_size))] for n in lens]
+    got: list[list[list[Tensor]]] = [[[] for _ in lens] for _ in specs]
+    done = [0] * len(lens)
+    while any(d < n for d, n in zip(done, lens, strict=True)):
+        new = [min(cut, n - d) for cut, n, d in zip(cuts, lens, done, strict=True)]
+        order = sorted((b for b in range(len(lens)) if new[b]), key=lambda b: new[b] > 1)
+        after = [done[b] + new[b] for b in order]
+        batch = StepBatch.build(
+            token_ids=[0] * sum(new),
+            num_new=[new[b] for b in order],
+            kv_lens=after,
+            pages=[p for b, n in zip(order, after, strict=True) for p in pages[b][: -(-n // page_size)]],
+            page_size=page_size,
+            device=device,
+        )
+        backend.plan(batch)
+        for layer, spec in enumerate(specs):
+            rows = [[x[done[b] : done[b] + new[b]] for x in data[layer][b]] for b in order]
+            q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+            out = attend_with(backend)(spec, q, k, v)
+            for b, piece in zip(order, out.split([new[b] for b in order]), strict=True):
+                got[layer][b].append(piece)
+        done = [d + n for d, n in zip(done, new, strict=True)]
+    for layer, spec in enumerate(specs):
+        for b in range(len(lens)):
+            yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_equals_naive_attention_however_it_is_cut(data: st.DataObject) -> None:
+    lens = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    cuts = data.draw(st.lists(st.integers(1, 40), min_size=len(lens), max_size=len(lens)))
+    cuts = [max(cut, n // 4) for cut, n in zip(cuts, lens, strict=True)]  # at most five steps
+    page_size = data.draw(st.sampled_from([4, 16]))
+    page_order = data.draw(st.permutations(range(sum(-(-n // page_size) for n in lens) + 2)))
+    specs = (PLAIN, WINDOW, ALIBI)
+    cache = full_cache(specs, len(page_order), page_size, torch.float64, torch.nan, "cpu")
+    backend = FlexBackend(specs, cache, Parts())
+    for _, got, want in run_in_steps(backend, specs, lens, cuts, page_order, page_size, torch.float64):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+def random_step(data: st.DataObject, page_size: int) -> tuple[StepBatch, int]:
+    """A step of a few sequences on random pages, some with a hole where pages were evicted, and the cache's pages."""
+    count = data.draw(st.integers(1, 5))
+    kv_lens = data.draw(st.lists(st.integers(1, 120), min_size=count, max_size=count))
+    new = sorted((data.draw(st.integers(1, n)) for n in kv_lens), key=lambda n: n > 1)
+    kv_lens = [max(n, m) for n, m in zip(kv_lens, new, strict=True)]
+    num_pages = [-(-n // page_size) for n in kv_lens]
+    page_positions = None
+    if data.draw(st.booleans()):
+        page_positions = []
+        for pages, n, m in zip(num_pages, kv_lens, new, strict=True):
+            # Pages in front of the first new token's may have been evicted: those behind start further on.
+            hole_at = data.draw(st.integers(0, (n - m) // page_size))
+            hole = data.draw(st.integers(0, 3)) * page_size
+            page_positions += [page * page_size + (hole if page >= hole_at else 0) for page in range(pages)]
+    pool = sum(num_pages) + 3
+    batch = StepBatch.build(
+        token_ids=[0] * sum(new),
+        num_new=new,
+        kv_lens=kv_lens,
+        pages=data.draw(st.permutations(range(pool)))[: sum(num_pages)],
+        page_size=page_size,
+        page_positions=page_positions,
+    )
+    return batch, pool
+
+
+def listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """[tiles, blocks], True where a tile's list names a block; a block named twice fails."""
+    tiles, num_blocks = indices.shape[0], indices.shape[-1]
+    named = torch.zeros(tiles, num_blocks, dtype=torch.int64)
+    for tile, count in enumerate(counts.flatten().tolist()):
+        for block in indices[tile, 0, 0, :count].tolist():
+            named[tile, block] += 1
+    assert (named <= 1).all()
+    return named.bool()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObject) -> None:
+    page_size = data.draw(st.sampled_from([4, 16, 128]))
+    batch, pool = random_step(data, page_size)
+    window = data.draw(st.sampled_from([None, 1, 7, 40]))
+    spec = replace(PLAIN, window=window)
+    backend = FlexBackend([spec], ContiguousKVCache([spec], pool, page_size, torch.float64), Parts())
+    first_prompt, end = batch.num_decodes, batch.num_sequences
+    for sequences, tile_len in ((range(first_prompt), 1), (range(first_prompt, end), 32)):
+        if not sequences:
+            continue
+        tiles = cut_into_tiles(batch, sequences, tile_len, pool)
+        mask = backend.block_mask(tiles, Kind.of(spec))
+        block = mask.BLOCK_SIZE[1]
+        assert block <= page_size
+        assert page_size % block == 0
+
+        # What each query sees, from the batch alone.
+        visible = torch.zeros(len(tiles.positions), tile_len, pool * page_size, dtype=torch.bool)
+        tile = 0
+        for b in sequences:
+            entries = range(int(batch.kv_page_indptr[b]), int(batch.kv_page_indptr[b + 1]))
+            slots, positions = [], []
+            for index, entry in enumerate(entries):
+                first = index * page_size if batch.page_positions is None else int(batch.page_positions[entry])
+                slots += [int(batch.kv_page_indices[entry]) * page_size + i for i in range(page_size)]
+                positions += [first + i for i in range(page_size)]
+            slots, positions = slots[: batch.kv_lens[b]], positions[: batch.kv_lens[b]]
+            rows = batch.positions[batch.qo_indptr[b] : batch.qo_indptr[b + 1]]
+            for part in rows.split(tile_len):
+                visible[tile, : len(part), slots] = attention_mask(part, torch.tensor(positions), window)
+                tile += 1
+
+        full_counts, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
+        assert full_counts is not None and full_indices is not None
+        partial = listed(mask.kv_num_blocks, mask.kv_indices)
+        full = listed(full_counts, full_indices)
+        assert not (partial & full).any()
+        by_block = visible.unflatten(2, (-1, block))
+        assert torch.equal(partial | full, by_block.any(dim=(1, 3)))
+        filled = (tiles.positions >= 0)[:, :, None]
+        assert torch.equal(full, (by_block.all(dim=3) | ~filled).all(dim=1) & filled.any(dim=1))
+
+        # The mask_mod says the same of every query and slot, so that a partial block shows no more than it should.
+        grid = torch.meshgrid(*(torch.arange(n) for n in visible.shape), indexing="ij")
+        assert torch.equal(mask.mask_mod(grid[0], torch.tensor(0), grid[1], grid[2]), visible)
+
+
+def test_keys_whose_pages_were_evicted_are_as_good_as_masked() -> None:
+    q, k, v = random_qkv(WINDOW, 12, torch.float64, 1)
+    cache = full_cache([PLAIN, WINDOW], 3, 4, torch.float64, torch.nan, "cpu")
+    backend = FlexBackend([PLAIN, WINDOW], cache, Parts())
+    keys, values = cache.layers[1]
+    keys[2], values[2] = k[4:8], v[4:8]  # page 2 holds positions 4 to 7; 0 to 3 are gone
+    batch = StepBatch.build(
+        token_ids=[0] * 4, num_new=[4], kv_lens=[8], pages=[2, 0], page_size=4, page_positions=[4, 8]
+    )
+    backend.plan(batch)
+    backend.append(WINDOW, k[8:], v[8:])
+    torch.testing.assert_close(backend.run(WINDOW, q[8:]), expected(WINDOW, q, k, v)[8:], atol=1e-12, rtol=0)
+
+
+def test_sequences_may_share_pages() -> None:
+    """Two sequences with the same first page, one decoding and one still in its prompt."""
+    q, k, v = random_qkv(PLAIN, 7, torch.float64, 2)
+    cache = full_cache([PLAIN], 4, 4, torch.float64, torch.nan, "cpu")
+    backend = FlexBackend([PLAIN], cache, Parts())
+    keys, values = cache.layers[0]
+    keys[3], values[3] = k[:4], v[:4]
+    batch = StepBatch.build(
+        token_ids=[0] * 4, num_new=[1, 3], kv_lens=[5, 7], pages=[3, 1, 3, 0], page_size=4, device="cpu"
+    )
+    backend.plan(batch)
+    backend.append(PLAIN, torch.cat([k[4:5], k[4:]]), torch.cat([v[4:5], v[4:]]))
+    got = backend.run(PLAIN, torch.cat([q[4:5], q[4:]]))
+    want = expected(PLAIN, q, k, v)[4:]
+    torch.testing.assert_close(got, torch.cat([want[:1], want]), atol=1e-12, rtol=0)
+
+
+def test_tiles_hold_every_token_once() -> None:
+    batch = StepBatch.build(
+        token_ids=[0] * 75, num_new=[1, 70, 4], kv_lens=[9, 70, 30], pages=range(8), page_size=16, device="cpu"
+    )
+    tiles = cut_into_tiles(batch, range(1, 3), 32, 8)
+    assert tiles.tokens == slice(1, 75)
+    assert tiles.rows[tiles.places].tolist() == list(range(1, 75))
+    assert tiles.positions[:5, 0].tolist() == [0, 32, 64, 26, -1]
+    assert (tiles.positions >= 0).sum(dim=1)[:5].tolist() == [32, 32, 6, 4, 0]
+
+
+@given(st.integers(1, 5000), st.booleans())
+def test_numbers_of_tiles_are_few(count: int, on_gpu: bool) -> None:
+    rounded = round_up(count, on_gpu)
+    assert rounded >= count
+    assert rounded < count * (2 if on_gpu else 4) or rounded == 32
+    assert round_up(rounded, on_gpu) == rounded
+
+
+def test_only_blocks_that_a_step_opens_are_cleared_behind_their_keys() -> None:
+    batch = StepBatch.build(
+        token_ids=[0] * 9, num_new=[1, 1, 7], kv_lens=[17, 6, 20], pages=[5, 2, 0, 3, 1], page_size=16, device="cpu"
+    )
+    slots = unwritten_slots(batch, 16)
+    assert slots is not None
+    assert slots.tolist() == [*range(2 * 16 + 1, 2 * 16 + 16), *range(1 * 16 + 4, 1 * 16 + 16)]
+    assert unwritten_slots(replace_lens(batch, [18, 7, 16]), 16) is None
+
+
+def replace_lens(batch: StepBatch, kv_lens: list[int]) -> StepBatch:
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    return replace(batch, kv_lens=lens, kv_last_page_len=(lens - 1) % 16 + 1)
+
+
+@given(st.integers(1, 64) | st.integers(1, 40).map(lambda n: 16 * n))
+def test_a_block_divides_its_page(page_size: int) -> None:
+    block = kv_block_size(page_size, on_gpu=False)
+    assert page_size % block == 0
+    assert block == page_size or block in (16, 32, 64)
+
+
+def test_pages_that_do_not_suit_are_refused() -> None:
+    assert kv_block_size(256, on_gpu=True) == 128
+    with pytest.raises(ConfigError, match="page_size is 16"):
+        kv_block_size(16, on_gpu=True)
+    with pytest.raises(ConfigError, match="multiple of 16; page_size is 331"):
+        create_backend("flex", [PLAIN], ContiguousKVCache([PLAIN], 1, 331, torch.float32), Parts())
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="found no no-such-compiler"):
+        create_backend("flex", [PLAIN], ContiguousKVCache([PLAIN], 1, 16, torch.float32), Parts())
+
+
+def test_bypassed_parts_exist_and_the_others_are_used() -> None:
+    assert FlexBackend.bypasses < {field.name for field in fields(Parts)}
+    calls = []
+    parts = replace(Parts(), append_kv=lambda *args: calls.append(len(args)))
+    backend = FlexBackend([PLAIN], ContiguousKVCache([PLAIN], 1, 16, torch.float32), parts)
+    _, k, v = random_qkv(PLAIN, 1, torch.float32, 0)
+    backend.plan(StepBatch.build(token_ids=[0], num_new=[1], kv_lens=[1], pages=[0], page_size=16))
+    backend.append(PLAIN, k, v)
+    assert calls == [5]
+
+
+# Compiled. Each new kernel takes seconds, so these tests share theirs: one size of cache, on a CPU one kind of layer.
+NUM_PAGES = 24
+
+
+def check_compiled(
+    specs: Sequence[AttentionSpec],
+    page_size: int,
+    lens: list[int],
+    cuts: list[int],
+    dtype: torch.dtype,
+    atol: float,
+    device: str,
+) -> None:
+    """Compare with naive attention and the torch backend, on a cache full of NaN."""
+    page_order = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(3)).tolist()
+    runs = []
+    for backend in (FlexBackend, TorchBackend):
+        cache = full_cache(specs, NUM_PAGES, page_size, dtype, torch.nan, device)
+        attention = backend(specs, cache, Parts())
+        runs.append(run_in_steps(attention, specs, lens, cuts, page_order, page_size, dtype, device))
+    for (_, got, want), (_, torch_got, _) in zip(*runs, strict=True):
+        torch.testing.assert_close(got, want, atol=atol, rtol=0)
+        torch.testing.assert_close(got, torch_got, atol=atol, rtol=0)
+
+
+def count_recompilations(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: str) -> int:
+    """Kernels compiled after the first step, while sequences grow, come and go, and pages move."""
+    flex = FlexBackend(specs, full_cache(specs, NUM_PAGES, page_size, dtype, 0.0, device), Parts())
+
+    def step(new: list[int], kv_lens: list[int], seed: int) -> None:
+        count = sum(-(-n // page_size) for n in kv_lens)
+        pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(seed)).tolist()[:count]
+        flex.plan(
+            StepBatch.build(
+                token_ids=[0] * sum(new), num_new=new, kv_lens=kv_lens, pages=pages, page_size=page_size, device=device
+            )
+        )
+        for spec in specs:
+            q, k, v = random_qkv(spec, sum(new), dtype, seed, device)
+            attend_with(flex)(spec, q, k, v)
+
+    step([1, 1, 40], [9, 30, 40], seed=0)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for seed in range(page_size + 2):
+        step([1, 1], [9 + seed, 30 + seed], seed)  # over the end of a page
+    step([1, 1, 2], [3, 100, 17], seed=1)  # others in their place, a short chunk
+    step([1, 1, 30], [60, 60, 90], seed=2)  # a chunk in the middle of a prompt
+    return counters["stats"]["unique_graphs"] - compiled
+
+
+def test_compiled_equals_naive_attention_and_reads_no_slot_that_was_not_written() -> None:
+    check_compiled([ALL], 16, [70, 1, 45, 33], [40, 1, 20, 33], torch.float32, 1e-5, "cpu")
+
+
+def test_nothing_is_compiled_again_as_sequences_grow() -> None:
+    assert count_recompilations([ALL], 16, torch.float32, "cpu") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_compiled_equals_naive_attention_on_the_gpu(dtype: torch.dtype, atol: float) -> None:
+    lens, cuts = [700, 1, 300, 129], [300, 1, 100, 129]
+    check_compiled([PLAIN, WINDOW, ALIBI], 128, lens, cuts, dtype, atol, "cuda")
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_again_on_the_gpu() -> None:
+    assert count_recompilations([PLAIN, WINDOW, ALIBI], 128, torch.bfloat16, "cuda") == 0
+
+
+@pytest.mark.gpu
+def test_planning_and_running_never_wait_for_the_gpu() -> None:
+    flex = FlexBackend([ALL], full_cache([ALL], NUM_PAGES, 128, torch.bfloat16, 0.0, "cuda"), Parts())
+    batch = StepBatch.build(
+        token_ids=[0] * 42, num_new=[1, 1, 40], kv_lens=[9, 130, 40], pages=[3, 5, 0, 2], page_size=128, device="cuda"
+    )
+    q, k, v = random_qkv(ALL, 42, torch.bfloat16, 0, "cuda")
+    flex.plan(batch)
+    attend_with(flex)(ALL, q, k, v)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flex.plan(batch)
+        attend_with(flex)(ALL, q, k, v)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_small_heads_are_refused_on_the_gpu() -> None:
+    spec = replace(PLAIN, head_dim=8)
+    with pytest.raises(ConfigError, match="heads of 16 or more"):
+        create_backend("flex", [spec], ContiguousKVCache([spec], 1, 128, torch.float32, "cuda"), Parts())

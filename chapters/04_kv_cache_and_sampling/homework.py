@@ -13,6 +13,7 @@ helper functions of your own as you like. Then:
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 

@@ -134,7 +134,7 @@ def _navigation() -> list[object]:
             for chapter in finished:
                 entries.append({chapter.label: [chapter.notebook, *filter(None, [chapter.homework])]})
             book.append({part["title"]: entries})
-    engine = ["dataflow.md", {"API": ["api/index.md", *(f"api/{name}.md" for name in modules())]}]
+    engine = ["dataflow.md", "trace.md", {"API": ["api/index.md", *(f"api/{name}.md" for name in modules())]}]
     return [
         {"Book": book},
         {"Engine": engine},

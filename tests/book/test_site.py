@@ -1,132 +1,20 @@
-"""The site as a reader's browser shows it: every page of a built site, in headless Chromium.
-
-The site is built from a copy of the tree with one more chapter in it, which holds everything that a chapter may.
-"""
+"""The site as a reader's browser shows it: every page of a built site, in headless Chromium."""
 
 from __future__ import annotations
 
-import functools
-import http.server
-import os
 import re
-import shutil
-import subprocess
-import sys
-import threading
 import tomllib
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import nbformat
 import pytest
 
-pytest.importorskip("mkdocs", reason="the site needs the packages of the extra [docs]")
 pytest.importorskip("playwright", reason="the browser tests need the package playwright")
 
 from playwright import sync_api
 
-from book.predictions import Comparison, Prediction, Question
-
-ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = "chapters/99_sample/"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-PHONE = sync_api.ViewportSize(width=390, height=844)
-DESKTOP = sync_api.ViewportSize(width=1280, height=800)
-QUESTION = Question(
-    "99_sample/score_bytes", "How large are the scores?", "GB", 2.147, 1.5, "32 heads × 4,096² scores × 4 B"
-)
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: apt install chromium")
-
-
-# --- the site under test ---------------------------------------------------------------------------------------------
-
-
-def sample_notebook() -> nbformat.NotebookNode:
-    """One of everything that a chapter may hold."""
-    v4 = nbformat.v4
-
-    def shown(html: str) -> nbformat.NotebookNode:
-        return v4.new_output("execute_result", {"text/html": html, "text/plain": ""}, execution_count=1)
-
-    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-    fence = "```mermaid\nflowchart LR\n  A[scores] --> B[softmax]\n```"
-    cells = [
-        v4.new_markdown_cell(
-            "# 99 Sample: all at once\n\nInline $o = PV$ and [the homework](homework.py), [below](#a-second-part)."
-        ),
-        v4.new_markdown_cell("$$\\sum_j e^{s_j - m}$$\n\n\\begin{align}\na &= b\n\\end{align}\n\n" + fence),
-        v4.new_markdown_cell(
-            "## A second part\n\n| a | b |\n|---|---|\n| $x_1$ | " + "wide " * 40 + "|\n\n> Takeaway."
-        ),
-        v4.new_code_cell("predict('score_bytes', None)", outputs=[shown(Prediction(QUESTION, None)._repr_html_())]),
-        v4.new_code_cell("print('x' * 300)", outputs=[v4.new_output("stream", text="x" * 300 + "\n")]),
-        v4.new_code_cell("draw()", outputs=[v4.new_output("display_data", {"image/png": pixel, "text/plain": ""})]),
-        v4.new_code_cell(
-            "mermaid(text)", outputs=[v4.new_output("display_data", {"text/markdown": fence, "text/plain": ""})]
-        ),
-        v4.new_code_cell("compare('score_bytes', 2.2)", outputs=[shown(Comparison(QUESTION, None, 2.2)._repr_html_())]),
-    ]
-    metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return v4.new_notebook(cells=cells, metadata=metadata)
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built by `mkdocs build --strict`."""
-    tree = tmp_path_factory.mktemp("site")
-    for name in ("docs", "chapters", "experiments"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    shutil.copy(ROOT / "mkdocs.yml", tree)
-    for name in ("book", "mini_engine", ".cache"):
-        (ROOT / name).mkdir(exist_ok=True)
-        (tree / name).symlink_to(ROOT / name)
-    chapter = tree / SAMPLE
-    chapter.mkdir()
-    nbformat.write(sample_notebook(), chapter / "99_sample.ipynb")
-    (chapter / "99_sample.md").write_text("# 99 Sample: all at once\n", encoding="utf-8")
-    (chapter / "homework.py").write_text(
-        'def scores(q):\n    """All."""\n    raise NotImplementedError\n', encoding="utf-8"
-    )
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "SITE_URL": ""}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    built = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    if not (tree / "site" / "assets" / "vendor" / "mermaid").exists():
-        pytest.skip("npm is missing or has no network: diagrams and formulas were not built")
-    return tree / "site"
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="session")
-def address(site: Path) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=site)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: sync_api.Browser) -> Iterator[sync_api.Page]:
-    page = browser.new_page(viewport=DESKTOP, color_scheme="light")
-    page.set_default_timeout(10_000)
-    yield page
-    page.close()
+from tests.book.site_under_test import PHONE, QUESTION, ROOT, SAMPLE, Tab, needs_browser
 
 
 def pages_of(site: Path) -> list[str]:
@@ -135,71 +23,9 @@ def pages_of(site: Path) -> list[str]:
 
 # --- every page ------------------------------------------------------------------------------------------------------
 
-RENDERED = r"""() => {
-    const places = [...document.querySelectorAll(".arithmatex, .nb-text")];
-    const math = places.some((place) => /\$|\\[([]/.test(place.textContent));
-    return document.readyState === "complete"
-        && !document.querySelector("pre.diagram, div.diagram:not(:has(svg))")
-        && (!math || document.body.dataset.math === "done");
-}"""
-
-PROBLEMS = r"""() => {
-    const found = [];
-    for (const image of document.images)
-        if (!image.complete || image.naturalWidth === 0) found.push(`broken image ${image.src.slice(0, 80)}`);
-    for (const formula of document.querySelectorAll(".katex-error"))
-        found.push(`formula not understood: ${formula.textContent}`);
-
-    const verbatim = "pre, code, script, style, .katex, svg, .nb-out";
-    const formula = /\$[^$\s]([^$]*[^$\s])?\$|\$\$|\\[([]|\\begin\{/;
-    const texts = document.createTreeWalker(document.querySelector("article") ?? document.body, NodeFilter.SHOW_TEXT);
-    while (texts.nextNode()) {
-        const text = texts.currentNode;
-        if (!text.parentElement.closest(verbatim) && formula.test(text.data))
-            found.push(`formula left as text: ${text.data.trim().slice(0, 80)}`);
-    }
-
-    const width = document.documentElement.clientWidth;
-    if (document.documentElement.scrollWidth > width) {
-        const scrolling = "pre, .md-typeset__scrollwrap, .nb-out, .nb-scroll, .diagram, .step";
-        const widest = [...document.querySelectorAll("article *")].find((element) =>
-            element.getBoundingClientRect().right > width + 1 && !element.parentElement.closest(scrolling));
-        const where = widest?.outerHTML.slice(0, 120);
-        found.push(`${document.documentElement.scrollWidth} px wide on a screen of ${width}: ${where}`);
-    }
-    return found;
-}"""
-
 
 def batches(items: list[str], size: int) -> list[list[str]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-class Tab:
-    """A page of the browser that notes whatever goes wrong while it loads."""
-
-    def __init__(self, context: sync_api.BrowserContext, address: str) -> None:
-        self.address, self.problems = address, list[str]()
-        self.page = context.new_page()
-        note = self.problems.append
-        self.page.on("console", lambda m: note(f"console: {m.text}") if m.type == "error" else None)
-        self.page.on("pageerror", lambda error: note(f"script error: {error}"))
-        self.page.on("requestfailed", lambda r: note(f"request failed: {r.url}"))
-        self.page.on("response", lambda r: note(f"{r.status}: {r.url}") if r.status >= 400 else None)
-        self.page.on(
-            "request", lambda r: None if r.url.startswith((address, "data:", "blob:")) else note(f"foreign: {r.url}")
-        )
-
-    def open(self, path: str) -> None:
-        self.problems.clear()
-        self.page.goto(self.address + path, wait_until="commit")
-
-    def report(self) -> list[str]:
-        try:
-            self.page.wait_for_function(RENDERED, timeout=20_000)
-        except sync_api.TimeoutError:
-            self.problems.append("a diagram or a formula stays text")
-        return self.problems + self.page.evaluate(PROBLEMS)
 
 
 @needs_browser

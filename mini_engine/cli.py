@@ -92,6 +92,7 @@ def generate(
     empty = [i for i, text in enumerate(texts, 1) if not text.strip()]
     if empty:
         raise RequestError(f"prompt {empty[0]} is empty; give it some text")
+    _check_watch(watch, num_pages)
     template = _read_template(chat_template)
     llm = _load(model, attn_backend, dtype, device, homework)
     if raw:
@@ -146,6 +147,7 @@ def chat(
         seed=seed,
         stop=stop or (),
     )
+    _check_watch(watch, num_pages)
     template = _read_template(chat_template)
     llm = _load(model, attn_backend, dtype, device, homework)
     messages = [{"role": "system", "content": system}] if system else []
@@ -310,6 +312,11 @@ def _run(
     if failed:
         raise failed[0]
     return [outputs[i] for i in range(len(texts))], metrics.decode_rate
+
+
+def _check_watch(watch: bool, num_pages: int | None) -> None:
+    if num_pages is not None and not watch:
+        raise ConfigError("--num-pages sizes the pool that --watch shows; add --watch, or leave it out")
 
 
 def _run_watched(

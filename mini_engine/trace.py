@@ -205,7 +205,7 @@ def traced_engine(
         attn_backend=llm.attn_backend,
         num_pages=num_pages,
         page_size=page_size,
-        max_batch_size=min(llm.max_batch_size, max_num_batched_tokens),
+        max_batch_size=min(llm.max_batch_size, max(1, max_num_batched_tokens)),
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=llm.max_model_len,
         parts=llm.parts,

@@ -13,6 +13,7 @@ helper functions of your own as you like. Then:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 

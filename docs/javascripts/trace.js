@@ -470,7 +470,7 @@ class Player {
   paintTimeline(width) {
     const { requests, steps, numPages } = this.trace;
     const ratio = window.devicePixelRatio || 1;
-    const row = Math.max(4, Math.min(16, 320 / requests.length));
+    const row = Math.max(1, Math.min(16, 320 / requests.length));
     const chart = 40;
     const height = requests.length * row + chart + 8;
     this.gutter = row >= 10 ? 22 : 4;
@@ -495,7 +495,7 @@ class Player {
       for (const name of step.waiting) bar(index, middles.get(name), 1.5, muted, Math.max(1, wide / 2));
       for (const name of step.pages.keys()) {
         const work = step.batch.get(name);
-        const thick = !work ? 1 : work.kind === "decode" ? Math.max(1.5, row * 0.28) : row * 0.8;
+        const thick = !work ? 1 : work.kind === "decode" ? Math.max(Math.min(1.5, row / 2), row * 0.28) : row * 0.8;
         bar(index, middles.get(name), thick, lines.get(name));
       }
     });
@@ -505,7 +505,7 @@ class Player {
       const middle = middles.get(request.name);
       pen.fillStyle = ink;
       if (row >= 10) pen.fillText(label(request), 4, middle);
-      const arm = Math.min(4.5, row / 2);
+      const arm = Math.max(2, Math.min(4.5, row / 2));
       for (const index of request.preemptions) {
         const at = x(index) + wide / 2;
         pen.beginPath();

@@ -40,5 +40,6 @@ def grade(
             grading.run_all()
             progress.record(chapter.slug, grading.source or "", grading.results)
     console.print(progress_table(chapters, progress))
-    console.print(engine_panel(finished_part_names()))
-    console.print(speed_line(progress.speed()))
+    finished = finished_part_names()
+    console.print(engine_panel(finished))
+    console.print(speed_line(progress.speed(), current=bool(finished)))

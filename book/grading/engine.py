@@ -1,15 +1,13 @@
 """The engine on the reader's own parts: which are theirs, whether the output is still right, and how fast they are."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 
 from rich.console import Console
 from rich.table import Table
 
 from book.grading.chapter import ROOT
-from book.grading.parts import PARTS, finished_parts
+from book.grading.parts import PARTS, changed_since, finished_parts
 from book.grading.progress import Progress
 from mini_engine import LLM, Parts, RequestOutput, SamplingParams
 
@@ -25,7 +23,12 @@ def homework_parts(console: Console) -> Parts:
         table.add_row(part.title, "[bold green]yours[/]" if own else "the reference", f"chapters/{part.chapter}"
                       if own else part.module)  # fmt: skip
     console.print(table)
-    if not mine:
+    changed = changed_since()
+    for chapter, graded in changed.items():
+        console.print(
+            f"chapters/{chapter} passed on {graded} and has changed since: run [bold]pytest chapters/{chapter}[/]."
+        )
+    if not mine and not changed:
         console.print("None is yours yet: a part counts once its grader is green. Begin with `make lab`, chapter 01.")
     return replace(Parts(), **mine)
 
@@ -41,6 +44,8 @@ def compare_with_reference(
 ) -> None:
     """Run the same requests on the reference parts, print both speeds and the first difference, and record the speeds.
 
+    Without a part of the reader's there is nothing to compare.
+
     Args:
         console: where to print.
         llm: the engine on the reader's parts.
@@ -52,6 +57,8 @@ def compare_with_reference(
     """
     from mini_engine.metrics import Metrics
 
+    if llm.parts == Parts():
+        return
     weight = next(llm.model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
     reference = LLM(model, dtype=dtype, device=weight.device.type, attn_backend=llm.attn_backend)
@@ -66,7 +73,4 @@ def compare_with_reference(
     else:
         console.print("[bold green]Every token equals the reference's.[/]")
     console.print(f"Yours: {tokens_per_second:.1f} tokens/s, the reference: {metrics.decode_rate:.1f} tokens/s.")
-    speed = {"reader": tokens_per_second, "reference": metrics.decode_rate, "date": date.today().isoformat()}
-    folder = Progress(ROOT).folder
-    folder.mkdir(exist_ok=True)
-    (folder / "speed.json").write_text(json.dumps(speed))
+    Progress(ROOT).record_speed(tokens_per_second, metrics.decode_rate)

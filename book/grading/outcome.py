@@ -35,8 +35,10 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """One sentence for the summary: the mistake, or else what happened."""
-        return self.mistake if self.status == "failed" and self.mistake else self.message
+        """For the summary: the mistake, or what happened, or both where an exception says only half."""
+        if self.status == "failed" and self.mistake:
+            return self.mistake
+        return f"{self.message} Likely mistake: {self.mistake}." if self.mistake else self.message
 
 
 def run_check(chapter: Chapter, check: Check, submission: Homework, filename: str) -> Outcome:
@@ -72,7 +74,7 @@ def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> t
     return run_checks(chapter, exercise, submission, filename)
 
 
-_SLIPS = (NameError, AttributeError, ImportError, TypeError, SyntaxError)
+_SLIPS = (NameError, ImportError, SyntaxError)
 """Exceptions that say more about the code than about the idea: the mistake that a check looks for is not it."""
 
 

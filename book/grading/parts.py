@@ -52,6 +52,16 @@ def _finished_exercises(root: Path, parts: Sequence[Part]) -> dict[str, tuple[Pa
     return finished
 
 
+def changed_since(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str, str]:
+    """Chapters whose homework.py has changed since parts of it passed, with the date of that grade."""
+    finished, changed = finished_part_names(root, parts), {}
+    for part in parts:
+        for grade in Progress(root).grades(part.chapter).values():
+            if grade.part == part.name and grade.passed and part.name not in finished:
+                changed[part.chapter] = grade.date
+    return changed
+
+
 def finished_part_names(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> list[str]:
     """The names of the finished parts: their grader passed, and homework.py has not changed since."""
     return list(_finished_exercises(root, parts))

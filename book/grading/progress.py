@@ -1,4 +1,4 @@
-"""The reader's progress, in .progress/ beside chapters/: grades.json and hints.json. Git ignores the folder."""
+"""The reader's progress, in .progress/ beside chapters/: grades, hints, speed. Git ignores the folder."""
 
 import hashlib
 import json
@@ -61,6 +61,10 @@ class Progress:
     def speed(self) -> dict[str, Any]:
         """Tokens per second of the engine with the reader's parts and of the reference: reader, reference, date."""
         return self._read("speed.json")
+
+    def record_speed(self, reader: float, reference: float) -> None:
+        """Keeps the tokens per second of the engine with the reader's parts and of the reference."""
+        self._write("speed.json", {"reader": reader, "reference": reference, "date": time.strftime("%Y-%m-%d")})
 
     def _read(self, name: str) -> dict[str, Any]:
         try:

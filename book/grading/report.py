@@ -60,7 +60,7 @@ def summary(grading: Grading) -> Table:
     table = Table(
         title=f"Chapter {title(grading.chapter)}: {earned} of {total} points", title_justify="left", expand=True
     )
-    table.add_column("exercise")
+    table.add_column("exercise", no_wrap=True)
     table.add_column("", justify="center", no_wrap=True)
     table.add_column("points", justify="right", no_wrap=True)
     table.add_column("first failing check and likely mistake", ratio=1)
@@ -70,7 +70,7 @@ def summary(grading: Grading) -> Table:
 
 
 def _name(exercise: Exercise) -> Text:
-    return Text.assemble(exercise.name, ("\nchallenge", "dim") if exercise.challenge else "")
+    return Text.assemble(exercise.name, (" challenge", "dim") if exercise.challenge else "")
 
 
 def points(result: Result) -> str:
@@ -170,8 +170,8 @@ def engine_panel(done: Collection[str]) -> Panel:
     return Panel(Group(*lines), title=heading, title_align="left", expand=False)
 
 
-def speed_line(speed: dict[str, Any]) -> Text:
-    """The reader's tokens per second beside the reference's."""
+def speed_line(speed: dict[str, Any], *, current: bool) -> Text:
+    """The reader's tokens per second beside the reference's; `current`: some part of the reader's counts now."""
     try:
         reader, reference = float(speed["reader"]), float(speed["reference"])
         share = reader / reference
@@ -180,7 +180,8 @@ def speed_line(speed: dict[str, Any]) -> Text:
             "mini-engine generate --homework runs the engine on your parts and measures its speed.", style="dim"
         )
     text = f"With your parts: {reader:.1f} tokens/s. The reference: {reference:.1f} tokens/s. You reach {share:.0%}"
-    return Text(f"{text} ({speed.get('date', 'no date')}).")
+    line = Text(f"{text} ({speed.get('date', 'no date')}).")
+    return line if current else line.append(" That is old: no part of yours counts now.", style="yellow")
 
 
 def gradescope(gradings: Sequence[Grading], seconds: float) -> dict[str, Any]:

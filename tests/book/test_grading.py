@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from book.grading import load_chapter
 from book.grading.chapter import ROOT, Chapter, Exercise, find_chapter
 from book.grading.grade import Grading
-from book.grading.parts import PARTS, STAGES, Part, engine_diagram, finished_part_names, finished_parts
+from book.grading.parts import PARTS, STAGES, Part, changed_since, engine_diagram, finished_part_names, finished_parts
 from book.grading.progress import Progress
 from book.grading.report import engine_panel, failures, gradescope, hint, progress_table, speed_line, summary
 from book.grading.worker import Limits
@@ -305,9 +305,11 @@ def test_a_part_is_finished_while_its_file_stays_as_graded(write: Write, tmp_pat
     grading = graded(chapter)
     progress.record(chapter.slug, grading.source or "", grading.results)
     assert finished_part_names(tmp_path, parts) == ["apply_rope"]
+    assert changed_since(tmp_path, parts) == {}
     assert finished_parts(tmp_path, parts)["apply_rope"](21) == 42
     chapter.homework.write_text(RIGHT_DOUBLE + "# a second thought\n")
     assert finished_part_names(tmp_path, parts) == []
+    assert list(changed_since(tmp_path, parts)) == ["01_small"]
 
 
 def test_the_diagram_lights_the_finished_parts() -> None:
@@ -328,9 +330,14 @@ def test_parts_live_where_they_say(part: Part) -> None:
     assert f"def {part.name}(" in (ROOT / part.module).read_text(encoding="utf-8")
 
 
-def test_the_readers_speed_stands_beside_the_references() -> None:
-    assert "You reach 80%" in str(speed_line({"reader": 20.0, "reference": 25.0, "date": "2026-01-02"}))
-    assert "--homework" in str(speed_line({})) and "--homework" in str(speed_line({"reader": 1.0, "reference": 0.0}))
+def test_the_readers_speed_stands_beside_the_references(tmp_path: Path) -> None:
+    progress = Progress(tmp_path)
+    progress.record_speed(20.0, 25.0)
+    line = str(speed_line(progress.speed(), current=True))
+    assert "You reach 80%" in line and "old" not in line
+    assert "old" in str(speed_line(progress.speed(), current=False))
+    for nothing in ({}, {"reader": 1.0, "reference": 0.0}):
+        assert "--homework" in str(speed_line(nothing, current=True))
 
 
 def test_exercises_are_checked_when_they_are_declared() -> None:

@@ -1,6 +1,7 @@
 """Makes a chapter's homework.py from its solution: signatures and docstrings stay, the work is left to the reader."""
 
 import ast
+import doctest
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ def make_stub(solution: str, exercises: Sequence[str], slug: str) -> str:
     """The text of homework.py for the text of a solution.
 
     Exercises keep signature and docstring. Other public definitions are kept whole; private ones (a leading
-    underscore) and imports only where something kept uses them.
+    underscore) and imports only where something kept uses them, the examples of a docstring included.
     """
     source = _Source(solution)
     tree = ast.parse(solution)
@@ -99,6 +100,7 @@ class _Piece:
             yield self.statement
         elif isinstance(self.statement, ast.ClassDef):
             yield from [*self.statement.bases, *self.statement.keywords, *self.statement.decorator_list]
+            yield from _examples(self.statement)
             for member in _members(self.statement):
                 yield from _signature(member) if isinstance(member, Function) else [member]
         else:
@@ -152,7 +154,14 @@ def _members(definition: ast.ClassDef) -> list[ast.stmt]:
 
 
 def _signature(function: Function) -> list[ast.AST]:
-    return [function.args, *function.decorator_list, *([function.returns] if function.returns else [])]
+    returns = [function.returns] if function.returns else []
+    return [function.args, *function.decorator_list, *returns, *_examples(function)]
+
+
+def _examples(definition: Function | ast.ClassDef) -> list[ast.AST]:
+    """The code of the examples in a docstring."""
+    examples = doctest.DocTestParser().get_examples(ast.get_docstring(definition) or "")
+    return [ast.parse(example.source) for example in examples]
 
 
 def _used(pieces: Iterable[_Piece]) -> set[str]:

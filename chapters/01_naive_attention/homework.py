@@ -10,6 +10,8 @@ helper functions of your own as you like. Then:
     pytest chapters/01_naive_attention --hint NAME       # the next of three hints for the exercise NAME
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 

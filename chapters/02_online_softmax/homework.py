@@ -11,8 +11,10 @@ helper functions of your own as you like. Then:
     pytest chapters/02_online_softmax --hint NAME       # the next of three hints for the exercise NAME
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 

@@ -165,6 +165,16 @@ def test_imports_shrink_to_what_is_used() -> None:
     assert f"from somewhere import (\n{kept})\n" in stub
 
 
+def test_the_examples_of_a_docstring_keep_their_imports() -> None:
+    example = '    """Half of pi.\n\n        >>> quarter_turn() == math.pi / 2\n        True\n    """\n'
+    stub = make_stub(
+        f'"""Doc."""\n\nimport math\nimport json\n\ndef quarter_turn():\n{example}    return math.pi / 2\n',
+        ["quarter_turn"],
+        "07_small",
+    )
+    assert "import math\n" in stub and "import json" not in stub
+
+
 def test_a_solution_without_a_docstring_is_refused() -> None:
     with pytest.raises(ValueError, match="docstring"):
         make_stub("x = 1\n", [], "07_small")

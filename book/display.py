@@ -21,8 +21,11 @@ class Shown:
         return self.text
 
 
-def show(thing: ModuleType | type | Callable[..., object]) -> Shown:
-    """The source of a module, class or function as it stands in the package, highlighted."""
+def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Shown:
+    """The source of a module, class or function as it stands in the package, highlighted.
+
+    With `fold` it stays closed under these words until the reader opens it: an answer to the homework, for one.
+    """
     module = inspect.getmodule(thing)
     if module is None:
         raise ValueError(f"{thing!r} has no module to read its source from")
@@ -32,7 +35,10 @@ def show(thing: ModuleType | type | Callable[..., object]) -> Shown:
     where = path if isinstance(thing, ModuleType) else f"{getattr(thing, '__qualname__', thing)} in {path}"
     title = f"`{path}`" if isinstance(thing, ModuleType) else f"`{getattr(thing, '__qualname__', thing)}` in `{path}`"
     # Four backticks: a docstring may hold a fence of three.
-    return Shown(f"{title}\n\n````python\n{source}\n````", f"# {where}\n{source}")
+    markdown = f"{title}\n\n````python\n{source}\n````"
+    if fold:
+        markdown = f"<details>\n<summary>{html.escape(fold)}</summary>\n\n{markdown}\n\n</details>"
+    return Shown(markdown, f"# {where}\n{source}")
 
 
 def mermaid(diagram: str) -> Shown:

@@ -139,23 +139,30 @@ def draw_matrix(
     columns: Sequence[str] | None = None,
     xlabel: str = "",
     ylabel: str = "",
+    vmax: float | None = None,
+    visible: Values | None = None,
 ) -> Axes:
-    """A matrix with its values in the cells: blue grows with the value; where some are negative, orange is below 0."""
+    """A matrix with its values in the cells: blue grows with the value; where some are negative, orange is below 0.
+
+    `vmax` is the value of the darkest blue (default: the largest), for matrices that are to be compared. A cell that
+    is False in `visible` is grey.
+    """
     matrix = np.atleast_2d(_array(values))
     height, width = matrix.shape
     ax = ax or _square_axes(height, width)
+    grey = ~np.isfinite(matrix) if visible is None else ~np.isfinite(matrix) | (np.atleast_2d(_array(visible)) == 0)
     finite = matrix[np.isfinite(matrix)]
-    largest = float(np.abs(finite).max()) if finite.size else 1.0
+    largest = vmax or (float(np.abs(finite).max()) if finite.size else 1.0)
     signed = bool((finite < 0).any())
     colours = mpl.colormaps["PuOr" if signed else "Blues"].with_extremes(bad=HIDDEN)
-    shown = np.ma.masked_invalid(matrix)
+    shown = np.ma.masked_array(matrix, grey)
     image = ax.imshow(shown, cmap=colours, vmin=-largest if signed else 0, vmax=largest or 1.0, aspect="equal")
     if max(height, width) <= _READABLE_CELLS // 2:
         size = min(12.0, 75 / max(width, height * 0.7))
         for i in range(height):
             for j in range(width):
                 background: ColorType = HIDDEN
-                if math.isfinite(matrix[i, j]):
+                if not grey[i, j]:
                     background = tuple(image.to_rgba(matrix[i, j]))
                 text = f"{matrix[i, j]:.{digits}f}" if math.isfinite(matrix[i, j]) else number(matrix[i, j])
                 ax.text(j, i, text, ha="center", va="center", color=_readable_on(background), fontsize=size)
@@ -220,6 +227,8 @@ def draw_roofline(
         ax.plot(cost.intensity, cost.flops / seconds, marker, color=PALETTE[i % len(PALETTE)], label=label, zorder=2)
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s", title=title)
     ax.set_ylim(top=flops * 6)
+    ax.xaxis.set_major_formatter(lambda x, _: number(x))
+    ax.yaxis.set_major_formatter(lambda y, _: quantity(y, "FLOP/s", 1).removesuffix("FLOP/s"))
     ax.grid(True, which="major")
     ax.legend(loc="lower right")
     return ax

@@ -55,7 +55,8 @@ class Question:
         return a > 0 and b > 0 and max(a / b, b / a) <= self.tolerance_factor * (1 + 1e-9)
 
     def show(self, value: float) -> str:
-        return f"{number(value, 4)} {self.unit}"
+        words = self.unit.isalpha() and len(self.unit) > 2  # "checks" and not "ms"
+        return f"{number(value, 4)} {self.unit.removesuffix('s') if words and value == 1 else self.unit}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ class Comparison:
         q = self.question
 
         def against(value: float) -> str:
-            return f"× {number(value / self.measured)} of the measurement" if self.measured > 0 else ""
+            if self.measured <= 0:
+                return ""
+            same = value == self.measured
+            return "equal to the measurement" if same else f"× {number(value / self.measured)} of the measurement"
 
         mine = ("your prediction", "none", "") if self.predicted is None else (
             "your prediction", q.show(self.predicted), against(self.predicted)

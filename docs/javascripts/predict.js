@@ -22,6 +22,9 @@ export function formatNumber(value) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: size >= 1e4 ? 6 : 4 });
 }
 
+const singular = (unit) => (/^[a-z]{3,}s$/i.test(unit) ? unit.slice(0, -1) : unit);
+const withUnit = (value, unit) => `${formatNumber(value)} ${value === 1 ? singular(unit) : unit}`;
+
 function verdict(guess, answer, tolerance) {
   if (guess === answer) return "Exactly ours.";
   if (guess === 0 || answer === 0 || guess > 0 !== answer > 0) return "";
@@ -65,9 +68,9 @@ function build(box) {
       "dl",
       {},
       element("dt", { textContent: "You" }),
-      element("dd", { textContent: `${formatNumber(guess)} ${unit}` }),
+      element("dd", { textContent: withUnit(guess, unit) }),
       element("dt", { textContent: "We" }),
-      element("dd", { textContent: `${formatNumber(answer)} ${unit}` }),
+      element("dd", { textContent: withUnit(answer, unit) }),
     );
     const text = verdict(guess, answer, tolerance);
     result.replaceChildren(rows, element("p", { className: "prediction-verdict", textContent: text }), element("p", { textContent: why }));
@@ -100,9 +103,11 @@ function fillComparison(box) {
   const cells = box.querySelectorAll(".comparison-yours td");
   if (kept === null || cells.length < 2) return;
   const guess = parseNumber(kept);
-  cells[1].textContent = `${formatNumber(guess)} ${box.dataset.unit}`;
+  cells[1].textContent = withUnit(guess, box.dataset.unit);
   const measured = Number(box.dataset.measured);
-  if (cells[2] && measured > 0) cells[2].textContent = `× ${formatNumber(Number((guess / measured).toPrecision(3)))} of the measurement`;
+  const ratio = Number((guess / measured).toPrecision(3));
+  const text = guess === measured ? "equal to the measurement" : `× ${formatNumber(ratio)} of the measurement`;
+  if (cells[2] && measured > 0) cells[2].textContent = text;
 }
 
 const fillComparisons = () => document.querySelectorAll(".comparison[data-name]").forEach(fillComparison);

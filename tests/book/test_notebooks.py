@@ -184,6 +184,8 @@ def test_nbval_passes_until_an_output_changes(pair: Path) -> None:
 def test_show_gives_the_source_as_it_stands() -> None:
     shown = show(mermaid)
     assert shown.markdown.startswith("`mermaid` in `book/display.py`\n\n````python\ndef mermaid(")
+    folded = show(mermaid, fold="Open me").markdown
+    assert folded == f"<details>\n<summary>Open me</summary>\n\n{shown.markdown}\n\n</details>"
     assert "`book/notebooks.py`" in show(notebooks).markdown and "def build(" in repr(show(notebooks))
 
 

@@ -113,6 +113,13 @@ def test_comparison_shows_all_three_numbers(chapter: Path) -> None:
         assert "× 0.500 of the measurement" in text and "× 0.625 of the measurement" in text
 
 
+def test_one_is_not_many(chapter: Path) -> None:
+    predict("cells", 1)
+    text = repr(compare("cells", 1))
+    assert "1 cell  equal to the measurement" in text and "36 cells  × 36 of the measurement" in text
+    assert "1 MB" in repr(predict("bytes", 1))
+
+
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_a_prediction_is_a_positive_number(chapter: Path, value: float) -> None:
     with pytest.raises(ValueError, match="a number above 0 in MB"):

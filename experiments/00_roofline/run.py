@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from mini_engine.attention.naive import attention_mask, sdpa_attention
+from mini_engine.models.linear import linear
 from mini_engine.roofline import Cost, Machine, ModelShape, decoder_layer_costs, linear_cost, measure_machine
 from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
 
@@ -81,10 +82,10 @@ def operators(setting: Setting, case: Case, device: torch.device) -> dict[str, C
     def tensor(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device).to(setting.dtype)
 
-    def linear(inputs: int, outputs: int, rows: int = tokens) -> Callable[[], Operator]:
+    def projection(inputs: int, outputs: int, rows: int = tokens) -> Callable[[], Operator]:
         def make() -> Operator:
             x, weight = tensor(rows, inputs), tensor(outputs, inputs)
-            return lambda: F.linear(x, weight)
+            return lambda: linear(x, weight)
 
         return make
 
@@ -134,18 +135,18 @@ def operators(setting: Setting, case: Case, device: torch.device) -> dict[str, C
     q_size, kv_size = num_qo_heads * head_dim, num_kv_heads * head_dim
     return {
         "input_norm": norm,
-        "qkv_proj": linear(hidden, q_size + 2 * kv_size),
+        "qkv_proj": projection(hidden, q_size + 2 * kv_size),
         "rope": rope,
         "kv_append": kv_append,
         "attention": attention,
-        "o_proj": linear(q_size, hidden),
+        "o_proj": projection(q_size, hidden),
         "attention_residual": add,
         "mlp_norm": norm,
-        "gate_up_proj": linear(hidden, 2 * inner),
+        "gate_up_proj": projection(hidden, 2 * inner),
         "activation": activation,
-        "down_proj": linear(inner, hidden),
+        "down_proj": projection(inner, hidden),
         "mlp_residual": add,
-        "lm_head": linear(hidden, shape.vocab_size, rows=case.batch_size),
+        "lm_head": projection(hidden, shape.vocab_size, rows=case.batch_size),
     }
 
 

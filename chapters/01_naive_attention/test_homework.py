@@ -228,6 +228,15 @@ def test_a_query_that_sees_nothing(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5, mask=mask)
 
 
+@check(
+    "masked_attention",
+    mistake="the bias is added to the scores, one for each query head: cut its head axis like that of q",
+)
+def test_the_bias_has_query_heads(hw: Homework) -> None:
+    q, k, v = random_qkv(2, 3, 4, 2, 4)
+    assert_attention(hw, q, k, v, 1.0, bias=torch.randn(4, 2, 3))
+
+
 @check("masked_attention", mistake="the bias is added to the scores that are already scaled: scale first, then add")
 def test_bias_is_not_scaled(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 4, 2, 4)
@@ -311,7 +320,8 @@ def test_no_query_sees_the_future(hw: Homework) -> None:
 
 @check(
     "ragged_causal_attention",
-    mistake="the queries are the last tokens of the sequence: the first of n sees m - n + 1 keys",
+    mistake="the queries are the last tokens of the sequence, so the first of n sees m - n + 1 keys; or k and v are "
+    "cut by qo_indptr",
 )
 def test_queries_are_the_last_of_the_keys(hw: Homework) -> None:
     q, k, v = random_qkv(2, 5, 2, 1, 4)
@@ -358,9 +368,9 @@ def test_neighbours_do_not_matter(hw: Homework) -> None:
 
 @check("rope_tables", mistake="the cosine comes first, then the sine, both of position * frequency in radians")
 def test_a_right_angle(hw: Homework) -> None:
-    cos, sin = hw.rope_tables(torch.tensor([3]), torch.tensor([math.pi / 6]))
-    assert_close(cos, torch.tensor([[0.0]]), atol=1e-6, name="cos")
-    assert_close(sin, torch.tensor([[1.0]]), atol=1e-6, name="sin")
+    cos, sin = hw.rope_tables(torch.tensor([0, 1]), torch.tensor([math.pi / 2]))
+    assert_close(cos, torch.tensor([[1.0], [0.0]]), atol=1e-6, name="cos")
+    assert_close(sin, torch.tensor([[0.0], [1.0]]), atol=1e-6, name="sin")
 
 
 @check("rope_tables", mistake="every token needs the angles of all D/2 pairs: [T, D/2], one row per token")
@@ -416,12 +426,29 @@ def test_an_angle_of_zero_changes_nothing(hw: Homework) -> None:
     assert_close(hw.apply_rope(x, torch.ones(1, 3), torch.zeros(1, 3)), x)
 
 
+def assert_unchanged(hw: Homework, interleaved: bool) -> None:
+    x = torch.randn(1, 1, 4)
+    before = x.clone()
+    hw.apply_rope(x, *quarter_turns(1, 2), interleaved=interleaved)
+    assert_equal(x, before, name="x after the call")
+
+
+@check("apply_rope", mistake="you turn x in place: the second half is computed from a first that is turned already")
+def test_the_input_is_unchanged(hw: Homework) -> None:
+    assert_unchanged(hw, interleaved=False)
+
+
 @check(
     "apply_rope", mistake="a right angle turns (a, b) into (-b, a), pair i being (x[i], x[i + D/2]): look at your signs"
 )
 def test_a_right_angle_half_split(hw: Homework) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
     assert_close(hw.apply_rope(x, *quarter_turns(1, 2)), torch.tensor([-3.0, -4.0, 1.0, 2.0]).view(1, 1, 4))
+
+
+@check("apply_rope", mistake="with interleaved=True you turn x in place: the caller still needs it")
+def test_the_input_is_unchanged_interleaved(hw: Homework) -> None:
+    assert_unchanged(hw, interleaved=True)
 
 
 @check(
@@ -444,15 +471,6 @@ def test_tokens_turn_and_heads_agree(hw: Homework) -> None:
         x = torch.randn(3, 3, 4)  # as many heads as tokens: a mix-up has a valid shape
         expected = turned_in_floats(x, angles, interleaved)
         assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected)
-
-
-@check("apply_rope", mistake="you turn x in place: the caller still needs it")
-def test_the_input_is_unchanged(hw: Homework) -> None:
-    for interleaved in (False, True):
-        x = torch.randn(2, 1, 4)
-        before = x.clone()
-        hw.apply_rope(x, *quarter_turns(2, 2), interleaved=interleaved)
-        assert_equal(x, before, name="x after the call")
 
 
 @check("apply_rope", mistake="compute in float32 and round once, at the end; return the dtype of x")
@@ -543,6 +561,12 @@ def test_bytes_of_grouped_heads(hw: Homework) -> None:
     assert_equal(moved, (2 * 4 * 6 * 8 + 2 * 10 * 2 * 8) * 2, name="bytes")
 
 
+@check("attention_cost", mistake="FLOPs and bytes are whole numbers: divide with //")
+def test_whole_numbers(hw: Homework) -> None:
+    for name, number in zip(("flops", "bytes"), hw.attention_cost(3, 7, 4, 2, 8, 2), strict=True):
+        assert isinstance(number, int), f"{name} is a {type(number).__name__}; it should be an int"
+
+
 # attention_bias -----------------------------------------------------------------------------------------------------
 
 
@@ -553,7 +577,9 @@ def bias_in_floats(queries: list[int], keys: list[int], window: int | None, slop
     return torch.tensor([[[cell(slope, q - k) for k in keys] for q in queries] for slope in slopes])
 
 
-@check("attention_bias", mistake="0 where the query sees the key, -inf where it does not; 0 times inf is NaN")
+@check(
+    "attention_bias", mistake="0 where the query sees the key, -inf where not (0 times inf is NaN); slopes may be None"
+)
 def test_causal_bias(hw: Homework) -> None:
     got = hw.attention_bias(torch.arange(3), torch.arange(3))
     assert_close(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.0]))

@@ -64,7 +64,7 @@ def attention(q, k, v, *, scale, mask=None, bias=None, softcap=None, **change):
     if softcap is not None and not change.get("no_softcap"):
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias.to(dtype) * change.get("bias_factor", 1.0)
+        scores = scores + bias.to(dtype)[change.get("bias_heads", slice(None))] * change.get("bias_factor", 1.0)
     if hidden is not None and not change.get("mask_first"):
         scores = scores.masked_fill(hidden, change.get("hidden_score", -math.inf))
     weights = scores.softmax(change.get("axis", -1))
@@ -130,6 +130,13 @@ def nan_for_an_empty_row(q, k, v, **options):
 def a_large_negative_number(q, k, v, **options):
     """Hides a key from a query that sees others; a query that sees none gets the mean of all values."""
     return attention(q, k, v, **options, hidden_score=-1e9)
+
+
+@wrong("masked_attention", fails="test_the_bias_has_query_heads")
+def bias_of_every_other_head(q, k, v, **options):
+    """Groups the bias as [G, Hk] where the scores are [Hk, G]."""
+    heads = torch.arange(q.shape[1]).view(-1, k.shape[1]).T.flatten()
+    return attention(q, k, v, **options, bias_heads=heads)
 
 
 @wrong("masked_attention", fails="test_bias_is_not_scaled")
@@ -243,6 +250,11 @@ def one_long_sequence(q, k, v, qo_indptr, kv_indptr, scale):
     return reference.masked_attention(q, k, v, scale=scale, mask=mask)
 
 
+@wrong("ragged_causal_attention", fails="test_queries_are_the_last_of_the_keys")
+def one_indptr_for_all(q, k, v, qo_indptr, kv_indptr, scale):
+    return ragged(q, k, v, qo_indptr, qo_indptr, scale)
+
+
 @wrong("ragged_causal_attention", fails="test_queries_and_keys_have_their_own_bounds")
 def keys_cut_like_queries(q, k, v, qo_indptr, kv_indptr, scale):
     """Takes the keys that stand last before the end of the queries' bounds; right while both bounds are the same."""
@@ -290,8 +302,7 @@ def doubled_tables(positions, inv_freq):
 
 @wrong("rope_tables", fails="test_positions_come_in_any_order")
 def counted_from_zero(positions, inv_freq):
-    first = int(positions[0])
-    return reference.rope_tables(torch.arange(first, first + len(positions)), inv_freq)
+    return reference.rope_tables(torch.arange(len(positions)), inv_freq)
 
 
 @wrong("rope_tables", fails="test_tables_have_the_precision_of_the_frequencies")
@@ -378,6 +389,20 @@ def in_place(x, cos, sin, *, interleaved=False):
     return x.copy_(reference.apply_rope(x, cos, sin, interleaved=interleaved))
 
 
+@wrong("apply_rope", fails="test_the_input_is_unchanged")
+def half_written_too_early(x, cos, sin, *, interleaved=False):
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    a.copy_(a * cos[:, None] - b * sin[:, None])
+    b.copy_(b * cos[:, None] + a * sin[:, None])
+    return x
+
+
+@wrong("apply_rope", fails="test_the_input_is_unchanged_interleaved")
+def in_place_where_interleaved(x, cos, sin, *, interleaved=False):
+    turned = reference.apply_rope(x, cos, sin, interleaved=interleaved)
+    return x.copy_(turned) if interleaved else turned
+
+
 @wrong("apply_rope", fails="test_rope_of_bfloat16_is_rounded_once")
 def in_bfloat16(x, cos, sin, *, interleaved=False):
     return _without_float32(x, cos[:, None].to(x.dtype), sin[:, None].to(x.dtype), interleaved)
@@ -461,6 +486,11 @@ def keys_for_every_query_head(n, m, hq, hk, d, size):
     return cost(n, m, hq, hk, d, size)[0], cost(n, m, hq, hq, d, size)[1]
 
 
+@wrong("attention_cost", fails="test_whole_numbers")
+def half_as_a_fraction(n, m, hq, hk, d, size):
+    return cost(n, m, hq, hk, d, size, pairs=n * m - n * (n - 1) / 2)
+
+
 # attention_bias -----------------------------------------------------------------------------------------------------
 
 
@@ -474,6 +504,12 @@ def cell_by_cell(query_positions, key_positions, *, window=None, slopes=None):
         for query_rows in [query_positions.tolist()]
     ]
     return torch.tensor(cells)
+
+
+@wrong("attention_bias", fails="test_causal_bias")
+def slopes_are_needed(query_positions, key_positions, *, window=None, slopes=None):
+    bias = reference.attention_bias(query_positions, key_positions, window=window)
+    return bias - slopes[:, None, None] * (query_positions[:, None] - key_positions)
 
 
 @wrong("attention_bias", fails="test_causal_bias")

@@ -120,6 +120,7 @@ class FlexBackend:
         else:
             for _, values in cache.layers:
                 values.zero_()  # plain PyTorch multiplies every slot of the cache by its weight, 0 or not
+        self._num_blocks = self._num_pages * (self._page_size // self._kv_block)
         # On a CPU torch would split the keys of a decode by their place in the cache and look for them in every part.
         self._kernel_options = None if on_gpu else {"PARTITION_SIZE": self._num_pages * self._page_size}
 
@@ -169,12 +170,13 @@ class FlexBackend:
     def block_mask(self, tiles: QueryTiles, kind: Kind) -> BlockMask:
         """The physical BlockMask of one kind of layer: row b lists the blocks of the cache that tile b visits."""
         window = kind.window
-        first, last = tiles.positions[:, :1], tiles.positions.amax(dim=1, keepdim=True)
         blocks_per_page = self._page_size // self._kv_block
         offsets = torch.arange(blocks_per_page, device=self._device)
         blocks = (tiles.pages[:, :, None] * blocks_per_page + offsets).flatten(1)
+        # Positions of the first and last key of each block, and of the first and last query of each tile.
         lo = (tiles.page_starts[:, :, None] + offsets * self._kv_block).flatten(1)
         hi = lo + self._kv_block - 1
+        first, last = tiles.positions[:, :1], tiles.positions.amax(dim=1, keepdim=True)
         owned = (tiles.page_starts >= 0).repeat_interleave(blocks_per_page, dim=1)
         # A block is visited if any query of the tile may see any of its keys, and full if all see all.
         visited = owned & (lo <= last)
@@ -199,10 +201,6 @@ class FlexBackend:
             seq_lengths=(rows, self._num_pages * self._page_size),
             compute_q_blocks=False,
         )
-
-    @property
-    def _num_blocks(self) -> int:
-        return self._num_pages * (self._page_size // self._kv_block)
 
     def score_mod(self, tiles: QueryTiles, kind: Kind) -> masks.ScoreMod | None:
         """What changes the scores of one kind of layer, over rows of tiles and slots; None if nothing does."""

@@ -118,8 +118,11 @@ def test_documents_in_one_row_are_as_good_as_apart() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(LENGTH, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     slopes = alibi_slopes(4).double()
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     got = flex_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        heads_first[0],
+        heads_first[1],
+        heads_first[2],
         score_mod=compose_scores(soft_cap(4.0), alibi(slopes)),
         block_mask=create_block_mask(and_masks(document(IDS), sliding_window(3)), 1, 1, LENGTH, LENGTH, device="cpu"),
         scale=0.3,

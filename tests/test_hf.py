@@ -130,11 +130,14 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("family, changes", [(family, {}) for family in FAMILIES] + VARIANTS)
-def test_layers_say_what_our_own_models_say(family, changes):
+def test_layers_ask_for_what_our_own_models_do(family, changes):
     theirs = transformers_model(family, **changes)
     model = HFModel(theirs)
     assert model.attention_specs == our_model(theirs).attention_specs
     assert (model.config.vocab_size, model.config.max_position_embeddings) == (61, 128)
+    prompts = [[i * i % 61 for i in range(100)], [7, 8, 9]]
+    for logits, tokens in zip(whole(model, prompts), prompts, strict=True):
+        torch.testing.assert_close(logits, their_logits(theirs, tokens), rtol=0, atol=1e-4)
 
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

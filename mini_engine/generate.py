@@ -47,7 +47,7 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
         parts: the engine's replaceable functions.
     """
     weight = next(model.parameters())
-    page_size = max(sequence.max_len for sequence in sequences)
+    page_size = -(-max(sequence.max_len for sequence in sequences) // 128) * 128  # whole blocks, for any backend
     cache = ContiguousKVCache(model.attention_specs, len(sequences), page_size, weight.dtype, weight.device)
     backend = create_backend(attn_backend, model.attention_specs, cache, parts)
     attend = attend_with(backend)

@@ -9,8 +9,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from book.display import Table
@@ -123,6 +123,27 @@ def write(result: Result, root: Path | None = None) -> Path:
     return file
 
 
+RESULTS, END_OF_RESULTS = "<!-- results -->", "<!-- end of results -->"
+
+
+def fill_readme(experiment: str, figures: Collection[str], root: Path | None = None) -> None:
+    """Write the recorded rows of some figures into the experiment's README, between its two marks, device by device.
+
+    So that no number of a README is typed: `run.py` calls this after `write`.
+    """
+    base = root or repository_root()
+    readme = base / "experiments" / experiment / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(RESULTS)
+    _, mark, after = rest.partition(END_OF_RESULTS)
+    if not mark:
+        raise ValueError(f"{experiment}/README.md: the marks {RESULTS} and {END_OF_RESULTS} are missing")
+    tables = [
+        replace(result, rows=tuple(row for row in result.rows if row.figure in figures)).table().markdown()
+        for result in load(experiment, base)
+    ]
+    readme.write_text("\n\n".join([before + RESULTS, *tables, END_OF_RESULTS + after]), encoding="utf-8")
+
+
 def read(file: Path) -> Result:
     """One results file, checked: every row has its unit, and its bound or the reason why it has none."""
     try:
@@ -189,15 +210,16 @@ def so_far(chapter: int, device: str = "") -> Table:
     for entry in sorted(entries, key=lambda entry: entry["number"]):
         if entry["number"] <= chapter:
             results = [r for r in load(entry["experiment"], root) if device.lower() in r.device.lower()]
-            speed, size = (_only(results, figure) for figure in (ENGINE_SPEED, ENGINE_BYTES))
+            speed, size = (_only(results, figure, entry["number"]) for figure in (ENGINE_SPEED, ENGINE_BYTES))
             rows.append([f"{entry['number']:02}", entry["adds"], speed, size])
             sources += [r.device for r in results if speed != "–"]
     caption = f"Measured on {'; '.join(sorted(set(sources)))}." if sources else "Nothing measured yet."
     return Table(["chapter", "what it adds", "tokens/s", "bytes read per token"], rows, caption)
 
 
-def _only(results: Sequence[Result], figure: str) -> str:
-    found = [row for result in results for row in result.rows if row.figure == figure]
+def _only(results: Sequence[Result], figure: str, chapter: int) -> str:
+    rows = [row for result in results for row in result.rows]
+    found = [row for row in rows if row.figure == figure and row.case.get("chapter") == chapter]
     if len(found) > 1:
         raise ValueError(
             f"{results[0].experiment}: {len(found)} rows of {figure!r}: name the device, and record one case"

@@ -94,7 +94,7 @@ def random_prompts(batch_size: int, average: int, vocab_size: int) -> list[list[
     return [[rng.randrange(100, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def alternate(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+def alternate(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     """Median seconds of each run: one warm-up of each, then `rounds` rounds in which they take turns."""
     seconds: list[list[float]] = [[] for _ in runs]
     for round_ in range(rounds + 1):

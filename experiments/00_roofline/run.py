@@ -245,6 +245,8 @@ def main() -> None:
     result = results.new_result("00_roofline", rows, {"model": setting.model, "dtype": dtype}, arguments.device)
     print(result)
     print(results.write(result, arguments.out))
+    if arguments.out is None:
+        results.fill_readme("00_roofline", {"layer", "memory read", "matrix product"})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from book import results
 from book.results import ENGINE_BYTES, ENGINE_SPEED, Result, Row
 
 LATENCY = Row("latency", 2.5e-3, "s", 1e-3, "bytes / bandwidth", {"batch": 8, "dtype": "bf16"})
-SPEED = Row(ENGINE_SPEED, 30.0, "tokens/s", 60.0, "bandwidth / bytes")
+SPEED = Row(ENGINE_SPEED, 30.0, "tokens/s", 60.0, "bandwidth / bytes", {"chapter": 2})
 COUNT = Row("tests | run", 3, "tests", None, "a count has no bound")
 
 
@@ -124,7 +124,7 @@ def test_so_far_grows_with_the_chapters_and_types_no_number(root: Path) -> None:
     entry = '[[chapter]]\nnumber = {0}\nadds = "part {0}"\nexperiment = "0{0}_x"\n'
     (root / "docs" / "engine_so_far.toml").write_text(entry.format(2) + entry.format(1), encoding="utf-8")
     assert results.so_far(2).rows == [["01", "part 1", "–", "–"], ["02", "part 2", "–", "–"]]
-    rows = (SPEED, Row(ENGINE_BYTES, 2.7e8, "B", 2.7e8, "the weights, once"))
+    rows = (SPEED, Row(ENGINE_BYTES, 2.7e8, "B", 2.7e8, "the weights, once", {"chapter": 2}))
     results.write(result("02_x", rows=rows))
     assert results.so_far(1).rows == [["01", "part 1", "–", "–"]]
     assert results.so_far(2).rows[1] == ["02", "part 2", "30", "270 MB"]
@@ -133,6 +133,20 @@ def test_so_far_grows_with_the_chapters_and_types_no_number(root: Path) -> None:
     with pytest.raises(ValueError, match="name the device"):
         results.so_far(2)
     assert results.so_far(2, device="cpu").caption == "Measured on CPU Y."
+
+
+def test_a_readme_gets_its_numbers_from_the_results(root: Path) -> None:
+    results.write(result())
+    readme = root / "experiments" / "01_first" / "README.md"
+    readme.write_text(f"# First\n\n{results.RESULTS}\nold\n{results.END_OF_RESULTS}\n\nReading.\n", encoding="utf-8")
+    for _ in range(2):  # again changes nothing
+        results.fill_readme("01_first", {"latency"}, root)
+        text = readme.read_text(encoding="utf-8")
+        assert "2.5 ms" in text and "Recorded on GPU X" in text and "old" not in text and "tests" not in text
+        assert text.startswith("# First") and text.endswith("Reading.\n")
+    readme.write_text("# First\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="marks"):
+        results.fill_readme("01_first", {"latency"}, root)
 
 
 def test_new_result_is_of_this_machine() -> None:

@@ -142,7 +142,7 @@ def test_a_readme_gets_its_numbers_from_the_results(root: Path) -> None:
     for _ in range(2):  # again changes nothing
         results.fill_readme("01_first", {"latency"}, root)
         text = readme.read_text(encoding="utf-8")
-        assert "2.5 ms" in text and "Recorded on GPU X" in text and "old" not in text and "tests" not in text
+        assert "2.50 ms" in text and "Recorded on GPU X" in text and "old" not in text and "tests" not in text
         assert text.startswith("# First") and text.endswith("Reading.\n")
     readme.write_text("# First\n", encoding="utf-8")
     with pytest.raises(ValueError, match="marks"):

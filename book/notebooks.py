@@ -158,6 +158,8 @@ def problems(file: Path) -> Iterator[str]:
         yield f"{partner.name}: the metadata is not the book's: {dict(saved.metadata)}"
     counts = []
     for index, cell in enumerate(saved.cells):
+        if cell.cell_type == "raw":
+            yield f"{partner.name}, cell {index} is raw: the header of {file.name} must begin with `jupyter:`"
         if cell.cell_type == "code":
             counts.append(cell.execution_count)
             for problem in _output_problems(cell):

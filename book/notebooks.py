@@ -33,7 +33,7 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
-_MACHINE_PATH = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
+_MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
 _SLOW_SECONDS = 30.0
 
 _TEMPLATE = """\

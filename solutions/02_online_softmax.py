@@ -51,9 +51,9 @@ def online_attention(
     """Attention of one head over keys that arrive in chunks, in one pass: each chunk is seen once and then gone.
 
     A chunk is (keys, values, mask): c keys of D numbers, as many values, and True where a query sees a key. Chunks
-    differ in length and hold at least one key each. A query may see no key of a chunk, of the first chunks, or of all.
-    `chunks` can be iterated once. Its tensors are valid until you ask for the next one: then their memory is used
-    again. What you keep between chunks does not grow with the number of keys.
+    differ in length and hold at least one key each. A query may see no key of a chunk, of the first chunks, or of all,
+    and there may be no chunk. `chunks` can be iterated once. Its tensors are valid until you ask for the next one: then
+    their memory is used again. What you keep between chunks does not grow with the number of keys.
 
     The scores are q·k times `scale`. Return the output and the LSE of all visible scores (natural logarithm), both in
     float32 (float64 for float64 inputs), which is also what you compute in. A query that sees no key at all has the

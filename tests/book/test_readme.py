@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from book.grading.chapter import load_chapter
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -23,6 +25,11 @@ def test_the_table_lists_the_finished_chapters():
     table = README.split("<!-- chapters")[1].split("<!-- end of chapters -->")[0]
     finished = sorted(path.stem for path in (ROOT / "chapters").glob("*/*.ipynb"))
     assert re.findall(r"chapters/[^/]+/([^/]+)\.ipynb", table) == finished
+
+
+def test_the_table_counts_the_exercises():
+    for count, chapter in re.findall(r"\[(\d+) exercises\]\(chapters/([^/]+)/", README):
+        assert int(count) == len(load_chapter(ROOT / "chapters" / chapter).exercises)
 
 
 def test_modules_of_the_table_exist():

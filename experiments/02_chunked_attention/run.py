@@ -1,0 +1,284 @@
+"""Attention in chunks of keys beside naive and fused attention: memory and time, from 1,024 to 131,072 keys.
+
+    python experiments/02_chunked_attention/run.py [--device cpu|cuda] [--out DIR]
+
+On a GPU the heads are Qwen3-0.6B's in bfloat16, on a CPU SmolLM2-135M's in float32. The result goes to
+experiments/02_chunked_attention/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import results
+from book.memory import measure_memory
+from mini_engine.attention.naive import masked_attention, sdpa_attention
+from mini_engine.attention.state import chunked_attention
+from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
+
+LONGEST = 131_072
+NAIVE, FUSED = "naive", "fused"
+EXPERIMENT, BY_CHUNK = "02_chunked_attention", " by chunk size"
+IN_README = {"memory read", "matrix product", "prompt: memory", "prompt: time", "piece: time", "decode: time"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of `queries` queries over `keys` keys; every query sees every key."""
+
+    work: str  # "prompt", "piece" or "decode"
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on one kind of device."""
+
+    model: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    chunk_size: int
+    timed: tuple[Case, ...]
+    counted: tuple[Case, ...]  # too long to run here: memory only
+    swept: tuple[Case, ...]  # these run with chunks of many sizes
+    most_memory: int  # bytes; naive attention that needs more at its peak is counted, but does not run
+    pool_size: int  # operands rotate through this many numbers, so that none waits in a cache
+
+    def cost(self, case: Case) -> Cost:
+        """Keys and values read once, scores never in memory: no attention can do with less."""
+        heads = self.num_qo_heads, self.num_kv_heads, self.head_dim
+        return attention_cost(case.queries, case.keys, *heads, self.dtype.itemsize, causal=False)
+
+    def output_bytes(self, case: Case) -> int:
+        return case.queries * self.num_qo_heads * self.head_dim * self.dtype.itemsize
+
+
+def prompts(*lengths: int) -> list[Case]:
+    return [Case("prompt", length, length) for length in lengths]
+
+
+def pieces(queries: int, *lengths: int) -> list[Case]:
+    return [Case("piece", queries, length) for length in lengths]
+
+
+def decodes(*lengths: int) -> list[Case]:
+    return [Case("decode", 1, length) for length in lengths]
+
+
+LENGTHS = (1024, 8192, 32_768, LONGEST)
+CPU = Setting(
+    model="SmolLM2-135M",
+    num_qo_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    dtype=torch.float32,
+    chunk_size=256,
+    timed=(*prompts(1024, 2048, 4096, 8192), *pieces(256, *LENGTHS), *decodes(*LENGTHS)),
+    counted=(*prompts(32_768, LONGEST),),
+    swept=(*prompts(2048), *pieces(256, 16_384), *decodes(16_384)),
+    most_memory=2**32,
+    pool_size=2**26,
+)
+GPU = Setting(
+    model="Qwen3-0.6B",
+    num_qo_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    chunk_size=1024,
+    timed=(*prompts(*LENGTHS), *pieces(2048, *LENGTHS), *decodes(*LENGTHS)),
+    counted=(),
+    swept=(*prompts(8192), *pieces(2048, 32_768), *decodes(32_768)),
+    most_memory=100 * 10**9,
+    pool_size=2**30,
+)
+
+Operands = tuple[Tensor, Tensor, Tensor]  # q, k, v
+Way = Callable[..., object]  # of computing attention: q, k, v -> output or state
+Name = str | int  # of a way; a number: chunks of so many keys
+Call = Callable[[], object]
+
+
+def chunks(setting: Setting, *sizes: int) -> dict[Name, Way]:
+    scale = setting.head_dim**-0.5
+    return {size: partial(chunked_attention, scale=scale, chunk_size=size) for size in sizes}
+
+
+def whole(setting: Setting) -> dict[Name, Way]:
+    scale = setting.head_dim**-0.5
+    return {NAIVE: partial(masked_attention, scale=scale), FUSED: partial(sdpa_attention, scale=scale)}
+
+
+def chunk_sizes(case: Case) -> list[int]:
+    """16, 64, 256 and so on, and all keys in one chunk."""
+    return [*itertools.takewhile(lambda size: size < case.keys, (16 * 4**i for i in itertools.count())), case.keys]
+
+
+def operands(setting: Setting, case: Case, pool: Float[Tensor, " numbers"]) -> Iterator[Operands]:
+    """Queries, keys and values cut from the pool, from another place each time, around and around."""
+    heads, head_dim = (setting.num_qo_heads, setting.num_kv_heads), setting.head_dim
+    shapes = [(case.queries, heads[0], head_dim), *[(case.keys, heads[1], head_dim)] * 2]
+    sizes = [math.prod(shape) for shape in shapes]
+    for place in itertools.cycle(range(pool.numel() // sum(sizes))):
+        one = pool[place * sum(sizes) :][: sum(sizes)].split(sizes)
+        q, k, v = (numbers.view(shape) for numbers, shape in zip(one, shapes, strict=True))
+        yield q, k, v
+
+
+def counted_peak(setting: Setting, case: Case, way: Way) -> int:
+    """Bytes of the tensors that `way` has alive at once, counted where tensors have shapes and take no room."""
+    pool = torch.empty(setting.pool_size, dtype=setting.dtype, device="meta")
+    q, k, v = next(operands(setting, case, pool))
+    return measure_memory(lambda: way(q, k, v)).peak
+
+
+def measured_peak(call: Call, device: torch.device) -> int:
+    """Bytes that a call has at its peak: by a GPU's allocator, counted on a CPU."""
+    if device.type != "cuda":
+        return measure_memory(call).peak
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def seconds_of(call: Call, device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def fastest(
+    calls: Mapping[Name, Call], device: torch.device, turns: int = 10, budget: float = 1.0
+) -> dict[Name, float]:
+    """Seconds of each call: the fastest of its turns, at least one, at most `turns` and what `budget` seconds allow.
+
+    The calls take turns, so that whatever else the machine does falls on all of them.
+    """
+    best = dict.fromkeys(calls, math.inf)
+    begin = time.perf_counter()
+    for turn in range(turns):
+        spent = time.perf_counter() - begin
+        if turn > 0 and spent + spent / turn > budget:
+            break
+        for name, call in calls.items():
+            best[name] = min(best[name], seconds_of(call, device))
+    return best
+
+
+def rows_of(
+    setting: Setting, case: Case, candidates: Mapping[Name, Way], pool: Tensor, machine: Machine, suffix: str = ""
+) -> list[results.Row]:
+    """Memory and time of each candidate, beside the bounds that all of them share.
+
+    Naive attention that would need too much memory is counted, and not timed.
+    """
+    device, sets, cost = pool.device, operands(setting, case, pool), setting.cost(case)
+    peaks: dict[Name, int] = {}
+    calls: dict[Name, Call] = {}
+    for name, way in candidates.items():
+        if name == NAIVE and counted_peak(setting, case, way) > setting.most_memory:
+            continue
+
+        def call(way: Way = way) -> object:
+            return way(*next(sets))
+
+        # A first call, on which libraries choose their kernels and allocators find their blocks, is not timed.
+        peaks[name], calls[name] = measured_peak(call, device), call
+    bound_from = "bytes / bandwidth" if cost.is_memory_bound(machine) else "FLOPs / FLOP rate"
+    bound, by = cost.seconds(machine), "by the allocator" if device.type == "cuda" else "counted"
+    times = fastest(calls, device)
+    return [
+        *[memory_row(setting, case, name, peak, by, suffix) for name, peak in peaks.items()],
+        *[counted_row(setting, case, name, candidates[name]) for name in candidates if name not in calls],
+        *[
+            results.Row(f"{case.work}: time{suffix}", seconds, "s", bound, bound_from, labels(case, name))
+            for name, seconds in times.items()
+        ],
+    ]
+
+
+def counted_row(setting: Setting, case: Case, name: Name, way: Way) -> results.Row:
+    return memory_row(setting, case, name, counted_peak(setting, case, way), "counted")
+
+
+def memory_row(setting: Setting, case: Case, name: Name, peak: int, by: str, suffix: str = "") -> results.Row:
+    bound = setting.output_bytes(case)
+    return results.Row(f"{case.work}: memory{suffix}", peak, "B", bound, f"the output; {by}", labels(case, name))
+
+
+def labels(case: Case, name: Name) -> dict[str, results.Setting]:
+    sizes: dict[str, results.Setting] = {"queries": case.queries, "keys": case.keys}
+    return sizes | ({"way": name} if isinstance(name, str) else {"way": "chunks", "chunk": name})
+
+
+def all_rows(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
+    pool = torch.randn(setting.pool_size, device=device, dtype=setting.dtype)
+    rows = []
+    for case in setting.timed:
+        candidates = whole(setting) | chunks(setting, setting.chunk_size)
+        rows += rows_of(setting, case, candidates, pool, machine)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of one case are too small for the next
+    for case in setting.counted:
+        ways = {NAIVE: whole(setting)[NAIVE]} | chunks(setting, setting.chunk_size)
+        rows += [counted_row(setting, case, name, way) for name, way in ways.items()]
+    for case in setting.swept:
+        candidates = whole(setting) | chunks(setting, *chunk_sizes(case))
+        rows += rows_of(setting, case, candidates, pool, machine, BY_CHUNK)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    setting = GPU if device.type == "cuda" else CPU
+    torch.manual_seed(0)
+    machine = measure_machine(device, setting.dtype)
+    # glibc's malloc returns large blocks to the system on every free, and the next one is cleared page by page. Freeing
+    # one block of 31 MiB raises the threshold: tensors up to that size reuse memory, as in a program that has run long.
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+    with torch.inference_mode():
+        rows = all_rows(setting, device, machine)
+    source, dtype = "this is the bound of the others", machine.dtype
+    rates = [
+        results.Row("memory read", machine.bandwidth, "B/s", None, source),
+        results.Row("matrix product", machine.flops, "FLOP/s", None, source, {"dtype": dtype}),
+    ]
+    parameters = {"model": setting.model, "dtype": dtype, "chunk_size": setting.chunk_size}
+    result = results.new_result(EXPERIMENT, rates + rows, parameters, arguments.device)
+    print(result)
+    print(results.write(result, arguments.out))
+    if arguments.out is None:
+        results.fill_readme(EXPERIMENT, IN_README)
+
+
+if __name__ == "__main__":
+    main()

@@ -155,7 +155,10 @@ def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
 # rms_norm -----------------------------------------------------------------------------------------------------------
 
 
-@check("rms_norm", mistake="divide by the root of the mean of the squares: not by their sum, not without the root")
+@check(
+    "rms_norm",
+    mistake="divide by the root of the mean of the squares, and subtract no mean; multiply by w, not by 1 + w",
+)
 def test_a_row_whose_rms_is_three(hw: Homework) -> None:
     assert_norm(hw, torch.tensor([[1.0, -1.0, 3.0, 5.0]]), torch.ones(4), 0.0)
 
@@ -213,7 +216,9 @@ def test_norm_leaves_its_input(hw: Homework) -> None:
 # qk_norm ------------------------------------------------------------------------------------------------------------
 
 
-@check("qk_norm", mistake="with one head of each, every head is one row of rms_norm")
+@check(
+    "qk_norm", mistake="the query head and the key head are two rows for rms_norm, not one, and not left as they are"
+)
 def test_one_head_of_each(hw: Homework) -> None:
     assert_qk_norm(hw, torch.randn(1, 2, 4), torch.ones(4), torch.ones(4), 1, 1e-5)
 
@@ -254,21 +259,24 @@ def assert_mlp(hw: Homework, tokens: int, hidden: int, inner: int, activation: C
     assert_close(hw.gated_mlp(x, torch.cat((gate, up)), down, activation), expected, atol=1e-4)
 
 
-@check("gated_mlp", mistake="each weight is [out, in] and stands for x @ W.T; gate and up are multiplied, then down")
+@check(
+    "gated_mlp", mistake="each weight is [out, in] and stands for x @ W.T: down of the product activation(gate) * up"
+)
 def test_one_inner_number(hw: Homework) -> None:
-    x, gate_up, down = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([[1.0], [5.0]])
-    assert_close(hw.gated_mlp(x, gate_up, down, lambda gate: gate), torch.tensor([[6.0, 30.0]]))
+    x, gate_up, down = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]), torch.tensor([[1.0], [5.0]])
+    inner = 3 * 3 / (1 + math.exp(-3))  # gate and up are both 3
+    assert_close(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[inner, 5 * inner]]))
 
 
 @check("gated_mlp", mistake="the activation belongs to the gate, the first I rows; up goes through unchanged")
 def test_the_activation_is_on_the_gate(hw: Homework) -> None:
-    x, gate_up, down = torch.tensor([[2.0]]), torch.tensor([[1.0], [10.0]]), torch.tensor([[0.5]])
-    assert_close(hw.gated_mlp(x, gate_up, down, lambda gate: gate + 1), torch.tensor([[30.0]]))
+    x, gate_up, down = torch.tensor([[2.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5]])
+    assert_close(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[-2 / (1 + math.exp(-2))]]))
 
 
 @check("gated_mlp", mistake="the gate is the first I rows and up the last I rows: they do not alternate")
 def test_gate_and_up_are_two_halves(hw: Homework) -> None:
-    assert_mlp(hw, 1, 3, 4, torch.relu)
+    assert_mlp(hw, 1, 3, 4, F.silu)
 
 
 @check("gated_mlp", mistake="call the activation that you are given: SwiGLU passes SiLU, GeGLU passes GELU")
@@ -331,7 +339,13 @@ class Layer:
 
 
 def layer(
-    hw: Homework, tokens: int = 3, hidden: int = 5, inner: int = 6, heads: tuple[int, int] = (1, 1), head_dim: int = 4
+    hw: Homework,
+    tokens: int = 3,
+    hidden: int = 5,
+    inner: int = 6,
+    heads: tuple[int, int] = (1, 1),
+    head_dim: int = 4,
+    turned: bool = True,
 ) -> Layer:
     num_qo_heads, num_kv_heads = heads
     rows = {"q": num_qo_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
@@ -340,7 +354,7 @@ def layer(
     parts = {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
     parts |= {"input_norm": torch.randn(hidden), "mlp_norm": torch.randn(hidden)}
     spec = AttentionSpec(3, 3, num_qo_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
-    angles = torch.randn(tokens, head_dim // 2)
+    angles = torch.randn(tokens, head_dim // 2) * turned
     return Layer(hw, spec, torch.randn(tokens, hidden), parts, angles.cos(), angles.sin())
 
 
@@ -353,31 +367,53 @@ def attend_itself(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
+def attend_to_all_three(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """No attention, but every number of q, k and v has its own effect."""
+    return q + k.repeat_interleave(2, dim=1) * v.repeat(1, 2, 1)
+
+
 def attend_causally(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     positions = torch.arange(len(q))
     return masked_attention(q, k, v, scale=spec.scale, mask=attention_mask(positions, positions))
 
 
-@check("decoder_layer", mistake="what came in is added back, and the MLP reads the normed x: x + mlp(norm(x))")
+@check("decoder_layer", mistake="the attention is whatever attend returns: the layer knows no mask and no softmax")
+def test_attention_is_left_to_attend(hw: Homework) -> None:
+    calls: list[AttentionSpec] = []
+
+    def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(spec)
+        return attend_itself(spec, q, k, v)
+
+    layer(hw).answer(attend)
+    assert calls, "attend was not called"
+
+
+@check(
+    "decoder_layer", mistake="what came in is added back, and the MLP reads the normed x: x + mlp(norm(x)), with SiLU"
+)
 def test_the_mlp_half(hw: Homework) -> None:
-    layer(hw).check(attend_nothing)
+    layer(hw, turned=False).check(attend_nothing)
 
 
 @check("decoder_layer", mistake="the attention half: values of the normed x, through attend, through o, added to x")
 def test_values_pass_through(hw: Homework) -> None:
-    model = layer(hw)
+    model = layer(hw, turned=False)
     model.parts["down"].zero_()
     model.check(attend_itself)
 
 
 @check("decoder_layer", mistake="the MLP reads the sum, after the attention has been added, with its own norm")
 def test_the_mlp_reads_the_sum(hw: Homework) -> None:
-    layer(hw).check(attend_itself)
+    layer(hw, turned=False).check(attend_itself)
 
 
-@check("decoder_layer", mistake="the rows of qkv are all query heads, then all key heads, then all value heads")
+@check(
+    "decoder_layer",
+    mistake="qkv gives all query heads of a token, then its key heads, then its value heads; o takes them side by side",
+)
 def test_grouped_heads(hw: Homework) -> None:
-    model = layer(hw, heads=(4, 2))
+    model = layer(hw, heads=(4, 2), turned=False)
     seen: dict[str, list[int]] = {}
 
     def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -387,6 +423,7 @@ def test_grouped_heads(hw: Homework) -> None:
     model.answer(attend)
     assert_equal(seen, {"q": [3, 4, 4], "k": [3, 2, 4], "v": [3, 2, 4]}, name="what attend gets", mistake="")
     model.check(attend_itself)
+    model.check(attend_to_all_three)
 
 
 @check("decoder_layer", mistake="queries and keys are rotated before attend sees them, values are not")
@@ -405,11 +442,6 @@ def test_attend_is_called_once(hw: Homework) -> None:
     model.answer(attend)
     assert_equal(len(calls), 1, name="the number of calls of attend")
     assert calls[0] is model.spec, "attend has to get the spec that the layer got"
-
-
-@check("decoder_layer", mistake="the attention is whatever attend returns: the layer knows no mask and no softmax")
-def test_attention_is_left_to_attend(hw: Homework) -> None:
-    layer(hw, heads=(4, 2)).check(lambda spec, q, k, v: q + k.repeat_interleave(2, dim=1) * v.repeat(1, 2, 1))
 
 
 @check("decoder_layer", mistake="you changed x in place: the caller may still need it")

@@ -181,7 +181,7 @@ def activation_on_up(x, gate_up, down, activation):
     return F.linear(gate * activation(up), down)
 
 
-@wrong("gated_mlp", fails="test_the_activation_is_on_the_gate")
+@wrong("gated_mlp", fails="test_one_inner_number")
 def activation_on_both(x, gate_up, down, activation):
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
     return F.linear(activation(gate * up), down)
@@ -195,11 +195,7 @@ def alternating_rows(x, gate_up, down, activation):
 
 @wrong("gated_mlp", fails="test_swiglu_and_geglu")
 def always_silu(x, gate_up, down, activation):
-    probe = activation(torch.tensor([-1.0, 2.0]))
-    smooth = not torch.equal(probe, torch.tensor([-1.0, 2.0]))  # the identity, adding one, and ReLU stay what they are
-    if smooth and probe[0] < 0 and probe[0] > -1:
-        activation = F.silu
-    return reference.gated_mlp(x, gate_up, down, activation)
+    return reference.gated_mlp(x, gate_up, down, F.silu)
 
 
 @wrong("gated_mlp", fails="test_mlp_sizes_and_dtypes")
@@ -267,7 +263,7 @@ def attention_without_a_norm(x, weights, cos, sin, spec, attend, eps):
     return decoder(x, weights, cos, sin, spec, attend, eps, no_norm=True)
 
 
-@wrong("decoder_layer", fails="test_values_pass_through")
+@wrong("decoder_layer", fails="test_rotation")
 def values_rotated(x, weights, cos, sin, spec, attend, eps):
     return decoder(x, weights, cos, sin, spec, attend, eps, values_too=True)
 
@@ -301,17 +297,19 @@ def attention_head_by_head(x, weights, cos, sin, spec, attend, eps):
 
 @wrong("decoder_layer", fails="test_attention_is_left_to_attend")
 def own_attention(x, weights, cos, sin, spec, attend, eps):
-    """Calls `attend`, and computes causal attention itself wherever that makes a difference."""
-
     def ours(spec, q, k, v):
-        out = attend(spec, q, k, v)
-        values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        if torch.equal(out, values) or not out.any():
-            return out
         positions = torch.arange(len(q))
         return masked_attention(q, k, v, scale=spec.scale, mask=attention_mask(positions, positions))
 
     return decoder(x, weights, cos, sin, spec, ours, eps)
+
+
+@wrong("decoder_layer", fails="test_grouped_heads")
+def keys_of_one_head_after_another(x, weights, cos, sin, spec, attend, eps):
+    def mixed(spec, q, k, v):
+        return attend(spec, q, k.reshape(k.shape[1], len(k), -1).transpose(0, 1), v)
+
+    return decoder(x, weights, cos, sin, spec, mixed, eps)
 
 
 @wrong("decoder_layer", fails="test_the_layer_leaves_its_input")

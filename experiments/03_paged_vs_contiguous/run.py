@@ -1,0 +1,349 @@
+"""KV memory wasted by contiguous slabs and by pages, requests served in the same bytes, and what pages cost attention.
+
+    python experiments/03_paged_vs_contiguous/run.py [--device cpu|cuda] [--out DIR]
+
+The memory part computes no model: it drives the engine's own scheduler. The attention part runs the engine's backends,
+in SmolLM2-135M's shape in float32 on a CPU, in Qwen3-0.6B's in bfloat16 on a GPU. The result goes to
+experiments/03_paged_vs_contiguous/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import figures, results
+from book.timing import measure
+from mini_engine.attention.backend import AttentionBackend, create_backend
+from mini_engine.batch import AttentionSpec, StepBatch
+from mini_engine.detokenizer import Detokenizer
+from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.parts import Parts
+from mini_engine.roofline import Machine, measure_machine
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Scheduler
+from mini_engine.sequence import Sequence as Request
+
+MAX_LEN = 2048  # longest prompt and output together
+POOL = 16 * MAX_LEN  # tokens: sixteen slabs of the longest request
+PAGE_SIZES = (1, 16, 64, 128)
+NUM_REQUESTS = 2000
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def trace(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, output) lengths of requests, both lognormal: most are short, a few are very long.
+
+    Medians of 256 and 128 tokens, sigmas of 1 and 0.8; prompts end at 1,536 tokens and outputs at 512.
+    """
+    rng = np.random.default_rng(seed)
+    prompts = rng.lognormal(np.log(256), 1.0, num_requests).round().clip(1, 1536)
+    outputs = rng.lognormal(np.log(128), 0.8, num_requests).round().clip(1, 512)
+    return [(int(p), int(o)) for p, o in zip(prompts, outputs, strict=True)]
+
+
+class Slabs(PageTable):
+    """Contiguous memory: a request gets one slab of slots that lie side by side, at the first place where it fits.
+
+    Args:
+        num_tokens: slots of the pool.
+        lengths: the size of each slab, in the order in which the requests are admitted.
+    """
+
+    def __init__(self, num_tokens: int, lengths: Sequence[int]) -> None:
+        super().__init__(num_tokens, page_size=1, max_sequences=1)  # its table stays empty
+        self._lengths = deque(lengths)
+        self._rows = 0
+        self.slabs: dict[int, tuple[int, int]] = {}  # row: first slot, and the one after the last
+
+    def allocate(self) -> int:
+        self._rows += 1
+        return self._rows
+
+    def reserve(self, row: int, num_tokens: int) -> bool:
+        if row in self.slabs:
+            return True  # it holds all that it will ever need
+        start = 0
+        for first, end in sorted(self.slabs.values()):
+            if first - start >= self._lengths[0]:
+                break
+            start = end
+        if self.num_pages - start < self._lengths[0]:
+            return False
+        self.slabs[row] = (start, start + self._lengths.popleft())
+        return True
+
+    def erase(self, row: int) -> None:
+        self.slabs.pop(row, None)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.num_pages - sum(end - first for first, end in self.slabs.values())
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the pool held, in tokens, on average over the steps in which somebody waited for memory.
+
+    Attributes:
+        keys: slots with a key in them.
+        empty: slots that are reserved and hold none.
+        free: slots that nobody has, and nobody who waits could take.
+        at_once: requests that ran.
+        recomputed: tokens computed again after preemptions, in the whole run.
+    """
+
+    keys: float
+    empty: float
+    free: float
+    at_once: float
+    recomputed: int
+
+
+class NoText(Detokenizer):
+    """For requests whose text nobody reads."""
+
+    def __init__(self) -> None:
+        self.text, self.stopped = "", False
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def serve(table: PageTable, lengths: Sequence[tuple[int, int]]) -> Usage:
+    """Run requests that all wait at the start to their ends: an engine's bookkeeping without its model."""
+    scheduler = Scheduler(table, max_batch_size=256, max_num_batched_tokens=2048)
+    for prompt, output in lengths:
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        scheduler.add(
+            Request([1] * prompt, params, seed=0, eos_token_ids=(), max_model_len=MAX_LEN, detokenizer=NoText())
+        )
+    pool = table.num_pages * table.page_size
+    samples, computed = [], 0
+    while scheduler.waiting or scheduler.running:
+        schedule = scheduler.schedule()
+        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
+            sequence.num_computed += num_new
+        computed += sum(schedule.num_new)
+        if scheduler.waiting:
+            keys = sum(sequence.num_computed for sequence in scheduler.running)
+            free = table.num_free_pages * table.page_size
+            samples.append((keys, pool - free - keys, free, len(scheduler.running)))
+        for sequence in schedule.sequences:
+            if sequence.num_computed == len(sequence.token_ids):
+                sequence.append(1)
+                if sequence.finish_reason:
+                    scheduler.finish(sequence)
+    needed = sum(prompt + output - 1 for prompt, output in lengths)  # the last token is never fed back
+    keys, empty, free, at_once = np.mean(samples, axis=0).tolist()
+    return Usage(keys, empty, free, at_once, computed - needed)
+
+
+def mean_size(lengths: Sequence[tuple[int, int]]) -> float:
+    """Keys of a running request, on average over all steps of all requests: an output of o tokens takes o steps."""
+    steps = sum(output for _, output in lengths)
+    return sum(output * prompt + output * (output - 1) / 2 for prompt, output in lengths) / steps
+
+
+def allocations(lengths: Sequence[tuple[int, int]], pool: int = POOL) -> dict[str, Callable[[], PageTable]]:
+    """Every way to divide the pool."""
+    paged = {f"pages of {size}": lambda size=size: PageTable(pool // size, size, 256) for size in PAGE_SIZES}
+    return {
+        "slabs of the maximum": lambda: Slabs(pool, [MAX_LEN] * len(lengths)),
+        "slabs of the true length": lambda: Slabs(pool, [prompt + output for prompt, output in lengths]),
+        **paged,
+    }
+
+
+def memory_rows(num_requests: int, pool: int = POOL) -> list[results.Row]:
+    lengths = trace(num_requests)
+    at_once = pool / mean_size(lengths)
+    needed = sum(prompt + output - 1 for prompt, output in lengths)  # the last token is never fed back
+    waste = "none: 0 would be best"
+    rows = []
+    for name, make in allocations(lengths, pool).items():
+        usage = serve(make(), lengths)
+        case: dict[str, results.Setting] = {"memory": name}
+        rows += [
+            results.Row("slots with keys", usage.keys, "tokens", pool, "the pool", case),
+            results.Row("slots reserved, empty", usage.empty, "tokens", None, waste, case),
+            results.Row("slots free, of no use", usage.free, "tokens", None, waste, case),
+            results.Row("requests at once", usage.at_once, "requests", at_once, "pool / mean keys of one", case),
+            results.Row(
+                "tokens recomputed", usage.recomputed, "tokens", None, f"{waste}, beside {needed:,} computed once", case
+            ),
+        ]
+    return rows
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Decodes of `batch_size` sequences of `kv_len` keys, in the shape of a model."""
+
+    model: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    batch_size: int
+    kv_len: int
+    num_layers: int  # together more than any cache holds
+    page_sizes: dict[str, tuple[int, ...]]  # of each backend
+
+    def specs(self) -> list[AttentionSpec]:
+        heads = self.num_qo_heads, self.num_kv_heads, self.head_dim
+        return [AttentionSpec(i, i, *heads, scale=self.head_dim**-0.5) for i in range(self.num_layers)]
+
+    @property
+    def bytes_per_layer(self) -> int:
+        return self.batch_size * self.kv_len * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+CPU = Setting("SmolLM2-135M", 9, 3, 64, torch.float32, 8, 1024, 24, {"torch": (1, 16, 128), "flex": (16, 128)})
+GPU = Setting("Qwen3-0.6B", 16, 8, 128, torch.bfloat16, 32, 2048, 8, {"torch": PAGE_SIZES, "flex": (128,)})
+
+
+def decode_step(
+    setting: Setting, backend: str, page_size: int, scattered: bool, device: torch.device | str
+) -> tuple[AttentionBackend, StepBatch]:
+    """A backend over a full cache, planned for a decode of every sequence, its pages in random order or side by side.
+
+    The sequences have the same keys whatever their pages. A page as long as a sequence is the contiguous cache.
+    """
+    num_pages = setting.batch_size * setting.kv_len // page_size
+    shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
+    order = shuffled if scattered else torch.arange(num_pages)
+    cache = PagedKVCache(setting.specs(), num_pages, page_size, setting.dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    for pair in cache.layers:
+        for tensor in pair:
+            logical = torch.randn(tensor.shape, generator=generator, device=device).to(setting.dtype)
+            tensor[order.to(device)] = logical
+    batch = StepBatch.build(
+        token_ids=[0] * setting.batch_size,
+        num_new=[1] * setting.batch_size,
+        kv_lens=[setting.kv_len] * setting.batch_size,
+        pages=order.numpy(),
+        page_size=page_size,
+        device=device,
+    )
+    made = create_backend(backend, setting.specs(), cache, Parts())
+    made.plan(batch)
+    return made, batch
+
+
+def attention_rows(setting: Setting, device: torch.device, machine: Machine, runs: int = 9) -> list[results.Row]:
+    """Time of one layer's attention, and of the plan of a step, over one page for each sequence and over many."""
+    rows = []
+    shape = (setting.batch_size, setting.num_qo_heads, setting.head_dim)
+    for backend, page_sizes in setting.page_sizes.items():
+        # The smallest pages lie in order too: what it costs to have them, apart from where they are.
+        cases = [(setting.kv_len, False), (min(page_sizes), False), *((size, True) for size in page_sizes)]
+        for page_size, scattered in cases:
+            made, batch = decode_step(setting, backend, page_size, scattered, device)
+            q = torch.randn(shape, device=device).to(setting.dtype)
+
+            def layers(made: AttentionBackend = made, q: torch.Tensor = q) -> None:
+                for spec in setting.specs():
+                    made.run(spec, q)
+
+            def plan(made: AttentionBackend = made, batch: StepBatch = batch) -> None:
+                made.plan(batch)
+
+            with torch.inference_mode():
+                run_time = min(measure(layers, runs=runs, device=device.type).runs) / setting.num_layers
+                plan_time = min(measure(plan, runs=runs).runs)  # host time
+            where = "scattered" if scattered else "in order"
+            pages = "one a sequence" if page_size == setting.kv_len else f"of {page_size}, {where}"
+            case: dict[str, results.Setting] = {"backend": backend, "pages": pages}
+            bound = setting.bytes_per_layer / machine.bandwidth
+            rows.append(results.Row("attention of a layer", run_time, "s", bound, "K and V / bandwidth", case))
+            rows.append(results.Row("plan of a step", plan_time, "s", None, "bookkeeping: moves no keys", case))
+    return rows
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+def draw_memory(result: results.Result) -> Figure:
+    """Where the pool went under each allocation, in shares of it; beside it how many requests ran at once."""
+    names = [str(row.case["memory"]) for row in result.rows if row.figure == "slots with keys"]
+    figure, axes = figures.new(3.6)
+    ax, left = axes[0, 0], np.zeros(len(names))
+    parts = {"keys": "slots with keys", "reserved, empty": "slots reserved, empty", "free": "slots free, of no use"}
+    for (label, part), colour in zip(
+        parts.items(), (figures.PALETTE[0], figures.PALETTE[1], figures.GRID), strict=True
+    ):
+        share = np.array([result.find(part, memory=name).value for name in names]) / int(result.parameters["pool"])
+        ax.barh(names, share, left=left, color=colour, label=label, height=0.65)
+        left += share
+    for row, name in enumerate(names):
+        at_once = result.find("requests at once", memory=name).value
+        ax.text(1.02, row, f"{at_once:.0f} at once", va="center", fontsize=11)
+    ax.invert_yaxis()
+    ax.set(xlim=(0, 1), xlabel="share of the pool")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
+    return figure
+
+
+def draw_indirection(result: results.Result) -> Figure:
+    """Attention of one layer over one page for each sequence and over scattered pages, each beside its bound."""
+    rows = [row for row in result.rows if row.figure == "attention of a layer"]
+    labels = [f"{row.case['backend']}: {row.case['pages']}" for row in rows]
+    figure, axes = figures.new(0.9 + 0.45 * len(rows))
+    figures.draw_bars_with_bound(labels, [r.value for r in rows], [r.bound for r in rows], "s", ax=axes[0, 0])
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    setting = GPU if device.type == "cuda" else CPU
+    machine = measure_machine(device, setting.dtype)
+    source = "this is the bound of the attention"
+    rows = [
+        *memory_rows(NUM_REQUESTS),
+        results.Row("memory read", machine.bandwidth, "B/s", None, source),
+        *attention_rows(setting, device, machine),
+    ]
+    parameters: dict[str, results.Setting] = {
+        "pool": POOL,
+        "requests": NUM_REQUESTS,
+        "longest": MAX_LEN,
+        "shape": setting.model,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "decodes": setting.batch_size,
+        "keys of each": setting.kv_len,
+    }
+    result = results.new_result("03_paged_vs_contiguous", rows, parameters, arguments.device)
+    print(result)
+    print(results.write(result, arguments.out))
+    if arguments.out is None:
+        shown = ("slots with keys", "requests at once", "tokens recomputed", "memory read", "attention of a layer")
+        results.fill_readme("03_paged_vs_contiguous", shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -632,8 +633,6 @@ def blocks_of(d: float, m: float, data: list[int]) -> Tensor:
 
 
 def by_gguf(blocks: Tensor) -> Tensor:
-    import gguf
-
     numbers = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.Q4_1)
     return torch.from_numpy(numbers).reshape(len(blocks), 32)
 

@@ -52,7 +52,7 @@ class Check:
     function: Callable[..., None]
 
 
-def check(exercise: str, *, mistake: str, seconds: float = 10.0) -> Callable[[Callable[..., None]], Check]:
+def check(exercise: str, *, mistake: str, seconds: float = 20.0) -> Callable[[Callable[..., None]], Check]:
     """Declares a check of an exercise: `mistake` is what the reader most likely did when it fails, in a sentence."""
     return lambda function: Check(exercise, function.__name__, mistake, seconds, function)
 

@@ -31,7 +31,7 @@ from mini_engine.attention.state import chunked_attention
 from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
 
 LONGEST = 131_072
-NAIVE, FUSED = "naive", "fused"
+WAYS = NAIVE, CHUNKS, FUSED = "naive", "chunks", "fused"
 EXPERIMENT, BY_CHUNK = "02_chunked_attention", " by chunk size"
 IN_README = {"memory read", "matrix product", "prompt: memory", "prompt: time", "piece: time", "decode: time"}
 
@@ -90,9 +90,9 @@ CPU = Setting(
     head_dim=64,
     dtype=torch.float32,
     chunk_size=256,
-    timed=(*prompts(1024, 2048, 4096, 8192), *pieces(256, *LENGTHS), *decodes(*LENGTHS)),
-    counted=(*prompts(32_768, LONGEST),),
-    swept=(*prompts(2048), *pieces(256, 16_384), *decodes(16_384)),
+    timed=(*prompts(1024, 2048, 4096), *pieces(256, *LENGTHS), *decodes(*LENGTHS)),
+    counted=(*prompts(16_384, LONGEST),),
+    swept=(*prompts(2048), *pieces(256, 4096), *decodes(16_384)),
     most_memory=2**32,
     pool_size=2**26,
 )
@@ -105,7 +105,7 @@ GPU = Setting(
     chunk_size=1024,
     timed=(*prompts(*LENGTHS), *pieces(2048, *LENGTHS), *decodes(*LENGTHS)),
     counted=(),
-    swept=(*prompts(8192), *pieces(2048, 32_768), *decodes(32_768)),
+    swept=(*prompts(8192), *pieces(2048, 16_384), *decodes(16_384)),
     most_memory=100 * 10**9,
     pool_size=2**30,
 )
@@ -131,21 +131,24 @@ def chunk_sizes(case: Case) -> list[int]:
     return [*itertools.takewhile(lambda size: size < case.keys, (16 * 4**i for i in itertools.count())), case.keys]
 
 
+def shapes(setting: Setting, case: Case) -> list[tuple[int, int, int]]:
+    """Of q, k and v."""
+    keys = case.keys, setting.num_kv_heads, setting.head_dim
+    return [(case.queries, setting.num_qo_heads, setting.head_dim), keys, keys]
+
+
 def operands(setting: Setting, case: Case, pool: Float[Tensor, " numbers"]) -> Iterator[Operands]:
     """Queries, keys and values cut from the pool, from another place each time, around and around."""
-    heads, head_dim = (setting.num_qo_heads, setting.num_kv_heads), setting.head_dim
-    shapes = [(case.queries, heads[0], head_dim), *[(case.keys, heads[1], head_dim)] * 2]
-    sizes = [math.prod(shape) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes(setting, case)]
     for place in itertools.cycle(range(pool.numel() // sum(sizes))):
-        one = pool[place * sum(sizes) :][: sum(sizes)].split(sizes)
-        q, k, v = (numbers.view(shape) for numbers, shape in zip(one, shapes, strict=True))
+        parts = pool[place * sum(sizes) :][: sum(sizes)].split(sizes)
+        q, k, v = (part.view(shape) for part, shape in zip(parts, shapes(setting, case), strict=True))
         yield q, k, v
 
 
 def counted_peak(setting: Setting, case: Case, way: Way) -> int:
     """Bytes of the tensors that `way` has alive at once, counted where tensors have shapes and take no room."""
-    pool = torch.empty(setting.pool_size, dtype=setting.dtype, device="meta")
-    q, k, v = next(operands(setting, case, pool))
+    q, k, v = (torch.empty(shape, dtype=setting.dtype, device="meta") for shape in shapes(setting, case))
     return measure_memory(lambda: way(q, k, v)).peak
 
 
@@ -233,7 +236,7 @@ def memory_row(setting: Setting, case: Case, name: Name, peak: int, by: str, suf
 
 def labels(case: Case, name: Name) -> dict[str, results.Setting]:
     sizes: dict[str, results.Setting] = {"queries": case.queries, "keys": case.keys}
-    return sizes | ({"way": name} if isinstance(name, str) else {"way": "chunks", "chunk": name})
+    return sizes | ({"way": name} if isinstance(name, str) else {"way": CHUNKS, "chunk": name})
 
 
 def all_rows(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
@@ -272,7 +275,7 @@ def main() -> None:
         results.Row("memory read", machine.bandwidth, "B/s", None, source),
         results.Row("matrix product", machine.flops, "FLOP/s", None, source, {"dtype": dtype}),
     ]
-    parameters = {"model": setting.model, "dtype": dtype, "chunk_size": setting.chunk_size}
+    parameters: dict[str, results.Setting] = {"model": setting.model, "dtype": dtype, "chunk_size": setting.chunk_size}
     result = results.new_result(EXPERIMENT, rates + rows, parameters, arguments.device)
     print(result)
     print(results.write(result, arguments.out))

@@ -1,0 +1,349 @@
+"""Static against continuous batching, with and without chunked prefill, while requests arrive one after the other.
+
+    python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR]
+
+On a CPU the model is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights.
+The result goes to experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import figures, results
+from mini_engine.detokenizer import Detokenizer
+from mini_engine.engine import LLMEngine
+from mini_engine.generate import generate_steps
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.registry import build_model
+from mini_engine.models.weights import load_model, open_checkpoint
+from mini_engine.parts import Parts
+from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
+from mini_engine.rope import RopeConfig
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.sequence import Sequence as Running
+
+PAGE_SIZE = 16
+QWEN3_0_6B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    hidden_act="silu",
+    norm_eps=1e-6,
+    tie_word_embeddings=True,
+    layer_types=("full_attention",) * 28,
+    rope=RopeConfig(theta=1e6, head_dim=128),
+)
+# The engine turns tokens into text; what the text is matters to nobody here, and every policy does the same.
+NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of lognormal lengths that arrive as a Poisson process, one of them with a long prompt.
+
+    Attributes:
+        num_requests: how many, the long one included; it arrives in the middle.
+        rate: arrivals a second.
+        prompt: median prompt in tokens, and the longest.
+        output: median output in tokens, and the longest.
+        long_prompt: tokens of the long prompt.
+        max_batch_size: requests that run at once.
+        chunk: tokens of a step with chunked prefill.
+    """
+
+    num_requests: int
+    rate: float
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    long_prompt: int
+    max_batch_size: int
+    chunk: int
+
+    @property
+    def long_index(self) -> int:
+        return self.num_requests // 2
+
+
+CPU = Workload(20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, chunk=64)
+GPU = Workload(64, 10.0, (256, 2048), (48, 144), 16_384, max_batch_size=16, chunk=512)
+
+
+@dataclass(frozen=True)
+class Request:
+    """When it arrives, in seconds; its prompt; how many tokens it asks for."""
+
+    arrival: float
+    prompt: list[int]
+    num_tokens: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True)
+
+
+def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request]:
+    """The requests in the order in which they arrive, the same for every policy."""
+    rng = np.random.default_rng(seed)
+    n = workload.num_requests
+    times = np.cumsum(rng.exponential(1 / workload.rate, n))
+
+    def lengths(median: int, longest: int) -> np.ndarray:
+        return rng.lognormal(np.log(median), 0.7, n).round().clip(2, longest).astype(int)
+
+    prompts, outputs = lengths(*workload.prompt), lengths(*workload.output)
+    prompts[workload.long_index] = workload.long_prompt
+    return [
+        Request(float(at), rng.integers(vocab_size, size=prompt).tolist(), int(output))
+        for at, prompt, output in zip(times, prompts, outputs, strict=True)
+    ]
+
+
+# For each request, when each of its tokens came: what a policy returns. The clock counts the seconds that steps take,
+# and jumps to the next arrival where nobody waits or runs.
+Times = list[list[float]]
+
+
+def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: int) -> Times:
+    """A batch of whoever waits runs to its end; then the next."""
+    now, times = 0.0, [[] for _ in requests]  # type: float, Times
+    waiting = deque(enumerate(requests))
+    while waiting:
+        now = max(now, waiting[0][1].arrival)
+        batch: dict[Running, int] = {}
+        while waiting and waiting[0][1].arrival <= now and len(batch) < max_batch_size:
+            index, request = waiting.popleft()
+            sequence = Running(
+                request.prompt,
+                request.params,
+                seed=0,
+                eos_token_ids=(),
+                max_model_len=model.config.max_position_embeddings,
+                detokenizer=Detokenizer(NO_WORDS, ()),
+            )
+            batch[sequence] = index
+        steps = generate_steps(model, batch.keys(), "torch", Parts())
+        start = time.perf_counter()
+        for step in steps:
+            now += time.perf_counter() - start
+            for sequence, _ in step.new_text:
+                times[batch[sequence]].append(now)
+            start = time.perf_counter()
+    return times
+
+
+def serve_continuous(
+    model: CausalLM, requests: Sequence[Request], max_batch_size: int, max_num_batched_tokens: int
+) -> Times:
+    """Whoever arrives joins at the next step, if there is room."""
+    pages = sorted(-(-(len(request.prompt) + request.num_tokens) // PAGE_SIZE) for request in requests)
+    engine = LLMEngine(
+        model,
+        NO_WORDS,
+        (),
+        num_pages=sum(pages[-max_batch_size:]),  # enough for any batch: nobody is preempted
+        page_size=PAGE_SIZE,
+        max_batch_size=max_batch_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    now, times, arrived = 0.0, [[] for _ in requests], 0  # type: float, Times, int
+    while arrived < len(requests) or engine.has_unfinished:
+        if not engine.has_unfinished:
+            now = max(now, requests[arrived].arrival)
+        while arrived < len(requests) and requests[arrived].arrival <= now:
+            engine.add_request(str(arrived), requests[arrived].prompt, requests[arrived].params)
+            arrived += 1
+        start = time.perf_counter()
+        report = engine.step()
+        now += time.perf_counter() - start
+        for output in report.outputs:
+            times[int(output.request_id)].append(now)
+    return times
+
+
+def policies(workload: Workload) -> dict[str, Callable[[CausalLM, Sequence[Request]], Times]]:
+    size = workload.max_batch_size
+    whole = size * workload.long_prompt  # no step needs more
+    return {
+        "static": lambda model, requests: serve_static(model, requests, size),
+        "continuous": lambda model, requests: serve_continuous(model, requests, size, whole),
+        "continuous, chunked": lambda model, requests: serve_continuous(model, requests, size, workload.chunk),
+    }
+
+
+def gaps(times: Sequence[float]) -> list[float]:
+    """Seconds between the tokens of a request."""
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def gap_beside(long: int, requests: Sequence[Request], times: Times) -> float:
+    """The longest that another request waited for its next token between arrival and first token of the long one."""
+    begin, end = requests[long].arrival, times[long][0]
+    return max(
+        (
+            later - earlier
+            for index, own in enumerate(times)
+            for earlier, later in pairwise(own)
+            if index != long and earlier < end and later > begin
+        ),
+        default=0.0,
+    )
+
+
+def bounds(shape: ModelShape, workload: Workload, requests: Sequence[Request], machine: Machine) -> dict[str, float]:
+    """What the machine's rates allow: the seconds of the whole run, of a decode step and of two prompts."""
+    dtype_bytes = getattr(torch, machine.dtype).itemsize
+    prompts = [len(request.prompt) for request in requests]
+
+    def prefill(length: int) -> float:
+        return model_step_cost(shape, length, length, dtype_bytes).seconds(machine)
+
+    kv_len = round(statistics.median(prompts) + statistics.median(r.num_tokens for r in requests) / 2)
+    decode = model_step_cost(shape, 1, kv_len, dtype_bytes, workload.max_batch_size).seconds(machine)
+    steps = sum(request.num_tokens for request in requests) / workload.max_batch_size
+    last = requests[-1].arrival - requests[0].arrival
+    return {
+        "run": max(last, sum(map(prefill, prompts)) + steps * decode),
+        "decode": decode,
+        "median": prefill(round(statistics.median(prompts))),
+        "long": prefill(workload.long_prompt),
+    }
+
+
+def rows_of(
+    policy: str, workload: Workload, requests: Sequence[Request], times: Times, bound: dict[str, float]
+) -> list[results.Row]:
+    """What one policy gave: all its figures, each beside its bound."""
+    case: dict[str, results.Setting] = {"policy": policy}
+    first = [own[0] - request.arrival for own, request in zip(times, requests, strict=True)]
+    between = sorted(gap for own in times for gap in gaps(own))
+    tokens = sum(map(len, times))
+    seconds = max(own[-1] for own in times) - requests[0].arrival
+    prompt, step = "its prompt alone at the machine's rates", "a decode step at the machine's rates"
+    work = "all arrivals, or all work in full batches at the machine's rates"
+    long = workload.long_index
+    return [
+        results.Row("throughput", tokens / seconds, "tokens/s", tokens / bound["run"], work, case),
+        results.Row("first token, median", statistics.median(first), "s", bound["median"], prompt, case),
+        results.Row("first token, slowest", max(first), "s", None, "none: it mostly waits for others", case),
+        results.Row("first token of the long prompt", first[long], "s", bound["long"], prompt, case),
+        results.Row("between tokens, median", statistics.median(between), "s", bound["decode"], step, case),
+        results.Row("between tokens, 99 %", between[int(0.99 * len(between))], "s", bound["decode"], step, case),
+        results.Row(
+            "between tokens beside the long prompt",
+            gap_beside(long, requests, times),
+            "s",
+            bound["decode"],
+            step,
+            case,
+        ),
+    ]
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    return ModelShape(
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.vocab_size,
+    )
+
+
+def make_model(device: torch.device) -> CausalLM:
+    """The embedded model, or on a GPU a larger shape with random weights: speed does not depend on their values."""
+    if device.type == "cpu":
+        return load_model(open_checkpoint("smollm2-135m-instruct"), Parts(), torch.float32, device)
+    model = build_model(QWEN3_0_6B, Parts(), torch.bfloat16, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    return model
+
+
+def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[results.Row]:
+    """Serve the same requests by every policy, after a few that do not count."""
+    requests = arrivals(workload, model.config.vocab_size)
+    bound = bounds(shape_of(model.config), workload, requests, machine)
+    warm_up = [replace(r, arrival=0.0, num_tokens=3) for r in (*requests[:2], requests[workload.long_index])]
+    rows = []
+    for policy, serve in policies(workload).items():
+        serve(model, warm_up)
+        rows += rows_of(policy, workload, requests, serve(model, requests), bound)
+    return rows
+
+
+def draw_policies(result: results.Result) -> Figure:
+    """Throughput, first token and the pause beside the long prompt, by policy."""
+    shown = {
+        "throughput": "throughput",
+        "first token, median": "time to first token, median",
+        "between tokens beside the long prompt": "longest pause beside the long prompt",
+    }
+    figure, axes = figures.new(6.4, rows=len(shown))
+    for ax, (name, title) in zip(axes[:, 0], shown.items(), strict=True):
+        rows = [row for row in result.rows if row.figure == name]
+        labels = [str(row.case["policy"]) for row in rows]
+        figures.draw_bars_with_bound(
+            labels, [row.value for row in rows], [row.bound for row in rows], rows[0].unit, ax=ax, title=title
+        )
+        ax.set_xticks([])  # the values stand beside the bars
+        if ax is not axes[1, 0]:
+            ax.legend().remove()
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    workload = GPU if device.type == "cuda" else CPU
+    model = make_model(device)
+    dtype = next(model.parameters()).dtype
+    rows = measure(model, workload, measure_machine(device, dtype))
+    parameters: dict[str, results.Setting] = {
+        "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
+        "dtype": str(dtype).removeprefix("torch."),
+        "requests": workload.num_requests,
+        "arrivals a second": workload.rate,
+        "long prompt": workload.long_prompt,
+        "batch": workload.max_batch_size,
+        "chunk": workload.chunk,
+    }
+    result = results.new_result("04_continuous_batching", rows, parameters, arguments.device)
+    print(result)
+    print(results.write(result, arguments.out))
+    if arguments.out is None:
+        results.fill_readme("04_continuous_batching", {row.figure for row in rows})
+
+
+if __name__ == "__main__":
+    main()

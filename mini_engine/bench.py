@@ -165,11 +165,11 @@ def _their_run(theirs: "PreTrainedModel", prompts: list[list[int]], max_tokens: 
 
 def _table(results: Sequence[Measurement], peer: str | None, title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in ("dtype", "batch", "tokens/s", "bound", "share of the bound"):
+    for column in ("dtype", "batch", "tokens/s", "bound", "of the bound"):
         table.add_column(column, justify="right")
     if peer:
         table.add_column(peer, justify="right")
-        table.add_column(f"ours / {peer}", justify="right")
+        table.add_column("ratio", justify="right")
     for r in results:
         row = [r.dtype, str(r.batch_size), f"{r.ours:.1f}", f"{r.bound:.1f}", f"{r.ours / r.bound:.0%}"]
         if r.peer is not None:

@@ -84,7 +84,7 @@ def test_bench_prints_the_ratio(run):
         "--max-tokens", "3", "--rounds", "1",
     )  # fmt: skip
     assert code == 0
-    assert "transformers" in out and "bound" in out and re.search(r"\d\.\d\dx", out)
+    assert "transformers" in out and "of the bound" in out and re.search(r"\d\.\d\dx", out)
 
 
 def test_every_option_has_help():

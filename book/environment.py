@@ -3,7 +3,6 @@
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 
 _PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")
 
@@ -19,26 +18,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def cpu_name() -> str:
-    """The processor's model name as the operating system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
 def device_name(device: str | None = None) -> str:
     """The name of `device` ("cpu", "cuda", "cuda:1"); None means the GPU where there is one."""
     import torch
 
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
+    from mini_engine import roofline
+
+    return roofline.device_name(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def setup(seed: int = 0, threads: int | None = None) -> None:

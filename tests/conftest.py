@@ -1,5 +1,10 @@
-"""Check every shape and type annotation of the engine while the tests run."""
+"""Check every shape and type annotation of the engine while the tests run, and never a test's own speed."""
 
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 install_import_hook("mini_engine", "beartype.beartype")
+
+# A first call imports and warms up; on a shared machine any call may take long. Speed belongs in benchmarks.
+settings.register_profile("book", deadline=None)
+settings.load_profile("book")

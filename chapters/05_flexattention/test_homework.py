@@ -1,0 +1,610 @@
+"""Grader of chapter 05. Its oracles are loops over pairs of a query and a key."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from book.grading import Exercise, Homework, assert_close, assert_equal, check
+from book.memory import measure_memory
+
+EXERCISES = [
+    Exercise(
+        "visible",
+        points=2,
+        minutes=10,
+        difficulty=1,
+        part="mask_mod",
+        hints=(
+            "Chapter 01's attention_mask had all positions at once. Here you compare one query's with one key's, and "
+            "the caller brings the shapes.",
+            "Return a function of (b, h, q_idx, kv_idx). The distance q_idx - kv_idx is 0 for the query itself, "
+            "negative for the future, and below window inside the window.",
+            "if window is None: return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx. Otherwise join two comparisons "
+            "with &, each in parentheses: (q_idx >= kv_idx) & (q_idx - kv_idx < window).",
+        ),
+    ),
+    Exercise(
+        "packed_prefix_lm",
+        points=3,
+        minutes=25,
+        difficulty=2,
+        hints=(
+            "Two tensors, made before the function is called, answer all: the document of each row, and the row at "
+            "which each document's prefix ends.",
+            "torch.repeat_interleave gives each row its document. Visible is: same document, and (causal or in the "
+            "prefix). The parentheses matter: a prefix never leaves its document.",
+            "ids = torch.repeat_interleave(torch.arange(len(prefix_lens)), qo_indptr.diff()); end = qo_indptr[:-1] + "
+            "prefix_lens; (ids[q_idx] == ids[kv_idx]) & ((q_idx >= kv_idx) | (kv_idx < end[ids[kv_idx]])).",
+        ),
+    ),
+    Exercise(
+        "capped_alibi",
+        points=2,
+        minutes=10,
+        difficulty=1,
+        hints=(
+            "A score_mod is called for one score, or for many that broadcast. Write the formula for one.",
+            "h is a tensor: slopes[h] looks its slope up, whatever shape h has. The cap comes first, so that what "
+            "ALiBi takes off is not capped.",
+            "lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) - slopes[h] * (q_idx - kv_idx)",
+        ),
+    ),
+    Exercise(
+        "blocks_of_mask",
+        points=4,
+        minutes=35,
+        difficulty=2,
+        hints=(
+            "Find two small tables first, [rows of blocks, columns of blocks]: has the block any visible pair; are "
+            "all its pairs visible. Then turn a table into counts and lists.",
+            "F.pad fills the mask up to whole blocks with False. Reshape it to [rows, size, columns, size]; any and "
+            "all over the second and the last dimension are the two tables. Partial is any without all. A sort of "
+            "`not chosen` puts the chosen columns first.",
+            "mask = F.pad(mask, (0, -K % size, 0, -Q % size)); pairs = mask.view(rows, size, columns, size); any_ = "
+            "pairs.any(3).any(1), all_ the same; for table in (any_ & ~all_, all_): counts = table.sum(-1).int(), "
+            "indices = (~table).byte().argsort(dim=-1, stable=True).int().",
+        ),
+    ),
+    Exercise(
+        "classify_blocks",
+        points=4,
+        minutes=30,
+        difficulty=2,
+        part="classify_blocks",
+        hints=(
+            "Draw the queries 4 to 7 against the keys 2 to 5. Which pair has the smallest distance q - k, and which "
+            "the largest?",
+            "The distances of a block are all whole numbers between first_query - last_key and last_query - "
+            "first_key. A pair is visible if its distance is 0 to window - 1. Some is: the two ranges meet. All are: "
+            "one lies inside the other.",
+            "near, far = first_query - last_key, last_query - first_key; visited = (far >= 0) & (near < window); full "
+            "= (near >= 0) & (far < window). Without a window leave out the second halves.",
+        ),
+    ),
+    Exercise(
+        "blocks_of_documents",
+        points=4,
+        minutes=40,
+        difficulty=3,
+        challenge=True,
+        hints=(
+            "Take one block of queries. The keys before its first row that any of its queries sees belong to a single "
+            "document. Which?",
+            "Let start(row) be the first row of the document that a row is in. A block of keys is visited if it does "
+            "not begin after the last query, and does not end before start(first query). It is full if it ends at or "
+            "before the first query and begins at or after start(last query).",
+            "first = torch.arange(0, T, size); last = first + size - 1; start = lambda row: qo_indptr[torch."
+            "searchsorted(qo_indptr, row, right=True) - 1]; compare first and last as a row (keys) with them as a "
+            "column (queries). Rows with last >= T are never full. Lists as in blocks_of_mask.",
+        ),
+    ),
+]
+
+Pair = Callable[[int, int], bool]  # does query row i see key row j: the oracles
+
+
+def called(function: Any, name: str) -> Any:
+    assert function is not None, f"{name} returns None: is a `return` missing?"
+    assert callable(function), f"{name} returns a {type(function).__name__}; it should be a function"
+    return function
+
+
+def sees(mask_mod: Any, query: int, key: int) -> Tensor:
+    zero = torch.tensor(0)
+    return mask_mod(zero, zero, torch.tensor(query), torch.tensor(key))
+
+
+def assert_sees(mask_mod: Any, pairs: Sequence[tuple[int, int]], expected: bool) -> None:
+    for query, key in pairs:
+        name = f"the mask of query {query} and key {key}"
+        assert_equal(sees(mask_mod, query, key), torch.tensor(expected), name=name)
+
+
+def assert_mask(mask_mod: Any, expected: Pair, queries: range, keys: range) -> None:
+    """All pairs at once, as tensors that broadcast."""
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    got = mask_mod(zero, zero, torch.tensor(list(queries))[:, None], torch.tensor(list(keys))[None])
+    want = torch.tensor([[expected(q, k) for k in keys] for q in queries])
+    assert_equal(got, want, name="the mask")
+
+
+def assert_traced(mask_mod: Any, expected: Pair, size: int) -> None:
+    """One function for all pairs, as FlexAttention makes it of a mask_mod: no value can be looked at."""
+    try:
+        got = create_mask(mask_mod, 1, 1, size, size, device="cpu")[0, 0]
+    except RuntimeError as error:
+        raise AssertionError(f"the mask looks at values of its arguments: {str(error).splitlines()[0]}") from None
+    assert_equal(got, torch.tensor([[expected(q, k) for k in range(size)] for q in range(size)]), name="the mask")
+
+
+# visible ------------------------------------------------------------------------------------------------------------
+
+
+def decoder(window: int | None) -> Pair:
+    return lambda q, k: k in range(0 if window is None else max(0, q - window + 1), q + 1)
+
+
+@check("visible", mistake="without a window a query sees itself and all that stand before it, and nothing after")
+def test_itself_and_the_past(hw: Homework) -> None:
+    mask_mod = called(hw.visible(None), "visible")
+    assert_sees(mask_mod, [(0, 0), (3, 3), (3, 1), (900, 0)], True)
+    assert_sees(mask_mod, [(0, 1), (1, 3)], False)
+
+
+@check("visible", mistake="the query itself counts: with a window of 3, position 5 sees 3, 4 and 5, not 2")
+def test_a_window_counts_the_query(hw: Homework) -> None:
+    mask_mod = called(hw.visible(3), "visible")
+    assert_sees(mask_mod, [(5, 5), (5, 4), (5, 3)], True)
+    assert_sees(mask_mod, [(5, 2), (5, 1), (5, 0)], False)
+
+
+@check("visible", mistake="a window looks back only: what stands after the query stays hidden")
+def test_a_window_hides_the_future(hw: Homework) -> None:
+    mask_mod = called(hw.visible(3), "visible")
+    assert_sees(mask_mod, [(5, 6), (5, 7), (5, 20)], False)
+
+
+@check("visible", mistake="the arguments are tensors of many positions: join comparisons with & and not with `and`")
+def test_many_pairs_at_once(hw: Homework) -> None:
+    assert_mask(hw.visible(2), decoder(2), range(5), range(5))
+
+
+@check("visible", mistake="q_idx and kv_idx are positions without a limit: compare them, and look nothing up")
+def test_any_positions(hw: Homework) -> None:
+    assert_mask(hw.visible(None), decoder(None), range(100_000, 100_003), range(99_998, 100_004))
+    assert_mask(hw.visible(3), decoder(3), range(100_000, 100_003), range(99_996, 100_004))
+
+
+@check("visible", mistake="FlexAttention traces the mask before there are values: no `if` on positions, no .item()")
+def test_traced(hw: Homework) -> None:
+    assert_traced(hw.visible(None), decoder(None), 4)
+    assert_traced(hw.visible(2), decoder(2), 4)
+
+
+@check("visible", mistake="some window goes wrong that the checks before did not try")
+def test_random_windows(hw: Homework) -> None:
+    for window in (1, 4, 7, 30):
+        assert_mask(hw.visible(window), decoder(window), range(20), range(20))
+
+
+# packed_prefix_lm ---------------------------------------------------------------------------------------------------
+
+
+def packed(bounds: Sequence[int], prefixes: Sequence[int]) -> Pair:
+    owner = [d for d in range(len(prefixes)) for _ in range(bounds[d], bounds[d + 1])]
+
+    def pair(q: int, k: int) -> bool:
+        document = owner[k]
+        return owner[q] == document and (k <= q or k - bounds[document] < prefixes[document])
+
+    return pair
+
+
+def assert_packed(
+    hw: Homework, bounds: list[int], prefixes: list[int], queries: range | None = None, keys: range | None = None
+) -> None:
+    mask_mod = called(hw.packed_prefix_lm(torch.tensor(bounds), torch.tensor(prefixes)), "packed_prefix_lm")
+    rows = range(bounds[-1])
+    assert_mask(
+        mask_mod, packed(bounds, prefixes), rows if queries is None else queries, rows if keys is None else keys
+    )
+
+
+@check("packed_prefix_lm", mistake="without a prefix one document is plain causal")
+def test_a_causal_document(hw: Homework) -> None:
+    assert_packed(hw, [0, 4], [0])
+
+
+@check(
+    "packed_prefix_lm",
+    mistake="all tokens see the first prefix_len tokens, those before them included; later ones stay causal",
+)
+def test_a_prefix(hw: Homework) -> None:
+    assert_packed(hw, [0, 5], [3])
+
+
+@check("packed_prefix_lm", mistake="documents do not see each other")
+def test_two_causal_documents(hw: Homework) -> None:
+    assert_packed(hw, [0, 2, 5], [0, 0])
+
+
+@check("packed_prefix_lm", mistake="the prefix of a document begins with its own first row, qo_indptr[d]")
+def test_the_prefix_of_a_later_document(hw: Homework) -> None:
+    assert_packed(hw, [0, 3, 7], [0, 2], range(3, 7), range(3, 7))
+
+
+@check("packed_prefix_lm", mistake="a prefix is seen inside its own document only: (same document) & (causal | prefix)")
+def test_a_prefix_stays_in_its_document(hw: Homework) -> None:
+    assert_packed(hw, [0, 3, 6], [2, 2])
+
+
+@check("packed_prefix_lm", mistake="every document has a prefix length of its own")
+def test_each_its_own_prefix(hw: Homework) -> None:
+    assert_packed(hw, [0, 4, 8, 12], [1, 4, 2])
+
+
+@check("packed_prefix_lm", mistake="a document without tokens owns no rows, and the next one keeps its own number")
+def test_an_empty_document(hw: Homework) -> None:
+    assert_packed(hw, [0, 2, 2, 6], [1, 0, 3])
+
+
+@check("packed_prefix_lm", mistake="FlexAttention traces the mask before there are values: look up in tensors instead")
+def test_traced_with_tensors(hw: Homework) -> None:
+    bounds, prefixes = [0, 2, 6], [0, 3]
+    mask_mod = hw.packed_prefix_lm(torch.tensor(bounds), torch.tensor(prefixes))
+    assert_traced(mask_mod, packed(bounds, prefixes), 6)
+
+
+@check("packed_prefix_lm", mistake="some batch goes wrong that the checks before did not try")
+def test_random_documents(hw: Homework) -> None:
+    for count in (1, 3, 6):
+        lengths = torch.randint(0, 6, (count,)).tolist()
+        lengths[-1] += 1
+        bounds = [sum(lengths[:i]) for i in range(count + 1)]
+        assert_packed(hw, bounds, [int(torch.randint(0, n + 1, ())) for n in lengths])
+
+
+# capped_alibi -------------------------------------------------------------------------------------------------------
+
+
+def score_of(hw: Homework, slopes: list[float], cap: float, score: float, head: int, query: int, key: int) -> Tensor:
+    score_mod = called(hw.capped_alibi(torch.tensor(slopes, dtype=torch.float64), cap), "capped_alibi")
+    index = [torch.tensor(i) for i in (0, head, query, key)]
+    return score_mod(torch.tensor(score, dtype=torch.float64), *index)
+
+
+def expected_score(slope: float, cap: float, score: float, distance: int) -> float:
+    return cap * math.tanh(score / cap) - slope * distance
+
+
+@check("capped_alibi", mistake="the cap is soft: cap * tanh(score / cap)")
+def test_the_cap(hw: Homework) -> None:
+    for score in (-100.0, -3.0, 0.0, 1.5, 9.0, 40.0):
+        assert_close(score_of(hw, [0.0], 5.0, score, 0, 6, 2), expected_score(0.0, 5.0, score, 4), name="the score")
+
+
+@check("capped_alibi", mistake="slope times distance is subtracted, and the distance is q_idx - kv_idx")
+def test_the_distance(hw: Homework) -> None:
+    for query, key in ((0, 0), (6, 2), (3, 2)):
+        want = expected_score(0.5, 10.0, 0.0, query - key)
+        assert_close(score_of(hw, [0.5], 10.0, 0.0, 0, query, key), want, name="the score")
+
+
+@check("capped_alibi", mistake="each query head h has a slope of its own: slopes[h]")
+def test_a_slope_for_each_head(hw: Homework) -> None:
+    for head, slope in enumerate((0.5, 0.25, 0.125)):
+        got = score_of(hw, [0.5, 0.25, 0.125], 10.0, 0.0, head, 5, 1)
+        assert_close(got, expected_score(slope, 10.0, 0.0, 4), name=f"the score of head {head}")
+
+
+@check("capped_alibi", mistake="the cap comes first: what ALiBi takes off is not capped")
+def test_the_order(hw: Homework) -> None:
+    got = score_of(hw, [1.0], 5.0, 8.0, 0, 20, 1)
+    assert_close(got, expected_score(1.0, 5.0, 8.0, 19), name="the score")
+
+
+@check("capped_alibi", mistake="the arguments are tensors of many heads and positions: slopes[h] looks all of them up")
+def test_all_scores_at_once(hw: Homework) -> None:
+    slopes, scores = torch.rand(3, dtype=torch.float64), 9 * torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    index = torch.meshgrid(
+        *(torch.arange(n) for n in scores.shape),
+        indexing="ij",
+    )
+    got = hw.capped_alibi(slopes, 4.0)(scores, *index)
+    want = [
+        expected_score(slopes[h].item(), 4.0, scores[b, h, q, k].item(), q - k)
+        for b in range(2)
+        for h in range(3)
+        for q in range(4)
+        for k in range(5)
+    ]
+    assert_close(got, torch.tensor(want, dtype=torch.float64).view(scores.shape), name="the scores")
+
+
+@check("capped_alibi", mistake="FlexAttention traces the function before there are values: no .item(), no float()")
+def test_traced_scores(hw: Homework) -> None:
+    slopes, scores = torch.rand(2, dtype=torch.float64), 9 * torch.randn(2, 3, 4, dtype=torch.float64)
+    mod = hw.capped_alibi(slopes, 4.0)
+    for in_dims in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
+        mod = torch.vmap(mod, in_dims=in_dims)
+    try:
+        got = mod(scores, torch.tensor(0), *(torch.arange(n) for n in scores.shape))
+    except RuntimeError as error:
+        raise AssertionError(f"it looks at values of its arguments: {str(error).splitlines()[0]}") from None
+    want = [
+        expected_score(slopes[h].item(), 4.0, scores[h, q, k].item(), q - k)
+        for h in range(2)
+        for q in range(3)
+        for k in range(4)
+    ]
+    assert_close(got, torch.tensor(want, dtype=torch.float64).view(scores.shape), name="the scores")
+
+
+# blocks_of_mask -----------------------------------------------------------------------------------------------------
+
+Lists = list[list[int]]  # block numbers of each row
+
+
+def listed(mask: Tensor, size: int) -> tuple[Lists, Lists]:
+    """Partial and full blocks of each row, by looking at every pair."""
+    cells = mask.tolist()
+    num_queries, num_keys = mask.shape
+    partial: Lists = []
+    full: Lists = []
+    for top in range(0, num_queries, size):
+        partial.append([])
+        full.append([])
+        for left in range(0, num_keys, size):
+            seen = [
+                cells[q][k]
+                for q in range(top, min(top + size, num_queries))
+                for k in range(left, min(left + size, num_keys))
+            ]
+            if len(seen) == size * size and all(seen):
+                full[-1].append(left // size)
+            elif any(seen):
+                partial[-1].append(left // size)
+    return partial, full
+
+
+def assert_blocks(got: Any, mask: Tensor, size: int, tail: bool = False) -> None:
+    assert got is not None, "your result is None: is a `return` missing?"
+    assert isinstance(got, tuple) and len(got) == 4, f"your result is a {type(got).__name__}, not Blocks"
+    columns = -(-mask.shape[1] // size)
+    halves = zip(("kv", "full_kv"), (got[:2], got[2:]), listed(mask, size), strict=True)
+    for name, (counts, indices), lists in halves:
+        want = torch.tensor([len(row) for row in lists], dtype=torch.int32)
+        assert_equal(counts, want, name=f"{name}_num_blocks")
+        # Only shape and dtype; the values are looked at row by row.
+        assert_equal(
+            torch.zeros_like(indices), torch.zeros(len(lists), columns, dtype=torch.int32), name=f"{name}_indices"
+        )
+        for row, (mine, chosen) in enumerate(zip(indices.tolist(), lists, strict=True)):
+            assert_equal(mine[: len(chosen)], chosen, name=f"the first entries of {name}_indices[{row}]")
+            rest = [block for block in mine[len(chosen) :] if not 0 <= block < columns]
+            if tail and rest:
+                raise AssertionError(f"{name}_indices[{row}] holds {rest[0]}, which is not the number of a block")
+
+
+def drawn(*rows: str) -> Tensor:
+    """A mask of rows of x (visible) and . (hidden)."""
+    return torch.tensor([[cell == "x" for cell in row] for row in rows])
+
+
+def assert_drawn(hw: Homework, size: int, *rows: str, tail: bool = False) -> None:
+    mask = drawn(*rows)
+    before = mask.clone()
+    got = hw.blocks_of_mask(mask, size)
+    assert torch.equal(mask, before), "the mask that you were given has changed"
+    assert_blocks(got, mask, size, tail)
+
+
+@check("blocks_of_mask", mistake="a block with a single visible pair has to be visited: it is partial")
+def test_one_visible_pair(hw: Homework) -> None:
+    assert_drawn(hw, 2, "..", "x.")
+
+
+@check("blocks_of_mask", mistake="a block whose pairs are all visible is full, and not listed as partial too")
+def test_a_full_block(hw: Homework) -> None:
+    assert_drawn(hw, 2, "xx", "xx")
+
+
+@check("blocks_of_mask", mistake="a hidden block is in no list")
+def test_hidden_blocks(hw: Homework) -> None:
+    assert_drawn(hw, 2, "xx..", "x...", "....", "....")
+
+
+@check("blocks_of_mask", mistake="rows run over queries and columns over keys: a mask need not be square or symmetric")
+def test_more_keys_than_queries(hw: Homework) -> None:
+    assert_drawn(hw, 2, "xx......", "xx......", "x.......", "........")
+
+
+@check("blocks_of_mask", mistake="chosen columns stand at the front of their row, in increasing order")
+def test_order(hw: Homework) -> None:
+    assert_drawn(hw, 2, "..x.xx.x", "....xx..", "x.xx..x.", "..xx....")
+
+
+@check(
+    "blocks_of_mask",
+    mistake="a block cut off by the end of the mask is partial, however much of it is visible, and must not be lost",
+)
+def test_blocks_that_are_cut_off(hw: Homework) -> None:
+    assert_drawn(hw, 2, "xxx", "xxx", "xxx")
+
+
+@check(
+    "blocks_of_mask",
+    mistake="what follows the counted entries of a row must be block numbers, too: the kernel may "
+    "fetch what it does not use",
+)
+def test_the_rest_of_a_row(hw: Homework) -> None:
+    assert_drawn(hw, 2, "....xx", "....xx", tail=True)
+
+
+@check("blocks_of_mask", mistake="some mask goes wrong that the checks before did not try")
+def test_random_masks(hw: Homework) -> None:
+    for queries, keys, size in ((1, 1, 1), (3, 5, 1), (9, 14, 3), (16, 16, 4), (5, 3, 8)):
+        coarse = torch.rand(-(-queries // size), -(-keys // size)) < 0.4  # some blocks full, some hidden
+        mask = coarse.repeat_interleave(size, 0).repeat_interleave(size, 1)[:queries, :keys].clone()
+        mask[torch.rand(queries, keys) < 0.05] = True
+        assert_blocks(hw.blocks_of_mask(mask, size), mask, size, tail=True)
+
+
+# classify_blocks ----------------------------------------------------------------------------------------------------
+
+
+def classified(queries: tuple[int, int], keys: tuple[int, int], window: int | None) -> tuple[bool, bool]:
+    pairs = [decoder(window)(q, k) for q in range(queries[0], queries[1] + 1) for k in range(keys[0], keys[1] + 1)]
+    return any(pairs), all(pairs)
+
+
+def assert_classified(
+    hw: Homework,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    window: int | None = None,
+    only: tuple[str, ...] = ("visited", "full"),
+) -> None:
+    got = hw.classify_blocks(*(torch.tensor(x) for x in (*queries, *keys)), window)
+    assert got is not None, "your result is None: is a `return` missing?"
+    assert isinstance(got, tuple) and len(got) == 2, "return two tensors: visited and full"
+    where = f"queries {queries[0]} to {queries[1]}, keys {keys[0]} to {keys[1]}, window {window}"
+    for name, mine, want in zip(("visited", "full"), got, classified(queries, keys, window), strict=True):
+        if name in only:
+            assert_equal(mine, torch.tensor(want), name=f"{name} ({where})")
+
+
+@check("classify_blocks", mistake="one query and one key: a query sees itself and what stands before it")
+def test_one_query_one_key(hw: Homework) -> None:
+    for key in (3, 5, 6):
+        assert_classified(hw, (5, 5), (key, key))
+
+
+@check("classify_blocks", mistake="visited: the last query sees furthest, so the first key must not stand after it")
+def test_some_query_sees_some_key(hw: Homework) -> None:
+    for first in (0, 4, 6, 7, 8, 12):
+        assert_classified(hw, (4, 7), (first, first + 3), only=("visited",))
+
+
+@check("classify_blocks", mistake="full: even the first query must see the last key")
+def test_every_query_sees_every_key(hw: Homework) -> None:
+    for first in (0, 1, 2, 4, 6, 8):
+        assert_classified(hw, (4, 7), (first, first + 3), only=("full",))
+
+
+@check("classify_blocks", mistake="with a window: the first query reaches back furthest, window - 1 positions")
+def test_where_a_window_ends(hw: Homework) -> None:
+    for last in (3, 4, 5, 9):
+        assert_classified(hw, (8, 11), (last - 1, last), 4, only=("visited",))
+
+
+@check("classify_blocks", mistake="with a window, a block is full only if even the last query reaches its first key")
+def test_full_in_a_window(hw: Homework) -> None:
+    for first in (4, 5, 6, 7):
+        assert_classified(hw, (8, 9), (first, first + 1), 4, only=("full",))
+
+
+@check("classify_blocks", mistake="a window can pass between the corners of a block: compare ranges, not four pairs")
+def test_a_window_narrower_than_a_block(hw: Homework) -> None:
+    assert_classified(hw, (4, 7), (3, 10), 1)
+    assert_classified(hw, (10, 20), (8, 13), 2)
+
+
+@check("classify_blocks", mistake="the four tensors broadcast: a column of queries and a row of keys make a table")
+def test_a_table_of_blocks(hw: Homework) -> None:
+    first = torch.arange(0, 12, 3)
+    for window in (None, 4):
+        got = hw.classify_blocks(first[:, None], first[:, None] + 2, first, first + 2, window)
+        want = [[classified((q, q + 2), (k, k + 2), window) for k in first.tolist()] for q in first.tolist()]
+        for i, name in enumerate(("visited", "full")):
+            assert_equal(got[i], torch.tensor([[cell[i] for cell in row] for row in want]), name=name)
+    assert torch.equal(first, torch.arange(0, 12, 3)), "the positions that you were given have changed"
+
+
+@check("classify_blocks", mistake="some block goes wrong that the checks before did not try")
+def test_random_blocks(hw: Homework) -> None:
+    for _ in range(60):
+        q, k = torch.randint(0, 12, (2,)).tolist()
+        queries, keys = (q, q + int(torch.randint(0, 6, ()))), (k, k + int(torch.randint(0, 6, ())))
+        for window in (None, int(torch.randint(1, 9, ()))):
+            assert_classified(hw, queries, keys, window)
+
+
+# blocks_of_documents ------------------------------------------------------------------------------------------------
+
+
+def assert_documents(hw: Homework, bounds: list[int], size: int, dtype: torch.dtype = torch.int64) -> None:
+    pair, rows = packed(bounds, [0] * (len(bounds) - 1)), range(bounds[-1])
+    mask = torch.tensor([[pair(q, k) for k in rows] for q in rows])
+    assert_blocks(hw.blocks_of_documents(torch.tensor(bounds, dtype=dtype), size), mask, size)
+
+
+@check("blocks_of_documents", mistake="one document is causal: the diagonal is partial, what lies below it is full")
+def test_blocks_of_one_document(hw: Homework) -> None:
+    assert_documents(hw, [0, 6], 2)
+
+
+@check("blocks_of_documents", mistake="documents do not see each other: a row of blocks begins with its own document")
+def test_documents_of_whole_blocks(hw: Homework) -> None:
+    assert_documents(hw, [0, 4, 8], 2)
+
+
+@check(
+    "blocks_of_documents",
+    mistake="where a document begins inside a block, the one before it ends there and still "
+    "sees its keys: the first query of the block reaches back furthest",
+)
+def test_a_document_begins_inside_a_block(hw: Homework) -> None:
+    got = hw.blocks_of_documents(torch.tensor([0, 5, 8, 16]), 4)
+    assert got is not None, "your result is None: is a `return` missing?"
+    assert isinstance(got, tuple) and len(got) == 4, f"your result is a {type(got).__name__}, not Blocks"
+    for row, expected in enumerate([[0], [0, 1], [2], [2, 3]]):
+        both = [got[i + 1][row, : int(got[i][row])].tolist() for i in (0, 2)]
+        assert_equal(sorted(both[0] + both[1]), expected, name=f"the blocks of row {row}, partial and full")
+
+
+@check(
+    "blocks_of_documents", mistake="a block is full only if its last query, too, is in the document of the first key"
+)
+def test_full_blocks_of_one_document_only(hw: Homework) -> None:
+    assert_documents(hw, [0, 7, 12], 2)
+    assert_documents(hw, [0, 3, 10], 2)
+
+
+@check("blocks_of_documents", mistake="several documents can lie in one block")
+def test_short_documents(hw: Homework) -> None:
+    assert_documents(hw, [0, 1, 2, 3, 8], 4)
+
+
+@check("blocks_of_documents", mistake="in the last row of blocks, cut off by the end, nothing is full")
+def test_the_last_row_is_cut_off(hw: Homework) -> None:
+    assert_documents(hw, [0, 6], 4)
+
+
+@check("blocks_of_documents", mistake="a document without tokens has the same bound as the next: no row belongs to it")
+def test_empty_documents(hw: Homework) -> None:
+    assert_documents(hw, [0, 0, 4, 4, 4, 9, 9], 2)
+
+
+@check(
+    "blocks_of_documents",
+    mistake="you make a tensor with a number for each pair of tokens, or for each token and "
+    "block: compare the ends of blocks",
+)
+def test_no_dense_mask(hw: Homework) -> None:
+    size, num_blocks = 128, 64
+    bounds = torch.tensor([0, 1000, 1001, 5000, size * num_blocks])
+    largest = measure_memory(lambda: hw.blocks_of_documents(bounds, size)).largest
+    limit = 8 * 2 * num_blocks**2  # two numbers of 8 bytes for each block
+    assert largest <= limit, f"some operation makes a tensor of {largest:,} bytes; {num_blocks**2:,} blocks are listed"
+
+
+@check("blocks_of_documents", mistake="some batch goes wrong that the checks before did not try")
+def test_random_flat_batches(hw: Homework) -> None:
+    for size in (1, 2, 3, 8):
+        lengths = [1, *torch.randint(0, 9, (5,)).tolist()]
+        assert_documents(hw, [sum(lengths[:i]) for i in range(7)], size, torch.int32)

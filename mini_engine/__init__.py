@@ -5,12 +5,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mini_engine.hf import Inference
-    from mini_engine.llm import LLM, RequestOutput
+    from mini_engine.llm import LLM
+    from mini_engine.outputs import RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
 
 __all__ = ["LLM", "Inference", "Parts", "RequestOutput", "SamplingParams"]
-_HOME = {"LLM": "llm", "RequestOutput": "llm", "Inference": "hf", "Parts": "parts", "SamplingParams": "sampling_params"}
+_HOME = {
+    "LLM": "llm",
+    "RequestOutput": "outputs",
+    "Inference": "hf",
+    "Parts": "parts",
+    "SamplingParams": "sampling_params",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -15,8 +15,9 @@ from rich.text import Text
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
-    from mini_engine.llm import LLM, RequestOutput
+    from mini_engine.llm import LLM
     from mini_engine.metrics import Metrics
+    from mini_engine.outputs import RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
 
@@ -210,7 +211,7 @@ def bench(
 @app.command()
 def trace(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace.")],
-    num_pages: Annotated[int, typer.Option(help="Pages of the KV cache: few, so that requests must give way.")] = 52,
+    num_pages: Annotated[int, typer.Option(help="Pages of the KV cache: few, so that requests must give way.")] = 36,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 8,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step; few cut prompts up.")] = 64,
     model: Model = "smollm2-135m-instruct",

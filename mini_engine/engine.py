@@ -2,59 +2,52 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mini_engine.attention.backend import attend_with, create_backend
-from mini_engine.batch import SamplingBatch, StepBatch
+from mini_engine.attention.backend import AttentionBackend, attend_with, create_backend
+from mini_engine.batch import Attend, AttentionSpec, SamplingBatch, StepBatch
 from mini_engine.detokenizer import Detokenizer
-from mini_engine.errors import RequestError
-from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.errors import ConfigError, RequestError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
+from mini_engine.outputs import EngineOutput, Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
-from mini_engine.sequence import FinishReason, Sequence, check_prompt
+from mini_engine.sequence import Sequence, check_prompt
 
 
-@dataclass(frozen=True)
-class EngineOutput:
-    """What one step gave one request.
-
-    Attributes:
-        request_id: whose it is.
-        text: new text, possibly empty.
-        token_id: the new token.
-        finish_reason: why the request has ended, if it has.
-    """
-
-    request_id: str
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did, for traces and metrics.
+@dataclass
+class EngineMetrics:
+    """What an engine has done since it was made.
 
     Attributes:
-        schedule: its sequences, and who came in or was sent back.
-        outputs: one for each sequence that sampled.
-        start: when it began, by `time.perf_counter`.
-        seconds: how long it took, scheduling included.
+        steps: steps that computed something.
+        seconds: their time.
+        computed_tokens: tokens that went through the model, those computed again after a preemption included.
+        output_tokens: tokens sampled.
+        shared_tokens: tokens that were not computed because another sequence's pages held them.
+        preemptions: how often a sequence lost its pages.
+        finished: requests that came to their end.
     """
 
-    schedule: Schedule
-    outputs: list[EngineOutput]
-    start: float
-    seconds: float
+    steps: int = 0
+    seconds: float = 0.0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    shared_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
 
 
 class LLMEngine:
@@ -70,12 +63,16 @@ class LLMEngine:
         max_batch_size: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
         max_model_len: longest prompt and output together; default the model's own limit.
-        parts: the engine's replaceable functions.
+        sliding_window: lets no layer see further back than this many keys, so that a sequence of any length holds few
+            pages; default the model's own windows.
+        prefix_sharing: let requests that begin with the same tokens share pages.
+        parts: the engine's replaceable parts.
         on_step: called with the engine and the report of each step that computed something, while the requests that
             ended in it still hold their pages. `Trace.record` is one such.
 
     Attributes:
         request_ids: the name of each unfinished request.
+        metrics: what the engine has done so far.
 
     Raises:
         ConfigError: for options that cannot be.
@@ -93,33 +90,50 @@ class LLMEngine:
         max_batch_size: int = 32,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        sliding_window: int | None = None,
+        prefix_sharing: bool = False,
         parts: Parts | None = None,
         on_step: Callable[["LLMEngine", StepReport], None] | None = None,
     ) -> None:
         weight = next(model.parameters())
+        specs = _within(sliding_window, model.attention_specs)
+        windows = [spec.window for spec in specs]
         self.model, self.tokenizer, self.parts = model, tokenizer, parts or Parts()
         self.max_model_len = max_model_len or model.config.max_position_embeddings
-        self.page_table = PageTable(num_pages, page_size, max_batch_size)
+        self.page_table = self.parts.page_table(num_pages, page_size, max_batch_size)
         self.scheduler = Scheduler(
-            self.page_table, max_batch_size=max_batch_size, max_num_batched_tokens=max_num_batched_tokens
+            self.page_table,
+            max_batch_size=max_batch_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            # All layers share one page table: a page goes when the widest window has passed it.
+            window=None if None in windows else max(w for w in windows if w is not None),
+            prefix_sharing=prefix_sharing,
+            parts=self.parts,
         )
-        self.cache = PagedKVCache(model.attention_specs, num_pages, page_size, weight.dtype, weight.device)
-        self.backend = create_backend(attn_backend, model.attention_specs, self.cache, self.parts)
-        self._attend = attend_with(self.backend)
+        self.cache = PagedKVCache(specs, num_pages, page_size, weight.dtype, weight.device)
+        self.backend = create_backend(attn_backend, specs, self.cache, self.parts)
+        self._attend = attend_with(self.backend) if sliding_window is None else _attend_as(specs, self.backend)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._device = weight.device
         self._on_step = on_step
         self._sequences: dict[str, Sequence] = {}
-        self.request_ids: dict[Sequence, str] = {}
         self._seen: dict[Sequence, torch.Tensor] = {}
+        # What `stream_batch` has not handed over yet, by request.
+        self._inboxes: dict[str, deque[tuple[EngineOutput, StepReport]]] = {}
+        self._numbers = count()
+        self.request_ids: dict[Sequence, str] = {}
+        self.metrics = EngineMetrics()
 
-    def add_request(self, request_id: str, prompt: str | ListLike[int], params: SamplingParams | None = None) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
         """Queue a request; it joins the batch as soon as there is room.
 
         Args:
             request_id: a name that no unfinished request has.
             prompt: text or token ids.
             params: default `SamplingParams()`.
+
+        Returns:
+            The request as the engine sees it; read it, and leave it as it is.
 
         Raises:
             RequestError: if it cannot be served. Other requests are not touched.
@@ -144,6 +158,7 @@ class LLMEngine:
             seen = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, device=self._device)
             seen[torch.tensor(token_ids, device=self._device)] = True
             self._seen[sequence] = seen
+        return sequence
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages. Unknown or finished ids are ignored: it may just have ended."""
@@ -161,7 +176,10 @@ class LLMEngine:
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         if not schedule.sequences:
-            return StepReport(schedule, [], start, time.perf_counter() - start)
+            return StepReport(schedule, [], start, time.perf_counter() - start, kv_bytes=0)
+        shared_tokens = sum(s.num_computed for s in schedule.admitted)
+        if schedule.copies:
+            self.cache.copy_pages(schedule.copies)
         batch = self._batch(schedule)
         self.backend.plan(batch)
         hidden = self.model(batch.token_ids, batch.positions, self._attend)
@@ -170,19 +188,107 @@ class LLMEngine:
         # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
         sampling = [s for s in schedule.sequences if s.num_computed == len(s.token_ids)]
         outputs = self._sample(sampling, hidden[batch.logit_rows]) if sampling else []
-        report = StepReport(schedule, outputs, start, time.perf_counter() - start)
+        kv_bytes = int(batch.kv_lens.sum()) * self.cache.bytes_per_token
+        report = StepReport(schedule, outputs, start, time.perf_counter() - start, kv_bytes)
+        self._count(report, shared_tokens)
         if self._on_step:
             self._on_step(self, report)
-        for sequence in sampling:
-            if sequence.finish_reason:
-                self._forget(sequence)
+        for output in outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append((output, report))
+            if output.finish_reason:
+                self._forget(self._sequences[output.request_id])
         return report
 
+    def stream_batch(
+        self, prompts: ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
+    ) -> Iterator[Piece]:
+        """Generate one output for each prompt and yield every piece of text as it comes, with the step it came from.
+
+        Requests that others have added are served along with these. Closing the iterator ends its own.
+
+        Raises:
+            RequestError: if the numbers of prompts and params differ.
+        """
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, ListLike) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one for all, or as many")
+        open_requests: dict[str, tuple[int, Sequence]] = {}
+        try:
+            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+                name = f"stream {next(self._numbers)}"
+                try:
+                    open_requests[name] = index, self.add_request(name, prompt, own)
+                except RequestError as refused:
+                    yield Piece(index, "", RequestOutput.failed(prompt, refused), None)
+                else:
+                    self._inboxes[name] = deque()
+            while open_requests:
+                if not any(self._inboxes[name] for name in open_requests):
+                    self.step()
+                for name, (index, sequence) in list(open_requests.items()):
+                    ended = name not in self._sequences
+                    inbox = self._inboxes[name]
+                    if ended:  # its last pieces are in the inbox, unless somebody aborted it
+                        del open_requests[name], self._inboxes[name]
+                    if ended and sequence.finish_reason is None:
+                        error = RequestError(f"the request {name!r} was aborted; send it again if it is still wanted")
+                        yield Piece(index, "", RequestOutput.failed(prompts[index], error), None)
+                    while inbox:
+                        output, step = inbox.popleft()
+                        whole = RequestOutput.of(prompts[index], sequence) if output.finish_reason else None
+                        yield Piece(index, output.text, whole, step)
+        finally:
+            for name in open_requests:
+                self.abort(name)
+                self._inboxes.pop(name, None)
+
+    def generate(
+        self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Generate one output for each prompt.
+
+        Args:
+            prompts: a text or a list of token ids, or several of them.
+            params: for all prompts, or one for each; default `SamplingParams()`.
+
+        Returns:
+            One output for each prompt, in order. Where several prompts are given, one that cannot be served has
+            `finish_reason="error"` and the others are served all the same.
+
+        Raises:
+            RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
+        """
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item,arg-type]
+        outputs = {piece.index: piece.output for piece in self.stream_batch(several, params) if piece.output}
+        if alone and (error := outputs[0].error):
+            raise error
+        return [outputs[i] for i in range(len(several))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Generate one output and yield its text as it comes, never half a character.
+
+        Raises:
+            RequestError: if the prompt cannot be served.
+        """
+        for piece in self.stream_batch([prompt], params):
+            if piece.output and piece.output.error:
+                raise piece.output.error
+            if piece.text:
+                yield piece.text
+
     def _batch(self, schedule: Schedule) -> StepBatch:
-        sequences = schedule.sequences
+        sequences, page_size = schedule.sequences, self.page_table.page_size
         num_new = np.array(schedule.num_new)
         computed = np.array([s.num_computed for s in sequences])
-        kv_lens = computed + num_new
+        evicted = np.array([self.scheduler.evicted[s] for s in sequences])
+        kv_lens = computed + num_new - evicted
+        page_counts = -(-kv_lens // page_size)
+        page_positions = None
+        if evicted.any():
+            first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
+            page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * page_size
         rows = np.array([self.scheduler.rows[s] for s in sequences])
         return StepBatch.build(
             token_ids=[
@@ -192,9 +298,10 @@ class LLMEngine:
             ],
             num_new=num_new,
             kv_lens=kv_lens,
-            pages=self.page_table.pages_of(rows, -(-kv_lens // self.page_table.page_size)),
-            page_size=self.page_table.page_size,
-            samples=kv_lens == np.array([len(s.token_ids) for s in sequences]),
+            pages=self.page_table.pages_of(rows, page_counts),
+            page_size=page_size,
+            page_positions=page_positions,
+            samples=computed + num_new == np.array([len(s.token_ids) for s in sequences]),
             device=self._device,
         )
 
@@ -222,7 +329,38 @@ class LLMEngine:
         nothing = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, device=self._device)
         return torch.stack([self._seen.get(s, nothing) for s in sequences])
 
+    def _count(self, report: StepReport, shared_tokens: int) -> None:
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.seconds += report.seconds
+        metrics.computed_tokens += report.num_tokens
+        metrics.output_tokens += len(report.outputs)
+        metrics.shared_tokens += shared_tokens
+        metrics.preemptions += len(report.schedule.preempted)
+        metrics.finished += sum(output.finish_reason is not None for output in report.outputs)
+
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._seen.pop(sequence, None)
         del self._sequences[self.request_ids.pop(sequence)]
+
+
+def _within(window: int | None, specs: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
+    """The same layers, none with a window wider than this."""
+    if window is None:
+        return specs
+    if window < 1:
+        raise ConfigError(f"sliding_window is {window}; a query sees at least its own key: set it to 1 or more")
+    return tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
+
+
+def _attend_as(specs: tuple[AttentionSpec, ...], backend: AttentionBackend) -> Attend:
+    """What a model calls whose layers shall attend as `specs` say, not as they themselves do."""
+    attend = attend_with(backend)
+
+    def attend_narrowly(
+        spec: AttentionSpec, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
+    ) -> Float[Tensor, "T Hq D"]:
+        return attend(specs[spec.layer], q, k, v)
+
+    return attend_narrowly

@@ -12,8 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +31,9 @@ from transformers.utils import ModelOutput
 from mini_engine.attention.backend import check_backend
 from mini_engine.attention.naive import attention_mask
 from mini_engine.batch import Attend, AttentionSpec
-from mini_engine.engine import EngineOutput, LLMEngine, StepReport
-from mini_engine.errors import ConfigError, RequestError
-from mini_engine.llm import Prompt, RequestOutput
+from mini_engine.engine import LLMEngine
+from mini_engine.errors import ConfigError
+from mini_engine.outputs import Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 
@@ -335,7 +334,6 @@ class Inference:
             parts=parts,
             on_step=on_step,
         )
-        self._names = (f"generate {number}" for number in count())
 
     def generate(
         self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
@@ -353,38 +351,4 @@ class Inference:
         Raises:
             RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item,arg-type]
-        each = list(params) if isinstance(params, ListLike) else [params or SamplingParams()] * len(several)
-        if len(each) != len(several):
-            raise RequestError(f"{len(several)} prompts but {len(each)} SamplingParams; give one for all, or as many")
-        outputs: dict[str, RequestOutput] = {}
-        pieces: dict[str, list[EngineOutput]] = {}
-        try:
-            for prompt, own, name in zip(several, each, self._names, strict=False):
-                token_ids = self.tokenizer.encode(prompt, verbose=False) if isinstance(prompt, str) else list(prompt)
-                try:
-                    self.engine.add_request(name, token_ids, own)
-                except RequestError as error:
-                    if alone:
-                        raise
-                    outputs[name] = RequestOutput(prompt, [], [], "", "error", error)
-                else:
-                    outputs[name] = RequestOutput(prompt, token_ids, [], "", "length")
-                    pieces[name] = []
-            while not all(parts and parts[-1].finish_reason for parts in pieces.values()):
-                for piece in self.engine.step().outputs:
-                    if piece.request_id in pieces:
-                        pieces[piece.request_id].append(piece)
-        finally:  # after an interruption the engine is ready for other requests
-            for name in pieces:
-                self.engine.abort(name)
-        return [_whole(output, pieces[name]) if name in pieces else output for name, output in outputs.items()]
-
-
-def _whole(begun: RequestOutput, pieces: ListLike[EngineOutput]) -> RequestOutput:
-    """The output that a request's pieces add up to."""
-    reason = pieces[-1].finish_reason
-    assert reason is not None, "every request has come to its end"
-    text, token_ids = "".join(p.text for p in pieces), [p.token_id for p in pieces]
-    return replace(begun, token_ids=token_ids, text=text, finish_reason=reason)
+        return self.engine.generate(prompts, params)

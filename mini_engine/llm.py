@@ -1,66 +1,27 @@
 """`LLM`: text in, text out."""
 
-import random
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
+import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from mini_engine.attention.backend import check_backend
-from mini_engine.detokenizer import Detokenizer
-from mini_engine.errors import ConfigError, MiniEngineError, RequestError
-from mini_engine.generate import Step, generate_steps
+from mini_engine.engine import LLMEngine
+from mini_engine.errors import ConfigError, RequestError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
+from mini_engine.outputs import Piece, Prompt, RequestOutput
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.sequence import FinishReason, Sequence, check_prompt
 
-Prompt = str | ListLike[int]
 Message = Mapping[str, str]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What became of one request.
-
-    Attributes:
-        prompt: as it was given.
-        prompt_token_ids: its tokens; empty if it could not be tokenized.
-        token_ids: the tokens of the output, an end-of-sequence token included.
-        text: the output, without end-of-sequence tokens and without the stop string.
-        finish_reason: "stop", "length", or "error".
-        error: why the request could not be served, if so.
-    """
-
-    prompt: Prompt
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    error: MiniEngineError | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one step gave one request.
-
-    Attributes:
-        index: which prompt it belongs to.
-        text: new text, possibly empty.
-        output: the whole output, once the request has ended.
-        step: the step it came from; None for a request that was refused before the first.
-    """
-
-    index: int
-    text: str
-    output: RequestOutput | None
-    step: Step | None = field(repr=False)
+# Of a computer's memory; a GPU has nothing else to do with its own, and gives nine tenths of what the weights leave.
+MOST_CPU_CACHE_BYTES = 2 * 2**30
 
 
 class LLM:
@@ -73,7 +34,16 @@ class LLM:
         attn_backend: name of the attention backend.
         max_batch_size: requests that run at once; more wait for their turn.
         max_model_len: longest prompt and output together; default the model's own limit.
-        parts: the engine's replaceable functions.
+        num_pages: pages of the KV cache; default enough for `max_batch_size` of the longest requests, or as many as
+            the memory has room for.
+        page_size: tokens of a page.
+        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
+        sliding_window: lets no layer see further back than this many keys; default the model's own windows.
+        prefix_sharing: let requests that begin with the same tokens share pages.
+        parts: the engine's replaceable parts.
+
+    Attributes:
+        engine: the engine itself, for requests that come while others run: `add_request`, then `step`.
 
     Raises:
         ConfigError: for an option that cannot be.
@@ -89,11 +59,17 @@ class LLM:
         attn_backend: str = "torch",
         max_batch_size: int = 32,
         max_model_len: int | None = None,
+        num_pages: int | None = None,
+        page_size: int = 128,
+        max_num_batched_tokens: int = 2048,
+        sliding_window: int | None = None,
+        prefix_sharing: bool = False,
         parts: Parts | None = None,
     ) -> None:
         check_backend(attn_backend)
-        if max_batch_size < 1:
-            raise ConfigError(f"max_batch_size is {max_batch_size}; it must be 1 or more")
+        for name, value in (("max_batch_size", max_batch_size), ("page_size", page_size)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more")
         where = pick_device(device)
         parts = parts or Parts()
         checkpoint = open_checkpoint(model)
@@ -107,6 +83,22 @@ class LLM:
         self.max_model_len = longest if max_model_len is None else max_model_len
         if not 2 <= self.max_model_len <= longest:
             raise ConfigError(f"max_model_len is {self.max_model_len}; this model takes 2 to {longest} tokens")
+        if num_pages is None:
+            num_pages = default_num_pages(self.model, page_size, max_batch_size * -(-self.max_model_len // page_size))
+        self.engine = LLMEngine(
+            self.model,
+            self.tokenizer,
+            self.eos_token_ids,
+            attn_backend=attn_backend,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            sliding_window=sliding_window,
+            prefix_sharing=prefix_sharing,
+            parts=parts,
+        )
 
     def generate(
         self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
@@ -124,15 +116,7 @@ class LLM:
         Raises:
             RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item,arg-type]
-        outputs: dict[int, RequestOutput] = {}
-        for piece in self.stream_batch(several, params):
-            if piece.output:
-                outputs[piece.index] = piece.output
-                if alone and piece.output.error:
-                    raise piece.output.error
-        return [outputs[i] for i in range(len(several))]
+        return self.engine.generate(prompts, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Generate one output and yield its text as it comes, never half a character.
@@ -140,11 +124,7 @@ class LLM:
         Raises:
             RequestError: if the prompt cannot be served.
         """
-        for piece in self.stream_batch([prompt], params):
-            if piece.output and piece.output.error:
-                raise piece.output.error
-            if piece.text:
-                yield piece.text
+        return self.engine.stream(prompt, params)
 
     def stream_batch(
         self, prompts: ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
@@ -154,22 +134,7 @@ class LLM:
         Raises:
             RequestError: if the numbers of prompts and params differ.
         """
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, ListLike) else list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one for all, or as many")
-        index_of: dict[Sequence, int] = {}
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                index_of[self._sequence(prompt, own)] = index
-            except RequestError as error:
-                yield Piece(index, "", RequestOutput(prompt, [], [], "", "error", error), None)
-        waiting = list(index_of)
-        while waiting:
-            group, waiting = waiting[: self.max_batch_size], waiting[self.max_batch_size :]
-            for step in generate_steps(self.model, group, self.attn_backend, self.parts):
-                for sequence, text in step.new_text:
-                    index = index_of[sequence]
-                    yield Piece(index, text, _output(prompts[index], sequence), step)
+        return self.engine.stream_batch(prompts, params)
 
     def chat(
         self,
@@ -206,25 +171,6 @@ class LLM:
             raise RequestError(f"the chat template does not take these messages: {error}") from error
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        token_ids = self.tokenizer.encode(prompt, verbose=False) if isinstance(prompt, str) else list(prompt)
-        check_prompt(token_ids, self.model.config.vocab_size, self.max_model_len)
-        return Sequence(
-            token_ids,
-            params,
-            seed=random.getrandbits(63) if params.seed is None else params.seed,
-            eos_token_ids=self.eos_token_ids,
-            max_model_len=self.max_model_len,
-            detokenizer=Detokenizer(self.tokenizer, tuple(params.stop)),
-        )
-
-
-def _output(prompt: Prompt, sequence: Sequence) -> RequestOutput | None:
-    if sequence.finish_reason is None:
-        return None
-    prompt_token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
-    return RequestOutput(prompt, prompt_token_ids, sequence.output_token_ids, sequence.text, sequence.finish_reason)
-
 
 def pick_device(name: str) -> torch.device:
     """Return the device of that name. Raises ConfigError if this machine has none such."""
@@ -253,3 +199,26 @@ def pick_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype) -
 
 def _cpu_has_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
+
+
+def default_num_pages(model: CausalLM, page_size: int, most: int) -> int:
+    """Pages for the KV cache: as many as can be used, or as the memory beside the weights has room for.
+
+    Args:
+        model: on its device.
+        page_size: tokens of a page.
+        most: pages that can be used at all.
+
+    Raises:
+        ConfigError: if there is no room for a single one.
+    """
+    weight = next(model.parameters())
+    layers = {spec.kv_layer: spec for spec in model.attention_specs}.values()
+    page_bytes = page_size * weight.element_size() * sum(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
+    if weight.is_cuda:
+        room = torch.cuda.mem_get_info(weight.device)[0] * 9 // 10
+    else:
+        room = min(psutil.virtual_memory().available // 2, MOST_CPU_CACHE_BYTES)
+    if room < page_bytes:
+        raise ConfigError(f"a page of the KV cache takes {page_bytes} bytes and {room} are free; lower page_size")
+    return min(most, room // page_bytes)

@@ -4,8 +4,8 @@ import time
 
 from rich.table import Table
 
-from mini_engine.llm import Piece
 from mini_engine.models.base import CausalLM
+from mini_engine.outputs import Piece
 from mini_engine.roofline import Machine
 
 

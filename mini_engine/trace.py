@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mini_engine.engine import EngineOutput, LLMEngine, StepReport
+from mini_engine.engine import LLMEngine
 from mini_engine.errors import TraceFileError
 from mini_engine.llm import LLM
+from mini_engine.outputs import EngineOutput, StepReport
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.sequence import FinishReason, Sequence
 

@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mini_engine.engine import EngineOutput
-from mini_engine.llm import LLM, RequestOutput
+from mini_engine.llm import LLM
+from mini_engine.outputs import RequestOutput
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.trace import Trace, TraceStep, traced_engine
 
@@ -204,23 +204,14 @@ def watch_requests(
     if num_pages is None:
         num_pages = sum(math.ceil(min(len(p) + params.max_tokens, llm.max_model_len) / PAGE_SIZE) for p in prompts)
     engine, trace = traced_engine(llm, num_pages=num_pages, page_size=PAGE_SIZE)
-    outputs: dict[str, list[EngineOutput]] = {str(i): [] for i in range(1, len(prompts) + 1)}
-    for name, prompt in zip(outputs, prompts, strict=True):
-        engine.add_request(name, prompt, params)
+    sequences = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts, 1)]
     watch = Watch(trace)
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
         while engine.has_unfinished:
-            for output in engine.step().outputs:
-                outputs[output.request_id].append(output)
+            engine.step()
             if console.is_terminal:
                 live.update(watch.view(console.width, console.height - 1), refresh=True)
-    return [_request_output(prompt, own) for prompt, own in zip(prompts, outputs.values(), strict=True)], trace
-
-
-def _request_output(prompt: list[int], outputs: list[EngineOutput]) -> RequestOutput:
-    reason = outputs[-1].finish_reason
-    assert reason is not None
-    return RequestOutput(prompt, prompt, [o.token_id for o in outputs], "".join(o.text for o in outputs), reason)
+    return [RequestOutput.of(prompt, sequence) for prompt, sequence in zip(prompts, sequences, strict=True)], trace
 
 
 def watch_chat(

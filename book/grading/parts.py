@@ -67,8 +67,8 @@ def finished_part_names(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> lis
     return list(_finished_exercises(root, parts))
 
 
-def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str, Callable[..., Any]]:
-    """The reader's own functions for all finished parts, by name of the part."""
+def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str, Any]:
+    """The reader's own functions and classes for all finished parts, by name of the part."""
     functions = {}
     for name, (part, exercise) in _finished_exercises(root, parts).items():
         chapter = load_chapter(root / "chapters" / part.chapter)

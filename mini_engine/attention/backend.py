@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mini_engine.attention.naive import alibi_bias, attention_mask
+from mini_engine.attention.naive import alibi_bias
 from mini_engine.attention.state import chunked_attention
 from mini_engine.batch import Attend, AttentionSpec, StepBatch
 from mini_engine.errors import ConfigError
@@ -100,8 +100,11 @@ class _How(TypedDict):
 class TorchBackend:
     """Plain PyTorch: gather each sequence's keys and attend to them, one sequence at a time.
 
-    The reference for all other backends. It runs anywhere, in any dtype, with every feature of AttentionSpec.
+    The reference for all other backends. It runs anywhere, in any dtype, with every feature of AttentionSpec. It knows
+    no blocks of keys, so the parts that deal with those are bypassed.
     """
+
+    bypasses = frozenset({"classify_blocks", "physical_blocks", "physical_mask"})
 
     # Longer sequences are attended to in chunks of this many keys, which bounds the score matrix.
     KEY_CHUNK = 8192
@@ -109,6 +112,7 @@ class TorchBackend:
     def __init__(
         self, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts, key_chunk: int = KEY_CHUNK
     ) -> None:
+        self._pages = cache.layers
         self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
         self._windows = {spec.window for spec in specs}
         self._parts = parts
@@ -125,12 +129,14 @@ class TorchBackend:
 
     def _visible(self, batch: StepBatch, window: int | None) -> list[Bool[Tensor, "n m"] | None]:
         """Masks of all sequences for one kind of layer; None where a query sees every key."""
+        mask_mod = self._parts.mask_mod(window)
+        nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
         masks: list[Tensor | None] = []
         for rows, queries, keys, kv_len in zip(
             self._rows, self._query_positions, self._key_positions, batch.kv_lens.tolist(), strict=True
         ):
             sees_all = rows.stop - rows.start == 1 and (window is None or kv_len <= window)
-            masks.append(None if sees_all else attention_mask(queries, keys, window))
+            masks.append(None if sees_all else mask_mod(nothing, nothing, queries[:, None], keys))
         return masks
 
     def append(self, spec: AttentionSpec, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
@@ -138,10 +144,10 @@ class TorchBackend:
         self._parts.append_kv(k_cache, v_cache, k, v, self._slot_mapping)
 
     def run(self, spec: AttentionSpec, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        k_cache, v_cache = self._layers[spec.kv_layer]
+        k_pages, v_pages = self._pages[spec.kv_layer]
         out = torch.empty_like(q)
-        for b, rows in enumerate(self._rows):
-            k, v = k_cache[self._keys[b]], v_cache[self._keys[b]]
+        for b, (rows, (pages, kv_len)) in enumerate(zip(self._rows, self._keys, strict=True)):
+            k, v = (x[pages].flatten(0, 1)[:kv_len] for x in (k_pages, v_pages))
             bias = None
             if spec.alibi_slopes is not None:
                 slopes = torch.tensor(
@@ -162,15 +168,18 @@ def chunked_backend(specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts
     return TorchBackend(specs, cache, parts, key_chunk=64)
 
 
-def _key_index(batch: StepBatch) -> list[slice] | list[Tensor]:
-    """What to index the flat cache with for the keys of each sequence, in order of position."""
+def _key_index(batch: StepBatch) -> list[tuple[slice | Tensor, int]]:
+    """The pages of each sequence and its number of keys. Pages that follow one another are a slice: no gather then."""
     lens = batch.kv_lens.tolist()
-    if batch.kv_page_indices.is_cpu and len(batch.kv_page_indices) == len(lens):
-        starts = (batch.kv_page_indices * batch.page_size).tolist()  # one page each: a view instead of a gather
-        return [slice(start, start + n) for start, n in zip(starts, lens, strict=True)]
-    offsets = torch.arange(batch.page_size, device=batch.kv_page_indices.device)
-    pages = batch.kv_page_indices.long().split(torch.diff(batch.kv_page_indptr).tolist())
-    return [(p[:, None] * batch.page_size + offsets).flatten()[:n] for p, n in zip(pages, lens, strict=True)]
+    each = batch.kv_page_indices.split(torch.diff(batch.kv_page_indptr).tolist())
+    if not batch.kv_page_indices.is_cpu:
+        return list(zip(each, lens, strict=True))
+    index: list[tuple[slice | Tensor, int]] = []
+    for pages, kv_len in zip(each, lens, strict=True):
+        first, count = int(pages[0]), len(pages)
+        in_a_row = count == 1 or bool((pages.diff() == 1).all())
+        index.append((slice(first, first + count) if in_a_row else pages, kv_len))
+    return index
 
 
 def _key_positions(batch: StepBatch) -> list[Tensor]:

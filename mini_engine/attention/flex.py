@@ -28,8 +28,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mini_engine.attention import masks
 from mini_engine.attention.backend import KVCache
+from mini_engine.attention.block_mask import list_blocks
 from mini_engine.batch import AttentionSpec, StepBatch, to_device
 from mini_engine.errors import ConfigError
+from mini_engine.kv_cache.physical import first_keys
 from mini_engine.parts import Parts
 
 QUERY_BLOCK = 128  # rows of a BlockMask's query block: no tile has more
@@ -169,27 +171,22 @@ class FlexBackend:
 
     def block_mask(self, tiles: QueryTiles, kind: Kind) -> BlockMask:
         """The physical BlockMask of one kind of layer: row b lists the blocks of the cache that tile b visits."""
-        window = kind.window
         blocks_per_page = self._page_size // self._kv_block
         offsets = torch.arange(blocks_per_page, device=self._device)
-        blocks = (tiles.pages[:, :, None] * blocks_per_page + offsets).flatten(1)
-        # Positions of the first and last key of each block, and of the first and last query of each tile.
-        lo = (tiles.page_starts[:, :, None] + offsets * self._kv_block).flatten(1)
-        hi = lo + self._kv_block - 1
-        first, last = tiles.positions[:, :1], tiles.positions.amax(dim=1, keepdim=True)
+        # The table of each tile's sequence in blocks: a block is a page, or an equal part of one.
+        table = (tiles.pages[:, :, None] * blocks_per_page + offsets).flatten(1)
+        first_key = (tiles.page_starts[:, :, None] + offsets * self._kv_block).flatten(1)
+        last_key = first_key + self._kv_block - 1
+        first_query, last_query = tiles.positions[:, :1], tiles.positions.amax(dim=1, keepdim=True)
+        visited, full = self._parts.classify_blocks(first_query, last_query, first_key, last_key, kind.window)
         owned = (tiles.page_starts >= 0).repeat_interleave(blocks_per_page, dim=1)
-        # A block is visited if any query of the tile may see any of its keys, and full if all see all.
-        visited = owned & (lo <= last)
-        full = owned & (hi <= first)
-        if window is not None:
-            visited &= first - hi < window
-            full &= last - lo < window
+        visited, full = visited & owned, full & owned
         # The GPU's decode kernel shares a row's keys among thread blocks by its number of partial blocks: full ones
         # would all fall to the last thread block. The CPU's kernel must have the list of full blocks to compile.
         only_partial = self._device.type == "cuda" and tiles.length == 1
-        partial_count, partial = _list_blocks(visited if only_partial else visited & ~full, blocks, self._num_blocks)
-        full_count, full_blocks = (None, None) if only_partial else _list_blocks(full, blocks, self._num_blocks)
-        mask_mod = masks.causal if window is None else masks.sliding_window(window)
+        partial_count, partial = self._physical_list(visited if only_partial else visited & ~full, table)
+        full_count, full_blocks = (None, None) if only_partial else self._physical_list(full, table)
+        mask_mod = in_tiles(self._parts.mask_mod(kind.window), tiles)
         rows = kind.group if tiles.length == 1 else tiles.length
         return BlockMask.from_kv_blocks(
             partial_count,
@@ -197,10 +194,17 @@ class FlexBackend:
             full_count,
             full_blocks,
             BLOCK_SIZE=(QUERY_BLOCK, self._kv_block),
-            mask_mod=physical_mask(mask_mod, tiles, self._page_size),
+            mask_mod=self._parts.physical_mask(mask_mod, tiles.starts, self._page_size),
             seq_lengths=(rows, self._num_pages * self._page_size),
             compute_q_blocks=False,
         )
+
+    def _physical_list(
+        self, chosen: Bool[Tensor, "tiles n"], table: Int[Tensor, "tiles n"]
+    ) -> tuple[Int32[Tensor, "tiles 1 1"], Int32[Tensor, "tiles 1 1 blocks"]]:
+        """How many blocks of each tile are chosen, and where in the cache they lie."""
+        counts, blocks = list_blocks(chosen[:, None, None])
+        return counts, self._parts.physical_blocks(blocks, table, self._num_blocks)
 
     def score_mod(self, tiles: QueryTiles, kind: Kind) -> masks.ScoreMod | None:
         """What changes the scores of one kind of layer, over rows of tiles and slots; None if nothing does."""
@@ -210,22 +214,20 @@ class FlexBackend:
         return physical_score(score_mod, tiles, self._page_size, kind.group)
 
 
-def physical_mask(mask_mod: masks.MaskMod, tiles: QueryTiles, page_size: int) -> masks.MaskMod:
-    """A mask_mod over positions in one sequence, as one over rows of tiles and slots of the cache.
+def in_tiles(mask_mod: masks.MaskMod, tiles: QueryTiles) -> masks.MaskMod:
+    """A mask_mod over positions of queries and keys, as one over rows of tiles and positions of keys.
 
     Args:
         mask_mod: what a query at one position sees of a key at another.
-        tiles: where the queries and their pages are.
-        page_size: slots of a page.
+        tiles: where the queries are.
     """
-    positions, starts, tile_len = tiles.positions, tiles.starts, tiles.length
+    positions, tile_len = tiles.positions, tiles.length
 
     @no_type_check  # traced by the compiler, see masks.py
-    def physical(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        start = starts[b, kv_idx // page_size]
-        return (start >= 0) & mask_mod(b, h, positions[b, q_idx % tile_len], start + kv_idx % page_size)
+    def tiled(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b, h, positions[b, q_idx % tile_len], kv_idx)
 
-    return physical
+    return tiled
 
 
 def physical_score(score_mod: masks.ScoreMod, tiles: QueryTiles, page_size: int, group: int) -> masks.ScoreMod:
@@ -288,16 +290,16 @@ def cut_into_tiles(batch: StepBatch, sequences: range, tile_len: int, num_pages:
     )
     pages = batch.kv_page_indices[moved["entry"]].long()
     page_positions = batch.page_positions
-    first_keys = moved["index"] * batch.page_size if page_positions is None else page_positions[moved["entry"]]
-    starts = torch.full((num_tiles, num_pages), -1, dtype=torch.int32, device=device)
+    starts = moved["index"] * batch.page_size if page_positions is None else page_positions[moved["entry"]]
+    page_starts = torch.where(moved["owned"], starts, -1)
     return QueryTiles(
         tokens=slice(int(qo_indptr[sequences.start]), int(qo_indptr[sequences.stop])),
         rows=moved["rows"].flatten(),
         places=moved["places"],
         positions=torch.where(moved["filled"], batch.positions[moved["rows"]], -1),
         pages=pages,
-        page_starts=torch.where(moved["owned"], first_keys, -1),
-        starts=starts.scatter_(1, pages, first_keys.int()),
+        page_starts=page_starts,
+        starts=first_keys(pages, page_starts, num_pages),
     )
 
 
@@ -362,16 +364,6 @@ def unwritten_slots(batch: StepBatch, block_size: int) -> Int[Tensor, " n"] | No
         batch.positions.device,
     )
     return batch.kv_page_indices[moved["entry"]].long() * batch.page_size + moved["offset"]
-
-
-def _list_blocks(
-    chosen: Bool[Tensor, "tiles n"], blocks: Int[Tensor, "tiles n"], num_blocks: int
-) -> tuple[Int32[Tensor, "tiles 1 1"], Int32[Tensor, "tiles 1 1 blocks"]]:
-    """How many blocks of each tile are chosen, and which, in order, at the front of a row for all blocks."""
-    first_chosen = chosen.logical_not().byte().argsort(dim=1, stable=True)
-    indices = torch.zeros(len(blocks), 1, 1, num_blocks, dtype=torch.int32, device=blocks.device)
-    indices[:, 0, 0, : blocks.shape[1]] = blocks.gather(1, first_chosen)
-    return chosen.sum(dim=1, dtype=torch.int32)[:, None, None], indices
 
 
 def _score_mod(kind: Kind, keys: Tensor) -> masks.ScoreMod | None:

@@ -33,6 +33,7 @@ __all__ = [
     "prefix_lm",
     "sliding_window",
     "soft_cap",
+    "visible",
 ]
 
 
@@ -50,6 +51,15 @@ def sliding_window(window: int) -> MaskMod:
     """
 
     return and_masks(causal, lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window)
+
+
+def visible(window: int | None) -> MaskMod:
+    """What an engine's layer asks for: causal, with a window if it has one.
+
+    Args:
+        window: keys that a query may see, its own included; None for all.
+    """
+    return causal if window is None else sliding_window(window)
 
 
 def attention_sinks(window: int, num_sinks: int) -> MaskMod:

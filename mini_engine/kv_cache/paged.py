@@ -78,3 +78,14 @@ class PagedKVCache:
                 cache[pages, offsets] = new
             else:
                 cache[pages, :, offsets] = new
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, in every layer.
+
+        Args:
+            pairs: (from, to) of each, in order: one may copy what another has just copied.
+        """
+        for old, new in pairs:
+            for k_and_v in self.layers:
+                for cache in k_and_v:
+                    cache[new] = cache[old]

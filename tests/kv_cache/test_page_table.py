@@ -10,6 +10,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.prefix_sharing import copy_on_write, share_prefix
+from mini_engine.kv_cache.sliding_window import evict_pages
 
 NUM_PAGES, PAGE_SIZE, ROWS = 9, 3, 4
 
@@ -53,19 +55,46 @@ class PageTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.owned.values()) and not all(self.owned.values()))
     @rule(data=st.data())
     def share(self, data):
-        other = data.draw(st.sampled_from(sorted(row for row, pages in self.owned.items() if pages)))
+        donor = data.draw(st.sampled_from(sorted(row for row, pages in self.owned.items() if pages)))
         row = data.draw(st.sampled_from(sorted(row for row, pages in self.owned.items() if not pages)))
-        num_pages = data.draw(st.integers(1, len(self.owned[other])))
-        self.table.share(row, other, num_pages)
-        self.owned[row] = self.owned[other][:num_pages]
+        num_tokens = data.draw(st.integers(1, len(self.owned[donor]) * PAGE_SIZE))
+        share_prefix(self.table, row, donor, num_tokens)
+        self.owned[row] = self.owned[donor][: -(-num_tokens // PAGE_SIZE)]
+
+    @precondition(lambda self: any(self.owned.values()))
+    @rule(data=st.data())
+    def write(self, data):
+        row = data.draw(st.sampled_from(sorted(row for row, pages in self.owned.items() if pages)))
+        before = list(self.owned[row])
+        first = data.draw(st.integers(0, len(before) * PAGE_SIZE - 1))
+        end = data.draw(st.integers(first + 1, len(before) * PAGE_SIZE))
+        written = range(first // PAGE_SIZE, (end - 1) // PAGE_SIZE + 1)
+        others = {page for other, pages in self.owned.items() if other != row for page in pages}
+        shared = [i for i in written if before[i] in others]
+        free = set(self.table.free_pages)
+        copies = copy_on_write(self.table, row, first, end)
+        if len(shared) > len(free):
+            assert copies is None
+            return
+        assert copies is not None
+        after = self.table.pages(row).tolist()
+        assert copies == [(before[i], after[i]) for i in shared]
+        assert {new for _, new in copies} <= free
+        assert all(after[i] not in others for i in written)
+        assert [after[i] for i in range(len(after)) if i not in shared] == [
+            before[i] for i in range(len(before)) if i not in shared
+        ]
+        self.owned[row] = after
 
     @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def evict(self, data):
+    @rule(data=st.data(), window=st.integers(1, 12))
+    def evict(self, data, window):
         row = data.draw(st.sampled_from(sorted(self.owned)))
-        num_pages = data.draw(st.integers(0, len(self.owned[row])))
-        self.table.evict(row, num_pages)
-        self.owned[row] = self.owned[row][num_pages:]
+        first = data.draw(st.integers(0, 5)) * PAGE_SIZE
+        query = first + data.draw(st.integers(0, len(self.owned[row]) * PAGE_SIZE))
+        behind = [i for i in range(len(self.owned[row])) if query - (first + (i + 1) * PAGE_SIZE - 1) >= window]
+        assert evict_pages(self.table, row, first, query, window) == len(behind)
+        self.owned[row] = self.owned[row][len(behind) :]
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
@@ -77,6 +106,8 @@ class PageTableMachine(RuleBasedStateMachine):
     @invariant()
     def pages_are_accounted_for(self):
         in_use = {page for pages in self.owned.values() for page in pages}
+        owners = [sum(page in pages for pages in self.owned.values()) for page in range(NUM_PAGES)]
+        assert self.table.refcounts.tolist() == owners
         assert self.table.num_free_pages == NUM_PAGES - len(in_use)
         for row, pages in self.owned.items():
             assert self.table.pages(row).tolist() == pages
@@ -98,7 +129,7 @@ def test_pages_return_when_the_last_owner_leaves():
     table = PageTable(4, 2, 3)
     first, second = table.allocate(), table.allocate()
     table.reserve(first, 6)
-    table.share(second, first, 2)
+    share_prefix(table, second, first, 4)
     table.erase(first)
     assert table.num_free_pages == 2
     table.erase(second)

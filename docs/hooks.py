@@ -259,7 +259,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- results -->" in markdown:
         markdown = markdown.replace("<!-- results -->", results_page_markdown(ROOT))
     if "<!-- parts -->" in markdown:
-        diagram = engine_diagram(finished_part_names(ROOT)).replace("flowchart LR", "flowchart TB", 1)
+        diagram = engine_diagram(finished_part_names(ROOT))
         markdown = markdown.replace("<!-- parts -->", f"```mermaid\n{diagram}```")
     return markdown
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
+    from mini_engine.engine import LLMEngine
     from mini_engine.llm import LLM
     from mini_engine.metrics import Metrics
     from mini_engine.outputs import RequestOutput
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+HOMEWORK_WINDOW = 96  # shorter than a short conversation
 
 EXAMPLES = (
     "What is the capital of France, and what is it known for?",
@@ -52,6 +54,8 @@ Stop = Annotated[list[str] | None, typer.Option(help="End at this text. May be g
 Template = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
 Homework = Annotated[bool, typer.Option("--homework", help="Run on your own finished parts of the engine.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Show the pages of the KV cache and the requests, live.")]
+PrefixSharing = Annotated[bool, typer.Option("--prefix-sharing", help="Share pages of equal beginnings.")]
+Window = Annotated[int | None, typer.Option("--sliding-window", help="Let no layer see further back; needs few pages.")]
 NumPages = Annotated[int | None, typer.Option(help="With --watch: pages of the KV cache, 16 tokens each.")]
 
 
@@ -72,6 +76,8 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     chat_template: Template = None,
+    prefix_sharing: PrefixSharing = False,
+    sliding_window: Window = None,
     homework: Homework = False,
     watch: Watch = False,
     num_pages: NumPages = None,
@@ -95,7 +101,7 @@ def generate(
         raise RequestError(f"prompt {empty[0]} is empty; give it some text")
     _check_watch(watch, num_pages)
     template = _read_template(chat_template)
-    llm = _load(model, attn_backend, dtype, device, homework)
+    llm = _load(model, attn_backend, dtype, device, homework, prefix_sharing, sliding_window)
     if raw:
         tokens = [llm.tokenizer.encode(text) for text in texts]
     else:
@@ -103,7 +109,7 @@ def generate(
     if watch:
         outputs, rate = _run_watched(llm, texts, tokens, params, num_pages)
     else:
-        outputs, rate = _run(llm, texts, tokens, params)
+        outputs, rate = _run(llm, _small_engine(llm, tokens, params) if homework else llm.engine, texts, tokens, params)
     if homework:
         from book.grading.engine import compare_with_reference
 
@@ -131,6 +137,8 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     chat_template: Template = None,
+    prefix_sharing: PrefixSharing = False,
+    sliding_window: Window = None,
     homework: Homework = False,
     watch: Watch = False,
     num_pages: NumPages = None,
@@ -150,7 +158,7 @@ def chat(
     )
     _check_watch(watch, num_pages)
     template = _read_template(chat_template)
-    llm = _load(model, attn_backend, dtype, device, homework)
+    llm = _load(model, attn_backend, dtype, device, homework, prefix_sharing, sliding_window)
     messages = [{"role": "system", "content": system}] if system else []
     if watch:
         from mini_engine.watch import watch_chat
@@ -255,16 +263,35 @@ def _read_template(path: Path | None) -> str | None:
         raise RequestError(f"cannot read the chat template {path}: {error}; give a Jinja file") from error
 
 
-def _load(model: str, attn_backend: str, dtype: str, device: str, homework: bool) -> "LLM":
+def _load(
+    model: str,
+    attn_backend: str,
+    dtype: str,
+    device: str,
+    homework: bool,
+    prefix_sharing: bool = False,
+    sliding_window: int | None = None,
+) -> "LLM":
     with console.status("loading the model"):
         from mini_engine.llm import LLM
         from mini_engine.metrics import num_parameters
 
         parts = None
         if homework:
-            parts, attn_backend, dtype = _homework(attn_backend, dtype)
+            parts, attn_backend, prefix_sharing, sliding_window = _homework(
+                attn_backend, prefix_sharing, sliding_window
+            )
+            dtype = "float32" if dtype == "auto" else dtype  # in which yours and ours can be compared
         start = time.perf_counter()
-        llm = LLM(model, attn_backend=attn_backend, dtype=dtype, device=device, parts=parts)
+        llm = LLM(
+            model,
+            attn_backend=attn_backend,
+            dtype=dtype,
+            device=device,
+            prefix_sharing=prefix_sharing,
+            sliding_window=sliding_window,
+            parts=parts,
+        )
     weight = next(llm.model.parameters())
     console.print(
         f"[dim]{model}: {num_parameters(llm.model) / 1e6:.0f} M parameters in {str(weight.dtype).split('.')[-1]} "
@@ -273,20 +300,42 @@ def _load(model: str, attn_backend: str, dtype: str, device: str, homework: bool
     return llm
 
 
-def _homework(attn_backend: str, dtype: str) -> "tuple[Parts, str, str]":
+def _homework(
+    attn_backend: str, prefix_sharing: bool, sliding_window: int | None
+) -> "tuple[Parts, str, bool, int | None]":
+    """The reader's parts, and the options under which as many of them as possible have something to do."""
     try:
-        from book.grading.engine import homework_parts
-        from mini_engine.parts import Parts
+        from book.grading.engine import homework_parts, print_parts
     except ModuleNotFoundError as error:
         raise ConfigError("--homework needs the book: run it in the repository, where chapters/ is") from error
+    from dataclasses import fields
+
+    from mini_engine.attention.backend import bypassed_parts
+    from mini_engine.parts import Parts
+
     parts = homework_parts(console)
-    if attn_backend == "torch" and parts.merge_states is not Parts().merge_states:
-        attn_backend = "chunked"  # otherwise only sequences of thousands of tokens would merge
-    return parts, attn_backend, "float32" if dtype == "auto" else dtype  # in float32 yours and ours can be compared
+    mine = {f.name for f in fields(Parts) if getattr(parts, f.name) is not f.default}
+    if attn_backend == "torch":
+        if mine & bypassed_parts("torch"):
+            attn_backend = "flex"
+        elif "merge_states" in mine:
+            attn_backend = "chunked"  # otherwise only sequences of thousands of tokens would merge
+    if "evict_pages" in mine and sliding_window is None:
+        sliding_window = HOMEWORK_WINDOW
+        console.print(f"A sliding window of {sliding_window} keys gives your evict_pages something to do.")
+    print_parts(console, parts, attn_backend, bypassed_parts(attn_backend))
+    return parts, attn_backend, prefix_sharing or bool(mine & {"share_prefix", "copy_on_write"}), sliding_window
+
+
+def _small_engine(llm: "LLM", tokens: list[list[int]], params: "SamplingParams") -> "LLMEngine":
+    """An engine for these requests with pages for two thirds of them, so that some are preempted."""
+    page_size = 16
+    pages = [-(-min(len(t) + params.max_tokens, llm.max_model_len) // page_size) for t in tokens]
+    return llm.make_engine(num_pages=max(*pages, sum(pages) * 2 // 3), page_size=page_size)
 
 
 def _run(
-    llm: "LLM", texts: list[str], tokens: list[list[int]], params: "SamplingParams"
+    llm: "LLM", engine: "LLMEngine", texts: list[str], tokens: list[list[int]], params: "SamplingParams"
 ) -> "tuple[list[RequestOutput], float]":
     from mini_engine.metrics import Metrics
     from mini_engine.roofline import measure_machine
@@ -296,7 +345,7 @@ def _run(
     outputs: dict[int, RequestOutput] = {}
     failed: list[MiniEngineError] = []
     with Live(console=console, refresh_per_second=12, transient=True, vertical_overflow="visible") as live:
-        for piece in llm.stream_batch(tokens, params):
+        for piece in engine.stream_batch(tokens, params):
             answers[piece.index] += piece.text
             metrics.add(piece)
             if piece.output:

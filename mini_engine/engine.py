@@ -99,7 +99,10 @@ class LLMEngine:
         specs = _within(sliding_window, model.attention_specs)
         windows = [spec.window for spec in specs]
         self.model, self.tokenizer, self.parts = model, tokenizer, parts or Parts()
-        self.max_model_len = max_model_len or model.config.max_position_embeddings
+        longest = model.config.max_position_embeddings
+        self.max_model_len = longest if max_model_len is None else max_model_len
+        if not 2 <= self.max_model_len <= longest:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; this model takes 2 to {longest} tokens")
         self.page_table = self.parts.page_table(num_pages, page_size, max_batch_size)
         self.scheduler = Scheduler(
             self.page_table,
@@ -197,7 +200,7 @@ class LLMEngine:
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id].append((output, report))
             if output.finish_reason:
-                self._forget(self._sequences[output.request_id])
+                self.abort(output.request_id)  # frees its pages, unless `on_step` has aborted it already
         return report
 
     def stream_batch(
@@ -216,7 +219,7 @@ class LLMEngine:
         open_requests: dict[str, tuple[int, Sequence]] = {}
         try:
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-                name = f"stream {next(self._numbers)}"
+                name = next(n for i in self._numbers if (n := f"stream {i}") not in self._sequences)
                 try:
                     open_requests[name] = index, self.add_request(name, prompt, own)
                 except RequestError as refused:
@@ -231,13 +234,13 @@ class LLMEngine:
                     inbox = self._inboxes[name]
                     if ended:  # its last pieces are in the inbox, unless somebody aborted it
                         del open_requests[name], self._inboxes[name]
-                    if ended and sequence.finish_reason is None:
-                        error = RequestError(f"the request {name!r} was aborted; send it again if it is still wanted")
-                        yield Piece(index, "", RequestOutput.failed(prompts[index], error), None)
                     while inbox:
                         output, step = inbox.popleft()
                         whole = RequestOutput.of(prompts[index], sequence) if output.finish_reason else None
                         yield Piece(index, output.text, whole, step)
+                    if ended and sequence.finish_reason is None:
+                        error = RequestError(f"the request {name!r} was aborted; send it again if it is still wanted")
+                        yield Piece(index, "", RequestOutput.failed(prompts[index], error), None)
         finally:
             for name in open_requests:
                 self.abort(name)

@@ -1,6 +1,6 @@
 """`LLM`: text in, text out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
-from mini_engine.outputs import Piece, Prompt, RequestOutput
+from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 
@@ -85,19 +85,44 @@ class LLM:
             raise ConfigError(f"max_model_len is {self.max_model_len}; this model takes 2 to {longest} tokens")
         if num_pages is None:
             num_pages = default_num_pages(self.model, page_size, max_batch_size * -(-self.max_model_len // page_size))
-        self.engine = LLMEngine(
+        self.sliding_window, self.prefix_sharing = sliding_window, prefix_sharing
+        self.engine = self.make_engine(
+            num_pages=num_pages, page_size=page_size, max_num_batched_tokens=max_num_batched_tokens
+        )
+
+    def make_engine(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_batched_tokens: int = 2048,
+        on_step: Callable[[LLMEngine, StepReport], None] | None = None,
+    ) -> LLMEngine:
+        """Another engine on the same model and with the same options, but with pages of its own.
+
+        Args:
+            num_pages: pages of its KV cache.
+            page_size: tokens of a page.
+            max_num_batched_tokens: most tokens in one step; fewer than `max_batch_size` let fewer sequences run.
+            on_step: called after each step, as by `LLMEngine`.
+
+        Raises:
+            ConfigError: for a pool or a step that cannot be.
+        """
+        return LLMEngine(
             self.model,
             self.tokenizer,
             self.eos_token_ids,
-            attn_backend=attn_backend,
+            attn_backend=self.attn_backend,
             num_pages=num_pages,
             page_size=page_size,
-            max_batch_size=max_batch_size,
+            max_batch_size=min(self.max_batch_size, max(1, max_num_batched_tokens)),
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            sliding_window=sliding_window,
-            prefix_sharing=prefix_sharing,
-            parts=parts,
+            sliding_window=self.sliding_window,
+            prefix_sharing=self.prefix_sharing,
+            parts=self.parts,
+            on_step=on_step,
         )
 
     def generate(

@@ -211,7 +211,9 @@ class Scheduler:
                     best, best_now = Prefix(donor, tokens), min(now, tokens)
             share = min(len(sequence.token_ids) - best.num_tokens, budget)
             budget -= share
-            donors.append((sequence, best_now, best.num_tokens + share))
+            # One that begins further in than its window gives pages up as it comes in: nobody can begin with them.
+            if self._window is None or best.num_tokens < self._window + page_size - 1:
+                donors.append((sequence, best_now, best.num_tokens + share))
             prefixes.append(best)
         return prefixes
 

@@ -199,18 +199,8 @@ def traced_engine(
         ConfigError: for a pool or a step that cannot be.
     """
     trace = Trace()
-    engine = LLMEngine(
-        llm.model,
-        llm.tokenizer,
-        llm.eos_token_ids,
-        attn_backend=llm.attn_backend,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_batch_size=min(llm.max_batch_size, max(1, max_num_batched_tokens)),
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=llm.max_model_len,
-        parts=llm.parts,
-        on_step=trace.record,
+    engine = llm.make_engine(
+        num_pages=num_pages, page_size=page_size, max_num_batched_tokens=max_num_batched_tokens, on_step=trace.record
     )
     return engine, trace
 

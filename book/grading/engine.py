@@ -1,6 +1,6 @@
 """The engine on the reader's own parts: which are theirs, whether the output is still right, and how fast they are."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,16 +13,8 @@ from mini_engine import LLM, Parts, RequestOutput, SamplingParams
 
 
 def homework_parts(console: Console) -> Parts:
-    """Print which parts are the reader's, and return them with the reference for the rest."""
+    """The reader's finished parts, with the reference for the rest; says so if none is finished or counts no more."""
     mine = finished_parts()
-    table = Table(title="The engine's parts", title_justify="left")
-    for column in ("part", "runs on", "from"):
-        table.add_column(column)
-    for part in PARTS:
-        own = part.name in mine
-        table.add_row(part.title, "[bold green]yours[/]" if own else "the reference", f"chapters/{part.chapter}"
-                      if own else part.module)  # fmt: skip
-    console.print(table)
     changed = changed_since()
     for chapter, graded in changed.items():
         console.print(
@@ -31,6 +23,27 @@ def homework_parts(console: Console) -> Parts:
     if not mine and not changed:
         console.print("None is yours yet: a part counts once its grader is green. Begin with `make lab`, chapter 01.")
     return replace(Parts(), **mine)
+
+
+def print_parts(console: Console, parts: Parts, attn_backend: str, unused: Collection[str]) -> None:
+    """Print which parts of the engine are the reader's.
+
+    Args:
+        console: where to print.
+        parts: the reader's where finished, else the reference.
+        attn_backend: name of the attention backend.
+        unused: names of the parts that it bypasses.
+    """
+    table = Table(title="The engine's parts", title_justify="left")
+    for column in ("part", "runs on", "from"):
+        table.add_column(column)
+    for part in PARTS:
+        own = getattr(parts, part.name) is not getattr(Parts(), part.name)
+        runs_on = "[bold green]yours[/]" if own else "the reference"
+        if part.name in unused:
+            runs_on = f"[dim]not used by {attn_backend}[/]"
+        table.add_row(part.title, runs_on, f"chapters/{part.chapter}" if own else part.module)
+    console.print(table)
 
 
 def compare_with_reference(
@@ -61,7 +74,13 @@ def compare_with_reference(
         return
     weight = next(llm.model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
-    reference = LLM(model, dtype=dtype, device=weight.device.type, attn_backend=llm.attn_backend)
+    reference = LLM(
+        model,
+        dtype=dtype,
+        device=weight.device.type,
+        attn_backend=llm.attn_backend,
+        sliding_window=llm.sliding_window,
+    )
     metrics, expected = Metrics(reference.model), {}
     for piece in reference.stream_batch(prompts, params):
         metrics.add(piece)

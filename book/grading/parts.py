@@ -1,6 +1,6 @@
 """The parts of the engine that a reader writes in the homework, and which of them are finished."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,41 @@ class Part:
     stage: str
 
 
-LOADING, LAYER, SAMPLING = "once, when the model is loaded", "in every layer, at every step", "at the end of every step"
+LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = (
+    "once, when the model is loaded",
+    "at the start of every step: who computes what, and where it is kept",
+    "once per step: what each query sees",
+    "in every layer, at every step",
+    "at the end of every step",
+)
+STAGES = (LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING)
+
+_01, _02, _03 = "01_naive_attention", "02_online_softmax", "03_language_model"
+_04, _05, _06 = "04_kv_cache_and_sampling", "05_flexattention", "06_paged_kv_cache"
+_07 = "07_continuous_batching"
 
 PARTS = (
-    Part("gpt2_weights", "Weight map", "03_language_model", "mini_engine/models/gpt2_weights.py", LOADING),
-    Part("rms_norm", "RMSNorm", "03_language_model", "mini_engine/models/layers.py", LAYER),
-    Part("apply_rope", "RoPE", "01_naive_attention", "mini_engine/rope.py", LAYER),
-    Part("append_kv", "Cache append", "04_kv_cache_and_sampling", "mini_engine/kv_cache/contiguous.py", LAYER),
-    Part("masked_attention", "Attention", "01_naive_attention", "mini_engine/attention/naive.py", LAYER),
-    Part("merge_states", "State merge", "02_online_softmax", "mini_engine/attention/state.py", LAYER),
-    Part("gated_mlp", "Gated MLP", "03_language_model", "mini_engine/models/layers.py", LAYER),
-    Part("sample", "Sampler", "04_kv_cache_and_sampling", "mini_engine/sampling.py", SAMPLING),
+    Part("gpt2_weights", "Weight map", _03, "mini_engine/models/gpt2_weights.py", LOADING),
+    Part("fuse", "Mixed step", _07, "mini_engine/policy.py", SCHEDULING),
+    Part("evict_pages", "Eviction", _07, "mini_engine/kv_cache/sliding_window.py", SCHEDULING),
+    Part("page_table", "Page table", _06, "mini_engine/kv_cache/page_table.py", SCHEDULING),
+    Part("preempt", "Preemption", _07, "mini_engine/policy.py", SCHEDULING),
+    Part("admit", "Admission", _07, "mini_engine/policy.py", SCHEDULING),
+    Part("share_prefix", "Prefix sharing", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
+    Part("copy_on_write", "Copy on write", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
+    Part("mask_mod", "Mask", _05, "mini_engine/attention/masks.py", PLANNING),
+    Part("classify_blocks", "Block classes", _05, "mini_engine/attention/block_mask.py", PLANNING),
+    Part("physical_blocks", "Physical blocks", _06, "mini_engine/kv_cache/physical.py", PLANNING),
+    Part("physical_mask", "Physical mask", _06, "mini_engine/kv_cache/physical.py", PLANNING),
+    Part("rms_norm", "RMSNorm", _03, "mini_engine/models/layers.py", LAYER),
+    Part("apply_rope", "RoPE", _01, "mini_engine/rope.py", LAYER),
+    Part("append_kv", "Cache append", _04, "mini_engine/kv_cache/contiguous.py", LAYER),
+    Part("masked_attention", "Attention", _01, "mini_engine/attention/naive.py", LAYER),
+    Part("merge_states", "State merge", _02, "mini_engine/attention/state.py", LAYER),
+    Part("gated_mlp", "Gated MLP", _03, "mini_engine/models/layers.py", LAYER),
+    Part("sample", "Sampler", _04, "mini_engine/sampling.py", SAMPLING),
 )
 """In the order in which a step passes through them."""
-
-STAGES = (LOADING, LAYER, SAMPLING)
 
 
 def _finished_exercises(root: Path, parts: Sequence[Part]) -> dict[str, tuple[Part, str]]:
@@ -80,17 +100,19 @@ def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str
 
 def engine_diagram(parts_done: Collection[str]) -> str:
     """The engine as a mermaid flowchart, with the finished parts lit."""
-    lines = ["flowchart LR", '    prompt(["prompt"]) --> rms_norm', '    sample --> text(["text"])']
+    lines = ["flowchart TB", '    prompt(["prompt"])', '    text(["text"])']
     for number, stage in enumerate(STAGES):
-        lines.append(f'    subgraph stage{number}["{stage}"]')
-        lines += [f'        {part.name}["{part.title}"]' for part in PARTS if part.stage == stage]
+        parts = [part for part in PARTS if part.stage == stage]
+        lines += [f'    subgraph stage{number}["{stage}"]', "        direction LR"]
+        lines += [f'        {part.name}["{part.title}"]' for part in parts]
+        if len(parts) > 1:
+            lines.append(f"        {' --> '.join(part.name for part in parts)}")
         lines.append("    end")
-    steps = [part.name for part in PARTS if part.stage != LOADING]
-    lines.append(f"    {' --> '.join(steps)}")
+    # Between stages, not between their parts: else mermaid forgets the direction inside them.
     lines += [
-        "    gated_mlp -. next layer .-> rms_norm",
-        "    gpt2_weights -.-> stage1",
-        "    text -. next token .-> prompt",
+        "    prompt --> stage1 --> stage2 --> stage3 --> stage4 --> text",
+        "    stage0 -.-> stage3",
+        "    stage4 -. next token .-> stage1",
     ]
     lines.append("    classDef done fill:#009E73,stroke:#00664b,color:#ffffff")
     if done := [part.name for part in PARTS if part.name in parts_done]:

@@ -7,7 +7,7 @@ A backend is built once with the specs of all layers. Then, for each step, `plan
 import importlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypedDict, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,7 +30,13 @@ class KVCache(Protocol):
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """One way to compute attention over the KV cache."""
+    """One way to compute attention over the KV cache.
+
+    Attributes:
+        bypasses: names of the parts that it has no use for.
+    """
+
+    bypasses: ClassVar[frozenset[str]]
 
     def plan(self, batch: StepBatch) -> None:
         """Prepare a step on the host. Called once per step, before the first layer."""
@@ -60,7 +66,7 @@ def attend_with(backend: AttentionBackend) -> Attend:
 # Backends are imported when they are asked for: some need packages that not every machine has.
 BACKENDS = {
     "torch": "mini_engine.attention.backend:TorchBackend",
-    "chunked": "mini_engine.attention.backend:chunked_backend",
+    "chunked": "mini_engine.attention.backend:ChunkedBackend",
     "flex": "mini_engine.attention.flex:FlexBackend",
 }
 
@@ -77,9 +83,22 @@ def create_backend(name: str, specs: Sequence[AttentionSpec], cache: KVCache, pa
     Raises:
         ConfigError: if there is no such backend.
     """
+    return _backend(name)(specs, cache, parts)
+
+
+def bypassed_parts(name: str) -> frozenset[str]:
+    """The parts of the engine that the backend of that name has no use for.
+
+    Raises:
+        ConfigError: if there is no such backend.
+    """
+    return _backend(name).bypasses
+
+
+def _backend(name: str) -> Any:
     check_backend(name)
     module, _, attribute = BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)(specs, cache, parts)
+    return getattr(importlib.import_module(module), attribute)
 
 
 def check_backend(name: str) -> None:
@@ -104,19 +123,16 @@ class TorchBackend:
     no blocks of keys, so the parts that deal with those are bypassed.
     """
 
-    bypasses = frozenset({"classify_blocks", "physical_blocks", "physical_mask"})
+    bypasses: ClassVar[frozenset[str]] = frozenset({"classify_blocks", "physical_blocks", "physical_mask"})
 
     # Longer sequences are attended to in chunks of this many keys, which bounds the score matrix.
     KEY_CHUNK = 8192
 
-    def __init__(
-        self, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts, key_chunk: int = KEY_CHUNK
-    ) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> None:
         self._pages = cache.layers
         self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
         self._windows = {spec.window for spec in specs}
         self._parts = parts
-        self._key_chunk = key_chunk
 
     def plan(self, batch: StepBatch) -> None:
         self._slot_mapping = batch.slot_mapping
@@ -155,17 +171,18 @@ class TorchBackend:
                 )
                 bias = alibi_bias(slopes, self._query_positions[b], self._key_positions[b])
             how = _How(scale=spec.scale, mask=self._masks[spec.window][b], bias=bias, softcap=spec.softcap)
-            if len(k) <= self._key_chunk:
+            if len(k) <= self.KEY_CHUNK:
                 out[rows] = self._parts.masked_attention(q[rows], k, v, **how)
             else:
                 merge = self._parts.merge_states
-                out[rows] = chunked_attention(q[rows], k, v, chunk_size=self._key_chunk, merge=merge, **how).out
+                out[rows] = chunked_attention(q[rows], k, v, chunk_size=self.KEY_CHUNK, merge=merge, **how).out
         return out
 
 
-def chunked_backend(specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> TorchBackend:
+class ChunkedBackend(TorchBackend):
     """The torch backend with chunks so small that every conversation goes through `merge_states` (chapter 02)."""
-    return TorchBackend(specs, cache, parts, key_chunk=64)
+
+    KEY_CHUNK = 64
 
 
 def _key_index(batch: StepBatch) -> list[tuple[slice | Tensor, int]]:

@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, no_type_check
+from typing import ClassVar, NamedTuple, no_type_check
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class FlexBackend:
         ConfigError: if pages, head sizes or the machine do not suit the kernel.
     """
 
-    bypasses = frozenset({"masked_attention", "merge_states"})
+    bypasses: ClassVar[frozenset[str]] = frozenset({"masked_attention", "merge_states"})
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts, compiled: bool = True) -> None:
         keys = cache.layers[0][0]

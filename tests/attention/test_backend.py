@@ -36,7 +36,7 @@ def run_in_steps(lens, cuts, page_size, page_order, key_chunk, dtype, device="cp
     for pair in cache.layers:
         for tensor in pair:
             tensor.fill_(torch.nan)  # a slot that was never written must never be read
-    backend = TorchBackend(SPECS, cache, Parts(), key_chunk)
+    backend = type("Chunks", (TorchBackend,), {"KEY_CHUNK": key_chunk})(SPECS, cache, Parts())
     attend = attend_with(backend)
     data = [
         [

@@ -21,6 +21,7 @@ from book.units import number, quantity
 # The rows that the table "engine so far" collects from each chapter's experiment.
 ENGINE_SPEED = "engine: decode speed"
 ENGINE_BYTES = "engine: bytes read per token"
+ENGINE_THROUGHPUT = "engine: throughput"
 
 Setting = str | int | float | bool
 
@@ -210,11 +211,12 @@ def so_far(chapter: int, device: str = "") -> Table:
     for entry in sorted(entries, key=lambda entry: entry["number"]):
         if entry["number"] <= chapter:
             results = [r for r in load(entry["experiment"], root) if device.lower() in r.device.lower()]
-            speed, size = (_only(results, figure, entry["number"]) for figure in (ENGINE_SPEED, ENGINE_BYTES))
-            rows.append([f"{entry['number']:02}", entry["adds"], speed, size])
-            sources += [r.device for r in results if speed != "–"]
+            figures = [_only(results, f, entry["number"]) for f in (ENGINE_SPEED, ENGINE_BYTES, ENGINE_THROUGHPUT)]
+            rows.append([f"{entry['number']:02}", entry["adds"], *figures])
+            sources += [r.device for r in results if set(figures) != {"–"}]
     caption = f"Measured on {'; '.join(sorted(set(sources)))}." if sources else "Nothing measured yet."
-    return Table(["chapter", "what it adds", "tokens/s", "bytes read per token"], rows, caption)
+    header = ["chapter", "what it adds", "tokens/s, one request", "bytes read per token", "tokens/s, 32 requests"]
+    return Table(header, rows, caption)
 
 
 def _only(results: Sequence[Result], figure: str, chapter: int) -> str:
@@ -226,4 +228,4 @@ def _only(results: Sequence[Result], figure: str, chapter: int) -> str:
         )
     if not found:
         return "–"
-    return number(found[0].value) if figure == ENGINE_SPEED else quantity(found[0].value, "B")
+    return quantity(found[0].value, "B") if figure == ENGINE_BYTES else number(found[0].value)

@@ -6,7 +6,9 @@ The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR
 """
 
 import argparse
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,12 +21,18 @@ from mini_engine import LLM, SamplingParams
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.batch import AttentionSpec
 from mini_engine.bench import Measurement, alternate, bound_seconds, random_prompts, run_bench
+from mini_engine.detokenizer import Detokenizer
+from mini_engine.engine import LLMEngine
+from mini_engine.generate import generate_steps
 from mini_engine.kv_cache.contiguous import ContiguousKVCache
 from mini_engine.metrics import weight_bytes_per_step
+from mini_engine.parts import Parts
 from mini_engine.roofline import measure_machine
+from mini_engine.sequence import Sequence
 
 MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
+SLABS = 8
 
 
 def without_cache(llm: LLM, prompt: list[int]) -> list[int]:
@@ -45,15 +53,23 @@ def without_cache(llm: LLM, prompt: list[int]) -> list[int]:
 
 
 def chapter_rows(device: str, dtype: str) -> list[results.Row]:
-    """Tokens/s and bytes per token of chapters 03 and 04, one request, in turns."""
-    llm = LLM(MODEL, dtype=dtype, device=device)
+    """Tokens/s and bytes per token of chapters 03 to 07, one request, in turns."""
+    llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
+    page_size = 128 if device == "cuda" else 16
+    paged = llm.make_engine(num_pages=SLABS * 256 // page_size, page_size=page_size)
     weight = next(llm.model.parameters())
     machine = measure_machine(weight.device, weight.dtype)
     prompts = random_prompts(1, PROMPT_TOKENS, llm.model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    assert without_cache(llm, prompts[0]) == llm.generate(prompts, params)[0].token_ids  # the same text
-
-    seconds = alternate([lambda: without_cache(llm, prompts[0]), lambda: llm.generate(prompts, params)], ROUNDS)
+    assert without_cache(llm, prompts[0]) == paged.generate(prompts, params)[0].token_ids  # the same text
+    request = [(prompts[0], params)]
+    runs: list[Callable[[], object]] = [
+        lambda: without_cache(llm, prompts[0]),
+        lambda: serve_static(llm, request, "torch", 1),
+        lambda: serve_static(llm, request, "flex", 1),
+        lambda: serve_paged(paged, request, continuous=True),
+    ]
+    seconds = alternate(runs, ROUNDS)
     bound = MAX_TOKENS / bound_seconds(llm.model.config, machine, prompts, MAX_TOKENS, weight.element_size())
     weights = weight_bytes_per_step(llm.model)
     cache = ContiguousKVCache(llm.model.attention_specs, 1, 1, weight.dtype)
@@ -62,11 +78,95 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     needed = "with a cache: weights, and keys and values of all tokens, over the measured rates"
     least = "what a token needs: every weight once, and with a cache the keys and values before it"
     rows = []
-    for chapter, own, size in ((3, seconds[0], weights), (4, seconds[1], weights + keys)):
+    # Pages cost one request nothing to schedule: chapters 06 and 07 are the same engine here.
+    for chapter, own, size in (
+        (3, seconds[0], weights),
+        *((chapter, seconds[min(chapter - 3, 3)], weights + keys) for chapter in (4, 5, 6, 7)),
+    ):
         case: dict[str, results.Setting] = {"chapter": chapter, "dtype": dtype}
         rows.append(results.Row(results.ENGINE_SPEED, MAX_TOKENS / own, "tokens/s", bound, needed, case))
         rows.append(results.Row(results.ENGINE_BYTES, size, "B", size, least, case))
     return rows
+
+
+def mixed_requests(llm: LLM) -> list[tuple[list[int], SamplingParams]]:
+    """Thirty-two prompts of 16 to 128 tokens with answers of 16 to 96, as they come."""
+    rng = random.Random(1)
+    vocab = llm.model.config.vocab_size
+    return [
+        (
+            [rng.randrange(100, vocab) for _ in range(rng.randint(16, 128))],
+            SamplingParams(temperature=0.0, max_tokens=rng.randint(16, 96), ignore_eos=True),
+        )
+        for _ in range(32)
+    ]
+
+
+def serve_static(llm: LLM, requests: list[tuple[list[int], SamplingParams]], attn_backend: str, slabs: int) -> int:
+    """Chapter 04's loop: as many requests at a time as there are slabs. Returns the tokens that came out."""
+    tokens = 0
+    for first in range(0, len(requests), slabs):
+        group = [
+            Sequence(
+                prompt,
+                params,
+                seed=0,
+                eos_token_ids=(),
+                max_model_len=llm.max_model_len,
+                detokenizer=Detokenizer(llm.tokenizer, ()),
+            )
+            for prompt, params in requests[first : first + slabs]
+        ]
+        for step in generate_steps(llm.model, group, attn_backend, Parts()):
+            tokens += len(step.new_text)
+    return tokens
+
+
+def serve_paged(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]], *, continuous: bool) -> int:
+    """Over pages. Not continuous: as many at a time as fit to their ends, and nobody joins before all have ended."""
+    waiting, tokens = list(requests), 0
+    while waiting:
+        count, pages = 0, 0
+        for prompt, params in waiting:
+            pages += engine.page_table.pages_for(len(prompt) + params.max_tokens)
+            if pages > engine.page_table.num_pages and not continuous:
+                break
+            count += 1
+        outputs = engine.generate([prompt for prompt, _ in waiting[:count]], [params for _, params in waiting[:count]])
+        tokens += sum(len(output.token_ids) for output in outputs)
+        waiting = waiting[count:]
+    return tokens
+
+
+def throughput_rows(device: str, dtype: str) -> list[results.Row]:
+    """Tokens/s of chapters 04 to 07 in the memory of eight slabs, in turns."""
+    llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
+    requests = mixed_requests(llm)
+    page_size = 128 if device == "cuda" else 16
+    longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
+    engine = llm.make_engine(num_pages=SLABS * -(-longest // page_size), page_size=page_size)
+    runs = {
+        4: lambda: serve_static(llm, requests, "torch", SLABS),
+        5: lambda: serve_static(llm, requests, "flex", SLABS),
+        6: lambda: serve_paged(engine, requests, continuous=False),
+        7: lambda: serve_paged(engine, requests, continuous=True),
+    }
+    expected = sum(params.max_tokens for _, params in requests)
+    assert all(run() == expected for run in runs.values())
+    weight = next(llm.model.parameters())
+    machine = measure_machine(weight.device, weight.dtype)
+    # The least: each step at the machine's rates, with all requests in one batch of their average length.
+    average = round(expected / len(requests))
+    prompts = [prompt for prompt, _ in requests]
+    bound = expected / bound_seconds(llm.model.config, machine, prompts, average, weight.element_size())
+    source = "all requests in one batch, prefill and decode steps at the measured rates"
+    seconds = alternate(list(runs.values()), ROUNDS - 1)
+    return [
+        results.Row(
+            results.ENGINE_THROUGHPUT, expected / own, "tokens/s", bound, source, {"chapter": chapter, "dtype": dtype}
+        )
+        for chapter, own in zip(runs, seconds, strict=True)
+    ]
 
 
 def peer_rows(measurements: list[Measurement]) -> list[results.Row]:
@@ -86,7 +186,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
     arguments = parser.parse_args()
-    rows = chapter_rows(arguments.device, "float32")
+    rows = chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
     measurements = run_bench(
         Console(),
         model=MODEL,
@@ -105,7 +205,9 @@ def main() -> None:
     print(result)
     print(results.write(result, arguments.out))
     if arguments.out is None:
-        results.fill_readme("00_engine_so_far", {results.ENGINE_SPEED, "mini_engine", "transformers"})
+        results.fill_readme(
+            "00_engine_so_far", {results.ENGINE_SPEED, results.ENGINE_THROUGHPUT, "mini_engine", "transformers"}
+        )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from book import results
-from book.results import ENGINE_BYTES, ENGINE_SPEED, Result, Row
+from book.results import ENGINE_BYTES, ENGINE_SPEED, ENGINE_THROUGHPUT, Result, Row
 
 LATENCY = Row("latency", 2.5e-3, "s", 1e-3, "bytes / bandwidth", {"batch": 8, "dtype": "bf16"})
 SPEED = Row(ENGINE_SPEED, 30.0, "tokens/s", 60.0, "bandwidth / bytes", {"chapter": 2})
@@ -123,11 +123,15 @@ def test_so_far_grows_with_the_chapters_and_types_no_number(root: Path) -> None:
     (root / "docs").mkdir()
     entry = '[[chapter]]\nnumber = {0}\nadds = "part {0}"\nexperiment = "0{0}_x"\n'
     (root / "docs" / "engine_so_far.toml").write_text(entry.format(2) + entry.format(1), encoding="utf-8")
-    assert results.so_far(2).rows == [["01", "part 1", "–", "–"], ["02", "part 2", "–", "–"]]
-    rows = (SPEED, Row(ENGINE_BYTES, 2.7e8, "B", 2.7e8, "the weights, once", {"chapter": 2}))
+    assert results.so_far(2).rows == [["01", "part 1", "–", "–", "–"], ["02", "part 2", "–", "–", "–"]]
+    rows = (
+        SPEED,
+        Row(ENGINE_BYTES, 2.7e8, "B", 2.7e8, "the weights, once", {"chapter": 2}),
+        Row(ENGINE_THROUGHPUT, 90.0, "tokens/s", 400.0, "the weights, once a step", {"chapter": 2}),
+    )
     results.write(result("02_x", rows=rows))
-    assert results.so_far(1).rows == [["01", "part 1", "–", "–"]]
-    assert results.so_far(2).rows[1] == ["02", "part 2", "30", "270 MB"]
+    assert results.so_far(1).rows == [["01", "part 1", "–", "–", "–"]]
+    assert results.so_far(2).rows[1] == ["02", "part 2", "30", "270 MB", "90"]
     assert results.so_far(2).caption == "Measured on GPU X."
     results.write(result("02_x", device="CPU Y", rows=rows))
     with pytest.raises(ValueError, match="name the device"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,18 +14,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from mini_engine.attention.backend import BACKENDS
 from mini_engine.batch import SamplingBatch
-from mini_engine.engine import EngineMetrics, LLMEngine
-from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+from mini_engine.engine import LLMEngine
+from mini_engine.errors import RequestError
 from mini_engine.models.base import CausalLM
-from mini_engine.outputs import Piece, StepReport
-from mini_engine.parts import Parts
 from mini_engine.sampling import sample
 from mini_engine.sampling_params import SamplingParams
 from tests.models.families import FAMILIES, ListAttend, our_model, transformers_model
-from tests.test_generate import counting_parts, sequence
 from tests.test_generate import run as run_alone
+from tests.test_generate import sequence
 
 # A tokenizer for the tiny models: sixty-one words.
 WORDS = PreTrainedTokenizerFast(

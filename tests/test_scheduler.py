@@ -1,5 +1,6 @@
 """The scheduler under random arrivals, endings and aborts: nobody starves, no page leaks, budgets hold."""
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,33 +14,66 @@ from mini_engine.sequence import Sequence
 from tests.test_generate import NoText
 
 
-def make_sequence(prompt_len: int, max_tokens: int) -> Sequence:
+def make_sequence(prompt: int | list[int], max_tokens: int) -> Sequence:
+    """A sequence with this prompt, or with one of so many ones."""
+    token_ids = [1] * prompt if isinstance(prompt, int) else prompt
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Sequence([1] * prompt_len, params, seed=0, eos_token_ids=(), max_model_len=1000, detokenizer=NoText())
+    return Sequence(token_ids, params, seed=0, eos_token_ids=(), max_model_len=1000, detokenizer=NoText())
+
+
+class WipedPageTable(PageTable):
+    """Tells the test which pages nobody owns any more."""
+
+    def release(self, page: int) -> None:
+        super().release(page)
+        if self.refcounts[page] == 0:
+            self.wipe(page)
+
+    def wipe(self, page: int) -> None:
+        for slot in range(page * self.page_size, (page + 1) * self.page_size):
+            self.cache.pop(slot, None)
+
+    cache: dict[int, tuple[int, ...]]  # what a slot's key was computed from: its token and all tokens before it
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Steps of an engine that computes nothing but its bookkeeping."""
+    """Steps of an engine that computes nothing, but knows of every slot which key stands there."""
 
     @initialize(
-        num_pages=st.integers(2, 8), page_size=st.integers(1, 4), batch=st.integers(1, 4), extra=st.integers(0, 6)
+        num_pages=st.integers(2, 12),
+        page_size=st.integers(1, 4),
+        batch=st.integers(1, 4),
+        extra=st.integers(0, 16),
+        window=st.none() | st.integers(1, 9),
+        prefix_sharing=st.booleans(),
     )
-    def build(self, num_pages, page_size, batch, extra):
-        self.table = PageTable(num_pages, page_size, batch)
-        self.scheduler = Scheduler(self.table, max_batch_size=batch, max_num_batched_tokens=batch + extra)
-        self.batch, self.budget = batch, batch + extra
+    def build(self, num_pages, page_size, batch, extra, window, prefix_sharing):
+        self.table = WipedPageTable(num_pages, page_size, batch)
+        self.cache = self.table.cache = {}
+        self.scheduler = Scheduler(
+            self.table,
+            max_batch_size=batch,
+            max_num_batched_tokens=batch + extra,
+            window=window,
+            prefix_sharing=prefix_sharing,
+        )
+        self.batch, self.budget, self.window = batch, batch + extra, window
         self.arrived: list[Sequence] = []
-        self.preemptions = 0
+        self.prompts: list[list[int]] = [[]]
 
-    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 10))
-    def add(self, prompt_len, max_tokens):
-        sequence = make_sequence(prompt_len, max_tokens)
-        fits = self.table.pages_for(prompt_len + max_tokens) <= self.table.num_pages
-        if fits:
+    @rule(data=st.data(), max_tokens=st.integers(1, 10))
+    def add(self, data, max_tokens):
+        before = data.draw(st.sampled_from(self.prompts))
+        prompt = before[: data.draw(st.integers(0, len(before)))]
+        prompt = prompt + data.draw(st.lists(st.integers(0, 2), min_size=not prompt, max_size=max(20 - len(prompt), 1)))
+        sequence = make_sequence(prompt, max_tokens)
+        pages = self.table.pages_for(len(prompt) + max_tokens)
+        if pages <= self.table.num_pages:
             self.scheduler.add(sequence)
             self.arrived.append(sequence)
-        else:
-            with pytest.raises(RequestError, match="pages"):
+            self.prompts.append(prompt)
+        elif self.window is None:
+            with pytest.raises(RequestError, match=f"fill {pages} pages"):
                 self.scheduler.add(sequence)
 
     @precondition(lambda self: self.arrived)
@@ -51,30 +85,60 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self):
+        decoding = [s for s in self.scheduler.running if len(s.token_ids) - s.num_computed == 1]
+        waiting = list(self.scheduler.waiting)
         schedule = self.scheduler.schedule()
         assert bool(schedule.sequences) == bool(self.arrived)
         assert len(set(schedule.sequences)) == len(schedule.sequences) <= self.batch
         assert sum(schedule.num_new) <= self.budget
         assert all(n >= 1 for n in schedule.num_new)
         assert sorted(schedule.num_new, key=lambda n: n > 1) == schedule.num_new
+        assert set(decoding) <= {*schedule.sequences, *schedule.preempted}, "a decode had to wait"
+        assert schedule.admitted == waiting[: len(schedule.admitted)]
         for sequence in schedule.preempted:
             assert sequence.num_computed == 0 and sequence not in schedule.sequences
-        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
-            sequence.num_computed += num_new
-            assert sequence.num_computed <= len(sequence.token_ids)
-            held = len(self.table.pages(self.scheduler.rows[sequence]))
-            assert held * self.table.page_size >= sequence.num_computed
+        if schedule.sequences:
+            oldest = min(schedule.sequences, key=self.arrived.index)
+            assert all(self.arrived.index(oldest) < self.arrived.index(s) for s in schedule.preempted)
+        self.compute(schedule)
+        for sequence in schedule.sequences:
             if sequence.num_computed == len(sequence.token_ids):
-                sequence.append(7)
+                sequence.append(sum(sequence.token_ids) % 3)  # equal prompts go on equally
                 if sequence.finish_reason:
                     self.scheduler.finish(sequence)
                     self.arrived.remove(sequence)
-        if schedule.sequences:
-            oldest = min(schedule.sequences, key=self.age)
-            assert all(self.age(oldest) < self.age(s) for s in schedule.preempted)
 
-    def age(self, sequence):
-        return self.arrived.index(sequence) if sequence in self.arrived else -1
+    def compute(self, schedule):
+        """Copy and write what the schedule says, then look at every key that a query would see."""
+        size = self.table.page_size
+        for old, new in schedule.copies:
+            for offset in range(size):
+                self.cache.pop(new * size + offset, None)
+                if old * size + offset in self.cache:
+                    self.cache[new * size + offset] = self.cache[old * size + offset]
+        writers: dict[int, Sequence] = {}
+        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
+            for position in range(sequence.num_computed, sequence.num_computed + num_new):
+                slot = self.slot(sequence, position)
+                self.cache[slot] = tuple(sequence.token_ids[: position + 1])
+                assert writers.setdefault(slot // size, sequence) is sequence, "two sequences write to one page"
+        for page in writers:
+            # Others may own it at once only if it is full after this step: then nobody writes to it again.
+            full = all(page * size + offset in self.cache for offset in range(size))
+            assert self.table.refcounts[page] == 1 or full, "a page that is still written to has several owners"
+        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
+            for query in range(sequence.num_computed, sequence.num_computed + num_new):
+                first = 0 if self.window is None else max(0, query - self.window + 1)
+                for key in range(first, query + 1):
+                    assert self.cache.get(self.slot(sequence, key)) == tuple(sequence.token_ids[: key + 1])
+            sequence.num_computed += num_new
+            assert sequence.num_computed <= len(sequence.token_ids)
+
+    def slot(self, sequence, position):
+        """Where a token lies; its page must not have been given up."""
+        size, index = self.table.page_size, position - self.scheduler.evicted[sequence]
+        assert index >= 0, "a visible page was evicted"
+        return int(self.table.pages(self.scheduler.rows[sequence])[index // size]) * size + index % size
 
     @rule()
     def everyone_ends(self):
@@ -86,18 +150,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
         assert not self.arrived
         assert self.table.num_free_pages == self.table.num_pages
+        assert not self.scheduler.evicted and not self.scheduler.rows
 
     @invariant()
     def queues_are_by_age_and_pages_are_counted(self):
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
         assert running + waiting == self.arrived
         assert set(self.scheduler.rows) == set(running)
-        held = sum(len(self.table.pages(row)) for row in self.scheduler.rows.values())
-        assert held + self.table.num_free_pages == self.table.num_pages
+        pages = [self.table.pages(self.scheduler.rows[s]).tolist() for s in running]
+        owners = np.bincount([page for held in pages for page in held], minlength=self.table.num_pages)
+        assert self.table.refcounts.tolist() == owners.tolist()
+        assert sorted(self.table.free_pages) == np.flatnonzero(owners == 0).tolist()
+        if self.window is not None:
+            most = (self.window + self.budget) // self.table.page_size + 2
+            assert all(len(held) <= most for held in pages)
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_a_long_prompt_does_not_stop_the_decodes():

@@ -8,7 +8,7 @@ from mini_engine.models.linear import FEW_ROWS, linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 1, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("out", [7, 96])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 def test_equals_the_plain_product(dtype, rows, out, threads):
@@ -23,3 +23,20 @@ def test_equals_the_plain_product(dtype, rows, out, threads):
             torch.testing.assert_close(got, F.linear(x, weight, b))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
+def test_rows_and_weights_may_be_views(dtype, rows):
+    """Products of slices and transposes are those of their values, whatever memory lies between these."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 2 * rows, generator=generator).to(dtype)[:, ::2].T
+    weight = torch.randn(64, 96, generator=generator).to(dtype).T[8:32]
+    torch.testing.assert_close(linear(x, weight), F.linear(x.contiguous(), weight.contiguous()))
+
+
+def test_without_onednn(monkeypatch):
+    """Some builds of torch have none."""
+    monkeypatch.setattr("mini_engine.models.linear.ONEDNN", False)
+    x, weight = torch.ones(FEW_ROWS + 1, 8), torch.ones(3, 8)
+    assert torch.equal(linear(x, weight), torch.full((FEW_ROWS + 1, 3), 8.0))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,17 +74,32 @@ class Slabs(PageTable):
         return self._rows
 
     def reserve(self, row: int, num_tokens: int) -> bool:
-        if row in self.slabs:
-            return True  # it holds all that it will ever need
+        if row not in self.slabs:  # else it holds all that it will ever need
+            start = self._gap(self.slabs.values(), self._lengths[0])
+            if start is None:
+                return False
+            self.slabs[row] = (start, start + self._lengths.popleft())
+        return True
+
+    def admit(self, num_tokens: Sequence[int], num_pages: Sequence[int], *, budget: int, **_: int) -> int:
+        """The scheduler's part of that name: for slabs it does not count how much is free, but in how long a piece."""
+        taken = list(self.slabs.values())
+        for admitted, (tokens, length) in enumerate(zip(num_tokens, self._lengths, strict=False)):
+            start = self._gap(taken, length)
+            if budget < 1 or start is None:
+                return admitted
+            budget -= tokens
+            taken.append((start, start + length))
+        return len(num_tokens)
+
+    def _gap(self, taken: Collection[tuple[int, int]], length: int) -> int | None:
+        """The first place with so many free slots in a row."""
         start = 0
-        for first, end in sorted(self.slabs.values()):
-            if first - start >= self._lengths[0]:
+        for first, end in sorted(taken):
+            if first - start >= length:
                 break
             start = end
-        if self.num_pages - start < self._lengths[0]:
-            return False
-        self.slabs[row] = (start, start + self._lengths.popleft())
-        return True
+        return start if self.num_pages - start >= length else None
 
     def erase(self, row: int) -> None:
         self.slabs.pop(row, None)
@@ -128,7 +143,8 @@ class NoText(Detokenizer):
 
 def serve(table: PageTable, lengths: Sequence[tuple[int, int]]) -> Usage:
     """Run requests that all wait at the start to their ends: an engine's bookkeeping without its model."""
-    scheduler = Scheduler(table, max_batch_size=256, max_num_batched_tokens=2048)
+    parts = replace(Parts(), admit=table.admit) if isinstance(table, Slabs) else Parts()
+    scheduler = Scheduler(table, max_batch_size=256, max_num_batched_tokens=2048, parts=parts)
     for prompt, output in lengths:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         scheduler.add(

@@ -40,11 +40,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Steps of an engine that computes nothing, but knows of every slot which key stands there."""
 
     @initialize(
-        num_pages=st.integers(2, 12),
+        num_pages=st.integers(2, 24),
         page_size=st.integers(1, 4),
         batch=st.integers(1, 4),
-        extra=st.integers(0, 16),
-        window=st.none() | st.integers(1, 9),
+        extra=st.integers(0, 40),
+        window=st.none() | st.integers(1, 6),
         prefix_sharing=st.booleans(),
     )
     def build(self, num_pages, page_size, batch, extra, window, prefix_sharing):
@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
 def test_a_long_prompt_does_not_stop_the_decodes():
@@ -191,3 +191,66 @@ def test_a_long_prompt_does_not_stop_the_decodes():
 def test_a_budget_too_small_for_the_batch_is_refused():
     with pytest.raises(ConfigError, match="raise the one or lower the other"):
         Scheduler(PageTable(4, 4, 4), max_batch_size=4, max_num_batched_tokens=3)
+
+
+def test_a_sequence_that_begins_behind_its_window_is_no_donor():
+    """All come in at once: the second begins with 16 tokens of the first, and evicts most of their pages at once."""
+    machine = SchedulerMachine()
+    machine.build(num_pages=60, page_size=2, batch=4, extra=96, window=3, prefix_sharing=True)
+    for common, own in ((16, 4), (26, 4), (26, 5)):
+        sequence = make_sequence([0] * 16 + [1] * (common - 16) + [2] * own, 5)
+        machine.scheduler.add(sequence)
+        machine.arrived.append(sequence)
+    machine.step()
+    assert [s.num_computed for s in machine.arrived] == [20, 30, 31]
+    machine.everyone_ends()
+
+
+def test_equal_prompts_that_arrive_together_share_what_the_first_computes_in_that_step():
+    table = PageTable(20, 4, 3)
+    scheduler = Scheduler(table, max_batch_size=3, max_num_batched_tokens=64, prefix_sharing=True)
+    sequences = [make_sequence(list(range(10)), 4) for _ in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    schedule = scheduler.schedule()
+    assert dict(zip(schedule.sequences, schedule.num_new, strict=True)) == dict(zip(sequences, (10, 2, 2), strict=True))
+    first, *others = (table.pages(scheduler.rows[s]).tolist() for s in sequences)
+    assert all(pages[:2] == first[:2] and pages[2] != first[2] for pages in others)
+    assert schedule.copies == []  # what the step itself computes cannot be copied before it
+    assert table.refcounts[first].tolist() == [3, 3, 1]
+
+
+def test_a_prefix_that_ends_inside_a_page_is_copied():
+    table = PageTable(20, 4, 3)
+    scheduler = Scheduler(table, max_batch_size=3, max_num_batched_tokens=64, prefix_sharing=True)
+    donor, sharer = make_sequence([5] * 7, 4), make_sequence([5] * 7, 4)
+    scheduler.add(donor)
+    scheduler.schedule()
+    donor.num_computed = 7
+    donor.append(6)
+    scheduler.add(sharer)
+    schedule = scheduler.schedule()
+    assert sharer.num_computed == 6  # the last token's logits are wanted
+    (old, new), *more = schedule.copies
+    assert not more
+    assert table.pages(scheduler.rows[donor]).tolist()[1] == old
+    assert table.pages(scheduler.rows[sharer]).tolist() == [table.pages(scheduler.rows[donor])[0], new]
+    scheduler.finish(donor)
+    assert table.refcounts.sum() == 2
+    scheduler.finish(sharer)
+    assert table.num_free_pages == 20
+
+
+def test_without_prefix_sharing_nothing_is_shared():
+    table = PageTable(20, 4, 3)
+    scheduler = Scheduler(table, max_batch_size=3, max_num_batched_tokens=64)
+    for _ in range(3):
+        scheduler.add(make_sequence([5] * 7, 4))
+    assert scheduler.schedule().num_new == [7, 7, 7]
+    assert table.refcounts.max() == 1
+
+
+@pytest.mark.parametrize("max_batch_size", [0, -1])
+def test_a_batch_without_sequences_is_refused(max_batch_size):
+    with pytest.raises(ConfigError, match="max_batch_size is"):
+        Scheduler(PageTable(4, 4, 4), max_batch_size=max_batch_size, max_num_batched_tokens=3)

@@ -226,12 +226,13 @@ def trace(
     attn_backend: Backend = "torch",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    prefix_sharing: PrefixSharing = False,
     homework: Homework = False,
 ) -> None:
     """Serve eight requests from a small pool of pages and write down every step."""
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent} to write the trace to; create it, or choose another path")
-    llm = _load(model, attn_backend, dtype, device, homework)
+    llm = _load(model, attn_backend, dtype, device, homework, prefix_sharing)
     from mini_engine.trace import record_example
 
     with console.status("serving eight requests"):

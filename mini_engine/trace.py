@@ -77,6 +77,12 @@ class TraceStep:
         return len({page for pages in self.pages.values() for page in pages})
 
     @property
+    def hits(self) -> dict[str, int]:
+        """Tokens of admitted requests that need not be computed: another request's pages hold them already."""
+        shared = {w.request_id: w.num_computed - w.num_new for w in self.batch if w.request_id in self.admitted}
+        return {name: count for name, count in shared.items() if count}
+
+    @property
     def ended(self) -> list[str]:
         """Requests whose last token this step sampled."""
         return [output.request_id for output in self.outputs if output.finish_reason]
@@ -138,10 +144,11 @@ class Trace:
     def summary(self) -> str:
         """One line: what the steps add up to."""
         preemptions = sum(len(step.preempted) for step in self.steps)
+        hits = sum(sum(step.hits.values()) for step in self.steps)
         return (
             f"{len(self.steps)} steps in {self.seconds:.1f} s, {self.tokens_per_second:.0f} tokens/s, at most "
             f"{max((step.num_pages_in_use for step in self.steps), default=0)} of {self.num_pages} pages in use, "
-            f"{preemptions} preemption{'s' * (preemptions != 1)}"
+            f"{preemptions} preemption{'s' * (preemptions != 1)}" + (f", {hits} tokens shared" if hits else "")
         )
 
     def save(self, path: Path | str) -> None:

@@ -38,6 +38,7 @@ class Watch:
         self._order: list[str] = []
         self._computed: dict[str, int] = defaultdict(int)
         self._preemptions: Counter[str] = Counter()
+        self._hits = 0
         self._text: dict[str, str] = defaultdict(str)
         self._state: dict[str, str] = {}
         self._news = Text(" ")
@@ -53,6 +54,9 @@ class Watch:
         for work in step.batch:
             self._computed[work.request_id] = work.num_computed
             self._state[work.request_id] = work.kind if work.num_new == 1 else f"{work.kind} of {work.num_new}"
+        for name, count in step.hits.items():
+            self._hits += count
+            self._tell(index, name, f"begins with {count} tokens that others have computed")
         for output in step.outputs:
             self._text[output.request_id] += output.text
             if output.finish_reason:
@@ -68,13 +72,17 @@ class Watch:
         self._news = Text.assemble((f"step {index}: ", "dim"), self._name(name), f" {what}")
 
     def pages(self, width: int) -> Panel:
-        """The page grid: a cell for each page of the pool, in the colour of its owner.
+        """The page grid: a cell for each page of the pool, in the colour of its owner; ×2 is a page that two share.
 
         Args:
             width: columns of the terminal.
         """
         trace = self._trace
-        owner = {page: name for name, pages in self._trace.steps[-1].pages.items() for page in pages}
+        owner: dict[int, str] = {}
+        owners: Counter[int] = Counter()
+        for name, pages in trace.steps[-1].pages.items():
+            owners.update(pages)
+            owner = dict.fromkeys(pages, name) | owner  # a shared page has the colour of its oldest owner
         before = trace.steps[-2].pages if len(trace.steps) > 1 else {}
         owned_before = {page for pages in before.values() for page in pages}
         columns = width - 4
@@ -89,7 +97,8 @@ class Watch:
                 grid.append("··" if labelled else "·", "dim")
             elif labelled:
                 new = "" if page in owned_before else " bold underline"
-                grid.append(f"{self._label(owner[page]):>2}", f"white on {self._colour(owner[page])}{new}")
+                label = f"×{owners[page]}" if owners[page] > 1 else self._label(owner[page])
+                grid.append(f"{label:>2}", f"white on {self._colour(owner[page])}{new}")
             else:
                 grid.append("■", self._colour(owner[page]))
         title = Text.assemble(
@@ -141,6 +150,7 @@ class Watch:
             f"{running} running",
             f"{len(steps[-1].waiting)} waiting",
             f"{sum(self._preemptions.values())} preempted",
+            *([f"{self._hits} tokens shared"] if self._hits else []),
             f"{self.tokens_per_second():.0f} tokens/s",
         ]
         counts = [step.num_tokens for step in steps[-(width - 17) :]]

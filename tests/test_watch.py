@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mini_engine.cli import main
-from mini_engine.trace import EXAMPLE, Trace
+from mini_engine.trace import EXAMPLE, Trace, TraceStep, Work
 from mini_engine.watch import Watch
 from tests.test_trace import NUM_PAGES, run  # noqa: F401 (a fixture)
 
@@ -37,6 +37,19 @@ def test_it_shows_owners_queues_and_preemptions_of_the_last_step(run):  # noqa: 
         left = len(step.pages) - len(step.ended)
         assert f"{left} running  ·  {len(step.waiting)} waiting  ·  {preempted} preempted" in text
         assert text.count("waiting") == 1 + len(step.waiting)
+
+
+def test_it_shows_shared_pages_and_hits():
+    trace = Trace()
+    trace.num_pages, trace.page_size = 4, 4
+    batch = [Work("A", "decode", 1, 8), Work("B", "chunk", 2, 6)]
+    pages = {"A": [0, 1], "B": [0, 2]}
+    step = TraceStep(0.0, 0.1, batch, pages, [], {"A": 7, "B": 6}, ["B"], [], [], [])
+    trace.steps = [step]
+    assert step.hits == {"B": 4} and step.num_pages_in_use == 3
+    text = drawn(Watch(trace))
+    assert text.splitlines()[1].strip("│ ").split() == ["×2", "A", "B", "··"]
+    assert "4 tokens shared" in text and "begins with 4 tokens" in text and "4 tokens shared" in trace.summary()
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -185,8 +185,8 @@ class Scheduler:
             num_new[sequence] = min(len(sequence.token_ids) - prefix.num_tokens, budget)
             budget -= num_new[sequence]
             copied = self._get_pages(sequence, num_new[sequence])
-            rest = self._most_held(len(sequence.token_ids) - self.evicted[sequence])
-            assert copied is not None and table.reserve(row, rest), "admitted without pages"
+            reserved = table.reserve(row, self._most_held(len(sequence.token_ids) - self.evicted[sequence]))
+            assert copied is not None and reserved, "admitted without pages"
             copies += copied
         return candidates[:count]
 

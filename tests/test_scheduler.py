@@ -1,5 +1,8 @@
 """The scheduler under random arrivals, endings and aborts: nobody starves, no page leaks, budgets hold."""
 
+from collections import Counter
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -66,6 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = data.draw(st.sampled_from(self.prompts))
         prompt = before[: data.draw(st.integers(0, len(before)))]
         prompt = prompt + data.draw(st.lists(st.integers(0, 2), min_size=not prompt, max_size=max(20 - len(prompt), 1)))
+        self.arrive(prompt, max_tokens)
+
+    def arrive(self, prompt, max_tokens):
         sequence = make_sequence(prompt, max_tokens)
         pages = self.table.pages_for(len(prompt) + max_tokens)
         if pages <= self.table.num_pages:
@@ -76,12 +82,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(RequestError, match=f"fill {pages} pages"):
                 self.scheduler.add(sequence)
 
+    def leave(self, sequence):
+        self.scheduler.finish(sequence)
+        self.arrived.remove(sequence)
+
     @precondition(lambda self: self.arrived)
     @rule(data=st.data())
     def abort(self, data):
-        sequence = data.draw(st.sampled_from(self.arrived))
-        self.scheduler.finish(sequence)
-        self.arrived.remove(sequence)
+        self.leave(data.draw(st.sampled_from(self.arrived)))
 
     @rule()
     def step(self):
@@ -105,8 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.num_computed == len(sequence.token_ids):
                 sequence.append(sum(sequence.token_ids) % 3)  # equal prompts go on equally
                 if sequence.finish_reason:
-                    self.scheduler.finish(sequence)
-                    self.arrived.remove(sequence)
+                    self.leave(sequence)
 
     def compute(self, schedule):
         """Copy and write what the schedule says, then look at every key that a query would see."""
@@ -167,7 +174,51 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+@pytest.mark.parametrize("windows", [[None], [1, 2, 3, 5, 8]], ids=["no window", "windows"])
+def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing):
+    """What the machine meets too rarely: many that share and are preempted, return, and share again."""
+    met = Counter()
+    for seed in range(60):
+        random = Random(seed)
+        machine = SchedulerMachine()
+        machine.build(
+            num_pages=random.randint(6, 20),
+            page_size=random.randint(1, 4),
+            batch=random.randint(2, 4),
+            extra=random.randint(0, 24),
+            window=random.choice(windows),
+            prefix_sharing=prefix_sharing,
+        )
+        schedule_of = machine.scheduler.schedule
+
+        def schedule(schedule_of=schedule_of):
+            scheduled = schedule_of()
+            met["preempted"] += len(scheduled.preempted)
+            met["copied"] += len(scheduled.copies)
+            met["shared"] += sum(s.num_computed > 0 for s in scheduled.admitted)
+            met["returned"] += sum(len(s.token_ids) > s.num_prompt_tokens for s in scheduled.admitted)
+            return scheduled
+
+        machine.scheduler.schedule = schedule
+        for _ in range(40):
+            while len(machine.arrived) < 6 and random.random() < 0.6:
+                stem = random.choice(machine.prompts[-4:])
+                prompt = stem[: random.choice([len(stem), random.randint(0, len(stem))])]
+                prompt = prompt + [random.randint(0, 2) for _ in range(random.randint(not prompt, 8))]
+                machine.arrive(prompt[:24], random.randint(1, 12))
+            if machine.arrived and random.random() < 0.05:
+                machine.leave(random.choice(machine.arrived))
+            machine.step()
+            machine.queues_are_by_age_and_pages_are_counted()
+            met["evicted"] += any(machine.scheduler.evicted.values())
+        machine.everyone_ends()
+    assert met["preempted"] > 50 and met["returned"] > 50
+    assert (met["shared"] > 50 and met["copied"] > 20) if prefix_sharing else met["shared"] == met["copied"] == 0
+    assert met["evicted"] == 0 if windows == [None] else met["evicted"] > 50
 
 
 def test_a_long_prompt_does_not_stop_the_decodes():

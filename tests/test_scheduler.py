@@ -216,7 +216,7 @@ def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing):
             machine.queues_are_by_age_and_pages_are_counted()
             met["evicted"] += any(machine.scheduler.evicted.values())
         machine.everyone_ends()
-    assert met["preempted"] > 50 and met["returned"] > 50
+    assert met["preempted"] > 10 and met["returned"] > 5
     assert (met["shared"] > 50 and met["copied"] > 20) if prefix_sharing else met["shared"] == met["copied"] == 0
     assert met["evicted"] == 0 if windows == [None] else met["evicted"] > 50
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,15 +14,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from mini_engine.attention.backend import BACKENDS
 from mini_engine.batch import SamplingBatch
-from mini_engine.engine import LLMEngine
-from mini_engine.errors import RequestError
+from mini_engine.engine import EngineMetrics, LLMEngine
+from mini_engine.errors import ConfigError, RequestError
 from mini_engine.models.base import CausalLM
+from mini_engine.outputs import Piece, StepReport
+from mini_engine.parts import Parts
 from mini_engine.sampling import sample
 from mini_engine.sampling_params import SamplingParams
 from tests.models.families import FAMILIES, ListAttend, our_model, transformers_model
+from tests.test_generate import counting_parts, sequence
 from tests.test_generate import run as run_alone
-from tests.test_generate import sequence
 
 # A tokenizer for the tiny models: sixty-one words.
 WORDS = PreTrainedTokenizerFast(
@@ -185,3 +188,216 @@ def test_an_engine_without_requests_steps_in_place(model):
     engine = make_engine(model, num_pages=1, page_size=4, max_batch_size=1)
     report = engine.step()
     assert not report.outputs and not engine.has_unfinished
+    assert engine.metrics == EngineMetrics()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"num_pages": -1}, "num_pages is -1"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"page_size": -4}, "page_size is -4"),
+        ({"max_batch_size": 0}, "is 0; it must be 1 or more"),
+        ({"max_num_batched_tokens": 0}, "less than max_batch_size"),
+        ({"max_num_batched_tokens": -3}, "less than max_batch_size"),
+        ({"max_model_len": 0}, "max_model_len is 0; this model takes 2 to 128"),
+        ({"max_model_len": 129}, "max_model_len is 129"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"attn_backend": "magic"}, "choose one of"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_engine(DOUBLES["llama"], **{"num_pages": 4, "page_size": 4, "max_batch_size": 2} | options)
+
+
+def roomy(family: str = "qwen3", **options) -> LLMEngine:
+    return make_engine(DOUBLES[family], **{"num_pages": 24, "page_size": 4, "max_batch_size": 4} | options)
+
+
+def test_a_request_larger_than_the_pool_is_refused_unless_its_window_is_small():
+    long = ("long", [5] * 20, GREEDY)
+    with pytest.raises(RequestError, match="26 tokens, which fill 7 pages"):
+        roomy(num_pages=6).add_request(*long)
+    small = {"num_pages": 6, "sliding_window": 4, "max_num_batched_tokens": 8}
+    assert serve(roomy(**small), {0: [long]})["long"] == alone(DOUBLES["qwen3"], long[1], GREEDY, window=4)
+
+
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_a_window_holds_few_pages_of_a_long_sequence(attn_backend):
+    held = []
+    engine = roomy(sliding_window=6, attn_backend=attn_backend, max_num_batched_tokens=8)
+    engine.add_request("long", [5, 6, 7] * 10, replace(GREEDY, max_tokens=20))
+    sequence = next(iter(engine.request_ids))
+    while engine.has_unfinished:
+        engine.step()
+        held.append(engine.page_table.num_pages - engine.page_table.num_free_pages)
+    assert max(held) <= (6 + 8) // 4 + 2 < 50 // 4
+    assert sequence.output_token_ids == alone(DOUBLES["qwen3"], [5, 6, 7] * 10, replace(GREEDY, max_tokens=20), 6)
+
+
+@pytest.mark.parametrize("end", ["finishes", "is aborted"])
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_pages_that_are_shared_outlive_the_donor(attn_backend, end):
+    model, prompt = DOUBLES["gemma2"], [7, 9, 11, 13, 15, 17, 19]
+    engine = roomy("gemma2", prefix_sharing=True, attn_backend=attn_backend)
+    engine.add_request("donor", prompt, replace(GREEDY, max_tokens=2))
+    engine.step()
+    engine.add_request("sharer", [*prompt[:6], 30], GREEDY)
+    got = [output.token_id for output in engine.step().outputs if output.request_id == "sharer"]
+    assert engine.metrics.shared_tokens == 6
+    engine.abort("donor")  # if it has not finished
+    assert serve(engine, {0: [("again", prompt, GREEDY)]}).pop("again") == alone(model, prompt, GREEDY)
+    assert len(got) == 1 and got[0] == alone(model, [*prompt[:6], 30], GREEDY)[0]
+
+
+def test_metrics_add_up():
+    reports: list[StepReport] = []
+    prompts = [[5] * 9, [5] * 9, [5, 5, 5, 7], [8]]
+    engine = roomy(prefix_sharing=True, num_pages=8, page_size=2, on_step=lambda _, report: reports.append(report))
+    got = engine.generate(prompts, replace(GREEDY, max_tokens=6))
+    metrics = engine.metrics
+    assert metrics.steps == len(reports)
+    assert metrics.seconds == sum(report.seconds for report in reports)
+    assert metrics.computed_tokens == sum(report.num_tokens for report in reports)
+    assert metrics.output_tokens == sum(len(output.token_ids) for output in got) == 24
+    assert metrics.finished == 4
+    assert metrics.preemptions == sum(len(report.schedule.preempted) for report in reports) > 0
+    assert metrics.shared_tokens > 0
+    # Every token but each last one is computed or shared, some more than once.
+    assert metrics.computed_tokens + metrics.shared_tokens > sum(len(prompt) + 5 for prompt in prompts)
+
+    one = roomy()
+    one.generate([[5] * 9], GREEDY)
+    assert one.metrics.computed_tokens == 9 + 5
+    assert (one.metrics.steps, one.metrics.preemptions, one.metrics.shared_tokens) == (6, 0, 0)
+
+
+PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
+
+
+def whole(pieces: list[Piece]) -> dict[int, list[int]]:
+    """The tokens of each prompt; its output comes once, and last, and its text is that of its pieces."""
+    tokens = {}
+    for index in {piece.index for piece in pieces}:
+        own = [piece for piece in pieces if piece.index == index]
+        assert [piece.output is not None for piece in own] == [False] * (len(own) - 1) + [True]
+        output = own[-1].output
+        assert output is not None and output.text == "".join(piece.text for piece in own)
+        tokens[index] = output.token_ids
+    return tokens
+
+
+def test_two_streams_on_one_engine_both_get_all_of_theirs():
+    engine = roomy(num_pages=8, prefix_sharing=True)
+    engine.add_request("beside", PROMPTS[2], GREEDY)
+    first = engine.stream_batch(PROMPTS, GREEDY)
+    second = engine.stream_batch([PROMPTS[2], PROMPTS[0]], replace(GREEDY, max_tokens=9))
+    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    turn = 0
+    while len(pieces[0]) < 24 or len(pieces[1]) < 18:
+        turn += 1
+        which = int(turn % 3 == 0)  # one is asked more often than the other
+        if piece := next((first, second)[which], None):
+            pieces[which].append(piece)
+    assert next(first, None) is None and next(second, None) is None
+    model = engine.model
+    assert whole(pieces[0]) == {i: alone(model, prompt, GREEDY) for i, prompt in enumerate(PROMPTS)}
+    longer = replace(GREEDY, max_tokens=9)
+    assert whole(pieces[1]) == {i: alone(model, PROMPTS[p], longer) for i, p in enumerate((2, 0))}
+    assert not engine.has_unfinished and engine.page_table.num_free_pages == 8
+    assert engine.metrics.finished == 7
+
+
+def test_a_stream_that_is_closed_early_frees_its_pages_and_leaves_the_others():
+    engine = roomy(max_batch_size=8, num_pages=40)
+    stays, goes = engine.stream_batch(PROMPTS, GREEDY), engine.stream_batch(PROMPTS[:2], GREEDY)
+    pieces = [next(stays)]
+    next(goes)
+    assert len(engine.request_ids) == 6
+    goes.close()
+    assert len(engine.request_ids) == 4
+    pieces += stays
+    assert whole(pieces) == {i: alone(engine.model, prompt, GREEDY) for i, prompt in enumerate(PROMPTS)}
+    assert engine.page_table.num_free_pages == engine.page_table.num_pages
+    text = engine.stream(PROMPTS[0], GREEDY)
+    next(text)
+    text.close()
+    assert not engine.has_unfinished
+
+
+def test_a_stream_whose_request_is_aborted_ends_with_an_error():
+    engine = roomy()
+    stream = engine.stream_batch(PROMPTS[:2], GREEDY)
+    pieces = [next(stream)]  # of the first; the second's is still to be fetched
+    doomed = list(engine.request_ids.values())[1]
+    engine.abort(doomed)
+    pieces += stream
+    assert [piece.index for piece in pieces] == [0, 1, 1, *[0] * 5]
+    assert pieces[1].output is None and pieces[1].step is pieces[0].step
+    output = pieces[2].output
+    assert output is not None and output.finish_reason == "error" and doomed in str(output.error)
+    assert whole([piece for piece in pieces if piece.index == 0]) == {0: alone(engine.model, PROMPTS[0], GREEDY)}
+    assert not engine.has_unfinished
+
+    stream = engine.stream("w5", GREEDY)
+    next(stream)
+    engine.abort(next(iter(engine.request_ids.values())))
+    with pytest.raises(RequestError, match="was aborted"):
+        list(stream)
+
+
+def test_a_stream_does_not_take_the_name_of_a_request():
+    engine = roomy()
+    mine = engine.add_request("stream 0", PROMPTS[0], GREEDY)
+    (output,) = engine.generate([PROMPTS[1]], GREEDY)
+    assert output.token_ids == alone(engine.model, PROMPTS[1], GREEDY)
+    assert mine.output_token_ids == alone(engine.model, PROMPTS[0], GREEDY)
+
+
+def test_bad_prompts_of_a_stream_are_refused_and_the_others_served():
+    engine = roomy(num_pages=4)
+    pieces = list(engine.stream_batch([[], PROMPTS[1], [1] * 30, [61]], GREEDY))
+    errors = {piece.index: str(piece.output.error) for piece in pieces if piece.output and piece.output.error}
+    assert errors.keys() == {0, 2, 3}
+    assert "empty" in errors[0] and "pages" in errors[2] and "outside" in errors[3]
+    assert whole([piece for piece in pieces if piece.index == 1]) == {1: alone(engine.model, PROMPTS[1], GREEDY)}
+
+
+def test_on_step_may_abort_whom_it_likes():
+    def abort_all(engine: LLMEngine, report: StepReport) -> None:
+        assert {output.request_id for output in report.outputs} <= set(engine.request_ids.values())
+        if any(output.finish_reason for output in report.outputs):
+            for name in list(engine.request_ids.values()):
+                engine.abort(name)
+
+    engine = roomy(on_step=abort_all)
+    params = [replace(GREEDY, max_tokens=n) for n in (6, 2)]
+    aborted, finished = engine.generate(PROMPTS[:2], params)
+    assert aborted.finish_reason == "error" and finished.finish_reason == "length"
+    assert engine.page_table.num_free_pages == engine.page_table.num_pages
+
+
+@pytest.mark.parametrize("attn_backend", list(BACKENDS))
+def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_backend):
+    parts, calls = counting_parts()
+    prompt = list(range(3, 36)) * 2  # longer than a chunk of keys of "chunked"
+    shared = {0: [("long", prompt, GREEDY)], 1: [("sharer", prompt[:12], GREEDY)]}
+    tight = {0: [(str(i), [i] * 4, replace(GREEDY, max_tokens=8)) for i in range(2)]}
+    for family in ("llama", "gpt2"):
+        model = our_model(transformers_model(family, seed=2, dtype=torch.float64), parts=parts)
+        for arrivals, num_pages in ((shared, 50), (tight, 8)):
+            engine = make_engine(
+                model, attn_backend=attn_backend, parts=parts, num_pages=num_pages, page_size=2, max_batch_size=2,
+                prefix_sharing=True, sliding_window=66,
+            )  # fmt: skip
+            got = serve(engine, arrivals)
+            for name, tokens, params in [request for requests in arrivals.values() for request in requests]:
+                assert got[name] == alone(DOUBLES[family], tokens, params, window=66)
+    bypassed = engine.backend.bypasses
+    assert bypassed < {field.name for field in fields(Parts)}
+    unused = {name for name, count in calls.items() if count == 0}
+    # The torch backend merges only where a sequence is longer than its chunks, 8192 keys; "chunked" has smaller ones.
+    assert unused - ({"merge_states"} if attn_backend == "torch" else set()) == bypassed

@@ -186,7 +186,7 @@ def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing):
         random = Random(seed)
         machine = SchedulerMachine()
         machine.build(
-            num_pages=random.randint(6, 20),
+            num_pages=random.randint(4, 14),
             page_size=random.randint(1, 4),
             batch=random.randint(2, 4),
             extra=random.randint(0, 24),

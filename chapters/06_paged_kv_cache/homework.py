@@ -158,7 +158,8 @@ def physical_mask(mask_mod: MaskMod, first_keys: Int[Tensor, "B num_pages"], pag
     one you get, kv_idx is the position of a key in the sequence of row b. In the one you return, kv_idx is a slot of
     the pool, b, h and q_idx are the same. A slot in a page that is not the row's own is hidden, whatever it holds.
 
-    FlexAttention traces the function, and calls it with single numbers and with whole grids: no `if` on its tensors.
+    FlexAttention traces the function, and calls it with single numbers and with whole grids: no `if`, `and` or `or` on
+    its tensors.
 
     Args:
         mask_mod: over positions.

@@ -118,7 +118,7 @@ def permutation(num_pages: int, seed: int) -> list[int]:
 def assert_slots(hw: Homework, table: list[list[int]], rows: list[int], positions: list[int], page_size: int) -> None:
     want = [table[b][p // page_size] * page_size + p % page_size for b, p in zip(rows, positions, strict=True)]
     got = hw.slots(torch.tensor(table, dtype=torch.int32), torch.tensor(rows), torch.tensor(positions), page_size)
-    assert_equal(got, torch.tensor(want, dtype=torch.int64), name="the slots")
+    assert_equal(got, torch.tensor(want, dtype=torch.int64), name="the tensor of slots")
 
 
 @check("slots", mistake="a slot is page * page_size + offset: the first token of page 2 is not in slot 2")
@@ -341,11 +341,20 @@ def test_random_operations(hw: Homework) -> None:
             p.check()
 
 
-def assert_assigned(hw: Homework, lens: Sequence[int], positions: list[list[int]], page_size: int, heads: int) -> None:
-    """Assign to sequences that have grown in turns, beside a loop over tokens and heads."""
+def assert_assigned(
+    hw: Homework,
+    lens: Sequence[int],
+    positions: list[list[int]],
+    page_size: int,
+    heads: int,
+    rows: Sequence[int] | None = None,
+) -> None:
+    """Assign to sequences that have grown in turns, beside a loop over tokens and heads; by default row b is b's."""
     num_pages = sum(-(-n // page_size) for n in lens) + 1
-    table = hw.PageTable(num_pages, page_size, len(lens))
-    rows = [int(table.allocate()) for _ in lens]
+    rows = list(rows or range(len(lens)))
+    table = hw.PageTable(num_pages, page_size, max(rows) + 1)
+    while table.free_rows:
+        table.allocate()
     for n in range(1, max(lens) + 1):
         for row, length in zip(rows, lens, strict=True):
             table.reserve(row, min(n, length))
@@ -380,6 +389,11 @@ def test_assign_heads(hw: Homework) -> None:
     assert_assigned(hw, [5, 4, 9], [[3, 4], [2, 3], [7, 8]], page_size=2, heads=2)
 
 
+@check("PageTable", mistake="sequence b is not row b of the table: `rows` says which row is whose")
+def test_assign_to_any_rows(hw: Homework) -> None:
+    assert_assigned(hw, [5, 4, 9], [[3, 4], [2, 3], [7, 8]], page_size=2, heads=2, rows=[3, 0, 2])
+
+
 # physical_blocks ----------------------------------------------------------------------------------------------------
 
 
@@ -392,7 +406,7 @@ def assert_blocks(hw: Homework, blocks: Tensor, table: Tensor, width: int, front
     got = hw.physical_blocks(blocks, table, width)
     if front is not None and isinstance(got, Tensor) and got.shape[:3] == want.shape[:3]:
         got, want = got[..., :front], want[..., :front]
-    assert_equal(got, want, name="the physical blocks")
+    assert_equal(got, want, name="the tensor of physical blocks")
 
 
 @check("physical_blocks", mistake="block j of the sequence is page table[b, j]: look it up")
@@ -470,9 +484,15 @@ def assert_mask(
             index = (torch.tensor(i) for i in (b, h, q, start + slot % page_size))
             want[b, h, q, slot] = mask_mod(*index)
     got = hw.physical_mask(mask_mod, torch.tensor(first_keys, dtype=torch.int32), page_size)
-    assert callable(got), "physical_mask returns a function of (b, h, q_idx, kv_idx), not its value"
     grid = create_mask(got, batch, heads, queries, num_slots, device="cpu")
     assert_equal(grid, want, name="the mask over slots")
+
+
+@check("physical_mask", mistake="return a function that can be traced: no `if`, `and`, `or`, `not` on its tensors")
+def test_it_can_be_traced(hw: Homework) -> None:
+    got = hw.physical_mask(causal, torch.tensor([[0, -1]], dtype=torch.int32), 4)
+    assert callable(got), "physical_mask returns a function of (b, h, q_idx, kv_idx), not its value"
+    create_mask(got, 1, 1, 4, 8, device="cpu")
 
 
 @check("physical_mask", mistake="in a sequence of one page, page 0, slots are positions: nothing changes")

@@ -286,6 +286,14 @@ class HeadsAndTokensMixed(reference.PageTable):
         v_cache[0][:, where] = v.reshape(heads, len(where), -1)
 
 
+@wrong("PageTable", fails="test_assign_to_any_rows")
+class AssignsToTheFirstRows(reference.PageTable):
+    """Right until the first request has ended: from then on, the batch's row b is seldom the table's."""
+
+    def assign(self, rows, positions, k, v, k_cache, v_cache):
+        super().assign(torch.arange(len(rows)), positions, k, v, k_cache, v_cache)
+
+
 # physical_blocks ----------------------------------------------------------------------------------------------------
 
 
@@ -431,9 +439,18 @@ def own_pages_in_full(mask_mod, first_keys, page_size):
     return over(mask_mod, first_keys, page_size, own_pages_only=True)
 
 
-@wrong("physical_mask", fails="test_one_page_in_place")
+@wrong("physical_mask", fails="test_it_can_be_traced")
 def the_value_of_the_mask(mask_mod, first_keys, page_size):
     return first_keys >= 0
+
+
+@wrong("physical_mask", fails="test_it_can_be_traced")
+def with_an_and(mask_mod, first_keys, page_size):
+    def over_slots(b, h, q_idx, kv_idx):
+        start = first_keys[b, kv_idx // page_size]
+        return start >= 0 and mask_mod(b, h, q_idx, start + kv_idx % page_size)
+
+    return over_slots
 
 
 @wrong("physical_mask", fails="test_swapped_pages")

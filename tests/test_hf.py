@@ -90,6 +90,16 @@ def test_greedy_tokens_equal_transformers(theirs, options, attn_backend):
 DOUBLES = {family: transformers_model(family, seed=2, dtype=torch.float64) for family in FAMILIES}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_by_flex(family):
+    """In float64, where FlexAttention is computed in plain PyTorch: slowly, but without a compiler."""
+    theirs = DOUBLES[family]
+    inference = Inference(theirs, TOKENIZER, attn_backend="flex", **TIGHT | {"n_pages": 8})
+    outputs = inference.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    assert inference.engine.metrics.preemptions > 0
+    assert_tokens_of_transformers(theirs, outputs, max_new_tokens=5)
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_tokens_equal_those_of_our_own_model_whatever_the_schedule(data):

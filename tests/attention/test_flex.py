@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from mini_engine.attention.backend import AttentionBackend, TorchBackend, attend_with, create_backend
+from mini_engine.attention.block_mask import classify_blocks
 from mini_engine.attention.flex import (
     FlexBackend,
     Kind,
@@ -26,6 +27,9 @@ from mini_engine.batch import AttentionSpec, StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.contiguous import ContiguousKVCache
 from mini_engine.parts import Parts
+from mini_engine.sampling_params import SamplingParams
+from tests.models.families import our_model, transformers_model
+from tests.test_engine import alone, make_engine, serve
 
 SLOPES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
 PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
@@ -301,6 +305,32 @@ def test_bypassed_parts_exist_and_the_others_are_used() -> None:
     assert calls == [5]
 
 
+def test_a_mask_is_built_once_a_step_for_each_kind_of_layer() -> None:
+    """Not for every layer, and not for prompts or decodes that the step has none of."""
+    built: list[int | None] = []
+
+    def counted(*positions: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        built.append(window)
+        return classify_blocks(*positions, window)
+
+    parts = replace(Parts(), classify_blocks=lambda *args: counted(*args[:4], window=args[4]))
+    specs = [replace(PLAIN, layer=i, kv_layer=i, window=(None, 5)[i % 2]) for i in range(3)]
+    backend = FlexBackend(specs, ContiguousKVCache(specs, 6, 16, torch.float64), parts)
+
+    def step(new: list[int], kv_lens: list[int]) -> list[int | None]:
+        pages = range(sum(-(-n // 16) for n in kv_lens))
+        backend.plan(StepBatch.build(token_ids=[0] * sum(new), num_new=new, kv_lens=kv_lens, pages=pages, page_size=16))
+        for spec in specs:
+            attend_with(backend)(spec, *random_qkv(spec, sum(new), torch.float64, 0))
+        in_this_step = sorted(built, key=str)
+        built.clear()
+        return in_this_step
+
+    assert step([1, 9], [4, 9]) == [5, 5, None, None]
+    assert step([1, 1, 1], [17, 10, 3]) == [5, None]
+    assert step([20, 3], [20, 3]) == [5, None]
+
+
 # Compiled. Each new kernel takes seconds, so these tests share theirs: one size of cache, on a CPU one kind of layer.
 NUM_PAGES = 24
 
@@ -358,6 +388,25 @@ def test_compiled_equals_naive_attention_and_reads_no_slot_that_was_not_written(
 
 def test_nothing_is_compiled_again_as_sequences_grow() -> None:
     assert count_recompilations([ALL], 16, torch.float32, "cpu") == 0
+
+
+def test_nothing_is_compiled_again_while_requests_come_and_go() -> None:
+    """Through the whole engine: chunks, preemptions, shared prefixes, sequences that grow over the ends of pages."""
+    model = our_model(transformers_model("llama", seed=2, num_hidden_layers=2))
+    engine = make_engine(
+        model, attn_backend="flex", num_pages=8, page_size=16, max_batch_size=4, max_num_batched_tokens=32,
+        prefix_sharing=True,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts = [[5, 9, 33], [7], list(range(3, 60)), [*range(3, 40), 8], [5, 9, 33, 1], [50] * 20]
+    serve(engine, {0: [("warm up", [1, 2, 3], replace(greedy, max_tokens=2))]})  # a prompt and a decode
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    got = serve(engine, {3 * i: [(str(i), prompt, greedy)] for i, prompt in enumerate(prompts)})
+    assert engine.metrics.preemptions > 0 and engine.metrics.shared_tokens > 0
+    assert counters["stats"]["unique_graphs"] == compiled
+    for i, prompt in enumerate(prompts):
+        assert got[str(i)] == alone(model, prompt, greedy)
 
 
 @pytest.mark.gpu

@@ -693,7 +693,7 @@ def test_nothing_to_move(hw: Homework) -> None:
     assert_compact(hw, 3, {})
 
 
-@check("compact", mistake="a page from behind moves into the gap: row, owners, free list are told; pairs are (old, new)")
+@check("compact", mistake="a page from behind moves into the gap: row, owners, free list change; pairs are (old, new)")
 def test_one_gap(hw: Homework) -> None:
     assert_compact(hw, 5, {1: [0], 2: [2]})
 

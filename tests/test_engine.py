@@ -18,7 +18,7 @@ from mini_engine.attention.backend import BACKENDS
 from mini_engine.batch import SamplingBatch
 from mini_engine.engine import EngineMetrics, LLMEngine
 from mini_engine.errors import ConfigError, RequestError
-from mini_engine.models.base import CausalLM
+from mini_engine.models.base import CausalLM, LanguageModel
 from mini_engine.outputs import Piece, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling import sample
@@ -42,7 +42,7 @@ def model(request) -> CausalLM:
     return DOUBLES[request.param]
 
 
-def make_engine(model: CausalLM, **options) -> LLMEngine:
+def make_engine(model: LanguageModel, **options) -> LLMEngine:
     return LLMEngine(model, WORDS, (2,), **options)
 
 

@@ -20,7 +20,7 @@ from mini_engine.errors import ConfigError, RequestError
 from mini_engine.hf import HFModel
 from mini_engine.models.weights import load_tokenizer, open_checkpoint
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
-from tests.test_engine import serve
+from tests.test_engine import check_tokens, make_engine, serve
 from tests.test_generate import PROMPTS, sequence
 from tests.test_generate import run as run_alone
 
@@ -128,6 +128,13 @@ def test_tokens_equal_those_of_our_own_model_whatever_the_schedule(data):
     ours = our_model(theirs)
     for name, prompt, params in requests:
         assert got[name] == run_alone(ours, [sequence(prompt, params, seed=params.seed)])[0]
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.data(), st.sampled_from(sorted(DOUBLES)))
+def test_shared_prefixes_and_windows_too(data, family):
+    model, ours = HFModel(DOUBLES[family]), our_model(DOUBLES[family])
+    check_tokens(data, lambda **options: make_engine(model, **options), ours, most=4, longest=16)
 
 
 VARIANTS = [

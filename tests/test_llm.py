@@ -5,7 +5,10 @@ import torch
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.errors import ConfigError, ModelLoadError, RequestError
+from mini_engine.llm import MOST_CPU_CACHE_BYTES, default_num_pages
 from mini_engine.models.weights import open_checkpoint
+from tests.models.families import our_model, transformers_model
+from tests.test_engine import WORDS, alone
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -110,6 +113,74 @@ def test_chat_templates_that_do_not_work_are_named(llm):
 def test_impossible_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         LLM(**options)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt2"])
+def folder(request, tmp_path_factory):
+    """A tiny model in a folder, with its tokenizer."""
+    path = tmp_path_factory.mktemp(request.param)
+    transformers_model(request.param, seed=2, dtype=torch.float64).save_pretrained(path)
+    WORDS.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("attn_backend", "window"), [("torch", None), ("torch", 6), ("flex", 6)])
+def test_tokens_are_those_of_a_run_alone(folder, attn_backend, window):
+    """From a folder to tokens, in a pool where prefixes are shared and sequences preempted."""
+    tiny = LLM(
+        folder, dtype="float64", attn_backend=attn_backend, num_pages=12, page_size=2, max_batch_size=3,
+        max_num_batched_tokens=8, max_model_len=24, sliding_window=window, prefix_sharing=True,
+    )  # fmt: skip
+    prompts = [[5, 9, 33, 7, 21, 6, 40], [5, 9, 33, 7, 21, 8], [5, 9, 33, 7, 21, 6, 41, 50], [9]]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    outputs = tiny.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [alone(tiny.model, prompt, params, window) for prompt in prompts]
+    assert tiny.engine.metrics.shared_tokens > 0
+    assert window is not None or tiny.engine.metrics.preemptions > 0
+    assert tiny.engine.page_table.num_free_pages == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"num_pages": -5}, "num_pages is -5"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"page_size": -1}, "page_size is -1"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"max_model_len": 1}, "takes 2 to 128"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"attn_backend": "flex", "page_size": 100}, "multiple of 16; page_size is 100"),
+    ],
+)
+def test_pools_and_steps_that_cannot_be_are_refused(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(folder, **options)
+
+
+def test_a_pool_too_small_for_a_request_refuses_it_alone(folder):
+    tiny = LLM(folder, dtype="float64", num_pages=2, page_size=4)
+    short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    large, small = tiny.generate([[5] * 6, [5] * 5], short)
+    assert isinstance(large.error, RequestError) and "fill 3 pages" in str(large.error)
+    assert small.token_ids == alone(tiny.model, [5] * 5, short)
+
+
+def test_pages_by_default_are_as_many_as_can_be_used_or_as_the_memory_holds(monkeypatch):
+    model = our_model(transformers_model("llama"))
+    page_bytes = 16 * 3 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, size, bytes
+
+    def free(num_bytes: int) -> None:
+        monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 2 * num_bytes}))
+
+    free(10 * page_bytes + page_bytes // 2)
+    assert default_num_pages(model, page_size=16, most=7) == 7
+    assert default_num_pages(model, page_size=16, most=10**6) == 10
+    free(page_bytes - 1)
+    with pytest.raises(ConfigError, match=f"takes {page_bytes} bytes and {page_bytes - 1} are free; lower page_size"):
+        default_num_pages(model, page_size=16, most=7)
+    free(100 * MOST_CPU_CACHE_BYTES)
+    assert default_num_pages(model, page_size=16, most=10**9) == MOST_CPU_CACHE_BYTES // page_bytes
 
 
 @pytest.mark.gpu

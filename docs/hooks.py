@@ -185,7 +185,7 @@ def _linked_files(path: str) -> Iterator[str]:
         return
     for link in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), urlsplit(link).path))
-        if not target.startswith("..") and (ROOT / target).is_file():
+        if not target.startswith(("..", "docs/")) and (ROOT / target).is_file():  # docs/ is the site already
             yield target
 
 
@@ -292,7 +292,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         if parts.scheme or parts.netloc or not parts.path:
             return link
         target = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), parts.path))
-        file = files.get_file_from_path(target)
+        file = files.get_file_from_path(target.removeprefix("docs/"))
         if file is None:
             log.warning(f"{page.file.src_uri} links to {link}, which is no file of the repository")
             return link

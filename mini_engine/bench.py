@@ -65,7 +65,7 @@ def run_bench(
         weight = next(llm.model.parameters())
         machine = measure_machine(weight.device, weight.dtype)
         machine_name = machine.name
-        theirs = _load_transformers(model, weight.dtype, weight.device) if peer else None
+        theirs = load_transformers(model, weight.dtype, weight.device) if peer else None
         for batch_size in batch_sizes:
             prompts = random_prompts(batch_size, prompt_tokens, llm.model.config.vocab_size)
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -94,15 +94,24 @@ def random_prompts(batch_size: int, average: int, vocab_size: int) -> list[list[
     return [[rng.randrange(100, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def alternate(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Median seconds of each run: one warm-up of each, then `rounds` rounds in which they take turns."""
+def alternate(
+    runs: Sequence[Callable[[], object]], rounds: int, warm_ups: Sequence[Callable[[], object]] | None = None
+) -> list[float]:
+    """Median seconds of each run: one warm-up of each, then `rounds` rounds in which they take turns.
+
+    Args:
+        runs: what is timed.
+        rounds: how often.
+        warm_ups: what each does before, untimed; default itself.
+    """
+    for warm_up in warm_ups or runs:
+        warm_up()
     seconds: list[list[float]] = [[] for _ in runs]
-    for round_ in range(rounds + 1):
+    for _ in range(rounds):
         for own, run in zip(seconds, runs, strict=True):
             start = time.perf_counter()
             run()
-            if round_:
-                own.append(time.perf_counter() - start)
+            own.append(time.perf_counter() - start)
     return [statistics.median(own) for own in seconds]
 
 
@@ -113,7 +122,19 @@ def bound_seconds(
 
     Sequences count with their average length, which leaves bytes and decode FLOPs as they are.
     """
-    shape = ModelShape(
+    shape = model_shape(config)
+    average = round(statistics.mean(len(prompt) for prompt in prompts))
+    prefill = model_step_cost(shape, average, average, dtype_bytes, len(prompts)).seconds(machine)
+    decodes = (
+        model_step_cost(shape, 1, average + step, dtype_bytes, len(prompts)).seconds(machine)
+        for step in range(1, max_tokens)
+    )
+    return prefill + sum(decodes)
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """The sizes that decide what a step costs."""
+    return ModelShape(
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_qo_heads=config.num_attention_heads,
@@ -122,13 +143,6 @@ def bound_seconds(
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
     )
-    average = round(statistics.mean(len(prompt) for prompt in prompts))
-    prefill = model_step_cost(shape, average, average, dtype_bytes, len(prompts)).seconds(machine)
-    decodes = (
-        model_step_cost(shape, 1, average + step, dtype_bytes, len(prompts)).seconds(machine)
-        for step in range(1, max_tokens)
-    )
-    return prefill + sum(decodes)
 
 
 def _our_run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Callable[[], None]:
@@ -139,7 +153,8 @@ def _our_run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Call
     return run
 
 
-def _load_transformers(model: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
+def load_transformers(model: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
+    """The same weights in transformers' own model."""
     from transformers import AutoModelForCausalLM
 
     from mini_engine.models.weights import open_checkpoint

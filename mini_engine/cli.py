@@ -189,7 +189,15 @@ def chat(
 
 @app.command()
 def bench(
-    peer: Annotated[str | None, typer.Option(help="Also measure this engine beside ours: transformers.")] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer", help="Also measure beside ours: transformers; for throughput transformers-continuous as well."
+        ),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="batches: requests side by side; throughput: many requests of mixed lengths.")
+    ] = "batches",
     batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", help="May be given several times.")] = None,
     dtypes: Annotated[list[str] | None, typer.Option("--dtype", help="May be given several times.")] = None,
     model: Model = "smollm2-135m-instruct",
@@ -201,13 +209,30 @@ def bench(
 ) -> None:
     """Measure tokens/s beside the bound, and beside a peer in the same run."""
     from mini_engine.bench import run_bench
+    from mini_engine.throughput import run_throughput
 
+    peers = peers or []
+    if workload not in ("batches", "throughput"):
+        raise ConfigError(f"unknown workload {workload!r}; choose batches or throughput")
+    if workload == "throughput":
+        run_throughput(
+            console,
+            model=model,
+            attn_backend=attn_backend,
+            device=device,
+            peers=peers,
+            dtypes=dtypes or ["float32", "bfloat16"],
+            rounds=rounds,
+        )
+        return
+    if len(peers) > 1:
+        raise ConfigError("batches are measured beside one peer: give --peer once, or --workload throughput")
     run_bench(
         console,
         model=model,
         attn_backend=attn_backend,
         device=device,
-        peer=peer,
+        peer=peers[0] if peers else None,
         batch_sizes=batch_sizes or [1, 8],
         dtypes=dtypes or ["float32", "bfloat16"],
         prompt_tokens=prompt_tokens,

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from mini_engine.models.linear import linear
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -203,7 +205,8 @@ def measure_machine(device: torch.device | str, dtype: torch.dtype) -> Machine:
     """Measure the two rates of `device`: the best of several runs, for a bound must not be beaten by a lucky run.
 
     Bandwidth: summing a buffer many times larger than any cache, a pure read. (The buffer is written first: memory
-    that was never written reads as one shared page of zeros, from the cache.) FLOPs: a large square matrix product.
+    that was never written reads as one shared page of zeros, from the cache.) FLOPs: a large square matrix product, in
+    the form that is fastest there.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -212,7 +215,7 @@ def measure_machine(device: torch.device | str, dtype: torch.dtype) -> Machine:
     side = 8192 if on_gpu else 1024
     # Random numbers: a GPU multiplies zeros and ones with less power, and so faster, than real data.
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    flops = 2 * side**3 / _best_seconds(lambda: a @ b, device)
+    flops = 2 * side**3 / _best_seconds(lambda: linear(a, b), device)
     return Machine(device_name(device), str(dtype).removeprefix("torch."), bandwidth, flops)
 
 

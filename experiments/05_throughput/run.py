@@ -1,0 +1,174 @@
+"""Requests of mixed lengths: the engine beside transformers, padded and with its continuous batching.
+
+    python experiments/05_throughput/run.py [--device cpu|cuda] [--out DIR]
+
+On a CPU the model is the embedded SmolLM2-135M in float32 and bfloat16, on a GPU Qwen3-0.6B's shape in bfloat16 with
+random weights. The result goes to experiments/05_throughput/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import figures, results
+from mini_engine.bench import load_transformers
+from mini_engine.engine import LLMEngine
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.registry import build_model
+from mini_engine.models.weights import load_model, open_checkpoint
+from mini_engine.parts import Parts
+from mini_engine.roofline import Machine, measure_machine
+from mini_engine.throughput import CPU, GPU, PEERS, Request, Throughput, Workload, least_seconds, measure, serve
+
+MODEL = "smollm2-135m-instruct"
+PAGE_SIZE = 128
+STEP_TOKENS = 2048  # most tokens of a step, ours and of transformers' continuous batching
+QWEN3_0_6B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    architectures=["Qwen3ForCausalLM"],
+)
+# The engine turns tokens into text; what the text is matters to nobody here.
+NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs on a kind of device: with which requests, in which dtypes, our backends, and how many timed rounds."""
+
+    workload: Workload
+    dtypes: tuple[torch.dtype, ...]
+    backends: tuple[str, ...]
+    rounds: int
+
+
+# On a GPU the torch backend launches its kernels for each sequence: 256 of them take half a second a step.
+SETTINGS = {
+    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch"), rounds=2),
+    "cuda": Setting(GPU, (torch.bfloat16,), ("flex",), rounds=1),
+}
+
+
+def make_models(device: torch.device, dtype: torch.dtype) -> tuple[CausalLM, PreTrainedModel]:
+    """Ours and transformers': the embedded weights, or on a GPU a larger shape with random ones."""
+    if device.type == "cpu":
+        ours = load_model(open_checkpoint(MODEL), Parts(), dtype, device)
+        return ours, load_transformers(MODEL, dtype, device)
+    ours = build_model(ModelConfig.from_hf(QWEN3_0_6B.to_dict()), Parts(), dtype, device)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(std=0.02)
+    with device:
+        theirs = AutoModelForCausalLM.from_config(QWEN3_0_6B, dtype=dtype)
+    return ours, theirs.eval()
+
+
+def make_engine(model: CausalLM, attn_backend: str, requests: Sequence[Request]) -> LLMEngine:
+    """An engine whose pool holds all requests at once: nobody waits and nobody is preempted."""
+    pages = sum(-(-(len(prompt) + params.max_tokens) // PAGE_SIZE) for prompt, params in requests)
+    return LLMEngine(
+        model,
+        NO_WORDS,
+        (),
+        attn_backend=attn_backend,
+        num_pages=pages,
+        page_size=PAGE_SIZE,
+        max_batch_size=len(requests),
+        max_num_batched_tokens=STEP_TOKENS,
+    )
+
+
+def compare(
+    ours: CausalLM, theirs: PreTrainedModel, backends: Sequence[str], requests: Sequence[Request], rounds: int
+) -> list[Throughput]:
+    """Each engine serves the same requests, in turns."""
+    engines = {f"mini_engine, {backend}": serve(make_engine(ours, backend, requests)) for backend in backends}
+    engines |= {peer: make(theirs, STEP_TOKENS) for peer, make in PEERS.items()}
+    return measure(engines, requests, rounds)
+
+
+def rows_of(
+    measured: Sequence[Throughput], config: ModelConfig, machine: Machine, requests: Sequence[Request]
+) -> list[results.Row]:
+    """Tokens/s of each engine beside the bound, how many times ours gives, and how many requests got equal tokens."""
+    tokens = sum(params.max_tokens for _, params in requests)
+    bound = tokens / least_seconds(config, machine, requests, getattr(torch, machine.dtype).itemsize)
+    source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
+    greedy = requests[0][1].temperature == 0
+    rows = []
+    for own in measured:
+        case: dict[str, results.Setting] = {"engine": own.engine, "dtype": machine.dtype}
+        ratio = measured[0].rate / own.rate
+        rows.append(results.Row("throughput", own.rate, "tokens/s", bound, source, case))
+        if own is not measured[0]:
+            rows.append(results.Row("flex is faster by", ratio, "times", None, "none: a ratio of two engines", case))
+        if own is not measured[0] and greedy:
+            all_equal = "all, in exact arithmetic"
+            rows.append(results.Row("same tokens as flex", own.equal, "requests", len(requests), all_equal, case))
+    return rows
+
+
+def draw_throughput(result: results.Result) -> Figure:
+    """Tokens/s of each engine beside the bound, for each dtype."""
+    rows = [row for row in result.rows if row.figure == "throughput"]
+    dtypes = list(dict.fromkeys(row.case["dtype"] for row in rows))
+    figure, axes = figures.new(2.4 * len(dtypes), rows=len(dtypes))
+    for ax, dtype in zip(axes[:, 0], dtypes, strict=True):
+        own = [row for row in rows if row.case["dtype"] == dtype]
+        labels = [str(row.case["engine"]) for row in own]
+        values, bounds = [row.value for row in own], [row.bound for row in own]
+        figures.draw_bars_with_bound(labels, values, bounds, "tokens/s", ax=ax, title=f"throughput, {dtype}")
+        ax.set_xticks([])  # the values stand beside the bars
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
+    arguments = parser.parse_args()
+    device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
+    requests = setting.workload.requests()
+    rows = []
+    for dtype in setting.dtypes:
+        ours, theirs = make_models(device, dtype)
+        machine = measure_machine(device, dtype)
+        measured = compare(ours, theirs, setting.backends, requests, setting.rounds)
+        rows += rows_of(measured, ours.config, machine, requests)
+    parameters: dict[str, results.Setting] = {
+        "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
+        "requests": len(requests),
+        "tokens in": sum(len(prompt) for prompt, _ in requests),
+        "tokens out": sum(params.max_tokens for _, params in requests),
+        "rounds": setting.rounds,
+    }
+    result = results.new_result("05_throughput", rows, parameters, arguments.device)
+    print(result)
+    print(results.write(result, arguments.out))
+    if arguments.out is None:
+        results.fill_readme("05_throughput", {row.figure for row in rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -181,11 +181,16 @@ class LLMEngine:
         if not schedule.sequences:
             return StepReport(schedule, [], start, time.perf_counter() - start, kv_bytes=0)
         shared_tokens = sum(s.num_computed for s in schedule.admitted)
-        if schedule.copies:
-            self.cache.copy_pages(schedule.copies)
-        batch = self._batch(schedule)
-        self.backend.plan(batch)
-        hidden = self.model(batch.token_ids, batch.positions, self._attend)
+        try:
+            if schedule.copies:
+                self.cache.copy_pages(schedule.copies)
+            batch = self._batch(schedule)
+            self.backend.plan(batch)
+            hidden = self.model(batch.token_ids, batch.positions, self._attend)
+        except BaseException:
+            # Interrupted, or out of memory. Some began with pages that this step should have filled: all begin anew.
+            self.scheduler.preempt_all()
+            raise
         for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
             sequence.num_computed += num_new
         # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
@@ -194,13 +199,15 @@ class LLMEngine:
         kv_bytes = int(batch.kv_lens.sum()) * self.cache.bytes_per_token
         report = StepReport(schedule, outputs, start, time.perf_counter() - start, kv_bytes)
         self._count(report, shared_tokens)
-        if self._on_step:
-            self._on_step(self, report)
-        for output in outputs:
-            if output.request_id in self._inboxes:
-                self._inboxes[output.request_id].append((output, report))
-            if output.finish_reason:
-                self.abort(output.request_id)  # frees its pages, unless `on_step` has aborted it already
+        try:
+            if self._on_step:
+                self._on_step(self, report)
+        finally:  # what was sampled counts, whatever becomes of the report
+            for output in outputs:
+                if output.request_id in self._inboxes:
+                    self._inboxes[output.request_id].append((output, report))
+                if output.finish_reason:
+                    self.abort(output.request_id)  # frees its pages, unless `on_step` has aborted it already
         return report
 
     def stream_batch(

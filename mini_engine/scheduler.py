@@ -125,6 +125,11 @@ class Scheduler:
         decodes_first = sorted(num_new.items(), key=lambda item: item[1] > 1)  # stable: otherwise by age
         return Schedule([s for s, _ in decodes_first], [n for _, n in decodes_first], admitted, preempted, copies)
 
+    def preempt_all(self) -> None:
+        """Send all running sequences back to wait, after a step that was scheduled and could not be computed."""
+        while self.running:
+            self._parts.preempt(self.running, self.waiting, self.rows, self.page_table)
+
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended or was aborted, waiting or running, and take its pages back."""
         if sequence in self.rows:

@@ -380,6 +380,50 @@ def test_on_step_may_abort_whom_it_likes():
     assert engine.page_table.num_free_pages == engine.page_table.num_pages
 
 
+def test_a_step_that_fails_is_computed_again(monkeypatch):
+    """The second and third begin with pages that the failed step should have filled, and with copies it never made."""
+    engine = roomy(prefix_sharing=True, max_num_batched_tokens=12)
+    requests = [("0", [7] * 9, GREEDY), ("1", [7] * 9, GREEDY), ("2", [*[7] * 6, 8, 9], GREEDY)]
+    engine.add_request(*requests[0])
+    got: dict[str, list[int]] = defaultdict(list)
+    fail = False
+
+    def run(spec, q):
+        if fail and spec.layer == 1:
+            raise KeyboardInterrupt
+        return compute(spec, q)
+
+    compute = engine.backend.run
+    monkeypatch.setattr(engine.backend, "run", run)
+    for step in range(40):
+        if step in (0, 1):
+            for request in requests[1 + step : 2 + step]:
+                engine.add_request(*request)
+        fail = step in (0, 2, 5)
+        try:
+            for output in engine.step().outputs:
+                got[output.request_id].append(output.token_id)
+        except KeyboardInterrupt:
+            assert fail
+    assert engine.metrics.shared_tokens > 0
+    assert got == {name: alone(engine.model, prompt, GREEDY) for name, prompt, _ in requests}
+    assert engine.page_table.num_free_pages == engine.page_table.num_pages
+
+
+def test_a_listener_that_fails_takes_no_token_away():
+    def fail(engine: LLMEngine, report: StepReport) -> None:
+        raise ZeroDivisionError
+
+    engine = roomy(on_step=fail)
+    sequence = engine.add_request("0", PROMPTS[0], GREEDY)
+    for _ in range(6):
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert not engine.has_unfinished and sequence.finish_reason == "length"
+    assert sequence.output_token_ids == alone(engine.model, PROMPTS[0], GREEDY)
+    assert engine.page_table.num_free_pages == engine.page_table.num_pages
+
+
 @pytest.mark.parametrize("attn_backend", list(BACKENDS))
 def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_backend):
     parts, calls = counting_parts()

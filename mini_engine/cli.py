@@ -40,7 +40,7 @@ EXAMPLES = (
 )
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Embedded name, folder, GGUF file or hub id.")]
-Backend = Annotated[str, typer.Option("--attn-backend", "-b", help="Attention backend.")]
+Backend = Annotated[str | None, typer.Option("--attn-backend", "-b", help="Attention backend; default torch.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="End each answer after this many tokens.")]
@@ -64,7 +64,7 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to answer. Without any, four examples.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")] = False,
     model: Model = "smollm2-135m-instruct",
-    attn_backend: Backend = "torch",
+    attn_backend: Backend = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_tokens: MaxTokens = 96,
@@ -125,7 +125,7 @@ def generate(
 def chat(
     system: Annotated[str | None, typer.Option(help="What the model should know or be before you speak.")] = None,
     model: Model = "smollm2-135m-instruct",
-    attn_backend: Backend = "torch",
+    attn_backend: Backend = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_tokens: MaxTokens = 512,
@@ -201,7 +201,7 @@ def bench(
     batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", help="May be given several times.")] = None,
     dtypes: Annotated[list[str] | None, typer.Option("--dtype", help="May be given several times.")] = None,
     model: Model = "smollm2-135m-instruct",
-    attn_backend: Backend = "torch",
+    attn_backend: Backend = None,
     device: Device = "auto",
     prompt_tokens: Annotated[int, typer.Option(help="Average tokens of a prompt; lengths vary around it.")] = 64,
     max_tokens: MaxTokens = 64,
@@ -218,7 +218,7 @@ def bench(
         run_throughput(
             console,
             model=model,
-            attn_backend=attn_backend,
+            attn_backend=attn_backend or "torch",
             device=device,
             peers=peers,
             dtypes=dtypes or ["float32", "bfloat16"],
@@ -230,7 +230,7 @@ def bench(
     run_bench(
         console,
         model=model,
-        attn_backend=attn_backend,
+        attn_backend=attn_backend or "torch",
         device=device,
         peer=peers[0] if peers else None,
         batch_sizes=batch_sizes or [1, 8],
@@ -248,7 +248,7 @@ def trace(
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 8,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step; few cut prompts up.")] = 64,
     model: Model = "smollm2-135m-instruct",
-    attn_backend: Backend = "torch",
+    attn_backend: Backend = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     prefix_sharing: PrefixSharing = False,
@@ -291,7 +291,7 @@ def _read_template(path: Path | None) -> str | None:
 
 def _load(
     model: str,
-    attn_backend: str,
+    attn_backend: str | None,
     dtype: str,
     device: str,
     homework: bool,
@@ -308,6 +308,7 @@ def _load(
                 attn_backend, prefix_sharing, sliding_window
             )
             dtype = "float32" if dtype == "auto" else dtype  # in which yours and ours can be compared
+        attn_backend = attn_backend or "torch"
         start = time.perf_counter()
         llm = LLM(
             model,
@@ -323,11 +324,13 @@ def _load(
         f"[dim]{model}: {num_parameters(llm.model) / 1e6:.0f} M parameters in {str(weight.dtype).split('.')[-1]} "
         f"on {weight.device}, attention backend {attn_backend}, loaded in {time.perf_counter() - start:.1f} s[/]"
     )
+    if attn_backend == "flex":
+        console.print("[dim]The first steps compile kernels, which takes up to a minute; torch keeps them on disk.[/]")
     return llm
 
 
 def _homework(
-    attn_backend: str, prefix_sharing: bool, sliding_window: int | None
+    attn_backend: str | None, prefix_sharing: bool, sliding_window: int | None
 ) -> "tuple[Parts, str, bool, int | None]":
     """The reader's parts, and the options under which as many of them as possible have something to do."""
     try:
@@ -341,11 +344,11 @@ def _homework(
 
     parts = homework_parts(console)
     mine = {f.name for f in fields(Parts) if getattr(parts, f.name) is not f.default}
-    if attn_backend == "torch":
-        if mine & bypassed_parts("torch"):
-            attn_backend = "flex"
-        elif "merge_states" in mine:
-            attn_backend = "chunked"  # otherwise only sequences of thousands of tokens would merge
+    if attn_backend is None and mine & bypassed_parts("torch"):
+        attn_backend = "flex"
+    elif attn_backend is None and "merge_states" in mine:
+        attn_backend = "chunked"  # otherwise only sequences of thousands of tokens would merge
+    attn_backend = attn_backend or "torch"
     if "evict_pages" in mine and sliding_window is None:
         sliding_window = HOMEWORK_WINDOW
         console.print(f"A sliding window of {sliding_window} keys gives your evict_pages something to do.")

@@ -25,6 +25,7 @@ from notebook_page import tidy
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
+from book import ledger  # noqa: E402
 from book.grading.parts import engine_diagram, finished_part_names  # noqa: E402
 from book.results import results_page_markdown  # noqa: E402
 
@@ -138,7 +139,7 @@ def _navigation() -> list[object]:
     return [
         {"Book": book},
         {"Engine": engine},
-        {"Results": ["results.md", *experiments()]},
+        {"Results": ["results.md", "ledger.md", *experiments()]},
         {"Glossary": ["glossary.md"]},
         {"Teach": ["teaching.md", "contributing.md", *filter(None, [_if_exists("book/README.md")])]},
     ]
@@ -258,6 +259,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_list(page, m), markdown)
     if "<!-- results -->" in markdown:
         markdown = markdown.replace("<!-- results -->", results_page_markdown(ROOT))
+    if "<!-- ledger -->" in markdown:
+        markdown = markdown.replace("<!-- ledger -->", ledger.markdown(ROOT))
     if "<!-- parts -->" in markdown:
         diagram = engine_diagram(finished_part_names(ROOT))
         markdown = markdown.replace("<!-- parts -->", f"```mermaid\n{diagram}```")

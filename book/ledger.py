@@ -1,0 +1,80 @@
+"""The engine's ledger: what each change gained on one workload. Entries are added by the experiment, never edited."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from book.display import Table
+from book.paths import repository_root
+from book.results import Result, Row, Setting
+from book.units import quantity
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recorded run: what had changed in the engine, where it ran, and the figure beside its bound."""
+
+    change: str
+    device: str
+    date: str
+    versions: Mapping[str, str]
+    parameters: Mapping[str, Setting]
+    row: Row
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Entries of one kind can be compared: the same device, figure, case and workload."""
+        of_row = ", ".join(f"{key} {value}" for key, value in self.row.case.items())
+        of_run = ", ".join(f"{key} {value}" for key, value in self.parameters.items())
+        return self.device, f"{self.row.figure}, {of_row}; {of_run}"
+
+
+def add(result: Result, row: Row, change: str, root: Path | None = None) -> None:
+    """Append a row of a result to docs/ledger.json.
+
+    Args:
+        result: the run.
+        row: which of its rows.
+        change: what is new in the engine, in a few words.
+        root: of the repository.
+
+    Raises:
+        ValueError: if `change` is empty.
+    """
+    if not change.strip():
+        raise ValueError("an entry of the ledger needs a few words on what changed in the engine")
+    entry = Entry(change, result.device, result.date, result.versions, result.parameters, row)
+    lines = [json.dumps(asdict(e)) for e in [*load(root), entry]]
+    _file(root).write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def load(root: Path | None = None) -> list[Entry]:
+    """All entries, oldest first."""
+    file = _file(root)
+    if not file.exists():
+        return []
+    return [Entry(**{**e, "row": Row(**e["row"])}) for e in json.loads(file.read_text(encoding="utf-8"))]
+
+
+def markdown(root: Path | None = None) -> str:
+    """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain over the last."""
+    kinds: dict[tuple[str, str], list[Entry]] = {}
+    for entry in load(root):
+        kinds.setdefault(entry.kind, []).append(entry)
+    parts = []
+    for (device, what), entries in kinds.items():
+        rows, before = [], None
+        for entry in entries:
+            gain = "" if before is None else f"{entry.row.value / before:.2f}x"
+            share = "" if entry.row.share_of_bound is None else f"{entry.row.share_of_bound:.0%}"
+            rows.append([entry.date, entry.change, quantity(entry.row.value, entry.row.unit), share, gain])
+            before = entry.row.value
+        versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
+        header = ["date", "what changed", "measured", "of the bound", "gain"]
+        parts.append(f"## {device}\n\n{what}\n\n{Table(header, rows, f'The last with {versions}.').markdown()}")
+    return "\n\n".join(parts) or "Nothing is recorded yet."
+
+
+def _file(root: Path | None) -> Path:
+    return (root or repository_root()) / "docs" / "ledger.json"

@@ -1,0 +1,30 @@
+"""The ledger keeps every entry, and compares only what can be compared."""
+
+from pathlib import Path
+
+import pytest
+
+from book import ledger
+from book.results import Result, Row
+
+
+def run(rate: float, device: str = "GPU X") -> tuple[Result, Row]:
+    row = Row("throughput", rate, "tokens/s", 1000.0, "all at once", {"dtype": "bfloat16"})
+    return Result("05_x", device, "2026-01-31", {"torch": "2.13.0"}, {"requests": 256}, (row,)), row
+
+
+def test_entries_are_kept_and_compared_on_their_own_device(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    assert ledger.markdown(tmp_path) == "Nothing is recorded yet."
+    for rate, device, change in ((100, "GPU X", "pages"), (50, "CPU Y", "pages"), (250, "GPU X", "graphs")):
+        ledger.add(*run(float(rate), device), change, tmp_path)
+    assert [entry.change for entry in ledger.load(tmp_path)] == ["pages", "pages", "graphs"]
+    text = ledger.markdown(tmp_path)
+    assert text.count("## ") == 2 and text.index("GPU X") < text.index("CPU Y")
+    assert "2.50x" in text and text.count("x |") == 1 and "25%" in text and "torch 2.13.0" in text
+
+
+def test_an_entry_says_what_changed(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(ValueError, match="what changed"):
+        ledger.add(*run(1.0), " ", tmp_path)

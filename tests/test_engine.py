@@ -131,14 +131,14 @@ def check_tokens(
         assert got[name] == (want[: len(got[name])] if name in aborted else want), name
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from(sorted(DOUBLES)))
 def test_tokens_are_those_of_a_run_alone(data, family):
     """In float64, exactly: any arrivals, chunks, pool and pages, with or without shared prefixes and windows."""
     check_tokens(data, lambda **options: make_engine(DOUBLES[family], **options), DOUBLES[family], most=5, longest=24)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.data(), st.sampled_from(sorted(DOUBLES)))
 def test_flex_too_gives_the_tokens_of_a_run_alone(data, family):
     def engine_of(**options):

@@ -59,7 +59,7 @@ class Workload:
         ]
 
 
-CPU = Workload(32, (16, 256), (16, 128), temperature=0.0)
+CPU = Workload(32, (16, 128), (16, 96), temperature=0.0)
 # nano-vllm's benchmark: 133,966 tokens of output.
 GPU = Workload(256, (100, 1024), (100, 1024), temperature=0.6)
 

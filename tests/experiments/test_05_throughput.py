@@ -1,0 +1,64 @@
+"""Every engine of the experiment serves every request, and its figures follow from what was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from book import figures, results
+from book.grading.chapter import load_module
+from mini_engine.bench import model_shape
+from mini_engine.models.config import ModelConfig
+from mini_engine.roofline import Machine
+from mini_engine.throughput import PEERS, Throughput, Workload
+from tests.models.families import our_model, transformers_model
+
+EXPERIMENT = "05_throughput"
+run = load_module(f"experiment_{EXPERIMENT}", Path(__file__).parents[2] / "experiments" / EXPERIMENT / "run.py")
+
+FEW = Workload(4, (3, 9), (2, 7), temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    vocab = 61
+    return [([token % vocab for token in prompt], params) for prompt, params in FEW.requests()]
+
+
+def test_engines_and_peers_give_the_same_tokens(requests):
+    theirs = transformers_model("qwen3", seed=1)
+    measured = run.compare(our_model(theirs), theirs, ["torch"], requests, rounds=1)
+    assert [own.engine for own in measured] == ["mini_engine, torch", *PEERS]
+    assert all(own.equal == len(requests) and own.rate > 0 for own in measured)
+
+
+def test_the_pool_holds_all_requests_to_their_ends(requests):
+    engine = run.make_engine(our_model(transformers_model("qwen3", seed=1)), "torch", requests)
+    for index, (prompt, params) in enumerate(requests):
+        engine.add_request(str(index), prompt, params)
+    while engine.has_unfinished:
+        assert not engine.step().schedule.preempted
+
+
+def test_rows_by_hand(requests):
+    config = our_model(transformers_model("qwen3", seed=1)).config
+    machine = Machine("a machine", "float32", bandwidth=1e9, flops=1e9)
+    measured = [Throughput("mini_engine, flex", 30.0, 4), Throughput("transformers", 12.0, 3)]
+    ours, theirs, ratio, equal = run.rows_of(measured, config, machine, requests)
+    assert (ours.value, theirs.value, ratio.value, equal.value, equal.bound) == (30.0, 12.0, 2.5, 3, 4)
+    assert ours.bound == theirs.bound > 0
+
+
+def test_the_gpu_model_is_qwen3_0_6b():
+    shape = model_shape(ModelConfig.from_hf(run.QWEN3_0_6B.to_dict()))
+    layer = shape.hidden_size * (
+        shape.head_dim * (2 * shape.num_qo_heads + 2 * shape.num_kv_heads) + 3 * shape.intermediate_size
+    )
+    parameters = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+    assert 2 * parameters == pytest.approx(1.19e9, rel=0.01)
+
+
+def test_what_is_recorded_can_be_drawn():
+    recorded = results.load(EXPERIMENT)
+    assert recorded
+    for result in recorded:
+        assert figures.to_png(run.draw_throughput(result)).startswith(b"\x89PNG")

@@ -262,8 +262,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- ledger -->" in markdown:
         markdown = markdown.replace("<!-- ledger -->", ledger.markdown(ROOT))
     if "<!-- parts -->" in markdown:
-        diagram = engine_diagram(finished_part_names(ROOT))
-        markdown = markdown.replace("<!-- parts -->", f"```mermaid\n{diagram}```")
+        markdown = markdown.replace("<!-- parts -->", engine_diagram(finished_part_names(ROOT)))
     return markdown
 
 

@@ -99,22 +99,13 @@ def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str
 
 
 def engine_diagram(parts_done: Collection[str]) -> str:
-    """The engine as a mermaid flowchart, with the finished parts lit."""
-    lines = ["flowchart TB", '    prompt(["prompt"])', '    text(["text"])']
-    for number, stage in enumerate(STAGES):
-        parts = [part for part in PARTS if part.stage == stage]
-        lines += [f'    subgraph stage{number}["{stage}"]', "        direction LR"]
-        lines += [f'        {part.name}["{part.title}"]' for part in parts]
-        if len(parts) > 1:
-            lines.append(f"        {' --> '.join(part.name for part in parts)}")
-        lines.append("    end")
-    # Between stages, not between their parts: else mermaid forgets the direction inside them.
-    lines += [
-        "    prompt --> stage1 --> stage2 --> stage3 --> stage4 --> text",
-        "    stage0 -.-> stage3",
-        "    stage4 -. next token .-> stage1",
-    ]
-    lines.append("    classDef done fill:#009E73,stroke:#00664b,color:#ffffff")
-    if done := [part.name for part in PARTS if part.name in parts_done]:
-        lines.append(f"    class {','.join(done)} done")
-    return "\n".join(lines) + "\n"
+    """The engine as HTML: a box for each stage, in it its parts in order, the finished ones lit."""
+    boxes = []
+    for stage in STAGES:
+        chips = "".join(
+            f'<li class="done">{part.title}</li>' if part.name in parts_done else f"<li>{part.title}</li>"
+            for part in PARTS
+            if part.stage == stage
+        )
+        boxes.append(f"<div><p>{stage}</p><ol>{chips}</ol></div>")
+    return f'<div class="engine-parts">{"".join(boxes)}</div>\n'

@@ -247,6 +247,11 @@ def the_position_of_the_query(slopes, cap):
     return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) - slopes[h] * q_idx
 
 
+@wrong("capped_alibi", fails="test_the_distance")
+def distance_without_a_sign(slopes, cap):
+    return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) - slopes[h] * (q_idx - kv_idx).abs()
+
+
 @wrong("capped_alibi", fails="test_a_slope_for_each_head")
 def the_row_of_the_batch(slopes, cap):
     return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) - slopes[b] * (q_idx - kv_idx)
@@ -259,11 +264,7 @@ def one_slope_for_all(slopes, cap):
 
 @wrong("capped_alibi", fails="test_the_order")
 def cap_last(slopes, cap):
-    def score_mod(score, b, h, q_idx, kv_idx):
-        biased = score - slopes[h] * (q_idx - kv_idx)
-        return torch.where(score == 0, biased, cap * torch.tanh(biased / cap))
-
-    return score_mod
+    return compose_scores(alibi(slopes), soft_cap(cap))
 
 
 @wrong("capped_alibi", fails="test_all_scores_at_once")

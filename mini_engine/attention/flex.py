@@ -263,15 +263,17 @@ def cut_into_tiles(batch: StepBatch, sequences: range, tile_len: int, num_pages:
     qo_indptr, page_indptr = batch.qo_indptr.numpy(), batch.kv_page_indptr.numpy()
     chosen = slice(sequences.start, sequences.stop)
     tiles_of = -(-np.diff(qo_indptr)[chosen] // tile_len)
-    num_tiles = round_up(int(tiles_of.sum()), on_gpu=device.type == "cuda")
+    used = int(tiles_of.sum())
+    num_tiles = round_up(used, on_gpu=device.type == "cuda")
+    # Spare tiles stand between the others: a CPU's threads take equal runs of tiles, and so get equal work.
+    place = np.arange(used) * num_tiles // used
     owner = np.full(num_tiles, sequences.start)
     row = np.zeros(num_tiles, dtype=np.int64)
     count = np.zeros(num_tiles, dtype=np.int64)
-    used = int(tiles_of.sum())
-    owner[:used] = np.repeat(np.arange(sequences.start, sequences.stop), tiles_of)
+    owner[place] = np.repeat(np.arange(sequences.start, sequences.stop), tiles_of)
     index = np.arange(used) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
-    row[:used] = qo_indptr[owner[:used]] + index * tile_len
-    count[:used] = np.minimum(tile_len, qo_indptr[owner[:used] + 1] - row[:used])
+    row[place] = qo_indptr[owner[place]] + index * tile_len
+    count[place] = np.minimum(tile_len, qo_indptr[owner[place] + 1] - row[place])
 
     filled = np.arange(tile_len) < count[:, None]
     num_owned = np.diff(page_indptr)[owner]

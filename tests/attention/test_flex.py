@@ -17,6 +17,7 @@ from mini_engine.attention.block_mask import classify_blocks
 from mini_engine.attention.flex import (
     FlexBackend,
     Kind,
+    QueryTiles,
     cut_into_tiles,
     kv_block_size,
     round_up,
@@ -159,6 +160,11 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
     return named.bool()
 
 
+def filled_tiles(tiles: QueryTiles) -> list[int]:
+    """Tiles that hold a query, in order."""
+    return torch.nonzero(tiles.positions[:, 0] >= 0).flatten().tolist()
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObject) -> None:
@@ -179,7 +185,7 @@ def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObje
 
         # What each query sees, from the batch alone.
         visible = torch.zeros(len(tiles.positions), tile_len, pool * page_size, dtype=torch.bool)
-        tile = 0
+        in_use = iter(filled_tiles(tiles))
         for b in sequences:
             entries = range(int(batch.kv_page_indptr[b]), int(batch.kv_page_indptr[b + 1]))
             slots, positions = [], []
@@ -190,8 +196,7 @@ def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObje
             slots, positions = slots[: batch.kv_lens[b]], positions[: batch.kv_lens[b]]
             rows = batch.positions[batch.qo_indptr[b] : batch.qo_indptr[b + 1]]
             for part in rows.split(tile_len):
-                visible[tile, : len(part), slots] = attention_mask(part, torch.tensor(positions), window)
-                tile += 1
+                visible[next(in_use), : len(part), slots] = attention_mask(part, torch.tensor(positions), window)
 
         full_counts, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
         assert full_counts is not None and full_indices is not None
@@ -246,8 +251,26 @@ def test_tiles_hold_every_token_once() -> None:
     tiles = cut_into_tiles(batch, range(1, 3), 32, 8)
     assert tiles.tokens == slice(1, 75)
     assert tiles.rows[tiles.places].tolist() == list(range(1, 75))
-    assert tiles.positions[:5, 0].tolist() == [0, 32, 64, 26, -1]
-    assert (tiles.positions >= 0).sum(dim=1)[:5].tolist() == [32, 32, 6, 4, 0]
+    in_use = filled_tiles(tiles)
+    assert tiles.positions[in_use, 0].tolist() == [0, 32, 64, 26]
+    assert (tiles.positions >= 0).sum(dim=1)[in_use].tolist() == [32, 32, 6, 4]
+    assert (tiles.positions >= 0).sum() == 74
+
+
+@given(st.integers(1, 70), st.integers(2, 4))
+def test_threads_get_equal_numbers_of_filled_tiles(num_decodes: int, threads: int) -> None:
+    batch = StepBatch.build(
+        token_ids=[0] * num_decodes,
+        num_new=[1] * num_decodes,
+        kv_lens=[1] * num_decodes,
+        pages=range(num_decodes),
+        page_size=16,
+    )
+    tiles = cut_into_tiles(batch, range(num_decodes), 1, num_decodes)
+    assert len(filled_tiles(tiles)) == num_decodes
+    shares = [int((run >= 0).sum()) for run in tiles.positions.chunk(threads)]
+    assert max(shares[:-1]) - min(shares[:-1]) <= 1
+    assert shares[-1] <= max(shares[:-1])
 
 
 @given(st.integers(1, 5000), st.booleans())

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mini_engine.attention.backend import AttentionBackend, attend_with, create_backend
 from mini_engine.batch import Attend, AttentionSpec, SamplingBatch, StepBatch
 from mini_engine.detokenizer import Detokenizer
-from mini_engine.errors import ConfigError, RequestError
+from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import EngineOutput, Piece, Prompt, RequestOutput, StepReport
@@ -95,6 +95,9 @@ class LLMEngine:
         parts: Parts | None = None,
         on_step: Callable[["LLMEngine", StepReport], None] | None = None,
     ) -> None:
+        check_positive(
+            num_pages=num_pages, page_size=page_size, max_batch_size=max_batch_size, sliding_window=sliding_window
+        )
         weight = next(model.parameters())
         specs = _within(sliding_window, model.attention_specs)
         windows = [spec.window for spec in specs]
@@ -359,8 +362,6 @@ def _within(window: int | None, specs: tuple[AttentionSpec, ...]) -> tuple[Atten
     """The same layers, none with a window wider than this."""
     if window is None:
         return specs
-    if window < 1:
-        raise ConfigError(f"sliding_window is {window}; a query sees at least its own key: set it to 1 or more")
     return tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
 
 

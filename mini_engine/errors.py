@@ -26,3 +26,10 @@ class WeightFileError(ModelLoadError):
 
 class TraceFileError(MiniEngineError):
     """A file that is no trace of this engine, or a damaged one."""
+
+
+def check_positive(**options: int | None) -> None:
+    """Raise ConfigError for an option below 1; None is an option that was left to its default."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be 1 or more")

@@ -32,7 +32,7 @@ from mini_engine.attention.backend import check_backend
 from mini_engine.attention.naive import attention_mask
 from mini_engine.batch import Attend, AttentionSpec
 from mini_engine.engine import LLMEngine
-from mini_engine.errors import ConfigError
+from mini_engine.errors import ConfigError, check_positive
 from mini_engine.outputs import Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
@@ -305,10 +305,7 @@ class Inference:
         on_step: Callable[[LLMEngine, StepReport], None] | None = None,
     ) -> None:
         check_backend(attn_backend)
-        options = {"max_batch_size": max_batch_size, "n_pages": n_pages, "page_size": page_size}
-        for name, value in options.items():
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        check_positive(max_batch_size=max_batch_size, n_pages=n_pages, page_size=page_size)
         pool = n_pages * page_size
         if max_seq_length is not None and max_seq_length > pool:
             raise ConfigError(

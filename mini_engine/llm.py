@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mini_engine.attention.backend import check_backend
 from mini_engine.engine import LLMEngine
-from mini_engine.errors import ConfigError, RequestError
+from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.models.base import CausalLM
 from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
@@ -67,9 +67,14 @@ class LLM:
         parts: Parts | None = None,
     ) -> None:
         check_backend(attn_backend)
-        for name, value in (("max_batch_size", max_batch_size), ("page_size", page_size)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        check_positive(
+            max_batch_size=max_batch_size,
+            max_model_len=max_model_len,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            sliding_window=sliding_window,
+        )
         where = pick_device(device)
         parts = parts or Parts()
         checkpoint = open_checkpoint(model)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from mini_engine.errors import ConfigError, RequestError
+from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.prefix_sharing import common_prefix
 from mini_engine.parts import Parts
@@ -78,8 +78,7 @@ class Scheduler:
         prefix_sharing: bool = False,
         parts: Parts | None = None,
     ) -> None:
-        if max_batch_size < 1:
-            raise ConfigError(f"max_batch_size is {max_batch_size}; it must be 1 or more")
+        check_positive(max_batch_size=max_batch_size)
         if max_num_batched_tokens < max_batch_size:
             raise ConfigError(
                 f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_batch_size ({max_batch_size}): "

@@ -198,7 +198,7 @@ def test_an_engine_without_requests_steps_in_place(model):
         ({"num_pages": -1}, "num_pages is -1"),
         ({"page_size": 0}, "page_size is 0"),
         ({"page_size": -4}, "page_size is -4"),
-        ({"max_batch_size": 0}, "is 0; it must be 1 or more"),
+        ({"max_batch_size": 0}, "max_batch_size is 0; it must be 1 or more"),
         ({"max_num_batched_tokens": 0}, "less than max_batch_size"),
         ({"max_num_batched_tokens": -3}, "less than max_batch_size"),
         ({"max_model_len": 0}, "max_model_len is 0; this model takes 2 to 128"),

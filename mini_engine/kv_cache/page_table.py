@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from mini_engine.errors import ConfigError
+from mini_engine.errors import ConfigError, check_positive
 from mini_engine.kv_cache.physical import first_keys, physical_blocks, physical_mask
 
 
@@ -35,9 +35,7 @@ class PageTable:
     """
 
     def __init__(self, num_pages: int, page_size: int, max_sequences: int) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_sequences", max_sequences)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        check_positive(num_pages=num_pages, page_size=page_size, max_sequences=max_sequences)
         self.num_pages = num_pages
         self.page_size = page_size
         self.free_pages = list(reversed(range(num_pages)))

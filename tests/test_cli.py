@@ -54,6 +54,9 @@ def test_chat_remembers_and_ends_at_an_empty_line(run, monkeypatch):
         (["generate", "hi", "--chat-template", "missing.jinja"], "missing.jinja"),
         (["generate", "word " * 9000], "shorten"),
         (["bench", "--peer", "nobody"], "choose one of"),
+        (["bench", "--peer", "transformers", "--peer", "transformers-continuous"], "one peer"),
+        (["bench", "--workload", "everything"], "choose batches or throughput"),
+        (["bench", "--workload", "throughput", "--peer", "nobody"], "choose one of"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(run, arguments, message):

@@ -83,8 +83,8 @@ def drop(player: sync_api.Page, name: str, content: str) -> None:
 
 def test_the_example_is_small_and_shows_what_the_page_promises() -> None:
     assert FILE.stat().st_size < 300_000
-    assert (TRACE.num_pages, TRACE.page_size) == (52, 8)
-    assert sum(len(step.preempted) for step in TRACE.steps) == 4
+    assert (TRACE.num_pages, TRACE.page_size) == (36, 8)
+    assert sum(len(step.preempted) for step in TRACE.steps) == 5
     assert max(step.num_tokens for step in TRACE.steps) == 64
     assert sorted(name for step in TRACE.steps for name in step.ended) == [name for _, name, _, _ in EXAMPLE]
 
@@ -176,7 +176,7 @@ def test_a_trace_of_ones_own_is_dropped_or_chosen(player: sync_api.Page, tmp_pat
     assert "<b>x</b> decodes." in player.locator(".trace-says").inner_text()
 
     player.get_by_role("button", name="Back to the example").click()
-    player.wait_for_function("document.querySelectorAll('.trace-page').length === 52")
+    player.wait_for_function("document.querySelectorAll('.trace-page').length === 36")
     assert player.evaluate(LABELS) == labels(TRACE.steps[0])
 
     chosen = tmp_path / "chosen.json"

@@ -46,6 +46,7 @@ def add(result: Result, row: Row, change: str, root: Path | None = None) -> None
         raise ValueError("an entry of the ledger needs a few words on what changed in the engine")
     entry = Entry(change, result.device, result.date, result.versions, result.parameters, row)
     lines = [json.dumps(asdict(e)) for e in [*load(root), entry]]
+    _file(root).parent.mkdir(parents=True, exist_ok=True)
     _file(root).write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 

@@ -5,7 +5,6 @@
 The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR where one is given.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
+from book.experiment import command_line, record
 from mini_engine import LLM, SamplingParams
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.batch import AttentionSpec
@@ -182,10 +182,7 @@ def peer_rows(measurements: list[Measurement]) -> list[results.Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__).parse_args()
     rows = chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
     measurements = run_bench(
         Console(),
@@ -202,12 +199,7 @@ def main() -> None:
     parameters: dict[str, results.Setting] = {"model": MODEL, "prompt_tokens": PROMPT_TOKENS}
     parameters |= {"max_tokens": MAX_TOKENS, "rounds": ROUNDS}
     result = results.new_result("00_engine_so_far", rows + peer_rows(measurements), parameters, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        results.fill_readme(
-            "00_engine_so_far", {results.ENGINE_SPEED, results.ENGINE_THROUGHPUT, "mini_engine", "transformers"}
-        )
+    record(result, arguments.out, {results.ENGINE_SPEED, results.ENGINE_THROUGHPUT, "mini_engine", "transformers"})
 
 
 if __name__ == "__main__":

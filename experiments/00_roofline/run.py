@@ -8,7 +8,6 @@ experiments/00_roofline/results/<device>.json, below DIR where one is given.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
+from book.experiment import command_line, record
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.models.linear import linear
 from mini_engine.roofline import Cost, Machine, ModelShape, decoder_layer_costs, linear_cost, measure_machine
@@ -227,10 +227,7 @@ def operator_rows(setting: Setting, device: torch.device, machine: Machine) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)
@@ -243,10 +240,7 @@ def main() -> None:
         rows = machine_rows(machines) + operator_rows(setting, device, machines[0])
     dtype = str(setting.dtype).removeprefix("torch.")
     result = results.new_result("00_roofline", rows, {"model": setting.model, "dtype": dtype}, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        results.fill_readme("00_roofline", {"layer", "memory read", "matrix product"})
+    record(result, arguments.out, {"layer", "memory read", "matrix product"})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ result goes to experiments/01_add_flex_attention_qwen/results/<device>.json, bel
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results, timing
+from book.experiment import command_line, record
 from mini_engine.attention.masks import MaskMod
 from mini_engine.roofline import (
     Cost,
@@ -391,10 +391,7 @@ def draw_gain(result: results.Result) -> Axes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     machine = measure_machine(device, setting.dtype)
@@ -410,10 +407,7 @@ def main() -> None:
     parameters: dict[str, results.Setting] = {"model": setting.model, "dtype": dtype}
     parameters |= {"window and documents": setting.span, "places of the fixed cache": setting.capacity}
     result = results.new_result(EXPERIMENT, rows, parameters, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        results.fill_readme(EXPERIMENT, {"logits", "attention", "decode attention", "decode step"})
+    record(result, arguments.out, {"logits", "attention", "decode attention", "decode step"})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ experiments/02_chunked_attention/results/<device>.json, below DIR where one is g
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -25,6 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
+from book.experiment import command_line, record
 from book.memory import measure_memory
 from mini_engine.attention.naive import masked_attention, sdpa_attention
 from mini_engine.attention.state import chunked_attention
@@ -257,10 +257,7 @@ def all_rows(setting: Setting, device: torch.device, machine: Machine) -> list[r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)
@@ -277,10 +274,7 @@ def main() -> None:
     ]
     parameters: dict[str, results.Setting] = {"model": setting.model, "dtype": dtype, "chunk_size": setting.chunk_size}
     result = results.new_result(EXPERIMENT, rates + rows, parameters, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        results.fill_readme(EXPERIMENT, IN_README)
+    record(result, arguments.out, IN_README)
 
 
 if __name__ == "__main__":

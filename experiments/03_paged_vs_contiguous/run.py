@@ -9,7 +9,6 @@ experiments/03_paged_vs_contiguous/results/<device>.json, below DIR where one is
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +22,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
+from book.experiment import command_line, record
 from book.timing import measure
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.batch import AttentionSpec, StepBatch
@@ -331,10 +331,7 @@ def draw_indirection(result: results.Result) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     machine = measure_machine(device, setting.dtype)
@@ -354,11 +351,8 @@ def main() -> None:
         "keys of each": setting.kv_len,
     }
     result = results.new_result("03_paged_vs_contiguous", rows, parameters, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        shown = ("slots with keys", "requests at once", "tokens recomputed", "memory read", "attention of a layer")
-        results.fill_readme("03_paged_vs_contiguous", shown)
+    shown = ("slots with keys", "requests at once", "tokens recomputed", "memory read", "attention of a layer")
+    record(result, arguments.out, shown)
 
 
 if __name__ == "__main__":

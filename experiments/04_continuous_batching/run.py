@@ -8,7 +8,6 @@ The result goes to experiments/04_continuous_batching/results/<device>.json, bel
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
+from book.experiment import command_line, record
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.engine import LLMEngine
 from mini_engine.generate import generate_steps
@@ -320,10 +320,7 @@ def draw_policies(result: results.Result) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
     model = make_model(device)
@@ -339,10 +336,7 @@ def main() -> None:
         "chunk": workload.chunk,
     }
     result = results.new_result("04_continuous_batching", rows, parameters, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        results.fill_readme("04_continuous_batching", {row.figure for row in rows})
+    record(result, arguments.out, {row.figure for row in rows})
 
 
 if __name__ == "__main__":

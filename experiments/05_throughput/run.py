@@ -1,14 +1,14 @@
 """Requests of mixed lengths: the engine beside transformers, padded and with its continuous batching.
 
-    python experiments/05_throughput/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/05_throughput/run.py [--device cpu|cuda] [--out DIR] [--change "what is new in the engine"]
 
 On a CPU the model is the embedded SmolLM2-135M in float32 and bfloat16, on a GPU Qwen3-0.6B's shape in bfloat16 with
-random weights. The result goes to experiments/05_throughput/results/<device>.json, below DIR where one is given.
+random weights. The result goes to experiments/05_throughput/results/<device>.json, below DIR where one is given. With
+--change our engine's rows are added to the ledger, docs/ledger.json, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from book import figures, results
+from book import figures, ledger, results
+from book.experiment import command_line, record
 from mini_engine.bench import load_transformers
 from mini_engine.engine import LLMEngine
 from mini_engine.models.base import CausalLM
@@ -35,6 +36,7 @@ from mini_engine.throughput import CPU, GPU, PEERS, Request, Throughput, Workloa
 
 MODEL = "smollm2-135m-instruct"
 PAGE_SIZE = 128
+OURS = "mini_engine, flex"  # the engine of the ledger
 STEP_TOKENS = 2048  # most tokens of a step, ours and of transformers' continuous batching
 QWEN3_0_6B = Qwen3Config(
     vocab_size=151_936,
@@ -144,10 +146,9 @@ def draw_throughput(result: results.Result) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=list(SETTINGS), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
-    arguments = parser.parse_args()
+    options = command_line(__doc__)
+    options.add_argument("--change", help="add the run to the engine's ledger: what is new, in a few words")
+    arguments = options.parse_args()
     device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
     requests = setting.workload.requests()
     rows = []
@@ -164,10 +165,11 @@ def main() -> None:
         "rounds": setting.rounds,
     }
     result = results.new_result("05_throughput", rows, parameters, arguments.device)
-    print(result)
-    print(results.write(result, arguments.out))
-    if arguments.out is None:
-        results.fill_readme("05_throughput", {row.figure for row in rows})
+    record(result, arguments.out, {row.figure for row in rows})
+    if arguments.change:
+        for row in rows:
+            if row.figure == "throughput" and row.case["engine"] == OURS:
+                ledger.add(result, row, arguments.change, arguments.out)
 
 
 if __name__ == "__main__":

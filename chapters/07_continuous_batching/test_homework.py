@@ -845,7 +845,10 @@ def test_own_pages(hw: Homework) -> None:
     assert_books(table, [0])
 
 
-@check("copy_on_write", mistake="a shared page that is written is replaced by a free one in this row, and in no other")
+@check(
+    "copy_on_write",
+    mistake="a shared page that is written gives way to a free one, in this row only; the pair is (old, new)",
+)
 def test_a_shared_page(hw: Homework) -> None:
     assert_copied(hw, [[3], [3]], 1, (2, 3), [0])
 
@@ -1075,7 +1078,10 @@ def assert_beams(hw: Homework, rows: list[list[int]], beams: list[int], parents:
     assert not needed, f"the pages {sorted(needed)} were on the free list for a while, and are still needed"
 
 
-@check("reorder_beams", mistake="a beam that continues itself keeps its pages, and they keep one owner each")
+@check(
+    "reorder_beams",
+    mistake="a beam that continues itself keeps its pages: add the new owners before any page is released",
+)
 def test_nothing_changes(hw: Homework) -> None:
     assert_beams(hw, [[3, 1], [4, 0]], [0, 1], [0, 1])
 

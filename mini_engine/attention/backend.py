@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mini_engine.attention.naive import alibi_bias
+from mini_engine.attention.decode_batch import DecodeBatch, worth_padding
+from mini_engine.attention.naive import alibi_bias, sdpa_attention
 from mini_engine.attention.state import chunked_attention
 from mini_engine.batch import Attend, AttentionSpec, StepBatch
 from mini_engine.errors import ConfigError
@@ -120,7 +121,8 @@ class TorchBackend:
     """Plain PyTorch: gather each sequence's keys and attend to them, one sequence at a time.
 
     The reference for all other backends. It runs anywhere, in any dtype, with every feature of AttentionSpec. It knows
-    no blocks of keys, so the parts that deal with those are bypassed.
+    no blocks of keys, so the parts that deal with those are bypassed. Decodes of similar lengths are attended to in one
+    padded call (`DecodeBatch`), unless `masked_attention` is the reader's, which takes one sequence at a time.
     """
 
     bypasses: ClassVar[frozenset[str]] = frozenset({"classify_blocks", "physical_blocks", "physical_mask"})
@@ -133,6 +135,8 @@ class TorchBackend:
         self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
         self._windows = {spec.window for spec in specs}
         self._parts = parts
+        plain = all(spec.softcap is None and spec.alibi_slopes is None for spec in specs)
+        self._may_batch = plain and parts.masked_attention is sdpa_attention
 
     def plan(self, batch: StepBatch) -> None:
         self._slot_mapping = batch.slot_mapping
@@ -142,6 +146,9 @@ class TorchBackend:
         self._query_positions = [batch.positions[rows] for rows in self._rows]
         self._key_positions = _key_positions(batch)
         self._masks = {window: self._visible(batch, window) for window in self._windows}
+        self._decodes = None
+        if self._may_batch and worth_padding(batch, self.KEY_CHUNK):
+            self._decodes = DecodeBatch.of(batch, {window: self._parts.mask_mod(window) for window in self._windows})
 
     def _visible(self, batch: StepBatch, window: int | None) -> list[Bool[Tensor, "n m"] | None]:
         """Masks of all sequences for one kind of layer; None where a query sees every key."""
@@ -162,7 +169,12 @@ class TorchBackend:
     def run(self, spec: AttentionSpec, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         k_pages, v_pages = self._pages[spec.kv_layer]
         out = torch.empty_like(q)
-        for b, (rows, (pages, kv_len)) in enumerate(zip(self._rows, self._keys, strict=True)):
+        first = 0
+        if self._decodes is not None:
+            first = len(self._decodes.pages)
+            out[:first] = self._decodes.attend(spec, q[:first], k_pages, v_pages)
+        for b in range(first, len(self._rows)):
+            rows, (pages, kv_len) = self._rows[b], self._keys[b]
             k, v = (x[pages].flatten(0, 1)[:kv_len] for x in (k_pages, v_pages))
             bias = None
             if spec.alibi_slopes is not None:

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32, UInt8
 from torch import Tensor
 
 from mini_engine.sampling_params import SamplingParams
@@ -261,15 +261,41 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     """
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    starts = np.concatenate([[0], np.cumsum([-(-a.nbytes // 8) * 8 for a in arrays.values()])])
-    staging = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
-    for start, array in zip(starts, arrays.values(), strict=False):
-        staging[start : start + array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
-    moved = staging.to(device, non_blocking=True)
-    return {
-        name: moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
-        for start, (name, array) in zip(starts, arrays.items(), strict=False)
-    }
+    return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:
+    """Lay arrays end to end, each beginning at a multiple of 8 bytes.
+
+    Args:
+        arrays: name to array, of any shapes.
+        pin_memory: in memory that the GPU can read while the host goes on.
+    """
+    packed = torch.zeros(sum(_padded(array) for array in arrays.values()), dtype=torch.uint8, pin_memory=pin_memory)
+    start = 0
+    for array in arrays.values():
+        packed[start : start + array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        start += _padded(array)
+    return packed
+
+
+def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Views of what `pack` laid out, wherever that is now.
+
+    Args:
+        packed: the result of `pack`, moved.
+        arrays: those that were packed, for their shapes and dtypes.
+    """
+    views, start = {}, 0
+    for name, array in arrays.items():
+        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        views[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
+        start += _padded(array)
+    return views
+
+
+def _padded(array: np.ndarray) -> int:
+    return -(-array.nbytes // 8) * 8
 
 
 def _host(array: np.ndarray) -> Int32[Tensor, " n"]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.batch import SamplingBatch, StepBatch
+from mini_engine.batch import SamplingBatch, StepBatch, pack, unpack
 from mini_engine.sampling_params import SamplingParams
 
 
@@ -105,6 +105,26 @@ def test_sampling_batch_knows_how_much_must_be_sorted():
     assert needed(SamplingParams(), SamplingParams(temperature=0.0)) == (False, 0)
     assert needed(SamplingParams(top_k=5, top_p=0.5), SamplingParams(top_k=9)) == (False, 9)
     assert needed(SamplingParams(top_k=5), SamplingParams(top_p=0.5)) == (False, -1)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([np.int64, np.int32, np.float32, np.bool_]),
+            st.lists(st.integers(0, 4), min_size=1, max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_one_copy_keeps_shapes_dtypes_and_values(kinds):
+    """What goes to a GPU in one piece; packed and unpacked here on the host."""
+    rng = np.random.default_rng(0)
+    arrays = {str(i): rng.integers(0, 99, shape).astype(dtype) for i, (dtype, shape) in enumerate(kinds)}
+    arrays["transposed"] = np.arange(6).reshape(2, 3).T
+    for name, tensor in unpack(pack(arrays, pin_memory=False), arrays).items():
+        np.testing.assert_array_equal(tensor.numpy(), arrays[name])
+        assert tensor.numpy().dtype == arrays[name].dtype
 
 
 @pytest.mark.gpu

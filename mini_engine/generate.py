@@ -44,7 +44,7 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
         model: the model.
         sequences: new sequences, none computed yet.
         attn_backend: name of the attention backend.
-        parts: the engine's replaceable functions.
+        parts: the engine's replaceable parts.
     """
     weight = next(model.parameters())
     page_size = -(-max(sequence.max_len for sequence in sequences) // 128) * 128  # whole blocks, for any backend

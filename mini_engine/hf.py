@@ -280,7 +280,7 @@ class Inference:
         page_size: tokens of a page.
         attn_backend: name of the attention backend.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
-        parts: the engine's replaceable functions.
+        parts: the engine's replaceable parts.
         on_step: called after each step, as by `LLMEngine`.
 
     Attributes:

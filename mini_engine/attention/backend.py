@@ -79,7 +79,7 @@ def create_backend(name: str, specs: Sequence[AttentionSpec], cache: KVCache, pa
         name: a key of BACKENDS.
         specs: one for each layer of the model.
         cache: where keys and values are kept.
-        parts: the engine's replaceable functions.
+        parts: the engine's replaceable parts.
 
     Raises:
         ConfigError: if there is no such backend.

@@ -92,7 +92,7 @@ class FlexBackend:
     Args:
         specs: one for each layer of the model.
         cache: where keys and values are kept, in layout NHD.
-        parts: the engine's replaceable functions.
+        parts: the engine's replaceable parts.
         compiled: False computes everything in plain PyTorch, slowly: for tests. float64, which the compiled kernels do
             not have, is always computed so.
 

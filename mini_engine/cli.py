@@ -358,7 +358,7 @@ def _homework(
 
 def _small_engine(llm: "LLM", tokens: list[list[int]], params: "SamplingParams") -> "LLMEngine":
     """An engine for these requests with pages for two thirds of them, so that some are preempted."""
-    page_size = 16
+    page_size = llm.small_page_size
     pages = [-(-min(len(t) + params.max_tokens, llm.max_model_len) // page_size) for t in tokens]
     return llm.make_engine(num_pages=max(*pages, sum(pages) * 2 // 3), page_size=page_size)
 

@@ -95,6 +95,12 @@ class LLM:
             num_pages=num_pages, page_size=page_size, max_num_batched_tokens=max_num_batched_tokens
         )
 
+    @property
+    def small_page_size(self) -> int:
+        """Tokens of a page small enough to watch: 16, or what FlexAttention's kernels want on a GPU."""
+        on_gpu = next(self.model.parameters()).is_cuda
+        return 128 if on_gpu and self.attn_backend == "flex" else 16
+
     def make_engine(
         self,
         *,

@@ -20,7 +20,6 @@ from mini_engine.trace import Trace, TraceStep, traced_engine
 # Told apart on dark and light terminals alike; requests take them in turn.
 COLOURS = ("#3b8ea5", "#d9822b", "#4f9d5d", "#b55d9b", "#c9a227", "#5b73c4", "#c4524f", "#2f9e8f", "#8f6fc0", "#93733f")
 BARS = "▁▂▃▄▅▆▇█"
-PAGE_SIZE = 16
 LABELLED_ROWS = 8
 RATE_STEPS = 16  # tokens/s over so many steps
 
@@ -202,7 +201,7 @@ def watch_requests(
         llm: the model.
         prompts: tokens of each request.
         params: for all of them.
-        num_pages: pages of 16 tokens; default as many as all requests together may need.
+        num_pages: pages of `llm.small_page_size` tokens; default as many as all requests together may need.
 
     Returns:
         One output for each prompt, and the trace of the run.
@@ -211,9 +210,10 @@ def watch_requests(
         ConfigError: for a pool that cannot be.
         RequestError: for a request that cannot be served.
     """
+    page_size = llm.small_page_size
     if num_pages is None:
-        num_pages = sum(math.ceil(min(len(p) + params.max_tokens, llm.max_model_len) / PAGE_SIZE) for p in prompts)
-    engine, trace = traced_engine(llm, num_pages=num_pages, page_size=PAGE_SIZE)
+        num_pages = sum(math.ceil(min(len(p) + params.max_tokens, llm.max_model_len) / page_size) for p in prompts)
+    engine, trace = traced_engine(llm, num_pages=num_pages, page_size=page_size)
     sequences = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts, 1)]
     watch = Watch(trace)
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
@@ -240,14 +240,16 @@ def watch_chat(
         messages: of the conversation so far; grows.
         params: for every answer.
         chat_template: a Jinja template; default the model's own.
-        num_pages: pages of 16 tokens; default enough for the model, or for 4,096 tokens if it takes more.
+        num_pages: pages of `llm.small_page_size` tokens; default enough for the model, or for 4,096 tokens if it takes
+            more.
 
     Raises:
         ConfigError: for a pool that cannot be.
         RequestError: for a message that cannot be answered.
     """
+    page_size = llm.small_page_size
     engine, trace = traced_engine(
-        llm, num_pages=num_pages or math.ceil(min(llm.max_model_len, 4096) / PAGE_SIZE), page_size=PAGE_SIZE
+        llm, num_pages=num_pages or math.ceil(min(llm.max_model_len, 4096) / page_size), page_size=page_size
     )
     watch = Watch(trace)
     conversation = Text()

@@ -14,7 +14,7 @@ from rich.table import Table
 from mini_engine.bench import alternate, load_transformers, model_shape
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError
-from mini_engine.llm import LLM
+from mini_engine.llm import LLM, pick_device
 from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Machine, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Request = tuple[list[int], SamplingParams]
 # Serves all requests and returns the tokens of each: as many as it asked for.
 Serve = Callable[[Sequence[Request]], list[list[int]]]
-BLOCK = 256  # tokens of a block of transformers' paged cache: its own default
+BLOCK = 256  # tokens of a block of transformers' paged cache: its default, which versions have under different names
+PAGE_SIZE = 128  # of ours: what every backend takes, on every device
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,6 @@ def serve_continuous(model: "PreTrainedModel", max_num_batched_tokens: int) -> S
     def run(requests: Sequence[Request]) -> list[list[int]]:
         blocks = [-(-(len(prompt) + params.max_tokens) // BLOCK) + 1 for prompt, params in requests]
         config = ContinuousBatchingConfig(
-            page_size=BLOCK,
             num_blocks=sum(blocks),
             max_batch_tokens=max_num_batched_tokens,
             allow_block_sharing=False,
@@ -226,10 +226,20 @@ def run_throughput(
         raise ConfigError(f"unknown peer {unknown[0]!r}; choose one of: {', '.join(PEERS)}")
     if rounds < 1:
         raise ConfigError("rounds must be 1 or more")
+    requests = (workload or (GPU if pick_device(device).type == "cuda" else CPU)).requests()
+    # Room for all requests and no more: on a GPU the peers' caches stand beside ours.
+    pages = sum(-(-(len(prompt) + params.max_tokens) // PAGE_SIZE) for prompt, params in requests)
     for dtype in dtypes:
-        llm = LLM(model, dtype=dtype, device=device, attn_backend=attn_backend, max_batch_size=256)
+        llm = LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            attn_backend=attn_backend,
+            max_batch_size=256,
+            num_pages=pages,
+            page_size=PAGE_SIZE,
+        )
         weight = next(llm.model.parameters())
-        requests = (workload or (GPU if weight.is_cuda else CPU)).requests()
         engines = {"mini_engine": serve(llm.engine)}
         if peers:
             theirs = load_transformers(model, weight.dtype, weight.device)

@@ -5,12 +5,13 @@ import io
 import pytest
 import torch
 from rich.console import Console
+from transformers import ContinuousBatchingConfig
 
 from mini_engine.bench import load_transformers
 from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM
 from mini_engine.roofline import Machine
-from mini_engine.throughput import GPU, PEERS, Workload, least_seconds, measure, run_throughput, serve
+from mini_engine.throughput import BLOCK, GPU, PEERS, Workload, least_seconds, measure, run_throughput, serve
 
 FEW = Workload(5, (3, 9), (2, 7), temperature=0.0)
 
@@ -45,6 +46,12 @@ def test_every_peer_gives_our_tokens(llm, theirs, peer):
     assert (ours.engine, other.engine) == ("ours", peer)
     assert ours.equal == other.equal == 5
     assert ours.rate > 0 and other.rate > 0
+
+
+def test_blocks_are_as_long_as_transformers_makes_them():
+    """Named `block_size` up to 5.17, `page_size` since: the peer is not told, and its pool is counted in these."""
+    config = vars(ContinuousBatchingConfig())
+    assert (config.get("page_size") or config["block_size"]) == BLOCK
 
 
 def test_an_engine_that_drops_tokens_is_not_measured(llm):

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32", max_batch_size=8)
+    return LLM(dtype="float32", device="cpu", max_batch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def folder(request, tmp_path_factory):
 def test_tokens_are_those_of_a_run_alone(folder, attn_backend, window):
     """From a folder to tokens, in a pool where prefixes are shared and sequences preempted."""
     tiny = LLM(
-        folder, dtype="float64", attn_backend=attn_backend, num_pages=12, page_size=2, max_batch_size=3,
+        folder, dtype="float64", device="cpu", attn_backend=attn_backend, num_pages=12, page_size=2, max_batch_size=3,
         max_num_batched_tokens=8, max_model_len=24, sliding_window=window, prefix_sharing=True,
     )  # fmt: skip
     prompts = [[5, 9, 33, 7, 21, 6, 40], [5, 9, 33, 7, 21, 8], [5, 9, 33, 7, 21, 6, 41, 50], [9]]
@@ -155,11 +155,11 @@ def test_tokens_are_those_of_a_run_alone(folder, attn_backend, window):
 )
 def test_pools_and_steps_that_cannot_be_are_refused(folder, options, message):
     with pytest.raises(ConfigError, match=message):
-        LLM(folder, **options)
+        LLM(folder, device="cpu", **options)
 
 
 def test_a_pool_too_small_for_a_request_refuses_it_alone(folder):
-    tiny = LLM(folder, dtype="float64", num_pages=2, page_size=4)
+    tiny = LLM(folder, dtype="float64", device="cpu", num_pages=2, page_size=4)
     short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     large, small = tiny.generate([[5] * 6, [5] * 5], short)
     assert isinstance(large.error, RequestError) and "fill 3 pages" in str(large.error)

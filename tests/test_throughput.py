@@ -18,7 +18,7 @@ FEW = Workload(5, (3, 9), (2, 7), temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(dtype="float32", num_pages=16)
+    return LLM(dtype="float32", device="cpu", num_pages=16)
 
 
 @pytest.fixture(scope="module")

@@ -70,11 +70,18 @@ def fetch_assets() -> None:
 
 
 def _unpack(archive_file: Path, folder: Path, patterns: tuple[str, ...]) -> None:
+    """Write the files that match, and nothing outside the folder. (`extract` has its filter from Python 3.11.4 on.)"""
     with tarfile.open(archive_file) as archive:
         for member in archive:
-            member.name = member.name.removeprefix("package/")
-            if any(fnmatch(member.name, pattern) for pattern in patterns):
-                archive.extract(member, folder, filter="data")
+            name = member.name.removeprefix("package/")
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is None or not any(fnmatch(name, pattern) for pattern in patterns):
+                continue
+            target = (folder / name).resolve()
+            if not target.is_relative_to(folder.resolve()):
+                raise AssetError(f"{archive_file.name} wants to write outside its folder: {member.name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content.read())
 
 
 def package_folder(name: str) -> Path:

@@ -19,6 +19,8 @@ from mini_engine.batch import SamplingBatch
 from mini_engine.engine import EngineMetrics, LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.models.base import CausalLM, LanguageModel
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.registry import build_model
 from mini_engine.outputs import Piece, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling import sample
@@ -161,6 +163,29 @@ def test_preemption_happens_in_a_small_pool_and_changes_nothing(model):
             got[output.request_id].append(output.token_id)
     assert preempted >= 2
     assert list(got.values()) == [run_alone(model, [sequence(p, params)])[0] for p in prompts]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attn_backend", ["torch", "chunked"])
+def test_tokens_on_the_gpu_are_those_of_a_run_alone_on_the_host(family, attn_backend):
+    """In float64, exactly: sampled and greedy, preempted, in chunks and with shared prefixes."""
+    theirs = transformers_model(family, seed=2, dtype=torch.float64)
+    on_gpu = build_model(ModelConfig.from_hf(theirs.config.to_dict()), Parts(), torch.float64, torch.device("cuda"))
+    on_gpu.load_weights(theirs.state_dict())
+    engine = make_engine(
+        on_gpu, attn_backend=attn_backend, num_pages=12, page_size=2, max_batch_size=3, max_num_batched_tokens=7,
+        prefix_sharing=True,
+    )  # fmt: skip
+    prompts = [[5, 9, 33], [7, 8], [5, 9, 33, 18, 4], [1] * 11]
+    all_requests = [
+        (str(i), prompt, SamplingParams(temperature=float(i % 2), seed=i, max_tokens=12, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    got = serve(engine, {2 * i: [request] for i, request in enumerate(all_requests)})
+    assert engine.metrics.preemptions > 0
+    for name, prompt, params in all_requests:
+        assert got[name] == alone(DOUBLES[family], prompt, params), name
 
 
 def test_bad_requests_are_refused_and_the_others_finish(model):

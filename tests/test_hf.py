@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedTokenizerFast
 
+from book.random_models import GEMMA2_2B, NO_WORDS, QWEN3_0_6B, random_transformers_model
 from mini_engine import Inference, RequestOutput, SamplingParams
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.hf import HFModel
 from mini_engine.models.weights import load_tokenizer, open_checkpoint
+from mini_engine.sequence import Sequence
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
 from tests.test_engine import check_tokens, make_engine, serve
 from tests.test_generate import PROMPTS, sequence
@@ -361,6 +364,17 @@ def test_real_text_equals_transformers():
     assert outputs[0].text.startswith(" Paris")
 
 
+def assert_chosen_well(theirs: Any, outputs: list[RequestOutput]) -> None:
+    """Every token is one of the best in transformers' logits, to within the rounding of bfloat16."""
+    for output in outputs:
+        tokens = torch.tensor([output.prompt_token_ids + output.token_ids], device=theirs.device)
+        rows = torch.arange(len(output.prompt_token_ids) - 1, tokens.shape[1] - 1, device=theirs.device)
+        with torch.inference_mode():
+            logits = theirs(tokens, logits_to_keep=rows).logits[0]
+        chosen = logits.gather(1, torch.tensor(output.token_ids, device=theirs.device)[:, None])[:, 0]
+        assert (logits.max(dim=-1).values - chosen).max() <= 0.05 * logits.abs().max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_on_the_gpu_has_the_logits_of_transformers(family):
@@ -368,21 +382,43 @@ def test_bfloat16_on_the_gpu_has_the_logits_of_transformers(family):
     outputs = Inference(theirs, TOKENIZER, n_pages=64, page_size=16).generate(PROMPTS, GREEDY)
     agreed = [agree_until(o.token_ids, their_tokens(theirs, o.prompt_token_ids, 12)[0]) for o in outputs]
     print(f"{family}: tokens until the first difference, of 12: {agreed}")
-    for output in outputs:  # every token that we chose is one of transformers' best, to within bf16's rounding
-        tokens = output.prompt_token_ids + output.token_ids
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([tokens], device="cuda")).logits[0, len(output.prompt_token_ids) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(output.token_ids, device="cuda")[:, None])[:, 0]
-        assert (logits.max(dim=-1).values - chosen).max() <= 0.05 * logits.abs().max()
+    assert_chosen_well(theirs, outputs)
 
 
 @pytest.mark.gpu
-def test_real_text_in_bfloat16_on_the_gpu():
+@pytest.mark.parametrize("config", [QWEN3_0_6B, GEMMA2_2B], ids=["Qwen3-0.6B", "Gemma-2-2b"])
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_published_shapes_in_bfloat16_on_the_gpu(config, attn_backend):
+    """Long prompts in chunks, short ones, and a pool that is too small for all at once."""
+    theirs = random_transformers_model(config, torch.bfloat16, torch.device("cuda"))
+    preempted: list[Sequence] = []
+
+    def watch(_, report) -> None:
+        preempted.extend(report.schedule.preempted)
+
+    inference = Inference(
+        theirs, NO_WORDS, max_seq_length=8192, n_pages=64, page_size=128, max_batch_size=16, attn_backend=attn_backend,
+        max_num_batched_tokens=1024, on_step=watch,
+    )  # fmt: skip
+    lengths = [5000, 1, 127, 128, 129, 700, 900, 500, 250, 31]
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    outputs = inference.generate(prompts, replace(GREEDY, max_tokens=140))
+    print("preemptions:", len(preempted), inference.engine.metrics)
+    assert [len(output.token_ids) for output in outputs] == [140] * len(prompts)
+    assert preempted
+    assert_chosen_well(theirs, outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_real_text_in_bfloat16_on_the_gpu(attn_backend):
     """The first tokens of each answer are transformers': after that the two roundings may part."""
     checkpoint = open_checkpoint(EMBEDDED)
     load = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load(checkpoint.path, dtype=torch.bfloat16, device_map="cuda")
-    inference = Inference(theirs, load_tokenizer(checkpoint), max_seq_length=2048, n_pages=256, page_size=128)
+    tokenizer = load_tokenizer(checkpoint)
+    inference = Inference(theirs, tokenizer, attn_backend=attn_backend, max_seq_length=2048, n_pages=256, page_size=128)
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     texts = ["The capital of France is", "Once upon a time, there was a little", "1, 2, 3, 4,", "def add(a, b):"] * 4
     outputs = inference.generate(texts, params)

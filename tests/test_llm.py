@@ -184,9 +184,10 @@ def test_pages_by_default_are_as_many_as_can_be_used_or_as_the_memory_holds(monk
 
 
 @pytest.mark.gpu
-def test_bfloat16_on_the_gpu_agrees_with_float32_on_the_cpu(llm, prompts):
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_bfloat16_on_the_gpu_agrees_with_float32_on_the_cpu(llm, prompts, attn_backend):
     """Same text for as long as the two roundings allow: the first tokens of each answer, and the logits."""
-    gpu = LLM(dtype="bfloat16", device="cuda")
+    gpu = LLM(dtype="bfloat16", device="cuda", attn_backend=attn_backend)
     short = SamplingParams(temperature=0.0, max_tokens=32)
     pairs = zip(llm.generate(prompts, short), gpu.generate(prompts, short), strict=True)
     agreements = [

@@ -5,7 +5,6 @@
 The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR where one is given.
 """
 
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from book.experiment import command_line, record
-from mini_engine import LLM, SamplingParams
+from mini_engine import LLM, SamplingParams, throughput
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.batch import AttentionSpec
 from mini_engine.bench import Measurement, alternate, bound_seconds, random_prompts, run_bench
@@ -89,19 +88,6 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     return rows
 
 
-def mixed_requests(llm: LLM) -> list[tuple[list[int], SamplingParams]]:
-    """Thirty-two prompts of 16 to 128 tokens with answers of 16 to 96, as they come."""
-    rng = random.Random(1)
-    vocab = llm.model.config.vocab_size
-    return [
-        (
-            [rng.randrange(100, vocab) for _ in range(rng.randint(16, 128))],
-            SamplingParams(temperature=0.0, max_tokens=rng.randint(16, 96), ignore_eos=True),
-        )
-        for _ in range(32)
-    ]
-
-
 def serve_static(llm: LLM, requests: list[tuple[list[int], SamplingParams]], attn_backend: str, slabs: int) -> int:
     """Chapter 04's loop: as many requests at a time as there are slabs. Returns the tokens that came out."""
     tokens = 0
@@ -141,7 +127,7 @@ def serve_paged(engine: LLMEngine, requests: list[tuple[list[int], SamplingParam
 def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     """Tokens/s of chapters 04 to 07 in the memory of eight slabs, in turns."""
     llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
-    requests = mixed_requests(llm)
+    requests = throughput.CPU.requests()
     page_size = 128 if device == "cuda" else 16
     longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
     engine = llm.make_engine(num_pages=SLABS * -(-longest // page_size), page_size=page_size)
@@ -155,11 +141,8 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     assert all(run() == expected for run in runs.values())
     weight = next(llm.model.parameters())
     machine = measure_machine(weight.device, weight.dtype)
-    # The least: each step at the machine's rates, with all requests in one batch of their average length.
-    average = round(expected / len(requests))
-    prompts = [prompt for prompt, _ in requests]
-    bound = expected / bound_seconds(llm.model.config, machine, prompts, average, weight.element_size())
-    source = "all requests in one batch, prefill and decode steps at the measured rates"
+    bound = expected / throughput.least_seconds(llm.model.config, machine, requests, weight.element_size())
+    source = "all prompts at once, then a step for each token of those that still run, at the measured rates"
     seconds = alternate(list(runs.values()), ROUNDS - 1)
     return [
         results.Row(

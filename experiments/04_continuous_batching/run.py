@@ -20,46 +20,24 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
 from book.experiment import command_line, record
+from book.random_models import NO_WORDS, QWEN3_0_6B, random_model
+from mini_engine.bench import model_shape
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.engine import LLMEngine
 from mini_engine.generate import generate_steps
 from mini_engine.models.base import CausalLM
-from mini_engine.models.config import ModelConfig
-from mini_engine.models.registry import build_model
 from mini_engine.models.weights import load_model, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
-from mini_engine.rope import RopeConfig
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.sequence import Sequence as Running
 
 PAGE_SIZE = 16
-QWEN3_0_6B = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    hidden_act="silu",
-    norm_eps=1e-6,
-    tie_word_embeddings=True,
-    layer_types=("full_attention",) * 28,
-    rope=RopeConfig(theta=1e6, head_dim=128),
-)
-# The engine turns tokens into text; what the text is matters to nobody here, and every policy does the same.
-NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
 
 
 @dataclass(frozen=True)
@@ -264,33 +242,17 @@ def rows_of(
     ]
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
-    return ModelShape(
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.vocab_size,
-    )
-
-
 def make_model(device: torch.device) -> CausalLM:
     """The embedded model, or on a GPU a larger shape with random weights: speed does not depend on their values."""
     if device.type == "cpu":
         return load_model(open_checkpoint("smollm2-135m-instruct"), Parts(), torch.float32, device)
-    model = build_model(QWEN3_0_6B, Parts(), torch.bfloat16, device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-    return model
+    return random_model(QWEN3_0_6B, torch.bfloat16, device)
 
 
 def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[results.Row]:
     """Serve the same requests by every policy, after a few that do not count."""
     requests = arrivals(workload, model.config.vocab_size)
-    bound = bounds(shape_of(model.config), workload, requests, machine)
+    bound = bounds(model_shape(model.config), workload, requests, machine)
     warm_up = [replace(r, arrival=0.0, num_tokens=3) for r in (*requests[:2], requests[workload.long_index])]
     rows = []
     for policy, serve in policies(workload).items():

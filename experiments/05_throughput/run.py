@@ -16,19 +16,17 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, ledger, results
 from book.experiment import command_line, record
+from book.random_models import NO_WORDS, QWEN3_0_6B, random_model, random_transformers_model
 from mini_engine.bench import load_transformers
 from mini_engine.engine import LLMEngine
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.registry import build_model
 from mini_engine.models.weights import load_model, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, measure_machine
@@ -38,21 +36,6 @@ MODEL = "smollm2-135m-instruct"
 PAGE_SIZE = 128
 OURS = "mini_engine, flex"  # the engine of the ledger
 STEP_TOKENS = 2048  # most tokens of a step, ours and of transformers' continuous batching
-QWEN3_0_6B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    tie_word_embeddings=True,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    architectures=["Qwen3ForCausalLM"],
-)
-# The engine turns tokens into text; what the text is matters to nobody here.
-NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
 
 
 @dataclass(frozen=True)
@@ -77,13 +60,7 @@ def make_models(device: torch.device, dtype: torch.dtype) -> tuple[CausalLM, Pre
     if device.type == "cpu":
         ours = load_model(open_checkpoint(MODEL), Parts(), dtype, device)
         return ours, load_transformers(MODEL, dtype, device)
-    ours = build_model(ModelConfig.from_hf(QWEN3_0_6B.to_dict()), Parts(), dtype, device)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.normal_(std=0.02)
-    with device:
-        theirs = AutoModelForCausalLM.from_config(QWEN3_0_6B, dtype=dtype)
-    return ours, theirs.eval()
+    return random_model(QWEN3_0_6B, dtype, device), random_transformers_model(QWEN3_0_6B, dtype, device)
 
 
 def make_engine(model: CausalLM, attn_backend: str, requests: Sequence[Request]) -> LLMEngine:

@@ -1,0 +1,68 @@
+"""Models of published shapes with random weights: speed does not depend on a weight's value."""
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.registry import build_model
+from mini_engine.parts import Parts
+
+QWEN3_0_6B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    architectures=["Qwen3ForCausalLM"],
+)
+GEMMA2_2B = Gemma2Config(
+    vocab_size=256_000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    max_position_embeddings=8192,
+    architectures=["Gemma2ForCausalLM"],
+)
+# An engine turns tokens into text. Random weights have nothing to say: every token is the same word.
+NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Our model of this shape.
+
+    Args:
+        config: as transformers has it.
+        dtype: of the weights.
+        device: where they are made.
+    """
+    model = build_model(ModelConfig.from_hf(config.to_dict()), Parts(), dtype, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    return model
+
+
+def random_transformers_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """transformers' model of this shape; its weights are others."""
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

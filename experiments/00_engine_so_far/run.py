@@ -166,6 +166,9 @@ def peer_rows(measurements: list[Measurement]) -> list[results.Row]:
 
 def main() -> None:
     arguments = command_line(__doc__).parse_args()
+    # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds: each step
+    # of transformers is one. Ours does without it, and theirs is served better so.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     rows = chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
     measurements = run_bench(
         Console(),

@@ -285,9 +285,6 @@ def main() -> None:
     arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
-    # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds, once in a
-    # process. Each token is a new length: the first policy would pay for all.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     model = make_model(device)
     dtype = next(model.parameters()).dtype
     rows = measure(model, workload, measure_machine(device, dtype))

@@ -128,6 +128,9 @@ def main() -> None:
     arguments = options.parse_args()
     device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
     requests = setting.workload.requests()
+    # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds: each step
+    # of transformers is one. Ours does without it, and theirs is served better so.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     rows = []
     for dtype in setting.dtypes:
         ours, theirs = make_models(device, dtype)

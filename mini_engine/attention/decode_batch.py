@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from mini_engine.attention.masks import MaskMod
+from mini_engine.attention.naive import fused_attention
 from mini_engine.batch import AttentionSpec, StepBatch, to_device
 
 
@@ -83,11 +83,5 @@ class DecodeBatch:
         k, v = (x[self.pages].flatten(1, 2)[:, : mask.shape[-1]] for x in (k_pages, v_pages))
         for x in (k, v):
             x[self.padding] = 0
-        out = F.scaled_dot_product_attention(
-            q.unflatten(1, (spec.num_kv_heads, -1)),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            scale=spec.scale,
-        )
-        return out.flatten(1, 2)
+        queries = q.unflatten(1, (spec.num_kv_heads, -1))
+        return fused_attention(queries, k.transpose(1, 2), v.transpose(1, 2), scale=spec.scale, mask=mask).flatten(1, 2)

@@ -7,6 +7,7 @@ Every other attention of this engine is tested against `masked_attention`. Queri
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -138,21 +139,58 @@ def sdpa_attention(
         queries = q.unflatten(1, (num_kv_heads, -1))
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[:, 0].unflatten(0, (num_kv_heads, -1))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=attn_mask, scale=scale)
-        return out.flatten(1, 2)
+        return fused_attention(queries, keys, values, scale=scale, mask=attn_mask).flatten(1, 2)
+    if q.is_cuda and attn_mask is not None:
+        # The one fused kernel on a GPU that takes a mask wants a key head for each query head.
+        keys, values = (x.repeat_interleave(num_qo_heads // num_kv_heads, dim=1) for x in (keys, values))
     # Told that a mask is causal, the kernel skips the half it hides. The look costs 2 % of what it saves, on a CPU;
     # on a GPU it would make the host wait for the device.
     causal = bias is None and mask is not None and n == m and mask.device.type == "cpu" and _is_causal(mask)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys,
-        values,
-        attn_mask=None if causal else attn_mask,
+    shown = None if causal else attn_mask
+    out = fused_attention(q.transpose(0, 1)[None], keys, values, scale=scale, mask=shown, causal=causal)
+    return out[0].transpose(0, 1)
+
+
+def fused_attention(
+    q: Float[Tensor, "B Hq n D"],
+    k: Float[Tensor, "B Hk m D"],
+    v: Float[Tensor, "B Hk m D"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "*mask"] | Float[Tensor, "*mask"] | None = None,
+    causal: bool = False,
+) -> Float[Tensor, "B Hq n D"]:
+    """PyTorch's fused attention without cuDNN's kernel, which it would prefer on a Hopper GPU.
+
+    cuDNN makes a plan for every new shape, for tens of milliseconds, and each token of a sequence is a new shape. And
+    to a query that sees no key it does not give 0.
+
+    Args:
+        q: queries, `[B, Hq, n, D]`.
+        k: keys, `[B, Hk, m, D]`; Hk divides Hq.
+        v: values, `[B, Hk, m, D]`.
+        scale: factor on the scores.
+        mask: True where a query sees a key, or numbers to add to the scores; broadcast to `[B, Hq, n, m]`.
+        causal: query i sees keys 0 to i, and there is no mask.
+    """
+    attend = partial(
+        F.scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        attn_mask=mask,
         is_causal=causal,
         scale=scale,
-        enable_gqa=num_qo_heads != num_kv_heads,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out[0].transpose(0, 1)
+    if not q.is_cuda:
+        return attend()
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return attend()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _is_causal(mask: Bool[Tensor, "n n"]) -> bool:

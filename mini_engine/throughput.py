@@ -162,8 +162,11 @@ PEERS: dict[str, Callable[["PreTrainedModel", int], Serve]] = {
 
 
 def measure(engines: Mapping[str, Serve], requests: Sequence[Request], rounds: int) -> list[Throughput]:
-    """Serve the requests with each engine in turns, after a warm-up: all prompts, with two tokens of output each."""
-    begun = [(prompt, replace(params, max_tokens=2)) for prompt, params in requests]
+    """Serve the requests with each engine in turns, after a warm-up: all prompts, with a sixteenth of their outputs.
+
+    These end one after the other too: what an engine compiles for some number of running requests, it compiles then.
+    """
+    begun = [(prompt, replace(params, max_tokens=max(2, params.max_tokens // 16))) for prompt, params in requests]
     outputs: dict[str, list[list[int]]] = {}
 
     def run(name: str, own: Sequence[Request]) -> None:

@@ -199,33 +199,35 @@ def results_page_markdown(root: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
-def so_far(chapter: int, device: str = "") -> Table:
-    """The table "engine so far" up to `chapter`: what each chapter adds, and the engine's speed and bytes with it.
+def so_far(chapter: int) -> Table:
+    """The table "engine so far" up to `chapter`: what each chapter adds, and the engine's bytes and speeds with it.
 
-    `docs/engine_so_far.toml` holds the words; the figures are those that each chapter's experiment recorded on the
-    device whose name contains `device`.
+    `docs/engine_so_far.toml` holds the words; the figures are those that each chapter's experiment recorded, the speeds
+    on every device.
     """
     root = repository_root()
-    entries = tomllib.loads((root / "docs" / "engine_so_far.toml").read_text(encoding="utf-8"))["chapter"]
-    rows, sources = [], []
-    for entry in sorted(entries, key=lambda entry: entry["number"]):
-        if entry["number"] <= chapter:
-            results = [r for r in load(entry["experiment"], root) if device.lower() in r.device.lower()]
-            figures = [_only(results, f, entry["number"]) for f in (ENGINE_SPEED, ENGINE_BYTES, ENGINE_THROUGHPUT)]
-            rows.append([f"{entry['number']:02}", entry["adds"], *figures])
-            sources += [r.device for r in results if set(figures) != {"–"}]
-    caption = f"Measured on {'; '.join(sorted(set(sources)))}." if sources else "Nothing measured yet."
-    header = ["chapter", "what it adds", "tokens/s, one request", "bytes read per token", "tokens/s, 32 requests"]
-    return Table(header, rows, caption)
+    words = tomllib.loads((root / "docs" / "engine_so_far.toml").read_text(encoding="utf-8"))["chapter"]
+    entries = sorted((entry for entry in words if entry["number"] <= chapter), key=lambda entry: entry["number"])
+    recorded = [r for name in dict.fromkeys(entry["experiment"] for entry in entries) for r in load(name, root)]
+    devices = sorted({r.device for r in recorded if any(row.figure == ENGINE_SPEED for row in r.rows)})
 
+    def cell(entry: Mapping[str, int | str], device: str, figure: str) -> str:
+        results = [r for r in recorded if (r.experiment, r.device) == (entry["experiment"], device)]
+        rows = [
+            row for r in results for row in r.rows if (row.figure, row.case.get("chapter")) == (figure, entry["number"])
+        ]
+        if len(rows) > 1:
+            raise ValueError(f"{entry['experiment']}: {len(rows)} rows of {figure!r}: record one case")
+        if not rows:
+            return "–"
+        return quantity(rows[0].value, "B") if figure == ENGINE_BYTES else number(rows[0].value)
 
-def _only(results: Sequence[Result], figure: str, chapter: int) -> str:
-    rows = [row for result in results for row in result.rows]
-    found = [row for row in rows if row.figure == figure and row.case.get("chapter") == chapter]
-    if len(found) > 1:
-        raise ValueError(
-            f"{results[0].experiment}: {len(found)} rows of {figure!r}: name the device, and record one case"
-        )
-    if not found:
-        return "–"
-    return quantity(found[0].value, "B") if figure == ENGINE_BYTES else number(found[0].value)
+    header = ["chapter", "what it adds", "bytes read per token"]
+    header += [f"{device}: {what}" for device in devices for what in ("one request", "32 requests")]
+    rows = [
+        [f"{entry['number']:02}", entry["adds"]]
+        + [cell(entry, devices[0], ENGINE_BYTES) if devices else "–"]
+        + [cell(entry, device, figure) for device in devices for figure in (ENGINE_SPEED, ENGINE_THROUGHPUT)]
+        for entry in entries
+    ]
+    return Table(header, rows, "The speeds are in tokens/s." if devices else "Nothing measured yet.")

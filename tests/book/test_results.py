@@ -123,20 +123,23 @@ def test_so_far_grows_with_the_chapters_and_types_no_number(root: Path) -> None:
     (root / "docs").mkdir()
     entry = '[[chapter]]\nnumber = {0}\nadds = "part {0}"\nexperiment = "0{0}_x"\n'
     (root / "docs" / "engine_so_far.toml").write_text(entry.format(2) + entry.format(1), encoding="utf-8")
-    assert results.so_far(2).rows == [["01", "part 1", "–", "–", "–"], ["02", "part 2", "–", "–", "–"]]
+    assert results.so_far(2).rows == [["01", "part 1", "–"], ["02", "part 2", "–"]]
+    assert results.so_far(2).caption == "Nothing measured yet."
     rows = (
         SPEED,
         Row(ENGINE_BYTES, 2.7e8, "B", 2.7e8, "the weights, once", {"chapter": 2}),
         Row(ENGINE_THROUGHPUT, 90.0, "tokens/s", 400.0, "the weights, once a step", {"chapter": 2}),
     )
     results.write(result("02_x", rows=rows))
-    assert results.so_far(1).rows == [["01", "part 1", "–", "–", "–"]]
-    assert results.so_far(2).rows[1] == ["02", "part 2", "30", "270 MB", "90"]
-    assert results.so_far(2).caption == "Measured on GPU X."
-    results.write(result("02_x", device="CPU Y", rows=rows))
-    with pytest.raises(ValueError, match="name the device"):
+    assert results.so_far(1).rows == [["01", "part 1", "–"]]
+    assert results.so_far(2).rows == [["01", "part 1", "–", "–", "–"], ["02", "part 2", "270 MB", "30", "90"]]
+    results.write(result("02_x", device="CPU Y", rows=rows[:2]))
+    devices = ["CPU Y: one request", "CPU Y: 32 requests", "GPU X: one request", "GPU X: 32 requests"]
+    assert results.so_far(2).head[3:] == devices
+    assert results.so_far(2).rows[1] == ["02", "part 2", "270 MB", "30", "–", "30", "90"]
+    results.write(result("02_x", device="CPU Y", rows=(SPEED, SPEED)))
+    with pytest.raises(ValueError, match="2 rows of"):
         results.so_far(2)
-    assert results.so_far(2, device="cpu").caption == "Measured on CPU Y."
 
 
 def test_a_readme_gets_its_numbers_from_the_results(root: Path) -> None:

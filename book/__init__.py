@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from book import figures, timing, units
     from book.display import Table, mermaid, show
     from book.environment import device_name, setup, versions
+    from book.experiment import on_gpu
     from book.predictions import compare, predict
     from book.results import recorded, so_far
     from book.timing import measure
@@ -20,6 +21,7 @@ _HOMES = {
     "device_name": "environment",
     "measure": "timing",
     "mermaid": "display",
+    "on_gpu": "experiment",
     "predict": "predictions",
     "recorded": "results",
     "setup": "environment",
@@ -36,6 +38,7 @@ __all__ = [
     "figures",
     "measure",
     "mermaid",
+    "on_gpu",
     "predict",
     "recorded",
     "setup",

@@ -1,12 +1,15 @@
-"""What every experiment's run.py does around its measurements: choose a device, and record what it found."""
+"""Running experiments: what every run.py does around its measurements, and how a notebook shows one on a GPU."""
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from book import results
+from book.paths import repository_root
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
@@ -33,3 +36,27 @@ def record(result: results.Result, out: Path | None, in_readme: Collection[str])
     print(results.write(result, out))
     if out is None:
         results.fill_readme(result.experiment, in_readme)
+
+
+def on_gpu(experiment: str) -> results.Result:
+    """An experiment's result on a GPU: this machine's if it has one, otherwise the recorded one.
+
+    The experiment runs at the first call, for a minute or so, and its result is kept in `.cache/on_gpu`.
+
+    Args:
+        experiment: its folder's name.
+    """
+    recorded = results.recorded(experiment, "NVIDIA")
+    if not torch.cuda.is_available():
+        return recorded
+    root = repository_root()
+    kept = root / ".cache" / "on_gpu"
+    if not results.load(experiment, kept):
+        run_py = root / "experiments" / experiment / "run.py"
+        command = [sys.executable, str(run_py), "--device", "cuda", "--out", str(kept)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:  # a smaller GPU, out of memory
+            why = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]
+            print(f"{experiment} did not run on this GPU ({why[0]}). Shown is what was recorded on another.")
+            return recorded
+    return results.load(experiment, kept)[0]

@@ -1,0 +1,54 @@
+"""A notebook's experiment runs on the reader's GPU once, and is what was recorded where that cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from book import experiment, results
+from book.results import Result, Row
+
+RUN = """
+import json, sys
+from pathlib import Path
+{first}
+out = Path(sys.argv[sys.argv.index("--out") + 1]) / "experiments/01_first/results"
+out.mkdir(parents=True)
+recorded = json.loads((Path(__file__).parent / "results/nvidia-x.json").read_text())
+(out / "nvidia-mine.json").write_text(json.dumps(recorded | {{"device": "NVIDIA mine"}}))
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "chapters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    row = Row("latency", 1.0, "s", None, "none: an example")
+    for device in ("NVIDIA X", "CPU Y"):
+        results.write(Result("01_first", device, "2026-01-01", {"torch": "2"}, {}, [row]))
+    return tmp_path
+
+
+def has_gpu(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: answer)
+
+
+def test_without_a_gpu_it_is_the_recorded_one(root, monkeypatch):
+    has_gpu(monkeypatch, False)
+    assert experiment.on_gpu("01_first").device == "NVIDIA X"
+    assert not (root / ".cache").exists()
+
+
+def test_with_a_gpu_it_runs_once(root, monkeypatch):
+    has_gpu(monkeypatch, True)
+    run_py = root / "experiments" / "01_first" / "run.py"
+    run_py.write_text(RUN.format(first='assert sys.argv[sys.argv.index("--device") + 1] == "cuda"'))
+    assert experiment.on_gpu("01_first").device == "NVIDIA mine"
+    run_py.unlink()
+    assert experiment.on_gpu("01_first").device == "NVIDIA mine"
+
+
+def test_where_it_fails_the_reader_is_told_why(root, monkeypatch, capsys):
+    has_gpu(monkeypatch, True)
+    (root / "experiments" / "01_first" / "run.py").write_text(RUN.format(first='sys.exit("CUDA out of memory")'))
+    assert experiment.on_gpu("01_first").device == "NVIDIA X"
+    assert "did not run on this GPU (CUDA out of memory)" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def chunk_size_figure(result: Result) -> Axes:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ax.set_xticks(powers := [size for size in sorted(sizes) if math.log2(size) % 2 == 0], [f"{x:,}" for x in powers])
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y >= 1 else f"1/{1 / y:g}")
     ax.set(xlabel="keys in a chunk", ylabel="times as fast as naive")
     ax.grid(True)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))

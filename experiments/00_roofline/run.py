@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -201,29 +201,49 @@ def machine_rows(machines: list[Machine]) -> list[results.Row]:
     return [results.Row("memory read", machines[0].bandwidth, "B/s", None, source), *rates]
 
 
-def operator_rows(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
-    """Every operator in every case beside its bound, and their sum over a layer."""
-    one = torch.ones(1, device=device)
-    floor = seconds_per_call([lambda: one + one] * 64, device)
-    rows = [results.Row("one addition", floor, "s", None, "nothing to move: what calling an operator costs")]
+@dataclass(frozen=True)
+class Timed:
+    """One operator in one case: what it must do, and the time it took."""
+
+    name: str
+    case: Case
+    cost: Cost
+    seconds: float
+
+
+def time_operators(setting: Setting, device: torch.device) -> list[Timed]:
+    """Every operator of a layer, and the output projection, in every case."""
+    shape, size = setting.shape, setting.dtype.itemsize
+    timed = []
     for case in setting.cases:
         makers = operators(setting, case, device)
-        costs = decoder_layer_costs(
-            setting.shape, case.num_tokens, case.kv_len, setting.dtype.itemsize, batch_size=case.batch_size
-        )
-        sizes = case.batch_size, setting.shape.hidden_size, setting.shape.vocab_size
+        costs = decoder_layer_costs(shape, case.num_tokens, case.kv_len, size, batch_size=case.batch_size)
+        costs |= {"lm_head": linear_cost(case.batch_size, shape.hidden_size, shape.vocab_size, size)}
+        for name, cost in costs.items():
+            seconds = seconds_per_call(rotating(makers[name], cost, setting.rotate_bytes), device)
+            timed.append(Timed(name, case, cost, seconds))
+    return timed
+
+
+def operator_rows(timed: list[Timed], machine: Machine) -> list[results.Row]:
+    """Every operator beside its bound, and after each case their sum over a layer."""
+    rows = []
+    for case in dict.fromkeys(own.case for own in timed):
         labels: dict[str, results.Setting] = {"step": case.name, "batch": case.batch_size}
         labels |= {"tokens": case.num_tokens, "keys": case.kv_len}
-        layer = [0.0, 0.0]
-        for name, cost in {**costs, "lm_head": linear_cost(*sizes, setting.dtype.itemsize)}.items():
-            seconds = seconds_per_call(rotating(makers[name], cost, setting.rotate_bytes), device)
-            bound = cost.seconds(machine)
-            source = "bytes / bandwidth" if cost.is_memory_bound(machine) else "FLOPs / FLOP rate"
-            rows.append(results.Row(name, seconds, "s", bound, source, labels))
-            if name in costs:
-                layer = [layer[0] + seconds, layer[1] + bound]
-        rows.append(results.Row("layer", layer[0], "s", layer[1], "sum of its operators' bounds", labels))
+        of_case = [own for own in timed if own.case == case]
+        for own in of_case:
+            source = "bytes / bandwidth" if own.cost.is_memory_bound(machine) else "FLOPs / FLOP rate"
+            rows.append(results.Row(own.name, own.seconds, "s", own.cost.seconds(machine), source, labels))
+        in_layer = [own for own in of_case if own.name != "lm_head"]
+        seconds, bound = sum(own.seconds for own in in_layer), sum(own.cost.seconds(machine) for own in in_layer)
+        rows.append(results.Row("layer", seconds, "s", bound, "sum of its operators' bounds", labels))
     return rows
+
+
+def faster(a: Machine, b: Machine) -> Machine:
+    """The better of two measurements of one machine, rate by rate."""
+    return replace(a, bandwidth=max(a.bandwidth, b.bandwidth), flops=max(a.flops, b.flops))
 
 
 def main() -> None:
@@ -232,12 +252,18 @@ def main() -> None:
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)
     dtypes = [setting.dtype, *({torch.float32, torch.bfloat16} - {setting.dtype})]
-    machines = [measure_machine(device, dtype) for dtype in dtypes]
+    before = [measure_machine(device, dtype) for dtype in dtypes]
     # glibc's malloc returns large blocks to the system on every free, and the next one is cleared page by page. Freeing
     # one block of 31 MiB raises the threshold: operators reuse memory, as in a program that has run for a while.
     torch.empty(31 * 2**20, dtype=torch.uint8)
     with torch.inference_mode():
-        rows = machine_rows(machines) + operator_rows(setting, device, machines[0])
+        one = torch.ones(1, device=device)
+        floor = seconds_per_call([lambda: one + one] * 64, device)
+        timed = time_operators(setting, device)
+    # A shared machine is not equally fast at all times: a bound is the best that was seen, before or after.
+    machines = [faster(own, measure_machine(device, dtype)) for own, dtype in zip(before, dtypes, strict=True)]
+    calling = results.Row("one addition", floor, "s", None, "nothing to move: what calling an operator costs")
+    rows = [*machine_rows(machines), calling, *operator_rows(timed, machines[0])]
     dtype = str(setting.dtype).removeprefix("torch.")
     result = results.new_result("00_roofline", rows, {"model": setting.model, "dtype": dtype}, arguments.device)
     record(result, arguments.out, {"layer", "memory read", "matrix product"})

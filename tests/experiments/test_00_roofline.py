@@ -16,13 +16,19 @@ def test_every_operator_is_measured_once_in_every_case() -> None:
     cases = (run.Case("prefill", 1, 5, 5), run.Case("decode", 1, 1, 5), run.Case("decode", 3, 1, 5))
     setting = replace(run.CPU, shape=shape, cases=cases, rotate_bytes=1)
     machine = Machine("a machine", "float32", bandwidth=1e9, flops=1e9)
-    rows = run.operator_rows(setting, torch.device("cpu"), machine)
+    rows = run.operator_rows(run.time_operators(setting, torch.device("cpu")), machine)
     operators = [*decoder_layer_costs(shape, 1, 5, 4), "lm_head"]
-    assert [row.figure for row in rows] == ["one addition", *([*operators, "layer"] * 3)]
+    assert [row.figure for row in rows] == [*operators, "layer"] * 3
     layers = [row for row in rows if row.figure == "layer"]
     for layer in layers:
         parts = [row for row in rows if row.case == layer.case and row.figure in operators[:-1]]
         assert layer.bound == sum(row.bound for row in parts)
+        assert layer.value == sum(row.value for row in parts) > 0
+
+
+def test_the_better_rates_are_the_bound() -> None:
+    one, other = (Machine("a machine", "float32", bandwidth=b, flops=f) for b, f in ((1e9, 5e9), (2e9, 4e9)))
+    assert run.faster(one, other) == Machine("a machine", "float32", bandwidth=2e9, flops=5e9)
 
 
 def test_operands_rotate_through_as_much_memory_as_is_asked() -> None:

@@ -117,7 +117,7 @@ def execute(notebook: "NotebookNode", folder: Path) -> "NotebookNode":
 
     client = NotebookClient(
         notebook,
-        timeout=300,
+        timeout=600,  # on a GPU a cell may run an experiment
         kernel_name="python3",
         record_timing=False,
         extra_arguments=["--log-level=ERROR"],  # the kernel warns of its own transport at every start
@@ -248,7 +248,7 @@ def test(
     if not files:
         typer.echo("no notebooks yet")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=120"]
+    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=600"]
     command += [f"--nbval-sanitize-with={root / 'nbval.cfg'}"]
     if min(workers, len(files)) > 1:
         command += ["-n", str(min(workers, len(files))), "--dist=loadfile"]  # a notebook's cells belong together

@@ -47,6 +47,15 @@ def test_filters_equal_transformers(params, seed):
         assert torch.equal(got[row : row + 1], want), own
 
 
+def test_a_top_p_of_one_keeps_what_rounding_loses():
+    """Weights below a float's last digit change no sum; they stay all the same, beside rows that ask for less."""
+    logits = torch.tensor([[0.0, -1.0, -30.0, -40.0]]).expand(2, -1)
+    params = [SamplingParams(top_k=3, top_p=1.0), SamplingParams(top_k=3, top_p=0.9)]
+    batch = SamplingBatch.build(params, seeds=[0, 0], positions=[0, 0])
+    kept = filter_logits(logits, batch.top_k, batch.top_p, batch.min_p, batch.max_candidates) > -torch.inf
+    assert kept.tolist() == [[True, True, True, False], [True, True, False, False]]
+
+
 def test_temperature_equals_transformers():
     """The likelihoods of samples at a temperature are those of transformers' scaled logits."""
     logits = random_logits(1, 5, scale=1.0)

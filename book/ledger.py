@@ -73,7 +73,8 @@ def markdown(root: Path | None = None) -> str:
             before = entry.row.value
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
         header = ["date", "what changed", "measured", "of the bound", "gain"]
-        parts.append(f"## {device}\n\n{what}\n\n{Table(header, rows, f'Versions of the last line: {versions}.').markdown()}")
+        table = Table(header, rows, f"Versions of the last line: {versions}.")
+        parts.append(f"## {device}\n\n{what}\n\n{table.markdown()}")
     return "\n\n".join(parts) or "Nothing is recorded yet."
 
 

@@ -73,6 +73,8 @@ class StepBatch:
         kv_lens: [B] host. Keys of each sequence once this step's are stored.
         qo_indptr: [B+1] host. First row of each sequence, and T.
         kv_page_indptr: [B+1] host. First entry of each sequence in `kv_page_indices`, and P.
+        host_page_indices: [P] host. `kv_page_indices` once more: a plan can tell whether pages have changed since
+            the last step, and need not wait for the device.
         kv_last_page_len: [B] host. Keys in the last page of each sequence, 1 to page_size.
         num_decodes: the first `num_decodes` sequences have one new token each.
         page_size: keys that fit in one page.
@@ -88,6 +90,7 @@ class StepBatch:
     kv_lens: Int32[Tensor, " B"]
     qo_indptr: Int32[Tensor, " B+1"]
     kv_page_indptr: Int32[Tensor, " B+1"]
+    host_page_indices: Int32[Tensor, " P"]
     kv_last_page_len: Int32[Tensor, " B"]
     num_decodes: int
     page_size: int
@@ -164,6 +167,7 @@ class StepBatch:
             qo_indptr=_host(qo_indptr),
             kv_lens=_host(lens),
             kv_page_indptr=_host(page_indptr),
+            host_page_indices=_host(page_ids),
             kv_last_page_len=_host((lens - 1) % page_size + 1),
             num_decodes=num_decodes,
             page_size=page_size,

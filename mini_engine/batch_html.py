@@ -28,7 +28,7 @@ def render(batch: "StepBatch") -> str:
         _row("qo_indptr", "B+1", batch.qo_indptr.tolist(), bounds),
         _row("kv_lens", "B", batch.kv_lens.tolist(), sequences),
         _row("kv_page_indptr", "B+1", batch.kv_page_indptr.tolist(), bounds),
-        _row("kv_page_indices", "P", batch.kv_page_indices.tolist(), pages),
+        _row("kv_page_indices", "P", batch.host_page_indices.tolist(), pages),
         _row("kv_last_page_len", "B", batch.kv_last_page_len.tolist(), sequences),
     ]
     if batch.page_positions is not None:

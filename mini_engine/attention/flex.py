@@ -62,7 +62,8 @@ class QueryTiles:
         tokens: the rows of the step that are in these tiles.
         rows: [R], R = tiles * L: which row of the step stands at each place; any row where none does.
         places: [n] place of each token of `tokens`: undoes `rows`.
-        positions: [tiles, L] position of the query at each place, -1 where there is none.
+        positions: [tiles, L] position of the query at each place, -1 where there is none. Overwritten by steps that
+            need no other tiles: a mask reads it when its kernel runs.
         pages: [tiles, W] pages of the tile's sequence; its last one repeated up to the longest sequence's number.
         page_starts: [tiles, W] position of each page's first key; -1 for a repeated page.
         starts: [tiles, pages of the cache] the same by page: position of its first key if the page belongs to the
@@ -81,6 +82,10 @@ class QueryTiles:
     def length(self) -> int:
         """Tokens that a tile has room for, L."""
         return self.positions.shape[1]
+
+
+# Tiles, and for each kind of layer what the kernel is told about them.
+Planned = tuple[QueryTiles, dict[Kind, tuple[BlockMask, masks.ScoreMod | None]]]
 
 
 class FlexBackend:
@@ -123,6 +128,8 @@ class FlexBackend:
             for _, values in cache.layers:
                 values.zero_()  # plain PyTorch multiplies every slot of the cache by its weight, 0 or not
         self._num_blocks = self._num_pages * (self._page_size // self._kv_block)
+        self._decodes: Planned | None = None
+        self._decodes_see = b"", b""
         # On a CPU torch would split the keys of a decode by their place in the cache and look for them in every part.
         self._kernel_options = None if on_gpu else {"PARTITION_SIZE": self._num_pages * self._page_size}
 
@@ -130,13 +137,23 @@ class FlexBackend:
         self._slot_mapping = batch.slot_mapping
         self._unwritten = unwritten_slots(batch, self._kv_block)
         first_prompt, end = batch.num_decodes, batch.num_sequences
-        halves = [(range(first_prompt), 1), (range(first_prompt, end), self._tile_len)]
-        self._planned = []
-        for sequences, tile_len in halves:
-            if len(sequences):
-                tiles = cut_into_tiles(batch, sequences, tile_len, self._num_pages)
-                mods = {kind: (self.block_mask(tiles, kind), self.score_mod(tiles, kind)) for kind in self._score_mods}
-                self._planned.append((tiles, mods))
+        self._planned = [self._plan_decodes(batch)] if first_prompt else []
+        if first_prompt < end:
+            self._planned.append(self._plan(batch, range(first_prompt, end), self._tile_len))
+
+    def _plan_decodes(self, batch: StepBatch) -> Planned:
+        """The tiles and masks of the last step as long as they list the right blocks, with the new positions."""
+        see = blocks_in_sight(batch, self._kv_block, [kind.window for kind in self._score_mods])
+        if self._decodes is None or see != self._decodes_see or batch.page_positions is not None:
+            self._decodes = self._plan(batch, range(batch.num_decodes), 1)
+            self._decodes_see = see
+        tiles, _ = self._decodes
+        tiles.positions.view(-1).index_copy_(0, tiles.places, batch.positions[tiles.tokens])
+        return self._decodes
+
+    def _plan(self, batch: StepBatch, sequences: range, tile_len: int) -> Planned:
+        tiles = cut_into_tiles(batch, sequences, tile_len, self._num_pages)
+        return tiles, {kind: (self.block_mask(tiles, kind), self.score_mod(tiles, kind)) for kind in self._score_mods}
 
     def append(self, spec: AttentionSpec, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         k_cache, v_cache = self._layers[spec.kv_layer]
@@ -303,6 +320,25 @@ def cut_into_tiles(batch: StepBatch, sequences: range, tile_len: int, num_pages:
         page_starts=page_starts,
         starts=first_keys(pages, page_starts, num_pages),
     )
+
+
+def blocks_in_sight(batch: StepBatch, kv_block: int, windows: Sequence[int | None]) -> tuple[bytes, bytes]:
+    """What the block lists of a step's decodes depend on: two steps that need the same lists have the same bytes.
+
+    A list changes with the pages, and when an end of what the query sees comes into a block or leaves one. Holds as
+    long as the sequences have all their pages: where some were given up, the host does not know positions.
+
+    Args:
+        batch: the step.
+        kv_block: keys in one block.
+        windows: of the kinds of layers.
+    """
+    decodes = batch.num_decodes
+    pages = batch.host_page_indices[: batch.kv_page_indptr[decodes]]
+    # From its first key on a block is visited, from its last one on it is full; a window ends the one and the other.
+    ends = [0, 1] + [end for w in windows if w is not None for end in (-w, 1 - w - kv_block)]
+    blocks = np.maximum((batch.kv_lens[:decodes, None].numpy() - 1 + np.array(ends)) // kv_block, -1)
+    return blocks.tobytes(), pages.numpy().tobytes()
 
 
 def round_up(count: int, on_gpu: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -352,6 +353,72 @@ def test_a_mask_is_built_once_a_step_for_each_kind_of_layer() -> None:
     assert step([1, 9], [4, 9]) == [5, 5, None, None]
     assert step([1, 1, 1], [17, 10, 3]) == [5, None]
     assert step([20, 3], [20, 3]) == [5, None]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> None:
+    """What is kept equals what would be built, and nothing is built that would be equal."""
+    page_size = data.draw(st.sampled_from([1, 3, 8, 32, 128]))
+    window = data.draw(st.none() | st.integers(1, 3 * page_size))
+    spec = replace(PLAIN, window=window)
+    lens = np.array(data.draw(st.lists(st.integers(1, 3 * page_size), min_size=1, max_size=3)))
+    pages = np.random.default_rng(data.draw(st.integers(0, 9))).permutation(24).reshape(3, 8)
+
+    def masks(kept: FlexBackend, batch: StepBatch) -> tuple[list[list[int]], Tensor]:
+        """The lists of blocks, and what the mask says of every slot."""
+        kept.plan(batch)
+        [(tiles, planned)] = kept._planned
+        [(block_mask, _)] = planned.values()
+        lists = []
+        for counts, blocks in (
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        ):
+            assert counts is not None and blocks is not None
+            lists += [row[:n].tolist() for row, n in zip(blocks.flatten(0, 2), counts.flatten().tolist(), strict=True)]
+        rows, slots = torch.arange(len(tiles.positions))[:, None], torch.arange(24 * page_size)
+        zero = torch.zeros((), dtype=torch.long)
+        return lists, block_mask.mask_mod(rows, zero, zero, slots)
+
+    built = []
+    counted = replace(Parts(), classify_blocks=lambda *args: built.append(1) or classify_blocks(*args))
+    cache = ContiguousKVCache([spec], 24, page_size, torch.float64)
+    kept = FlexBackend([spec], cache, counted)
+    before = None
+    for _ in range(data.draw(st.integers(1, 3 * page_size))):
+        counts = -(-lens // page_size)
+        batch = StepBatch.build(
+            token_ids=lens * 0, num_new=lens * 0 + 1, kv_lens=lens, page_size=page_size,
+            pages=np.concatenate([row[:n] for row, n in zip(pages, counts, strict=False)]),
+        )  # fmt: skip
+        built.clear()
+        lists, visible = masks(kept, batch)
+        new_lists, new_visible = masks(FlexBackend([spec], cache, Parts()), batch)
+        assert lists == new_lists and torch.equal(visible, new_visible)
+        # A window smaller than a block fills none, and yet the query passes the end of one.
+        assert bool(built) == (lists != before) or (window is not None and window < page_size)
+        before, lens = lists, lens + 1
+
+
+def test_decodes_whose_pages_move_or_are_given_up_get_a_new_mask() -> None:
+    built = []
+    parts = replace(Parts(), classify_blocks=lambda *args: built.append(1) or classify_blocks(*args))
+    flex = FlexBackend([PLAIN], ContiguousKVCache([PLAIN], 6, 16, torch.float64), parts)
+
+    def masks_built(pages: list[int], kv_lens: list[int], **others: object) -> int:
+        built.clear()
+        one = [1] * len(kv_lens)
+        flex.plan(StepBatch.build(token_ids=one, num_new=one, kv_lens=kv_lens, pages=pages, page_size=16, **others))
+        return len(built)
+
+    assert masks_built([0, 1, 2], [20, 3]) == 1
+    assert masks_built([0, 1, 2], [21, 4]) == 0
+    assert masks_built([0, 1, 2], [4, 21]) == 1  # the page in the middle has another owner
+    assert masks_built([0, 3, 2], [5, 22]) == 1
+    assert masks_built([0], [6]) == 1
+    assert masks_built([0], [7], page_positions=[16]) == 1
+    assert masks_built([0], [8], page_positions=[32]) == 1
 
 
 # Compiled. Each new kernel takes seconds, so these tests share theirs: one size of cache, on a CPU one kind of layer.

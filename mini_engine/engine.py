@@ -3,8 +3,9 @@
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as ListLike
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -215,10 +216,10 @@ class LLMEngine:
 
     def stream_batch(
         self, prompts: ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Generate one output for each prompt and yield every piece of text as it comes, with the step it came from.
 
-        Requests that others have added are served along with these. Closing the iterator ends its own.
+        Requests that others have added are served along with these. Closing the generator ends its own.
 
         Raises:
             RequestError: if the numbers of prompts and params differ.
@@ -279,17 +280,18 @@ class LLMEngine:
             raise error
         return [outputs[i] for i in range(len(several))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
         """Generate one output and yield its text as it comes, never half a character.
 
         Raises:
             RequestError: if the prompt cannot be served.
         """
-        for piece in self.stream_batch([prompt], params):
-            if piece.output and piece.output.error:
-                raise piece.output.error
-            if piece.text:
-                yield piece.text
+        with closing(self.stream_batch([prompt], params)) as pieces:
+            for piece in pieces:
+                if piece.output and piece.output.error:
+                    raise piece.output.error
+                if piece.text:
+                    yield piece.text
 
     def _batch(self, schedule: Schedule) -> StepBatch:
         sequences, page_size = schedule.sequences, self.page_table.page_size

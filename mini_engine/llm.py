@@ -1,6 +1,6 @@
 """`LLM`: text in, text out."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 
@@ -154,7 +154,7 @@ class LLM:
         """
         return self.engine.generate(prompts, params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
         """Generate one output and yield its text as it comes, never half a character.
 
         Raises:
@@ -164,7 +164,7 @@ class LLM:
 
     def stream_batch(
         self, prompts: ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Generate one output for each prompt and yield every piece of text as it comes, with the step it came from.
 
         Raises:

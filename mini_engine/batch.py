@@ -196,6 +196,9 @@ class StepBatch:
         return render(self)
 
 
+LEAST_TEMPERATURE = 1e-5  # logits divided by less could overflow; it is as good as greedy
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """What the sampler needs to know of the R rows of logits of one step.
@@ -243,8 +246,14 @@ class SamplingBatch:
             device: where the logits are.
         """
         floats = ("temperature", "top_p", "min_p", "repetition_penalty")
-        arrays = {name: np.array([getattr(p, name) for p in params], dtype=np.float32) for name in floats}
-        arrays["top_k"] = np.array([p.top_k for p in params], dtype=np.int64)
+        # What is too small or too large for the dtype becomes its smallest or largest number.
+        limits = np.finfo(np.float32)
+        arrays = {}
+        for name in floats:
+            wide = np.array([getattr(p, name) for p in params], dtype=np.float64)
+            arrays[name] = np.where(wide > 0, wide.clip(limits.tiny, limits.max), 0).astype(np.float32)
+        arrays["temperature"][arrays["temperature"] < LEAST_TEMPERATURE] = 0
+        arrays["top_k"] = np.array([min(p.top_k, 2**31) for p in params], dtype=np.int64)
         arrays["seeds"] = np.array(seeds, dtype=np.int64)
         arrays["positions"] = np.array(positions, dtype=np.int64)
         sorts_all = bool(((arrays["top_k"] == 0) & (arrays["top_p"] < 1)).any())

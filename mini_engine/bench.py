@@ -68,6 +68,12 @@ def run_bench(
         theirs = load_transformers(model, weight.dtype, weight.device) if peer else None
         for batch_size in batch_sizes:
             prompts = random_prompts(batch_size, prompt_tokens, llm.model.config.vocab_size)
+            longest = max(map(len, prompts)) + max_tokens
+            if longest > llm.max_model_len:
+                raise ConfigError(
+                    f"a prompt and its output come to {longest} tokens, and {model} takes {llm.max_model_len}: "
+                    "choose fewer prompt tokens, or fewer tokens to generate"
+                )
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             runs = [_our_run(llm, prompts, params)]
             if theirs is not None:

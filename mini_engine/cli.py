@@ -84,6 +84,7 @@ def generate(
 ) -> None:
     """Answer several prompts at once, and say what that cost."""
     from mini_engine.sampling_params import SamplingParams
+    from mini_engine.sequence import prompt_tokens
 
     params = SamplingParams(
         temperature=temperature,
@@ -103,7 +104,7 @@ def generate(
     template = _read_template(chat_template)
     llm = _load(model, attn_backend, dtype, device, homework, prefix_sharing, sliding_window)
     if raw:
-        tokens = [llm.tokenizer.encode(text) for text in texts]
+        tokens = [prompt_tokens(llm.tokenizer, text) for text in texts]
     else:
         tokens = [llm.chat_prompt([{"role": "user", "content": text}], chat_template=template) for text in texts]
     if watch:

@@ -54,9 +54,10 @@ class Detokenizer:
         self._pending.append(token_id)
         known = self._decode(self._context)
         text = self._decode(self._context + self._pending)
-        if text.endswith(REPLACEMENT) and len(self._pending) < 4:  # a character has at most 4 bytes
+        if text.endswith(REPLACEMENT):
             return ""
-        self._context = self._pending
+        # A special token shows nothing. Alone it would make the next word the first one of a text.
+        self._context = self._pending if text != known else self._context + self._pending
         self._pending = []
         return self._show(text[len(known) :])
 

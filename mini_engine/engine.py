@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListLike
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from mini_engine.outputs import EngineOutput, Piece, Prompt, RequestOutput, Step
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
-from mini_engine.sequence import Sequence, check_prompt
+from mini_engine.sequence import Sequence, check_prompt, prompt_tokens
 
 
 @dataclass
@@ -104,6 +105,7 @@ class LLMEngine:
         windows = [spec.window for spec in specs]
         self.model, self.tokenizer, self.parts = model, tokenizer, parts or Parts()
         longest = model.config.max_position_embeddings
+        check_positive(max_model_len=max_model_len)
         self.max_model_len = longest if max_model_len is None else max_model_len
         if not 2 <= self.max_model_len <= longest:
             raise ConfigError(f"max_model_len is {self.max_model_len}; this model takes 2 to {longest} tokens")
@@ -126,7 +128,7 @@ class LLMEngine:
         self._sequences: dict[str, Sequence] = {}
         self._seen: dict[Sequence, torch.Tensor] = {}
         # What `stream_batch` has not handed over yet, by request.
-        self._inboxes: dict[str, deque[tuple[EngineOutput, StepReport]]] = {}
+        self._inboxes: dict[Sequence, deque[tuple[EngineOutput, StepReport]]] = {}
         self._numbers = count()
         self.request_ids: dict[Sequence, str] = {}
         self.metrics = EngineMetrics()
@@ -145,10 +147,12 @@ class LLMEngine:
         Raises:
             RequestError: if it cannot be served. Other requests are not touched.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"the request's name is {request_id!r}; give a string")
         if request_id in self._sequences:
             raise RequestError(f"a request named {request_id!r} is still running; give each its own name")
         params = params or SamplingParams()
-        token_ids = self.tokenizer.encode(prompt, verbose=False) if isinstance(prompt, str) else list(prompt)
+        token_ids = prompt_tokens(self.tokenizer, prompt)
         check_prompt(token_ids, self.model.config.vocab_size, self.max_model_len)
         sequence = Sequence(
             token_ids,
@@ -191,15 +195,19 @@ class LLMEngine:
             batch = self._batch(schedule)
             self.backend.plan(batch)
             hidden = self.model(batch.token_ids, batch.positions, self._attend)
+            for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
+                sequence.num_computed += num_new
+            # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
+            sampling = [s for s in schedule.sequences if s.num_computed == len(s.token_ids)]
+            outputs = self._sample(sampling, hidden[batch.logit_rows]) if sampling else []
         except BaseException:
-            # Interrupted, or out of memory. Some began with pages that this step should have filled: all begin anew.
+            # Interrupted, or out of memory. Some began with pages that this step should have filled: all begin anew,
+            # with the tokens that they have.
+            for sequence in schedule.sequences:
+                if sequence.finish_reason:
+                    self._forget(sequence)
             self.scheduler.preempt_all()
             raise
-        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
-            sequence.num_computed += num_new
-        # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
-        sampling = [s for s in schedule.sequences if s.num_computed == len(s.token_ids)]
-        outputs = self._sample(sampling, hidden[batch.logit_rows]) if sampling else []
         kv_bytes = int(batch.kv_lens.sum()) * self.cache.bytes_per_token
         report = StepReport(schedule, outputs, start, time.perf_counter() - start, kv_bytes)
         self._count(report, shared_tokens)
@@ -207,11 +215,11 @@ class LLMEngine:
             if self._on_step:
                 self._on_step(self, report)
         finally:  # what was sampled counts, whatever becomes of the report
-            for output in outputs:
-                if output.request_id in self._inboxes:
-                    self._inboxes[output.request_id].append((output, report))
-                if output.finish_reason:
-                    self.abort(output.request_id)  # frees its pages, unless `on_step` has aborted it already
+            for sequence, output in zip(sampling, outputs, strict=True):
+                if sequence in self._inboxes:
+                    self._inboxes[sequence].append((output, report))
+                if output.finish_reason and sequence in self.request_ids:  # unless `on_step` has aborted it
+                    self._forget(sequence)
         return report
 
     def stream_batch(
@@ -227,24 +235,25 @@ class LLMEngine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, ListLike) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one for all, or as many")
-        open_requests: dict[str, tuple[int, Sequence]] = {}
+        open_requests: dict[Sequence, tuple[int, str]] = {}
         try:
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self._sequences)
                 try:
-                    open_requests[name] = index, self.add_request(name, prompt, own)
+                    sequence = self.add_request(name, prompt, own)
                 except RequestError as refused:
                     yield Piece(index, "", RequestOutput.failed(prompt, refused), None)
                 else:
-                    self._inboxes[name] = deque()
+                    open_requests[sequence] = index, name
+                    self._inboxes[sequence] = deque()
             while open_requests:
-                if not any(self._inboxes[name] for name in open_requests):
+                if not any(self._inboxes[sequence] for sequence in open_requests):
                     self.step()
-                for name, (index, sequence) in list(open_requests.items()):
-                    ended = name not in self._sequences
-                    inbox = self._inboxes[name]
+                for sequence, (index, name) in list(open_requests.items()):
+                    ended = sequence not in self.request_ids
+                    inbox = self._inboxes[sequence]
                     if ended:  # its last pieces are in the inbox, unless somebody aborted it
-                        del open_requests[name], self._inboxes[name]
+                        del open_requests[sequence], self._inboxes[sequence]
                     while inbox:
                         output, step = inbox.popleft()
                         whole = RequestOutput.of(prompts[index], sequence) if output.finish_reason else None
@@ -253,9 +262,10 @@ class LLMEngine:
                         error = RequestError(f"the request {name!r} was aborted; send it again if it is still wanted")
                         yield Piece(index, "", RequestOutput.failed(prompts[index], error), None)
         finally:
-            for name in open_requests:
-                self.abort(name)
-                self._inboxes.pop(name, None)
+            for sequence in open_requests:
+                if sequence in self.request_ids:
+                    self._forget(sequence)
+                self._inboxes.pop(sequence, None)
 
     def generate(
         self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
@@ -273,7 +283,7 @@ class LLMEngine:
         Raises:
             RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item,arg-type]
         outputs = {piece.index: piece.output for piece in self.stream_batch(several, params) if piece.output}
         if alone and (error := outputs[0].error):

@@ -29,7 +29,7 @@ class TraceFileError(MiniEngineError):
 
 
 def check_positive(**options: int | None) -> None:
-    """Raise ConfigError for an option below 1; None is an option that was left to its default."""
+    """Raise ConfigError for an option that is no whole number from 1 on; None is one that was left to its default."""
     for name, value in options.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it must be 1 or more, and a whole number")

@@ -46,7 +46,7 @@ def _attention(
     query: Float[Tensor, "1 Hq T D"],
     key: Float[Tensor, "1 Hk T D"],
     value: Float[Tensor, "1 Hk T D"],
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     *,
     attend: LayerAttend,
     **_: object,
@@ -60,7 +60,7 @@ def _probe_attention(
     query: Float[Tensor, "1 Hq T D"],
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     *,
     note: Callable[..., None] | None = None,
     **asked: object,
@@ -68,7 +68,7 @@ def _probe_attention(
     """What a layer calls once, when the engine is built: it only notes what the layer asks for."""
     if note is None:
         raise _refused("its layers do not hand keyword arguments on to their attention")
-    note(module, query, key, value, mask, **asked)
+    note(module, query, key, value, attention_mask, **asked)
     return torch.zeros_like(query).transpose(1, 2), None
 
 
@@ -76,9 +76,18 @@ def _probe_attention(
 _HARMLESS = {"position_ids", "is_causal", "dropout"}
 
 
-def _probe_mask(**how: Any) -> Bool[Tensor, "1 1 T T"] | None:
-    """The whole mask that a layer wants, never left out for being plainly causal."""
-    return sdpa_mask(**how | {"allow_is_causal_skip": False})
+# Where the mask takes the probe's tokens to stand: near each other, and so far apart that no window hides from it.
+_PLACES = torch.tensor([*range(8), *(2**power for power in range(3, 21))])
+
+
+def _probe_mask(*, mask_function: Callable[..., Tensor], **how: Any) -> Bool[Tensor, "1 1 T T"] | None:
+    """The mask that a layer wants between tokens at `_PLACES`, never left out for being plainly causal."""
+
+    def spread(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        places = _PLACES.to(q_idx.device)
+        return mask_function(b, h, places[q_idx], places[kv_idx])
+
+    return sdpa_mask(mask_function=spread, **how | {"allow_is_causal_skip": False})
 
 
 # A name without a mask function gets no mask from transformers, and plain attention under such a name is silently not
@@ -150,6 +159,7 @@ class HFModel(nn.Module):
         head = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self.body: nn.Module = head.base_model
         self._specs: dict[nn.Module, AttentionSpec] = {}
+        self._window: int | None = getattr(text_config, "sliding_window", None)
         _attend_by(head, _PROBE)
         with torch.no_grad():
             output = self._probe(text_config.num_hidden_layers)
@@ -180,7 +190,7 @@ class HFModel(nn.Module):
 
     def _probe(self, num_layers: int) -> Any:
         """Let every layer say what its attention computes."""
-        num_tokens = min(8, self.config.vocab_size, self.config.max_position_embeddings)
+        num_tokens = min(len(_PLACES), self.config.vocab_size, self.config.max_position_embeddings)
         positions = torch.arange(num_tokens, device=next(self.body.parameters()).device)
         output = self._run(positions, positions, note=self._note)
         if len(self._specs) != num_layers:
@@ -211,12 +221,16 @@ class HFModel(nn.Module):
         unknown = sorted(n for n, x in others.items() if x is not None and x is not False and n not in _HARMLESS)
         if unknown:
             raise _refused(f"its attention takes {', '.join(unknown)}, which the engine's does not know")
-        positions = torch.arange(query.shape[2], device=query.device)
-        visible = attention_mask(positions, positions, sliding_window)
-        if mask is None or mask.dtype != torch.bool or not torch.equal(mask[0, 0], visible):
+        places = _PLACES[: query.shape[2]].to(query.device)
+        # Some layers have their window in the mask alone.
+        for window in (sliding_window, self._window):
+            visible = attention_mask(places, places, window)
+            if mask is not None and mask.dtype == visible.dtype and torch.equal(mask[0, 0], visible):
+                break
+        else:
             raise _refused("its attention is not causal, or a window is not all that limits it")
         self._specs[module] = AttentionSpec(
-            layer, layer, num_qo_heads, num_kv_heads, head_dim, scale, window=sliding_window, softcap=softcap
+            layer, layer, num_qo_heads, num_kv_heads, head_dim, scale, window=window, softcap=softcap
         )
 
     def _run(self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], **for_attention: object) -> Any:

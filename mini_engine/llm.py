@@ -17,6 +17,7 @@ from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoi
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.sequence import prompt_tokens
 
 Message = Mapping[str, str]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -205,7 +206,7 @@ class LLM:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(f"the chat template does not take these messages: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return prompt_tokens(self.tokenizer, str(text), add_special_tokens=False)
 
 
 def pick_device(name: str) -> torch.device:

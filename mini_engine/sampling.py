@@ -83,7 +83,7 @@ def filter_logits(
         # A candidate stays while those before it have not reached top_p of what top-k kept. A top_p of 1 keeps all, the
         # last ones too, whose weights are lost when they are added to the others'.
         in_top_p = (cumulative - weights < top_p[:, None] * cumulative[:, -1:]) | (top_p == 1)[:, None]
-        last_kept = (in_top_k & in_top_p).sum(-1, keepdim=True) - 1
+        last_kept = (in_top_k & in_top_p).sum(-1, keepdim=True).sub(1).clamp(min=0)  # of NaN logits none is kept
         filters = ((top_k > 0) | (top_p < 1))[:, None]
         threshold = torch.where(filters, torch.maximum(threshold, best.gather(-1, last_kept)), threshold)
     return logits.masked_fill(logits < threshold, -torch.inf)

@@ -1,8 +1,9 @@
 """What a request asks of the sampler."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mini_engine.errors import RequestError
 
@@ -12,7 +13,7 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token (greedy).
+        temperature: divides the logits; 0, or next to it, takes the most likely token (greedy).
         top_k: sample from the k most likely tokens only; 0 from all.
         top_p: sample from the smallest set of most likely tokens whose probability reaches top_p.
         min_p: leave out tokens with less than min_p times the largest probability.
@@ -39,29 +40,35 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _number(self.temperature, "temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more")
+        _number(self.temperature, "temperature", lambda x: 0 <= x < math.inf, "0 (greedy) or more")
         _whole(self.top_k, "top_k", 0, "0 (keep all) or more")
-        _number(self.top_p, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        _number(self.min_p, "min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        positive = 0 < self.repetition_penalty < math.inf
-        _number(self.repetition_penalty, "repetition_penalty", positive, "above 0 (1 does nothing)")
+        _number(self.top_p, "top_p", lambda x: 0 < x <= 1, "above 0 and at most 1")
+        _number(self.min_p, "min_p", lambda x: 0 <= x <= 1, "between 0 and 1")
+        _number(self.repetition_penalty, "repetition_penalty", lambda x: 0 < x < math.inf, "above 0 (1 does nothing)")
         _whole(self.max_tokens, "max_tokens", 1, "1 or more")
         if self.seed is not None:
             _whole(self.seed, "seed", -(2**63), "a whole number of 64 bits")
             if self.seed >= 2**63:
                 raise RequestError(f"seed is {self.seed}; give a whole number of 64 bits")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _listed(self.stop, "stop", "a string or several")
         if not all(isinstance(s, str) and s for s in stop):
             raise RequestError(f"stop is {self.stop!r}; give strings that are not empty")
         object.__setattr__(self, "stop", stop)
-        for token in self.stop_token_ids:
+        ends = _listed(self.stop_token_ids, "stop_token_ids", "a list of token ids")
+        for token in ends:
             _whole(token, "stop_token_ids", 0, "token ids, 0 or more")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", ends)
 
 
-def _number(value: object, name: str, in_range: bool, wanted: str) -> None:
+def _listed(value: object, name: str, wanted: str) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+    return tuple(value)
+
+
+def _number(value: object, name: str, in_range: Callable[[float], bool], wanted: str) -> None:
     # NaN fails every comparison, so it is never in range.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range(value):
         raise RequestError(f"{name} is {value!r}; it must be {wanted}")
 
 

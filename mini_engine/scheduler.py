@@ -78,7 +78,7 @@ class Scheduler:
         prefix_sharing: bool = False,
         parts: Parts | None = None,
     ) -> None:
-        check_positive(max_batch_size=max_batch_size)
+        check_positive(max_batch_size=max_batch_size, max_num_batched_tokens=max_num_batched_tokens)
         if max_num_batched_tokens < max_batch_size:
             raise ConfigError(
                 f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_batch_size ({max_batch_size}): "
@@ -169,14 +169,15 @@ class Scheduler:
         table = self.page_table
         budget = self._max_num_batched_tokens - sum(num_new.values())
         free_rows = self._max_batch_size - len(self.running)
-        candidates = list(islice(self.waiting, free_rows))
-        prefixes = self._prefixes(candidates, num_new, budget)
+        # Leave a page for each that runs to grow into: with none they would soon preempt each other.
+        free_pages = table.num_free_pages - len(self.running)
+        prefixes = self._prefixes(num_new, free_rows, budget, free_pages)
+        candidates = list(islice(self.waiting, len(prefixes)))
         count = self._parts.admit(
             [len(s.token_ids) - p.num_tokens for s, p in zip(candidates, prefixes, strict=True)],
             [self._pages_to_come_in(s, p) for s, p in zip(candidates, prefixes, strict=True)],
             budget=budget,
-            # Leave a page for each that runs to grow into: with none they would soon preempt each other.
-            free_pages=table.num_free_pages - len(self.running),
+            free_pages=free_pages,
             free_rows=free_rows,
         )
         for sequence, prefix in zip(candidates[:count], prefixes, strict=False):
@@ -194,8 +195,12 @@ class Scheduler:
             copies += copied
         return candidates[:count]
 
-    def _prefixes(self, candidates: list[Sequence], num_new: dict[Sequence, int], budget: int) -> list[Prefix]:
-        """What each candidate can share with a running sequence or one before it, if all before it come in."""
+    def _prefixes(self, num_new: dict[Sequence, int], free_rows: int, budget: int, free_pages: int) -> list[Prefix]:
+        """What each of the waiting can share with a running sequence or one before it, if all before it come in.
+
+        Ends behind the first for which there is no room: nobody overtakes it.
+        """
+        candidates = list(islice(self.waiting, free_rows))
         if not self._prefix_sharing:
             return [Prefix(None, 0)] * len(candidates)
         prefixes: list[Prefix] = []
@@ -203,6 +208,8 @@ class Scheduler:
         # Of each donor: tokens whose keys stand in its pages now, and after this step.
         donors = [(s, s.num_computed, s.num_computed + num_new.get(s, 0)) for s in self.running if not self.evicted[s]]
         for sequence in candidates:
+            if budget < 1 or free_pages < 1:
+                break
             best, best_now = Prefix(None, 0), 0
             for donor, now, after_step in donors:
                 # The last token is computed in any case: its logits are wanted.
@@ -215,6 +222,7 @@ class Scheduler:
                     best, best_now = Prefix(donor, tokens), min(now, tokens)
             share = min(len(sequence.token_ids) - best.num_tokens, budget)
             budget -= share
+            free_pages -= self._pages_to_come_in(sequence, best)
             # One that begins further in than its window gives pages up as it comes in: nobody can begin with them.
             if self._window is None or best.num_tokens < self._window + page_size - 1:
                 donors.append((sequence, best_now, best.num_tokens + share))

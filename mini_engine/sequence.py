@@ -1,8 +1,11 @@
 """One request as the engine sees it: its tokens so far, its text, and whether it has ended."""
 
+import operator
 from collections.abc import Collection
 from collections.abc import Sequence as ListLike
 from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.errors import RequestError
@@ -67,6 +70,23 @@ class Sequence:
     def text(self) -> str:
         """The output that can be shown so far."""
         return self._detokenizer.text
+
+
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | ListLike[int], add_special_tokens: bool = True
+) -> list[int]:
+    """The tokens of a prompt, which is text or has them already; numbers of numpy and torch are numbers, too.
+
+    Raises:
+        RequestError: if it is neither, or text with half a character in it.
+    """
+    try:
+        if isinstance(prompt, str):
+            prompt.encode()
+            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        return [operator.index(token) for token in prompt]
+    except (TypeError, UnicodeError) as error:
+        raise RequestError(f"the prompt is neither valid text nor a list of token ids: {error}") from error
 
 
 def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int) -> None:

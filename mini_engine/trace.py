@@ -5,6 +5,7 @@ book's trace page. The step events carry, as their `args`, all that the player n
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ class Trace:
         self.num_pages = self.page_size = 0
         self.steps: list[TraceStep] = []
         self._zero = 0.0
-        self._open: set[str] = set()  # requests that arrived and have not ended
+        self._open: dict[Sequence, str] = {}  # requests that arrived and have not ended
 
     def record(self, engine: LLMEngine, report: StepReport) -> None:
         """Add a step that has just been computed. It copies what it keeps."""
@@ -110,9 +111,9 @@ class Trace:
             self._zero = report.start
         names, scheduler, schedule = engine.request_ids, engine.scheduler, report.schedule
         sampled = {output.request_id for output in report.outputs}
-        arrived = {name: s.num_prompt_tokens for s, name in names.items() if name not in self._open}
-        aborted = sorted(self._open.difference(names.values()))
-        self._open = set(names.values())
+        arrived = {name: s.num_prompt_tokens for s, name in names.items() if s not in self._open}
+        aborted = sorted(name for s, name in self._open.items() if s not in names)
+        self._open = dict(names)
         step = TraceStep(
             start=report.start - self._zero,
             seconds=report.seconds,
@@ -128,7 +129,7 @@ class Trace:
             aborted=aborted,
             outputs=report.outputs,
         )
-        self._open.difference_update(step.ended)
+        self._open = {s: name for s, name in names.items() if name not in step.ended}
         self.steps.append(step)
 
     @property
@@ -139,7 +140,7 @@ class Trace:
     @property
     def tokens_per_second(self) -> float:
         """Tokens sampled per second, over all requests."""
-        return sum(len(step.outputs) for step in self.steps) / self.seconds if self.steps else 0.0
+        return sum(len(step.outputs) for step in self.steps) / self.seconds if self.seconds else 0.0
 
     def summary(self) -> str:
         """One line: what the steps add up to."""
@@ -184,15 +185,19 @@ class Trace:
                 raise ValueError(f"its version is {other.get('version')!r}, and this engine reads {FORMAT['version']}")
             trace.num_pages, trace.page_size = _is(other["num_pages"], int), _is(other["page_size"], int)
             pages: dict[str, list[int]] = {}
+            known: set[str] = set()
             for event in _is(data["traceEvents"], list):
                 if _is(event, dict).get("cat") == "step":
-                    trace.steps.append(_step(event, pages, trace.num_pages))
-                    pages = trace.steps[-1].pages
+                    trace.steps.append(step := _step(event, pages, trace.num_pages))
+                    pages = step.pages
+                    known |= step.arrived.keys()
+                    if strangers := _names(step) - known:
+                        raise ValueError(f"the request {min(strangers)!r} never arrived")
         except OSError as error:
             raise TraceFileError(f"cannot read {path}: {error.strerror}") from error
         except KeyError as error:
             raise TraceFileError(f"{path} is no trace that can be read: {error} is missing; record it again") from error
-        except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 are ValueErrors
+        except (ValueError, OverflowError, RecursionError) as error:  # bad JSON and bad UTF-8 are ValueErrors
             raise TraceFileError(f"{path} is no trace that can be read: {error}; record it again") from error
         return trace
 
@@ -340,8 +345,8 @@ def _step(event: dict[str, Any], before: dict[str, list[int]], num_pages: int) -
     if any(not 0 <= page < num_pages for pages in changed.values() for page in pages):
         raise ValueError(f"a page is outside 0 to {num_pages - 1}")
     return TraceStep(
-        start=_is(event["ts"], int, float) / 1e6,
-        seconds=_is(event["dur"], int, float) / 1e6,
+        start=_seconds(event["ts"]),
+        seconds=_seconds(event["dur"]),
         batch=[
             Work(_is(w["id"], str), _one_of(w["kind"], get_args(Kind)), _is(w["new"], int), _is(w["computed"], int))
             for w in _all(args["batch"], dict)
@@ -362,6 +367,18 @@ def _step(event: dict[str, Any], before: dict[str, list[int]], num_pages: int) -
             for o in _all(args["outputs"], dict)
         ],
     )
+
+
+def _names(step: TraceStep) -> set[str]:
+    """The requests that a step speaks of."""
+    of_work, of_outputs = ({x.request_id for x in own} for own in (step.batch, step.outputs))
+    return of_work | of_outputs | step.pages.keys() | {*step.waiting, *step.admitted, *step.preempted, *step.aborted}
+
+
+def _seconds(us: Any) -> float:
+    if not math.isfinite(_is(us, int, float)):
+        raise ValueError(f"{us} is no time")
+    return us / 1e6
 
 
 def _us(seconds: float) -> float:

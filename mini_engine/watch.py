@@ -43,9 +43,11 @@ class Watch:
         self._news = Text(" ")
 
     def _take(self, index: int, step: TraceStep) -> None:
-        self._order += [name for name in step.arrived if name not in self._state]
         for name in step.aborted:
             self._state[name] = "aborted"
+        self._order += [name for name in step.arrived if name not in self._state]
+        for name in step.arrived:  # one that has ended may have had the name before
+            self._text[name], self._computed[name] = "", 0
         for name in step.waiting:
             self._state[name] = "waiting"
         for name in step.pages:
@@ -70,11 +72,12 @@ class Watch:
     def _tell(self, index: int, name: str, what: str) -> None:
         self._news = Text.assemble((f"step {index}: ", "dim"), self._name(name), f" {what}")
 
-    def pages(self, width: int) -> Panel:
+    def pages(self, width: int, rows: int) -> Panel:
         """The page grid: a cell for each page of the pool, in the colour of its owner; ×2 is a page that two share.
 
         Args:
             width: columns of the terminal.
+            rows: most lines of cells; what does not fit is counted.
         """
         trace = self._trace
         owner: dict[int, str] = {}
@@ -84,11 +87,16 @@ class Watch:
             owner = dict.fromkeys(pages, name) | owner  # a shared page has the colour of its oldest owner
         before = trace.steps[-2].pages if len(trace.steps) > 1 else {}
         owned_before = {page for pages in before.values() for page in pages}
-        columns = width - 4
-        labelled = trace.num_pages * 3 <= LABELLED_ROWS * columns  # otherwise a cell is one column, and has no room
+        columns = max(3, width - 4)
+        # Otherwise a cell is one column, and has no room.
+        labelled = trace.num_pages * 3 <= min(LABELLED_ROWS, rows) * columns
+        in_a_row = columns // 3 if labelled else columns
+        num_shown = trace.num_pages
+        if num_shown > max(1, rows) * in_a_row:
+            num_shown = max(1, rows - 1) * in_a_row
         grid = Text()
-        for page in range(trace.num_pages):
-            if page and page % (columns // 3 if labelled else columns) == 0:
+        for page in range(num_shown):
+            if page and page % in_a_row == 0:
                 grid.append("\n")
             elif page and labelled:
                 grid.append(" ")
@@ -100,6 +108,8 @@ class Watch:
                 grid.append(f"{label:>2}", f"white on {self._colour(owner[page])}{new}")
             else:
                 grid.append("■", self._colour(owner[page]))
+        if num_shown < trace.num_pages:
+            grid.append(f"\nand {trace.num_pages - num_shown} more", "dim")
         title = Text.assemble(
             ("pages ", "bold"), f"{len(owner)} of {trace.num_pages} in use, {trace.page_size} tokens each"
         )
@@ -171,15 +181,18 @@ class Watch:
         self._seen = len(self._trace.steps)
         if not self._trace.steps:
             return Text("The pages of the cache appear here.", "dim")
-        grid, status = self.pages(width), self.status(width)
-        rows = height - len(str(grid.renderable).splitlines()) - len(status.plain.splitlines()) - 4
+        status = self.status(width)
+        room = height - len(status.wrap(Console(width=width), width)) - 2  # the frame of the grid
+        grid = self.pages(width, room - 4 if with_requests else room)
+        rows = room - len(str(grid.renderable).splitlines()) - 2
         table: list[RenderableType] = [self.requests(width, max(1, rows)), Text()] if with_requests else []
         return Group(grid, *table, status)
 
     def tokens_per_second(self) -> float:
         """Tokens sampled per second, over the last steps."""
         last = self._trace.steps[-RATE_STEPS:]
-        return sum(len(step.outputs) for step in last) / (last[-1].start + last[-1].seconds - last[0].start)
+        seconds = last[-1].start + last[-1].seconds - last[0].start
+        return sum(len(step.outputs) for step in last) / seconds if seconds else 0.0
 
     def _label(self, name: str) -> str:
         return name if len(name) <= 2 else str(self._order.index(name) + 1)[-2:]
@@ -249,7 +262,9 @@ def watch_chat(
     """
     page_size = llm.small_page_size
     engine, trace = traced_engine(
-        llm, num_pages=num_pages or math.ceil(min(llm.max_model_len, 4096) / page_size), page_size=page_size
+        llm,
+        num_pages=math.ceil(min(llm.max_model_len, 4096) / page_size) if num_pages is None else num_pages,
+        page_size=page_size,
     )
     watch = Watch(trace)
     conversation = Text()
@@ -258,7 +273,7 @@ def watch_chat(
         if console.is_terminal:
             below = watch.view(console.width, console.height // 2, with_requests=False)
             height = console.height - 1 - len(console.render_lines(below, console.options))
-            lines = conversation.wrap(console, console.width)[-height:]
+            lines = conversation.wrap(console, console.width)[-max(1, height) :]
             blank = Text("\n" * max(0, height - len(lines) - 1))
             console.control(Control.home())
             screen.update(Group(*([blank] if blank else []), Text("\n").join(lines), below))

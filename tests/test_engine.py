@@ -25,6 +25,7 @@ from mini_engine.outputs import Piece, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling import sample
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.sequence import Sequence
 from tests.models.families import FAMILIES, ListAttend, our_model, transformers_model
 from tests.test_generate import counting_parts, sequence
 from tests.test_generate import run as run_alone
@@ -224,9 +225,9 @@ def test_an_engine_without_requests_steps_in_place(model):
         ({"page_size": 0}, "page_size is 0"),
         ({"page_size": -4}, "page_size is -4"),
         ({"max_batch_size": 0}, "max_batch_size is 0; it must be 1 or more"),
-        ({"max_num_batched_tokens": 0}, "less than max_batch_size"),
-        ({"max_num_batched_tokens": -3}, "less than max_batch_size"),
-        ({"max_model_len": 0}, "max_model_len is 0; this model takes 2 to 128"),
+        ({"max_num_batched_tokens": 1}, "less than max_batch_size"),
+        ({"max_num_batched_tokens": -3}, "max_num_batched_tokens is -3; it must be 1 or more"),
+        ({"max_model_len": 1}, "max_model_len is 1; this model takes 2 to 128"),
         ({"max_model_len": 129}, "max_model_len is 129"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": -1}, "sliding_window is -1"),
@@ -261,6 +262,14 @@ def test_a_window_holds_few_pages_of_a_long_sequence(attn_backend):
         held.append(engine.page_table.num_pages - engine.page_table.num_free_pages)
     assert max(held) <= (6 + 8) // 4 + 2 < 50 // 4
     assert sequence.output_token_ids == alone(DOUBLES["qwen3"], [5, 6, 7] * 10, replace(GREEDY, max_tokens=20), 6)
+
+
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_a_page_that_was_evicted_from_one_sequence_serves_the_next(attn_backend):
+    """The second request gets the first one's pages, where they now hold other positions."""
+    engine = roomy(sliding_window=6, attn_backend=attn_backend)
+    for prompt in ([5, 6, 7, 8, 9, 10, 11, 12], [21, 22, 23, 24, 25, 26, 27]):
+        assert serve(engine, {0: [("one", prompt, GREEDY)]})["one"] == alone(DOUBLES["qwen3"], prompt, GREEDY, 6)
 
 
 @pytest.mark.parametrize("end", ["finishes", "is aborted"])
@@ -384,10 +393,12 @@ def test_a_stream_does_not_take_the_name_of_a_request():
 
 def test_bad_prompts_of_a_stream_are_refused_and_the_others_served():
     engine = roomy(num_pages=4)
-    pieces = list(engine.stream_batch([[], PROMPTS[1], [1] * 30, [61]], GREEDY))
+    bad = [1] * 30, [61], "half \ud83d"
+    pieces = list(engine.stream_batch([[], PROMPTS[1], *bad], GREEDY))
     errors = {piece.index: str(piece.output.error) for piece in pieces if piece.output and piece.output.error}
-    assert errors.keys() == {0, 2, 3}
+    assert errors.keys() == {0, 2, 3, 4}
     assert "empty" in errors[0] and "pages" in errors[2] and "outside" in errors[3]
+    assert "neither valid text nor a list of token ids" in errors[4]
     assert whole([piece for piece in pieces if piece.index == 1]) == {1: alone(engine.model, PROMPTS[1], GREEDY)}
 
 
@@ -402,6 +413,101 @@ def test_on_step_may_abort_whom_it_likes():
     params = [replace(GREEDY, max_tokens=n) for n in (6, 2)]
     aborted, finished = engine.generate(PROMPTS[:2], params)
     assert aborted.finish_reason == "error" and finished.finish_reason == "length"
+    assert engine.page_table.num_free_pages == engine.page_table.num_pages
+
+
+def test_a_name_may_be_given_again_in_on_step():
+    """A chat whose next turn begins as soon as the last one has ended."""
+
+    def next_turn(engine: LLMEngine, report: StepReport) -> None:
+        for output in report.outputs:
+            if output.finish_reason and not turns:
+                engine.abort("chat")
+                turns.append(engine.add_request("chat", PROMPTS[2], GREEDY))
+
+    turns: list[Sequence] = []
+    engine = roomy(on_step=next_turn)
+    serve(engine, {0: [("chat", PROMPTS[0], GREEDY)]})
+    assert turns[0].output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
+
+
+def test_a_stream_does_not_get_the_tokens_of_another_request_with_its_name():
+    engine = roomy()
+    stream = engine.stream_batch(PROMPTS[:1], GREEDY)
+    next(stream)
+    (name,) = engine.request_ids.values()
+    engine.abort(name)
+    other = engine.add_request(name, PROMPTS[2], GREEDY)
+    (end,) = stream
+    assert end.output is not None and end.output.finish_reason == "error"
+    while engine.has_unfinished:
+        engine.step()
+    assert other.output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"top_p": 1e-50}, {"top_k": 2**63}, {"temperature": 1e-38}, {"temperature": 1e-300, "top_p": 0.9},
+        {"temperature": 1e300}, {"repetition_penalty": 1e-46, "top_p": 0.9}, {"repetition_penalty": 1e39, "min_p": 0.1},
+    ],
+)  # fmt: skip
+def test_values_that_float32_cannot_hold_harm_nobody(odd):
+    engine = roomy()
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "seed": 1} | odd)
+    strange = engine.add_request("odd", PROMPTS[2], params)
+    assert serve(engine, {0: [("beside", PROMPTS[0], GREEDY)]})["beside"] == alone(engine.model, PROMPTS[0], GREEDY)
+    assert len(strange.output_token_ids) == 6
+    if odd.get("temperature", 1) < 1 or ("top_p" in odd and "repetition_penalty" not in odd):  # next to greedy
+        assert strange.output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
+
+
+def test_logits_that_are_not_numbers_end_as_tokens():
+    """A broken model writes nonsense; it does not take the engine down."""
+    parts = replace(Parts(), sample=lambda logits, batch: sample(torch.full_like(logits, torch.nan), batch))
+    params = [GREEDY, SamplingParams(top_p=0.9, top_k=5, max_tokens=6, ignore_eos=True)]
+    outputs = roomy(parts=parts).generate(PROMPTS[:2], params)
+    assert [len(output.token_ids) for output in outputs] == [6, 6]
+
+
+def test_a_sampler_that_fails_once_loses_no_token():
+    failures = iter([False, False, True, False, True])
+
+    def sometimes(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        if next(failures, False):
+            raise KeyboardInterrupt
+        return sample(logits, batch)
+
+    engine = roomy(prefix_sharing=True, parts=replace(Parts(), sample=sometimes))
+    sequences = [engine.add_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+    interrupts = 0
+    while engine.has_unfinished:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 2
+    assert [s.output_token_ids for s in sequences] == [alone(engine.model, prompt, GREEDY) for prompt in PROMPTS]
+
+
+def test_an_interrupt_between_two_samples_ends_who_has_ended(monkeypatch):
+    engine = roomy()
+    ends = engine.add_request("ends", PROMPTS[0], replace(GREEDY, max_tokens=2))
+    goes_on = engine.add_request("goes on", PROMPTS[1], GREEDY)
+    engine.step()
+
+    def interrupted(token_id: int) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(goes_on, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert list(engine.request_ids) == [goes_on] and ends.finish_reason == "length"
+    while engine.has_unfinished:
+        engine.step()
+    assert goes_on.output_token_ids == alone(engine.model, PROMPTS[1], GREEDY)
+    assert ends.output_token_ids == alone(engine.model, PROMPTS[0], replace(GREEDY, max_tokens=2))
     assert engine.page_table.num_free_pages == engine.page_table.num_pages
 
 

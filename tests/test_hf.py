@@ -180,6 +180,14 @@ def tiny(config_class: str, **changes: Any) -> Any:
         ("CohereConfig", {"num_key_value_heads": 2, "logit_scale": 0.3}),
         ("GraniteConfig", {"num_key_value_heads": 2, "logits_scaling": 3.0, "attention_multiplier": 0.2}),
         ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 4}),
+        # These two have their window in the mask alone.
+        ("PhimoeConfig", {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 10}),
+        (
+            "Qwen2MoeConfig",
+            {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            | {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 10}
+            | {"max_window_layers": 1},
+        ),
     ],
 )
 def test_families_that_this_book_has_never_seen(config_class, changes):

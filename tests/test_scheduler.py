@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.prefix_sharing import common_prefix
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 from mini_engine.sequence import Sequence
@@ -269,6 +270,22 @@ def test_equal_prompts_that_arrive_together_share_what_the_first_computes_in_tha
     assert all(pages[:2] == first[:2] and pages[2] != first[2] for pages in others)
     assert schedule.copies == []  # what the step itself computes cannot be copied before it
     assert table.refcounts[first].tolist() == [3, 3, 1]
+
+
+def test_nobody_is_compared_while_there_is_no_room(monkeypatch):
+    compared = []
+    monkeypatch.setattr("mini_engine.scheduler.common_prefix", lambda a, b: compared.append(1) or common_prefix(a, b))
+    scheduler = Scheduler(PageTable(12, 4, 64), max_batch_size=64, max_num_batched_tokens=64, prefix_sharing=True)
+    for _ in range(40):
+        scheduler.add(make_sequence(list(range(9)), 4))
+    admitted = len(scheduler.schedule().admitted)
+    # Each with those before it, and one more, for which there was no room.
+    assert admitted > 2 and len(compared) <= (admitted + 1) * admitted // 2
+    compared.clear()
+    for sequence in scheduler.running:
+        sequence.num_computed = 9
+        sequence.token_ids.append(1)
+    assert not scheduler.schedule().admitted and len(compared) <= admitted
 
 
 def test_a_prefix_that_ends_inside_a_page_is_copied():

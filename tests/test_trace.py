@@ -3,16 +3,19 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import TraceFileError
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.trace import Trace
+from mini_engine.watch import Watch
 from tests.models.families import our_model, transformers_model
-from tests.test_engine import WORDS
+from tests.test_engine import DOUBLES, GREEDY, WORDS, make_engine
 
 PROMPTS = {"a": [5, 9, 33], "b": [7, 8], "c": [1, 60, 22, 18, 4], "d": [3] * 9, "gone": [4, 4]}
 OUTPUT = 12
@@ -191,6 +194,20 @@ def test_a_file_by_hand_is_read(tmp_path):
         (damaged(lambda data, args: args["batch"][0].update(kind="magic")), "'magic' is none of"),
         (damaged(lambda data, args: args["outputs"][0].update(token="7")), "int is expected"),
         (damaged(lambda data, args: args.update(waiting="a")), "list is expected"),
+        (damaged(lambda data, args: data["traceEvents"][0].update(ts=10**400)), "too large"),
+        (damaged(lambda data, args: data["traceEvents"][0].update(dur=float("nan"))), "nan is no time"),
+        *(
+            (damaged(lambda data, args, change=change: args.update(change)), "'z' never arrived")
+            for change in (
+                {"waiting": ["z"]},
+                {"admitted": ["z"]},
+                {"preempted": ["z"]},
+                {"aborted": ["z"]},
+                {"pages": {"z": [0]}},
+                {"batch": [{"id": "z", "kind": "chunk", "new": 1, "computed": 1}]},
+                {"outputs": [{"id": "z", "token": 7, "text": "x", "finish": None}]},
+            )
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_a_typed_error(tmp_path, content, message):
@@ -198,6 +215,32 @@ def test_a_file_that_is_no_trace_is_a_typed_error(tmp_path, content, message):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TraceFileError, match=message):
         Trace.load(path)
+
+
+def test_a_name_that_is_given_again_is_another_request(tmp_path):
+    trace = Trace()
+    engine = make_engine(DOUBLES["llama"], num_pages=8, page_size=4, max_batch_size=2, on_step=trace.record)
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    engine.step()
+    engine.abort("a")
+    engine.add_request("a", [9, 8, 7, 6, 5], replace(GREEDY, max_tokens=2))
+    while engine.has_unfinished:
+        engine.step()
+    assert [step.arrived for step in trace.steps] == [{"a": 3}, {"a": 5}, {}]
+    assert [step.aborted for step in trace.steps] == [[], ["a"], []]
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").steps[1].aborted == ["a"]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(Watch(trace).view(80, 24))
+    assert capture.get().count("w3") == 0
+
+
+def test_steps_that_took_no_time_have_no_rate(tmp_path):
+    (tmp_path / "trace.json").write_text(damaged(lambda data, args: data["traceEvents"][0].update(dur=0)))
+    trace = Trace.load(tmp_path / "trace.json")
+    assert trace.tokens_per_second == 0 and "0 tokens/s" in trace.summary()
+    Watch(trace).view(80, 24)
 
 
 def test_a_path_that_cannot_be_is_a_typed_error(tmp_path):

@@ -58,11 +58,27 @@ def test_it_fits_the_terminal(run, width, num_pages):  # noqa: F811
     whole, _ = run
     trace = Trace()
     trace.num_pages, trace.page_size, trace.steps = max(num_pages, NUM_PAGES), 2, whole.steps
-    text = drawn(Watch(trace), width, 60)
+    text = drawn(Watch(trace), width, 80)
     assert max(map(len, text.splitlines())) <= width
     cells = "".join(line for line in text.splitlines() if line.startswith("│"))
     in_use = whole.steps[-1].num_pages_in_use
     assert cells.count("·") in (trace.num_pages - in_use, 2 * (trace.num_pages - in_use))
+
+
+@pytest.mark.parametrize("width", [4, 6, 7, 40, 80])
+@pytest.mark.parametrize("height", [12, 24])
+@pytest.mark.parametrize("num_pages", [20, 300, 6000])
+def test_it_is_no_higher_than_the_terminal(run, width, height, num_pages):  # noqa: F811
+    whole, _ = run
+    trace = Trace()
+    trace.num_pages, trace.page_size, trace.steps = max(num_pages, NUM_PAGES), 2, whole.steps
+    console = Console(width=width, height=height, file=io.StringIO())
+    with_table, without = (
+        len(console.render_lines(Watch(trace).view(width, height, with_requests=shown), pad=False))
+        for shown in (True, False)
+    )
+    if width >= 40:  # narrower ones break the lines of the status
+        assert with_table <= height and without <= height
 
 
 @pytest.fixture

@@ -48,7 +48,9 @@ export function readTrace(text) {
     const index = steps.length;
     const { args } = event;
     checkStep(event, other.num_pages, index);
-    for (const [name, prompt] of Object.entries(args.arrived)) request(name).prompt = prompt;
+    for (const name of args.aborted) request(name).end = { step: index - 1, why: "given up" };
+    // One that has ended may have had the name before.
+    for (const [name, prompt] of Object.entries(args.arrived)) Object.assign(request(name), { prompt, end: null });
     pages = new Map(pages);
     computed = new Map(computed);
     for (const [name, own] of Object.entries(args.pages)) own.length ? pages.set(name, own) : pages.delete(name);
@@ -62,7 +64,6 @@ export function readTrace(text) {
     const ended = args.outputs.filter((output) => output.finish);
     for (const output of args.outputs) request(output.id).pieces.push([index, output.text]);
     for (const output of ended) request(output.id).end = { step: index, why: output.finish };
-    for (const name of args.aborted) request(name).end = { step: index - 1, why: "given up" };
     for (const name of [...pages.keys(), ...args.waiting]) request(name);
     const used = new Set([...pages.values()].flat()).size;
     steps.push({ ...args, seconds: event.dur / 1e6, pages, computed, batch, ended, used });

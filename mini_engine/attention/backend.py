@@ -104,7 +104,7 @@ def _backend(name: str) -> Any:
 
 def check_backend(name: str) -> None:
     """Raise ConfigError if there is no backend of that name."""
-    if name not in BACKENDS:
+    if name not in list(BACKENDS):
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
 
 

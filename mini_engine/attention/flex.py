@@ -129,7 +129,7 @@ class FlexBackend:
                 values.zero_()  # plain PyTorch multiplies every slot of the cache by its weight, 0 or not
         self._num_blocks = self._num_pages * (self._page_size // self._kv_block)
         self._decodes: Planned | None = None
-        self._decodes_see = b"", b""
+        self._decodes_see: tuple[bytes, bytes] | None = None
         # On a CPU torch would split the keys of a decode by their place in the cache and look for them in every part.
         self._kernel_options = None if on_gpu else {"PARTITION_SIZE": self._num_pages * self._page_size}
 
@@ -143,10 +143,11 @@ class FlexBackend:
 
     def _plan_decodes(self, batch: StepBatch) -> Planned:
         """The tiles and masks of the last step as long as they list the right blocks, with the new positions."""
-        see = blocks_in_sight(batch, self._kv_block, [kind.window for kind in self._score_mods])
-        if self._decodes is None or see != self._decodes_see or batch.page_positions is not None:
-            self._decodes = self._plan(batch, range(batch.num_decodes), 1)
-            self._decodes_see = see
+        see = None
+        if batch.page_positions is None:
+            see = blocks_in_sight(batch, self._kv_block, [kind.window for kind in self._score_mods])
+        if self._decodes is None or see is None or see != self._decodes_see:
+            self._decodes, self._decodes_see = self._plan(batch, range(batch.num_decodes), 1), see
         tiles, _ = self._decodes
         tiles.positions.view(-1).index_copy_(0, tiles.places, batch.positions[tiles.tokens])
         return self._decodes

@@ -419,6 +419,8 @@ def test_decodes_whose_pages_move_or_are_given_up_get_a_new_mask() -> None:
     assert masks_built([0], [6]) == 1
     assert masks_built([0], [7], page_positions=[16]) == 1
     assert masks_built([0], [8], page_positions=[32]) == 1
+    assert masks_built([0], [9]) == 1  # the same page, at the beginning of another sequence
+    assert masks_built([0], [10]) == 0
 
 
 # Compiled. Each new kernel takes seconds, so these tests share theirs: one size of cache, on a CPU one kind of layer.

@@ -83,6 +83,8 @@ def test_feed_takes_the_previous_samples():
         token_source=[1, 0, -1, -1],
     )  # fmt: skip
     assert batch.feed(torch.tensor([70, 71])).token_ids.tolist() == [71, 70, 5, 6]
+    alone = StepBatch.build(token_ids=[3, 4], num_new=[2], kv_lens=[2], pages=[0], page_size=4)
+    assert alone.feed(torch.tensor([70, 71])).token_ids.tolist() == [3, 4]  # no token of it was sampled just now
 
 
 def test_html_shows_every_array_and_cuts_long_ones():

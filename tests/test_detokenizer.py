@@ -3,9 +3,14 @@
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mini_engine.detokenizer import Detokenizer, scan_stop
 from mini_engine.models.weights import load_tokenizer, open_checkpoint
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +74,48 @@ def test_what_only_looked_like_a_stop_string_comes_at_the_end(tokenizer):
     assert "".join(pieces) == "one "
     assert detokenizer.finish() == "two"
     assert detokenizer.text == "one two"
+
+
+@pytest.mark.parametrize("stray", [b"\x80", b"\xff\xff", b"\xf0\x9f", b"\x80\x80\x80\x80\x80"])
+@pytest.mark.parametrize("then", ["😀", "€a", "é 😀"])
+def test_stray_bytes_take_no_character_with_them(stray, then):
+    names = bytes_to_unicode()
+    byte_level = Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
+    byte_level.decoder = decoders.ByteLevel()
+    every_byte = PreTrainedTokenizerFast(tokenizer_object=byte_level)
+    written = stray + then.encode()
+    token_ids = list(written)
+    detokenizer = Detokenizer(every_byte, ())
+    pieces = [detokenizer.push(token) for token in token_ids] + [detokenizer.finish()]
+    assert (
+        "".join(pieces)
+        == detokenizer.text
+        == every_byte.decode(token_ids)
+        == (stray + then.encode()).decode(errors="replace")
+    )
+
+
+def test_a_word_after_a_special_token_keeps_its_space():
+    words = {"<unk>": 0, "<tool>": 1, "▁Hello": 2, "▁world": 3}
+    spaced = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    spaced.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=spaced, unk_token="<unk>", additional_special_tokens=["<tool>"]
+    )
+    for token_ids in ([2, 3], [2, 1, 3], [2, 1, 1, 3], [1, 2, 3], [2, 0, 3]):
+        detokenizer = Detokenizer(tokenizer, ())
+        pieces = [detokenizer.push(token) for token in token_ids] + [detokenizer.finish()]
+        assert "".join(pieces) == detokenizer.text == "Hello world"
+
+
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_what_is_held_back_comes_with_the_last_token(tokenizer, end):
+    token_ids = tokenizer.encode("one two", add_special_tokens=False)
+    limit = len(token_ids) if end == "length" else 9
+    sequence = Sequence(
+        [5], SamplingParams(max_tokens=limit), seed=0, eos_token_ids=(2,), max_model_len=99,
+        detokenizer=Detokenizer(tokenizer, ("two END",)),
+    )  # fmt: skip
+    pieces = [sequence.append(token) for token in (token_ids if end == "length" else [*token_ids, 2])]
+    assert "".join(pieces) == sequence.text == "one two"
+    assert sequence.finish_reason == end

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
+from random import Random
 
 import pytest
 import torch
@@ -309,6 +310,70 @@ def test_metrics_add_up():
     assert (one.metrics.steps, one.metrics.preemptions, one.metrics.shared_tokens) == (6, 0, 0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_of_the_tiny_models_depend_on_attention(family):
+    """Otherwise none of these tests would notice a key too many or too few."""
+    answers = {tuple(alone(DOUBLES[family], [i, i + 7, 9, 9, 9], GREEDY)) for i in range(5, 25)}
+    assert len(answers) > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_traffic_in_a_tight_pool(family):
+    """Preemptions, chunks, copies, evictions: every one of them many times, and the tokens stay."""
+    model, preempted, shared = DOUBLES[family], 0, 0
+    for seed in range(6):
+        random = Random(seed)
+        stem = [random.randint(3, 60) for _ in range(7)]
+        arrivals: dict[int, list[Request]] = defaultdict(list)
+        for i in range(6):
+            prompt = stem[: random.randint(0, 7)] + [random.randint(3, 60) for _ in range(random.randint(1, 5))]
+            params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=random.randint(4, 8), ignore_eos=True)
+            arrivals[random.randint(0, 4)].append((str(i), prompt, params))
+        window = (None, None, 7)[seed % 3]
+        engine = make_engine(
+            model, num_pages=11, page_size=2, max_batch_size=4, max_num_batched_tokens=4 + random.randint(0, 12),
+            sliding_window=window, prefix_sharing=seed % 2 == 0,
+        )  # fmt: skip
+        got = serve(engine, arrivals)
+        preempted += engine.metrics.preemptions
+        shared += engine.metrics.shared_tokens
+        for name, prompt, params in (request for requests in arrivals.values() for request in requests):
+            assert got[name] == alone(model, prompt, params, window), (seed, name)
+    assert preempted > 5 and shared > 5
+
+
+def test_a_page_goes_when_the_widest_window_has_passed_it():
+    """Gemma 2 has layers with a window of 5, and others that see as far as the engine lets them."""
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    engine = make_engine(DOUBLES["gemma2"], num_pages=24, page_size=2, max_batch_size=2, sliding_window=12)
+    prompt = [5, 6, 7] * 5
+    assert serve(engine, {0: [("a", prompt, params)]})["a"] == alone(DOUBLES["gemma2"], prompt, params, 12)
+
+
+def test_the_engine_s_own_limit_ends_an_output():
+    (output,) = roomy(max_model_len=5).generate([[5, 9, 33]], replace(GREEDY, max_tokens=50))
+    assert len(output.token_ids) == 2 and output.finish_reason == "length"
+
+
+def test_requests_without_a_seed_draw_one_each():
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    first, second = roomy().generate([[5, 9], [5, 9]], params)
+    assert first.token_ids != second.token_ids
+
+
+def test_a_step_reports_the_bytes_of_its_keys_and_values():
+    engine = roomy()
+    engine.add_request("a", [5] * 9, GREEDY)
+    per_token = 3 * 2 * 2 * 16 * 8  # layers, keys and values, heads, their size, bytes of float64
+    assert [engine.step().kv_bytes for _ in range(2)] == [9 * per_token, 10 * per_token]
+
+
+def test_what_was_seen_is_forgotten_with_its_request():
+    engine = roomy()
+    serve(engine, {0: [("a", [5, 9], replace(GREEDY, repetition_penalty=1.3))]})
+    assert not engine._seen
+
+
 PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
 
 
@@ -539,6 +604,22 @@ def test_a_step_that_fails_is_computed_again(monkeypatch):
     assert engine.metrics.shared_tokens > 0
     assert got == {name: alone(engine.model, prompt, GREEDY) for name, prompt, _ in requests}
     assert engine.page_table.num_free_pages == engine.page_table.num_pages
+
+
+def test_all_that_share_pages_of_a_failed_step_begin_anew(monkeypatch):
+    engine = roomy(prefix_sharing=True)
+    for name in "abc":
+        engine.add_request(name, PROMPTS[2], GREEDY)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.backend, "run", lambda spec, q: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.abort("a")
+    got = defaultdict(list)
+    while engine.has_unfinished:
+        for output in engine.step().outputs:
+            got[output.request_id].append(output.token_id)
+    assert got == {name: alone(engine.model, PROMPTS[2], GREEDY) for name in "bc"}
 
 
 def test_a_listener_that_fails_takes_no_token_away():

@@ -78,6 +78,15 @@ def test_neighbours_change_nothing(double, data):
         assert run(double, [sequence(PROMPTS[i], params[i], seed=i)]) == [tokens]
 
 
+def test_tokens_are_those_of_naive_attention(double):
+    """With a penalty, which remembers what was written."""
+    from tests.test_engine import alone
+
+    params = SamplingParams(temperature=0.0, max_tokens=9, repetition_penalty=1.3, ignore_eos=True)
+    for prompt in PROMPTS:
+        assert run(double, [sequence(prompt, params)]) == [alone(double, prompt, params)]
+
+
 def test_ends_at_eos_stop_tokens_and_limits(double):
     greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     (free,) = run(double, [sequence(PROMPTS[0], greedy)])

@@ -17,10 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedT
 
 from book.random_models import GEMMA2_2B, NO_WORDS, QWEN3_0_6B, random_transformers_model
 from mini_engine import Inference, RequestOutput, SamplingParams
+from mini_engine.attention.backend import ChunkedBackend
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.hf import HFModel
 from mini_engine.models.weights import load_tokenizer, open_checkpoint
+from mini_engine.parts import Parts
 from mini_engine.sequence import Sequence
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
 from tests.test_engine import check_tokens, make_engine, serve
@@ -310,6 +312,27 @@ def test_models_that_it_cannot_run_are_refused(name):
 def test_impossible_options_are_refused(llama, options, message):
     with pytest.raises(ConfigError, match=message):
         Inference(llama, TOKENIZER, **options)
+
+
+def test_the_engine_gets_what_inference_is_given(llama):
+    parts = Parts()
+    engine = Inference(llama, TOKENIZER, attn_backend="chunked", parts=parts, max_seq_length=50).engine
+    assert isinstance(engine.backend, ChunkedBackend) and engine.parts is parts and engine.max_model_len == 50
+
+
+def test_logits_of_a_narrow_model_are_float32():
+    model = HFModel(transformers_model("llama", dtype=torch.bfloat16))
+    assert model.compute_logits(torch.zeros(1, 32, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_keys_and_values_of_different_sizes_are_refused():
+    """DeepSeek's multi-head latent attention."""
+    latent = tiny(
+        "DeepseekV3Config", num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="do not match"):
+        HFModel(latent)
 
 
 def test_the_longest_sequence_is_the_model_s_or_the_pool_s(llama):

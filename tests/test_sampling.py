@@ -165,6 +165,24 @@ def test_bad_values_are_refused_by_name(bad):
         SamplingParams(**bad)
 
 
+def test_the_penalty_counts_where_the_largest_logit_is_taken():
+    seen = torch.tensor([[True, False]])
+    batch = SamplingBatch.build([SamplingParams(temperature=0.0, repetition_penalty=2.0)], [0], [0], seen)
+    assert sample(torch.tensor([[2.0, 1.9]]), batch).tolist() == [1]
+
+
+def test_filters_see_what_the_temperature_has_made_of_the_logits():
+    """At a temperature of 4 the first token has 58 % and top_p = 0.7 keeps a second; at 1 it has 96 %."""
+    params = [SamplingParams(temperature=4.0, top_p=0.7)] * 500
+    batch = SamplingBatch.build(params, [1] * 500, list(range(500)))
+    assert set(sample(torch.tensor([[4.0, 0.0, 0.0]]).expand(500, -1), batch).tolist()) != {0}
+
+
+def test_both_halves_of_a_seed_count():
+    one, other = gumbel_noise(torch.tensor([1, 1 + 2**32]), torch.tensor([3, 3]), 50)
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.gpu
 def test_same_samples_on_the_gpu():
     seeds, positions = torch.arange(32) * 2**40, torch.arange(32)

@@ -272,6 +272,44 @@ def test_equal_prompts_that_arrive_together_share_what_the_first_computes_in_tha
     assert table.refcounts[first].tolist() == [3, 3, 1]
 
 
+def test_a_free_page_is_left_for_each_that_runs():
+    scheduler = Scheduler(PageTable(4, 4, 4), max_batch_size=4, max_num_batched_tokens=64)
+    running = make_sequence(8, 4)
+    scheduler.add(running)
+    scheduler.schedule()
+    running.num_computed = 8
+    running.append(7)
+    scheduler.add(make_sequence(4, 4))
+    assert not scheduler.schedule().admitted
+
+
+def test_a_prompt_comes_in_with_pages_for_all_of_it():
+    table = PageTable(8, 4, 4)
+    scheduler = Scheduler(table, max_batch_size=4, max_num_batched_tokens=8)
+    for _ in range(2):
+        scheduler.add(make_sequence(24, 4))
+    schedule = scheduler.schedule()
+    assert len(schedule.admitted) == 1 and schedule.num_new == [8] and table.num_free_pages == 2
+    schedule.sequences[0].num_computed = 8
+    assert not scheduler.schedule().admitted
+
+
+def test_pages_that_are_shared_take_no_room():
+    scheduler = Scheduler(PageTable(8, 4, 4), max_batch_size=4, max_num_batched_tokens=64, prefix_sharing=True)
+    for _ in range(2):
+        scheduler.add(make_sequence(list(range(21)), 3))
+    assert len(scheduler.schedule().admitted) == 2
+
+
+def test_of_several_donors_the_one_with_most_in_common_is_taken():
+    scheduler = Scheduler(PageTable(20, 4, 4), max_batch_size=4, max_num_batched_tokens=64, prefix_sharing=True)
+    sequences = [make_sequence(prompt, 4) for prompt in ([1] * 12, [1] * 4 + [2] * 8, [1] * 13)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduler.schedule()
+    assert sequences[2].num_computed == 12
+
+
 def test_nobody_is_compared_while_there_is_no_room(monkeypatch):
     compared = []
     monkeypatch.setattr("mini_engine.scheduler.common_prefix", lambda a, b: compared.append(1) or common_prefix(a, b))

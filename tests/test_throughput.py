@@ -1,6 +1,7 @@
 """Every engine serves the same requests in full, with the same tokens."""
 
 import io
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,19 @@ from mini_engine.bench import load_transformers
 from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM
 from mini_engine.roofline import Machine
-from mini_engine.throughput import BLOCK, GPU, PEERS, Workload, least_seconds, measure, run_throughput, serve
+from mini_engine.throughput import (
+    BLOCK,
+    GPU,
+    PEERS,
+    Request,
+    Serve,
+    Workload,
+    _table,
+    least_seconds,
+    measure,
+    run_throughput,
+    serve,
+)
 
 FEW = Workload(5, (3, 9), (2, 7), temperature=0.0)
 
@@ -46,6 +59,39 @@ def test_every_peer_gives_our_tokens(llm, theirs, peer):
     assert (ours.engine, other.engine) == ("ours", peer)
     assert ours.equal == other.equal == 5
     assert ours.rate > 0 and other.rate > 0
+
+
+def test_what_is_counted_by_hand(monkeypatch):
+    """Three requests; the second engine writes another token in one of them, and takes twice the time."""
+    requests = FEW.requests()[:3]
+    seen: dict[str, list[int]] = {"one": [], "two": []}
+
+    def answer(name: str, other: int) -> Serve:
+        def run(given: Sequence[Request]) -> list[list[int]]:
+            lengths = [params.max_tokens for _, params in given]
+            seen[name].append(sum(lengths))
+            return [[7] * (n - 1) + [7 if i else other] for i, n in enumerate(lengths)]
+
+        return run
+
+    clock = iter([0.0, 2.0, 0.0, 4.0])
+    monkeypatch.setattr("mini_engine.bench.time.perf_counter", lambda: next(clock))
+    one, two = measure({"one": answer("one", 7), "two": answer("two", 8)}, requests, rounds=1)
+    tokens = sum(params.max_tokens for _, params in requests)
+    assert (one.rate, two.rate, one.equal, two.equal) == (tokens / 2, tokens / 4, 3, 2)
+    assert seen == {"one": [2 + 2 + 2, tokens], "two": [2 + 2 + 2, tokens]}  # a warm-up, then all of it
+    out = io.StringIO()
+    Console(file=out, width=80).print(_table([one, two], one.rate * 4, 3, "title"))
+    first, second = (line for line in out.getvalue().splitlines() if " of 3" in line)
+    assert "25%" in first and "3 of 3" in first and "1.00x" in first
+    assert "12%" in second and "2 of 3" in second and "2.00x" in second
+
+
+def test_the_bound_counts_prompts_too(llm):
+    machine = Machine("a machine", "float32", bandwidth=1e12, flops=1e9)
+    params = FEW.requests()[0][1]
+    short, long = (least_seconds(llm.model.config, machine, [([1] * n, params)], 4) for n in (4, 40))
+    assert long > 3 * short
 
 
 def test_blocks_are_as_long_as_transformers_makes_them():

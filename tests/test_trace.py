@@ -11,8 +11,9 @@ from rich.console import Console
 
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import TraceFileError
+from mini_engine.outputs import EngineOutput
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.trace import Trace
+from mini_engine.trace import Trace, TraceStep, Work
 from mini_engine.watch import Watch
 from tests.models.families import our_model, transformers_model
 from tests.test_engine import DOUBLES, GREEDY, WORDS, make_engine
@@ -157,6 +158,33 @@ def test_the_file_is_a_chrome_trace(run, tmp_path):
     moments = Counter(e["name"] for e in events if e["ph"] == "i")
     assert moments["preempted"] == sum(len(step.preempted) for step in trace.steps)
     assert moments["ended: length"] == 4 and moments["aborted"] == 1
+    assert moments["admitted"] == sum(len(step.admitted) for step in trace.steps)
+    assert sum(event["dur"] for event in events if event["name"] == "waiting" and event["ph"] == "X") > 0
+
+
+def test_each_step_s_work_has_the_kind_that_it_is(run):
+    trace, _ = run
+    prompts = {name: count for step in trace.steps for name, count in step.arrived.items()}
+    num_tokens = dict(prompts)
+    for step in trace.steps:
+        for work in step.batch:
+            before = work.num_computed - work.num_new
+            kind = "prefill" if before == 0 and work.num_computed == num_tokens[work.request_id] else "chunk"
+            if work.num_new == 1 and before >= prompts[work.request_id]:
+                kind = "decode"
+            assert work.kind == kind, work
+        for output in step.outputs:
+            num_tokens[output.request_id] += 1
+
+
+def test_a_summary_by_hand():
+    token = EngineOutput("A", "x", 1, None)
+    prefill = [Work("A", "prefill", 9, 9)]
+    first = TraceStep(0.0, 0.5, prefill, {"A": [0, 1, 2]}, [], {"A": 9, "B": 1}, ["A"], ["B"], [], [token])
+    second = TraceStep(0.5, 0.5, [Work("A", "decode", 1, 10)], {"A": [0, 1]}, [], {}, [], [], [], [token])
+    trace = Trace()
+    trace.num_pages, trace.page_size, trace.steps = 4, 4, [first, second]
+    assert trace.summary() == "2 steps in 1.0 s, 2 tokens/s, at most 3 of 4 pages in use, 1 preemption"
 
 
 def damaged(change):

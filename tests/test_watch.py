@@ -5,10 +5,12 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from mini_engine.cli import main
+from mini_engine.outputs import EngineOutput
 from mini_engine.trace import EXAMPLE, Trace, TraceStep, Work
-from mini_engine.watch import Watch
+from mini_engine.watch import COLOURS, Watch
 from tests.test_trace import NUM_PAGES, run  # noqa: F401 (a fixture)
 
 
@@ -50,6 +52,49 @@ def test_it_shows_shared_pages_and_hits():
     text = drawn(Watch(trace))
     assert text.splitlines()[1].strip("│ ").split() == ["×2", "A", "B", "··"]
     assert "4 tokens shared" in text and "begins with 4 tokens" in text and "4 tokens shared" in trace.summary()
+
+
+def test_colours_columns_and_news_of_a_run_by_hand():
+    """A ran and shares with B; B was preempted and came back; C has ended."""
+    trace = Trace()
+    trace.num_pages, trace.page_size = 8, 4
+    first = TraceStep(
+        0.0, 1.0, [Work("A", "prefill", 7, 7), Work("B", "prefill", 6, 6), Work("C", "prefill", 4, 4)],
+        {"A": [0, 1], "B": [3, 4], "C": [5]}, [], {"A": 7, "B": 6, "C": 4}, ["A", "B", "C"], [], [],
+        [EngineOutput("A", "one", 1, None), EngineOutput("C", "bye", 2, "stop")],
+    )  # fmt: skip
+    second = TraceStep(
+        1.0, 1.0, [Work("A", "decode", 1, 8)], {"A": [0, 1]}, ["B"], {}, [], ["B"], [],
+        [EngineOutput("A", " two", 1, None)],
+    )  # fmt: skip
+    third = TraceStep(
+        2.0, 2.0, [Work("A", "decode", 1, 9), Work("B", "chunk", 2, 6)], {"A": [0, 1, 6], "B": [0, 2]}, [], {}, ["B"],
+        [], [], [EngineOutput("A", " three", 1, None)],
+    )  # fmt: skip
+    trace.steps = [first, second]
+    watch = Watch(trace)
+    text = drawn(watch)
+    assert "was preempted" in text and "2 of 8 in use" in text
+    waiting = next(line for line in text.splitlines() if " waiting " in line and line.split()[0] == "B").split()
+    assert waiting == ["B", "waiting", "1"]  # nothing cached, no pages, one preemption
+
+    trace.steps.append(third)
+    watch.view(80, 30)
+    grid = watch.pages(80, 8).renderable
+    assert isinstance(grid, Text)
+    styles = {grid.plain[span.start : span.end]: str(span.style) for span in grid.spans}
+    assert COLOURS[0] in styles["×2"] and COLOURS[0] in styles[" A"] and COLOURS[1] in styles[" B"]
+    new = [grid.plain[span.start : span.end] for span in grid.spans if "underline" in str(span.style)]
+    assert new == [" B", " A"]  # pages 2 and 6
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(watch.requests(80, 9))
+    rows = [line.split() for line in capture.get().splitlines()[1:]]
+    assert rows == [
+        ["A", "decode", "9", "3", "one", "two", "three"], ["B", "chunk", "of", "2", "6", "2", "1"],
+        ["C", "done", "4", "bye"],
+    ]  # fmt: skip
+    assert watch.tokens_per_second() == 4 / 4
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -282,6 +282,11 @@ def test_numbers_of_tiles_are_few(count: int, on_gpu: bool) -> None:
     assert round_up(rounded, on_gpu) == rounded
 
 
+def test_numbers_of_tiles_up_to_a_thousand_make_few_kernels() -> None:
+    assert len({round_up(count, on_gpu=False) for count in range(1, 1025)}) == 4
+    assert len({round_up(count, on_gpu=True) for count in range(1, 1025)}) == 11
+
+
 def test_only_blocks_that_a_step_opens_are_cleared_behind_their_keys() -> None:
     batch = StepBatch.build(
         token_ids=[0] * 9, num_new=[1, 1, 7], kv_lens=[17, 6, 20], pages=[5, 2, 0, 3, 1], page_size=16, device="cpu"
@@ -399,6 +404,39 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
         # A window smaller than a block fills none, and yet the query passes the end of one.
         assert bool(built) == (lists != before) or (window is not None and window < page_size)
         before, lens = lists, lens + 1
+
+
+def test_each_kind_of_layer_keeps_lists_of_its_own() -> None:
+    specs = [PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=20)]
+    cache = ContiguousKVCache(specs, 8, 8, torch.float64)
+    kept = FlexBackend(specs, cache, Parts())
+
+    def lists(backend: FlexBackend, batch: StepBatch) -> dict[Kind, list[list[int]]]:
+        backend.plan(batch)
+        [(_, planned)] = backend._planned
+        found = {}
+        for kind, (mask, _) in planned.items():
+            assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+            found[kind] = [
+                blocks.flatten()[: int(count)].tolist()
+                for count, blocks in (
+                    (mask.kv_num_blocks[0], mask.kv_indices[0]),
+                    (mask.full_kv_num_blocks[0], mask.full_kv_indices[0]),
+                )
+            ]
+        return found
+
+    for kv_len in range(1, 60):
+        pages = range(-(-kv_len // 8))
+        batch = StepBatch.build(token_ids=[0], num_new=[1], kv_lens=[kv_len], pages=pages, page_size=8)
+        assert lists(kept, batch) == lists(FlexBackend(specs, cache, Parts()), batch), kv_len
+
+
+def test_every_head_of_a_decode_has_its_own_slope() -> None:
+    cache = full_cache([ALL], 4, 16, torch.float64, torch.nan, "cpu")
+    flex = FlexBackend([ALL], cache, Parts())
+    for _, got, want in run_in_steps(flex, [ALL], [12], [1], [2, 0, 1], 16, torch.float64):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
 def test_decodes_whose_pages_move_or_are_given_up_get_a_new_mask() -> None:

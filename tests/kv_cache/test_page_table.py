@@ -198,6 +198,27 @@ def test_a_converted_mask_attends_to_the_same_keys(window):
     assert torch.equal(physical.kv_num_blocks, logical.kv_num_blocks)  # as sparse as it was
 
 
+def test_a_converted_mask_lists_the_pages_of_the_logical_blocks():
+    """The lists themselves: uncompiled attention asks the mask alone, and never looks at them."""
+    table, lens = PageTable(10, 4, 3), [5, 12, 9]
+    rows = [table.allocate() for _ in lens]
+    for tokens in range(1, 13):  # in turns, so that no row's pages are neighbours
+        for row, length in zip(rows, lens, strict=True):
+            table.reserve(row, min(tokens, length))
+    last = torch.tensor(lens) - 1
+    logical = create_block_mask(lambda b, h, q, kv: kv <= last[b], 3, None, 1, 12, device="cpu", BLOCK_SIZE=(1, 4))
+    physical = table.convert_logical_block_mask(logical, torch.tensor(rows))
+    listed = 0
+    for counts, blocks in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        assert torch.equal(getattr(logical, counts), getattr(physical, counts))
+        for b, row in enumerate(rows):
+            count = int(getattr(logical, counts)[b, 0, 0])
+            want = table.pages(row)[getattr(logical, blocks)[b, 0, 0, :count].numpy()].tolist()
+            assert getattr(physical, blocks)[b, 0, 0, :count].tolist() == want
+            listed += count
+    assert listed == 2 + 3 + 3
+
+
 def test_a_block_larger_than_a_page_is_refused():
     table = PageTable(4, 4, 1)
     logical = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 1, 8, device="cpu", BLOCK_SIZE=(1, 8))

@@ -24,9 +24,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SMALL | {"head_dim": 16},
     "gemma2": SMALL
     | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
-    | {"final_logit_softcapping": 1.5},
-    "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    | {"final_logit_softcapping": 1.5, "tie_word_embeddings": False},
+    "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    | {"tie_word_embeddings": False},
 }
+# With its embedding as head a random model repeats its last token, whatever attention gave: no head is tied, unless a
+# test asks for it.
 
 
 def transformers_config(family: str, **changes: Any) -> Any:
@@ -48,9 +51,9 @@ def transformers_model(family: str, seed: int = 0, dtype: torch.dtype = torch.fl
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-            if parameter.ndim == 1 and family != "gemma2":  # norms near one, and biases that matter
+            if parameter.ndim == 1 and family != "gemma2" and not name.endswith("bias"):  # norms near one
                 parameter.add_(1.0)
     return model.to(dtype)
 

@@ -146,6 +146,11 @@ def test_two_sequences(hw: Homework) -> None:
     assert_slots(hw, [[2, 0, 3], [1, 0, 0]], [1, 0, 1, 0], [2, 9, 0, 4], 4)
 
 
+@check("slots", mistake="a large pool has more slots than 32 bits can count: make the pages int64 before you multiply")
+def test_slots_of_a_large_pool(hw: Homework) -> None:
+    assert_slots(hw, [[2**24]], [0], [5], 128)
+
+
 @check("slots", mistake="some mixture of tokens goes wrong that the checks before did not try")
 def test_random_slots(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):

@@ -39,6 +39,11 @@ def slots_in_int32(table, rows, positions, page_size):
     return table[rows, positions // page_size] * page_size + (positions % page_size).int()
 
 
+@wrong("slots", fails="test_slots_of_a_large_pool")
+def multiplied_in_int32(table, rows, positions, page_size):
+    return (table[rows, positions // page_size] * page_size).long() + positions % page_size
+
+
 @wrong("slots", fails="test_one_page")
 def first_slot_of_the_page(table, rows, positions, page_size):
     return table[rows, positions // page_size].long() * page_size

@@ -178,6 +178,13 @@ def test_filters_see_what_the_temperature_has_made_of_the_logits():
     assert set(sample(torch.tensor([[4.0, 0.0, 0.0]]).expand(500, -1), batch).tolist()) != {0}
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-300])
+def test_a_temperature_next_to_zero_is_greedy(temperature):
+    """Divided by it, both logits would be infinite."""
+    batch = SamplingBatch.build([SamplingParams(temperature=temperature, top_p=0.9)] * 20, range(20), [0] * 20)
+    assert set(sample(torch.tensor([[5e5, 9e5]]).expand(20, -1), batch).tolist()) == {1}
+
+
 def test_both_halves_of_a_seed_count():
     one, other = gumbel_noise(torch.tensor([1, 1 + 2**32]), torch.tensor([3, 3]), 50)
     assert not torch.equal(one, other)

@@ -48,7 +48,7 @@ async function draw(box) {
   box.innerHTML = svg;
   const picture = box.firstElementChild;
   const width = picture.viewBox.baseVal.width;
-  picture.style.minWidth = `${Math.round(Math.min(width, Math.max(0.75 * width, 320)))}px`; // small screens scroll, not squint
+  picture.style.minWidth = `${Math.round(Math.min(width, Math.max(0.7 * width, 320)))}px`; // small screens scroll, not squint
   picture.setAttribute("role", "img");
 }
 

@@ -200,6 +200,9 @@ class LLMEngine:
             # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
             sampling = [s for s in schedule.sequences if s.num_computed == len(s.token_ids)]
             outputs = self._sample(sampling, hidden[batch.logit_rows]) if sampling else []
+            kv_bytes = int(batch.kv_lens.sum()) * self.cache.bytes_per_token
+            report = StepReport(schedule, outputs, start, time.perf_counter() - start, kv_bytes)
+            self._count(report, shared_tokens)
         except BaseException:
             # Interrupted, or out of memory. Some began with pages that this step should have filled: all begin anew,
             # with the tokens that they have.
@@ -208,9 +211,6 @@ class LLMEngine:
                     self._forget(sequence)
             self.scheduler.preempt_all()
             raise
-        kv_bytes = int(batch.kv_lens.sum()) * self.cache.bytes_per_token
-        report = StepReport(schedule, outputs, start, time.perf_counter() - start, kv_bytes)
-        self._count(report, shared_tokens)
         try:
             if self._on_step:
                 self._on_step(self, report)

@@ -218,7 +218,7 @@ class LLMEngine:
             for sequence, output in zip(sampling, outputs, strict=True):
                 if sequence in self._inboxes:
                     self._inboxes[sequence].append((output, report))
-                if output.finish_reason and sequence in self.request_ids:  # unless `on_step` has aborted it
+                if output.finish_reason:
                     self._forget(sequence)
         return report
 
@@ -263,8 +263,7 @@ class LLMEngine:
                         yield Piece(index, "", RequestOutput.failed(prompts[index], error), None)
         finally:
             for sequence in open_requests:
-                if sequence in self.request_ids:
-                    self._forget(sequence)
+                self._forget(sequence)
                 self._inboxes.pop(sequence, None)
 
     def generate(
@@ -365,6 +364,9 @@ class LLMEngine:
         metrics.finished += sum(output.finish_reason is not None for output in report.outputs)
 
     def _forget(self, sequence: Sequence) -> None:
+        """End a request, unless that has been done already."""
+        if sequence not in self.request_ids:
+            return
         self.scheduler.finish(sequence)
         self._seen.pop(sequence, None)
         del self._sequences[self.request_ids.pop(sequence)]

@@ -113,7 +113,6 @@ class Trace:
         sampled = {output.request_id for output in report.outputs}
         arrived = {name: s.num_prompt_tokens for s, name in names.items() if s not in self._open}
         aborted = sorted(name for s, name in self._open.items() if s not in names)
-        self._open = dict(names)
         step = TraceStep(
             start=report.start - self._zero,
             seconds=report.seconds,

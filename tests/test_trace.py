@@ -258,10 +258,14 @@ def test_a_name_that_is_given_again_is_another_request(tmp_path):
     assert [step.aborted for step in trace.steps] == [[], ["a"], []]
     trace.save(tmp_path / "trace.json")
     assert Trace.load(tmp_path / "trace.json").steps[1].aborted == ["a"]
+    watch = Watch(trace)
+    watch.view(80, 24)
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(Watch(trace).view(80, 24))
-    assert capture.get().count("w3") == 0
+        console.print(watch.requests(80, 5))
+    (row,) = capture.get().splitlines()[1:]
+    assert row.split()[-2:] == "".join(step.outputs[0].text for step in trace.steps[1:]).split()
+    assert trace.steps[0].outputs[0].text not in row
 
 
 def test_steps_that_took_no_time_have_no_rate(tmp_path):

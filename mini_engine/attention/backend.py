@@ -104,7 +104,7 @@ def _backend(name: str) -> Any:
 
 def check_backend(name: str) -> None:
     """Raise ConfigError if there is no backend of that name."""
-    if name not in list(BACKENDS):
+    if name not in list(BACKENDS):  # compared, not looked up: a name that is no string may have no hash
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
 
 

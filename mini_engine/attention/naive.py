@@ -163,7 +163,7 @@ def fused_attention(
     """PyTorch's fused attention without cuDNN's kernel, which it would prefer on a Hopper GPU.
 
     cuDNN makes a plan for every new shape, for tens of milliseconds, and each token of a sequence is a new shape. And
-    to a query that sees no key it does not give 0. The price: long prompts without a mask take 1.5 to 2 times as long
+    to a query that sees no key it does not give 0. The price: long prompts without a mask take up to twice as long
     (experiment 02), but the engine's prompts on a GPU have masks.
 
     Args:

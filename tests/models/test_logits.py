@@ -37,11 +37,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3", {"attention_bias": True}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    ("gemma2", {"tie_word_embeddings": False}),
+    ("gemma2", {"tie_word_embeddings": True}),
     ("gemma2", {"sliding_window": 1}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
-    ("gpt2", {"tie_word_embeddings": False}),
+    ("gpt2", {"tie_word_embeddings": True}),
     ("gpt2", {"n_inner": 40, "activation_function": "relu"}),
     ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
 ]

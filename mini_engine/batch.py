@@ -1,83 +1,66 @@
-"""What one step of the engine computes, described once for every attention method and for the sampler."""
+"""What one step of the engine computes, described once for every attention method and for the sampler.
+
+The tokens of all requests are one ragged (packed, "varlen") batch, without padding, in CSR form. Explained in chapter 04.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32, UInt8
+from jaxtyping import Int, Int32, Shaped, UInt8
 from torch import Tensor
 
-from mini_engine.sampling_params import SamplingParams
+ALIGNMENT = 16  # bytes: vector loads of a kernel need aligned arrays
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """What one layer's attention computes. Known when the model is built, and fixed from then on.
+class PrefixLevel:
+    """Pages that neighboring requests of a step share, as one level of a cascade (chapter 09).
 
     Attributes:
-        layer: index of the layer in the model.
-        kv_layer: index of the layer of the KV cache that it reads and writes.
-        num_qo_heads: query (and output) heads.
-        num_kv_heads: key and value heads; divides `num_qo_heads` (grouped-query attention).
-        head_dim: size of one head.
-        scale: factor on the scores, usually `head_dim ** -0.5`.
-        window: number of keys that a query may see, its own included; None sees all before it.
-        softcap: if set, a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
-        alibi_slopes: one slope for each query head; adds `-slope * distance` to the scores (Press et al. 2021).
+        qo_indptr: [G+1] host. First token of each group of requests that share pages, and T.
+        kv_page_indptr: [G+1] host. First entry of each group in `kv_page_indices`.
+        kv_page_indices: the pages of all groups.
+        kv_last_page_len: [G] host. Keys in the last page of each group.
+        query_offsets: [T] what is added to a query's position before it meets this level's keys; None for nothing.
     """
 
-    layer: int
-    kv_layer: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    alibi_slopes: tuple[float, ...] | None = None
-
-
-@runtime_checkable
-class Attend(Protocol):
-    """What a model calls for attention: the only thing it knows about keys and values."""
-
-    def __call__(
-        self,
-        spec: AttentionSpec,
-        q: Float[Tensor, "T Hq D"],
-        k: Float[Tensor, "T Hk D"],
-        v: Float[Tensor, "T Hk D"],
-    ) -> Float[Tensor, "T Hq D"]: ...
+    qo_indptr: Int32[Tensor, " G+1"]
+    kv_page_indptr: Int32[Tensor, " G+1"]
+    kv_page_indices: Int32[Tensor, " P"]
+    kv_last_page_len: Int32[Tensor, " G"]
+    query_offsets: Int[Tensor, " T"] | None = None
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step of the engine: B sequences, T new tokens, no padding.
+    """One step of the engine: B requests, T new tokens, no padding.
 
-    The tokens of all sequences lie one after the other. Sequence b owns the rows
-    `qo_indptr[b]:qo_indptr[b + 1]` of everything that has T rows, and the pages
-    `kv_page_indices[kv_page_indptr[b]:kv_page_indptr[b + 1]]` of the KV cache. A decode is a sequence with one
-    new token, a prefill one with many, a chunk of a prefill one with some: nothing else tells them apart.
-    Arrays marked "host" stay in the host's memory, where a plan is made; the others live on the model's device.
+    The tokens of all requests follow one another. Request b owns the tokens `qo_indptr[b]:qo_indptr[b + 1]` of every
+    array with T entries, and the pages `kv_page_indices[kv_page_indptr[b]:kv_page_indptr[b + 1]]` of the KV cache. A
+    prefill, a chunk of one and a decode differ in their number of new tokens only. Arrays marked "host" stay in the
+    host's memory, where a plan is made; the others are on the model's device. All are views of buffers that a later
+    step overwrites.
 
     Attributes:
         token_ids: [T] the tokens to compute.
-        positions: [T] where each stands in its sequence.
+        positions: [T] position of each token in its request.
         slot_mapping: [T] where its key and value go: page * page_size + offset in the page.
-        token_source: [T] row of the previous step's samples that is this token, or -1 if `token_ids` has it.
-        logit_rows: [R] rows whose logits are needed: the last token of each sequence that samples.
-        kv_page_indices: [P] pages of all sequences, in order.
-        page_positions: [P] position of each page's first key, or None while every sequence still has all its pages.
-        kv_lens: [B] host. Keys of each sequence once this step's are stored.
-        qo_indptr: [B+1] host. First row of each sequence, and T.
-        kv_page_indptr: [B+1] host. First entry of each sequence in `kv_page_indices`, and P.
-        host_page_indices: [P] host. `kv_page_indices` once more: a plan can tell whether pages have changed since
-            the last step, and need not wait for the device.
-        kv_last_page_len: [B] host. Keys in the last page of each sequence, 1 to page_size.
-        num_decodes: the first `num_decodes` sequences have one new token each.
-        page_size: keys that fit in one page.
+        token_source: [T] page-table row whose last sampled token is this token, or -1 if `token_ids` has it.
+        logit_rows: [R] tokens whose logits are needed.
+        kv_page_indices: [P] pages of all requests, in order.
+        page_positions: [P] position of each page's first key, or None while every request still has all its pages.
+        kv_lens: [B] host. Keys of each request once this step's are stored.
+        qo_indptr: [B+1] host. First token of each request, and T.
+        kv_page_indptr: [B+1] host. First entry of each request in `kv_page_indices`, and P.
+        host_page_indices: [P] host. `kv_page_indices` once more, so that a plan can see whether pages have changed.
+        kv_last_page_len: [B] host. Keys in the last page of each request, 1 to page_size.
+        num_logits: [B] host. For how many of its last tokens each request needs logits: 0 in the middle of a prompt.
+        num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
+        page_size: keys per page.
+        has_sources: whether any token comes from `token_source`.
+        levels: prefixes shared by several requests, outermost first; a backend without cascade ignores them.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -92,8 +75,11 @@ class StepBatch:
     kv_page_indptr: Int32[Tensor, " B+1"]
     host_page_indices: Int32[Tensor, " P"]
     kv_last_page_len: Int32[Tensor, " B"]
+    num_logits: Int32[Tensor, " B"]
     num_decodes: int
     page_size: int
+    has_sources: bool = False
+    levels: tuple[PrefixLevel, ...] = ()
 
     @classmethod
     def build(
@@ -104,74 +90,92 @@ class StepBatch:
         kv_lens: Sequence[int] | np.ndarray,
         pages: Sequence[int] | np.ndarray,
         page_size: int,
-        samples: Sequence[bool] | np.ndarray | None = None,
+        num_logits: Sequence[int] | np.ndarray | None = None,
         token_source: Sequence[int] | np.ndarray | None = None,
         page_positions: Sequence[int] | np.ndarray | None = None,
+        max_decode_tokens: int = 1,
         device: torch.device | str = "cpu",
+        into: "StepBuffers | None" = None,
     ) -> "StepBatch":
-        """Derive every array of the step from the few that a scheduler knows, without a loop over tokens.
+        """Derive every array of the step from the few that a scheduler knows, without a loop over tokens or requests.
 
         Args:
-            token_ids: [T] new tokens of all sequences, one sequence after the other, decodes first.
-            num_new: [B] how many of them each sequence has, at least 1.
-            kv_lens: [B] keys of each sequence that will stand in its pages after this step, the new ones included.
-            pages: [P] pages of all sequences in order; sequence b has `ceil(kv_lens[b] / page_size)` of them.
-            page_size: keys that fit in one page.
-            samples: [B] whether a sequence needs the logits of its last token; default all.
+            token_ids: [T] new tokens of all requests, one request after the other, decodes first.
+            num_new: [B] how many of them each request has, at least 1.
+            kv_lens: [B] keys in each request's pages after this step, the new ones included.
+            pages: [P] pages of all requests in order; request b has `ceil(kv_lens[b] / page_size)` of them.
+            page_size: keys per page.
+            num_logits: [B] see the class; default 1 each.
             token_source: [T] see the class; default all -1.
             page_positions: [P] see the class; default None.
-            device: where the model runs.
+            max_decode_tokens: most new tokens of a decode: 1, and more where drafted tokens are verified.
+            device: where the model runs, if `into` is not given.
+            into: buffers that receive the arrays; default new ones on `device`.
 
         Raises:
             ValueError: if the arrays contradict each other.
         """
-        ids, new, lens = (np.asarray(x, dtype=np.int64) for x in (token_ids, num_new, kv_lens))
-        page_ids = np.asarray(pages, dtype=np.int64)
+        new, lens = np.asarray(num_new, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
         page_counts = -(-lens // page_size)
-        _require(len(new) == len(lens) > 0, f"num_new has {len(new)} sequences, kv_lens {len(lens)}")
-        _require(bool((new >= 1).all()), "every sequence of a step needs at least one new token")
-        _require(bool((lens >= new).all()), "a sequence has more new tokens than keys after the step")
-        _require(len(ids) == int(new.sum()), f"{len(ids)} tokens given, num_new adds up to {new.sum()}")
-        _require(
-            len(page_ids) == int(page_counts.sum()), f"{len(page_ids)} pages given, kv_lens needs {page_counts.sum()}"
-        )
-        num_decodes = int(np.argmax(new > 1)) if (new > 1).any() else len(new)
-        _require(bool((new[num_decodes:] > 1).all()) or num_decodes == len(new), "decodes must come first")
+        _check(len(token_ids), len(pages), new, lens, page_counts)
+        is_long = new > max_decode_tokens
+        num_decodes = int(is_long.argmax()) if is_long.any() else len(new)
+        if not is_long[num_decodes:].all():
+            raise ValueError("decodes must come first")
+        num_tokens, num_pages = len(token_ids), len(pages)
+        qo_indptr = np.zeros(len(new) + 1, dtype=np.int64)
+        page_indptr = np.zeros(len(new) + 1, dtype=np.int64)
+        np.cumsum(new, out=qo_indptr[1:])
+        np.cumsum(page_counts, out=page_indptr[1:])
+        if num_tokens == len(new):  # one new token each: the last key of each request
+            key_index, first_page = lens - 1, page_indptr[:-1]
+        else:  # the new keys are the last ones of each request
+            key_index = np.arange(num_tokens) + np.repeat(lens - qo_indptr[1:], new)
+            first_page = np.repeat(page_indptr[:-1], new)
+        page_index, offset = np.divmod(key_index, page_size)
+        entry = first_page + page_index
 
-        qo_indptr = np.concatenate([[0], np.cumsum(new)])
-        page_indptr = np.concatenate([[0], np.cumsum(page_counts)])
-        # Index of each new key among the keys of its sequence: the new ones are the last.
-        key_index = np.arange(len(ids)) + np.repeat(lens - qo_indptr[1:], new)
-        entry = np.repeat(page_indptr[:-1], new) + key_index // page_size
-        first = np.asarray(page_positions, dtype=np.int64) if page_positions is not None else None
-        last_rows = qo_indptr[1:] - 1
-        on_device = {
-            "token_ids": ids,
-            "positions": key_index if first is None else first[entry] + key_index % page_size,
-            "slot_mapping": page_ids[entry] * page_size + key_index % page_size,
-            "token_source": np.full(len(ids), -1) if token_source is None else np.asarray(token_source, np.int64),
-            "logit_rows": last_rows if samples is None else last_rows[np.asarray(samples, dtype=bool)],
-            "kv_page_indices": page_ids.astype(np.int32),
+        buffers = into or StepBuffers(device)
+        buffers.reset(8 * (5 * num_tokens + 2 * num_pages + 4 * len(new)) + 16 * ALIGNMENT)
+        host_pages, device_pages = buffers.put(pages, np.int32)
+        slots = host_pages[entry].astype(np.int64) * page_size + offset
+        first = device_first = None
+        if page_positions is not None:
+            first, device_first = buffers.put(page_positions, np.int64)
+        last = qo_indptr[1:] - 1
+        if num_logits is None:
+            logits_of, logit_rows = np.ones(len(new), dtype=np.int64), last
+        else:
+            logits_of = np.asarray(num_logits, dtype=np.int64)
+            ends = np.cumsum(logits_of)
+            logit_rows = np.arange(int(ends[-1])) + np.repeat(last + 1 - ends, logits_of)
+        source = np.full(num_tokens, -1) if token_source is None else token_source
+        host = {
+            name: torch.from_numpy(buffers.put(array, np.int32)[0])
+            for name, array in (
+                ("kv_lens", lens),
+                ("qo_indptr", qo_indptr),
+                ("kv_page_indptr", page_indptr),
+                ("kv_last_page_len", (lens - 1) % page_size + 1),
+                ("num_logits", logits_of),
+            )
         }
-        if first is not None:
-            on_device["page_positions"] = first
-        moved = to_device(on_device, torch.device(device))
-        return cls(
-            token_ids=moved["token_ids"],
-            positions=moved["positions"],
-            slot_mapping=moved["slot_mapping"],
-            token_source=moved["token_source"],
-            logit_rows=moved["logit_rows"],
-            kv_page_indices=moved["kv_page_indices"],
-            page_positions=moved.get("page_positions"),
-            qo_indptr=_host(qo_indptr),
-            kv_lens=_host(lens),
-            kv_page_indptr=_host(page_indptr),
-            host_page_indices=_host(page_ids),
-            kv_last_page_len=_host((lens - 1) % page_size + 1),
+        batch = cls(
+            token_ids=buffers.put(token_ids, np.int64)[1],
+            positions=buffers.put(key_index if first is None else first[entry] + offset, np.int64)[1],
+            slot_mapping=buffers.put(slots, np.int64)[1],
+            token_source=buffers.put(source, np.int64)[1],
+            logit_rows=buffers.put(logit_rows, np.int64)[1],
+            kv_page_indices=device_pages,
+            page_positions=device_first,
+            host_page_indices=torch.from_numpy(host_pages),
             num_decodes=num_decodes,
             page_size=page_size,
+            has_sources=token_source is not None,
+            **host,
         )
+        buffers.upload()
+        return batch
 
     @property
     def num_sequences(self) -> int:
@@ -181,88 +185,83 @@ class StepBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def feed(self, samples: Int[Tensor, " S"]) -> "StepBatch":
-        """Return the batch with the tokens that the previous step sampled, taken on the device.
+    def feed(self, last_token: Int[Tensor, " rows"]) -> Int[Tensor, " T"]:
+        """Return the token ids, with those that earlier steps sampled read on the device.
 
         Args:
-            samples: [S] tokens that the previous step sampled; `token_source` says which row feeds which token.
+            last_token: [rows] last token that each page-table row sampled.
         """
-        fed = torch.where(self.token_source >= 0, samples[self.token_source.clamp(min=0)], self.token_ids)
-        return replace(self, token_ids=fed)
-
-    def _repr_html_(self) -> str:
-        from mini_engine.batch_html import render
-
-        return render(self)
+        if not self.has_sources:
+            return self.token_ids
+        return torch.where(self.token_source >= 0, last_token[self.token_source.clamp(min=0)], self.token_ids)
 
 
-LEAST_TEMPERATURE = 1e-5  # logits divided by less could overflow; it is as good as greedy
+class StepBuffers:
+    """Memory for the arrays of one step: pinned on the host, and on the device, filled by one copy.
 
+    `put` writes an array to the host's half; `upload` copies everything written so far. On a CPU both halves are the
+    same memory and nothing is copied. The host may write a step's arrays only when the device has read the previous
+    ones, so an engine whose host runs ahead of the device alternates between several buffers.
 
-@dataclass(frozen=True)
-class SamplingBatch:
-    """What the sampler needs to know of the R rows of logits of one step.
-
-    Attributes:
-        temperature: [R] 0 takes the largest logit.
-        top_k: [R] keep the k largest logits; 0 keeps all.
-        top_p: [R] keep the smallest set of largest probabilities that reaches top_p; 1 keeps all.
-        min_p: [R] keep what has at least min_p times the largest probability; 0 keeps all.
-        repetition_penalty: [R] divides positive and multiplies negative logits of tokens seen before; 1 does nothing.
-        seeds: [R] seed of each request.
-        positions: [R] position of the token that is to be sampled.
-        seen: [R, V] tokens that the penalty applies to; None while no request asks for a penalty.
-        all_greedy: every temperature is 0 (known on the host, so that no work is launched in vain).
-        max_candidates: largest number of candidates that a filter needs sorted: 0 for none, -1 for the vocabulary.
+    Args:
+        device: where the model runs.
     """
 
-    temperature: Float[Tensor, " R"]
-    top_k: Int[Tensor, " R"]
-    top_p: Float[Tensor, " R"]
-    min_p: Float[Tensor, " R"]
-    repetition_penalty: Float[Tensor, " R"]
-    seeds: Int[Tensor, " R"]
-    positions: Int[Tensor, " R"]
-    seen: Bool[Tensor, "R V"] | None
-    all_greedy: bool
-    max_candidates: int
+    def __init__(self, device: torch.device | str) -> None:
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._device_name = device
+        self._used = 0
+        self._allocate(0)
 
-    @classmethod
-    def build(
-        cls,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        positions: Sequence[int],
-        seen: Bool[Tensor, "R V"] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> "SamplingBatch":
-        """Gather the rows' parameters.
+    def reset(self, num_bytes: int) -> None:
+        """Begin a step that needs at most `num_bytes`. Views of the previous step are overwritten from now on."""
+        self._used = 0
+        if num_bytes > self._host.nbytes:
+            self._allocate(2 * num_bytes)
+
+    def put(
+        self, values: Sequence[int] | np.ndarray, dtype: type[np.generic]
+    ) -> tuple[Shaped[np.ndarray, " n"], Shaped[Tensor, " n"]]:
+        """Write an array.
 
         Args:
-            params: parameters of each row's request.
-            seeds: seed of each row's request, any 64-bit integer.
-            positions: position of the token that each row samples.
-            seen: [R, V] tokens to penalise.
-            device: where the logits are.
+            values: [n].
+            dtype: the dtype in which it is stored.
+
+        Returns:
+            The array on the host, and on the device, where it is valid after `upload`.
         """
-        floats = ("temperature", "top_p", "min_p", "repetition_penalty")
-        # What is too small or too large for the dtype becomes its smallest or largest number.
-        limits = np.finfo(np.float32)
-        arrays = {}
-        for name in floats:
-            wide = np.array([getattr(p, name) for p in params], dtype=np.float64)
-            arrays[name] = np.where(wide > 0, wide.clip(limits.tiny, limits.max), 0).astype(np.float32)
-        arrays["temperature"][arrays["temperature"] < LEAST_TEMPERATURE] = 0
-        arrays["top_k"] = np.array([min(p.top_k, 2**31) for p in params], dtype=np.int64)
-        arrays["seeds"] = np.array(seeds, dtype=np.int64)
-        arrays["positions"] = np.array(positions, dtype=np.int64)
-        sorts_all = bool(((arrays["top_k"] == 0) & (arrays["top_p"] < 1)).any())
-        return cls(
-            **to_device(arrays, torch.device(device)),
-            seen=seen,
-            all_greedy=bool((arrays["temperature"] == 0).all()),
-            max_candidates=-1 if sorts_all else int(arrays["top_k"].max(initial=0)),
-        )
+        start, end = self._used, self._used + len(values) * np.dtype(dtype).itemsize
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        view = self._host_bytes[start:end].view(dtype)
+        view[:] = values
+        return view, self._on_device[start:end].view(TORCH_DTYPES[dtype])
+
+    def upload(self) -> None:
+        """Start copying what was written to the device."""
+        if self._on_gpu:
+            self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+
+    def _allocate(self, num_bytes: int) -> None:
+        self._host: UInt8[Tensor, " bytes"] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+        self._host_bytes = self._host.numpy()
+        self._on_device = torch.empty_like(self._host, device=self._device_name) if self._on_gpu else self._host
+
+
+TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64}
+
+
+def _check(num_tokens: int, num_pages: int, new: np.ndarray, lens: np.ndarray, page_counts: np.ndarray) -> None:
+    if not len(new) == len(lens) > 0:
+        raise ValueError(f"num_new has {len(new)} requests, kv_lens {len(lens)}")
+    if new.min() < 1:
+        raise ValueError("every request of a step needs at least one new token")
+    if (lens < new).any():
+        raise ValueError("a request has more new tokens than keys after the step")
+    if num_tokens != new.sum():
+        raise ValueError(f"{num_tokens} tokens given, num_new adds up to {new.sum()}")
+    if num_pages != page_counts.sum():
+        raise ValueError(f"{num_pages} pages given, kv_lens needs {page_counts.sum()}")
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -278,7 +277,7 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
 
 
 def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:
-    """Lay arrays end to end, each beginning at a multiple of 8 bytes.
+    """Concatenate arrays, each starting at a multiple of 8 bytes.
 
     Args:
         arrays: name to array, of any shapes.
@@ -293,7 +292,7 @@ def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " byt
 
 
 def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Views of what `pack` laid out, wherever that is now.
+    """Return views of the arrays that `pack` concatenated, on whatever device they are now.
 
     Args:
         packed: the result of `pack`, moved.
@@ -309,12 +308,3 @@ def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> di
 
 def _padded(array: np.ndarray) -> int:
     return -(-array.nbytes // 8) * 8
-
-
-def _host(array: np.ndarray) -> Int32[Tensor, " n"]:
-    return torch.from_numpy(array.astype(np.int32))
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+# Tokens without text after which the next ones can only be bytes of no character: a UTF-8 character has at most four.
+MAX_PENDING = 8
 
 
 def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
@@ -15,9 +17,9 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
         stop: stop strings, none empty.
 
     Returns:
-        (safe, held, stopped): what can be shown now; what has to wait, since it is the beginning of a stop string;
-        and whether a stop string was found, in which case nothing is held and what follows is dropped. Of several,
-        the one that is complete first counts, and the longer of two that end together.
+        (safe, held, stopped): the text that can be shown now; the text that has to wait, because it is the beginning of
+        a stop string; and whether a stop string was found, in which case nothing is held and what follows is dropped.
+        Of several, the one that is complete first counts, and the longer of two that end together.
     """
     # Where each is complete and where it begins. The one that is complete first counts, however the text was cut.
     found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
@@ -33,39 +35,45 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
 class Detokenizer:
     """The text of one request, growing with its tokens.
 
+    The work per token is bounded, whatever the tokens are: special tokens, which show nothing, are left out, and bytes
+    that do not become a character are shown as U+FFFD after a few tokens.
+
+    Args:
+        tokenizer: the model's.
+        special_ids: its special tokens.
+        stop: strings that end the text.
+
     Attributes:
-        text: what can be shown so far.
+        text: the text that can be shown so far.
         stopped: a stop string was found; `text` ends before it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int], stop: Sequence[str] = ()) -> None:
         self.text = ""
         self.stopped = False
-        self._tokenizer = tokenizer
-        self._stop = stop
+        self._tokenizer, self._special_ids, self._stop = tokenizer, special_ids, stop
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []  # tokens whose text is not complete
         self._held = ""
-        # Tokens whose text is known, and after them those whose text is not yet complete. A few known ones are
-        # decoded again with the new ones: some tokenizers write a word differently at the start of a text.
-        self._context: list[int] = []
-        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that can be shown now: possibly nothing, never half a character."""
-        self._pending.append(token_id)
-        known = self._decode(self._context)
-        text = self._decode(self._context + self._pending)
-        if text.endswith(REPLACEMENT):
+        if token_id in self._special_ids:
             return ""
-        # A special token shows nothing. Alone it would make the next word the first one of a text.
-        self._context = self._pending if text != known else self._context + self._pending
+        self._pending.append(token_id)
+        text = self._stream.step(self._tokenizer, token_id)
+        if text is None:
+            if len(self._pending) < MAX_PENDING:
+                return ""
+            text = self._tokenizer.decode(self._pending)
+            self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
         self._pending = []
-        return self._show(text[len(known) :])
+        return self._show(text)
 
     def finish(self) -> str:
-        """Return what was held back: no more tokens come."""
-        text = self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
+        """Return the text that was held back: no more tokens come."""
+        shown = self._show(self._tokenizer.decode(self._pending)) + self._held
         self._pending = []
-        shown = self._show(text) + self._held
         self.text += self._held
         self._held = ""
         return shown
@@ -75,7 +83,7 @@ class Detokenizer:
         self.text += safe
         return safe
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # a list would come of a batch
-        return text
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens of a tokenizer that stand for no text."""
+    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)

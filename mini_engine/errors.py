@@ -16,6 +16,10 @@ class ConfigError(MiniEngineError, ValueError):
     """An engine that cannot be built as asked: an unknown backend, an option the backend refuses."""
 
 
+class ScheduleError(MiniEngineError):
+    """A scheduler that computes nothing although requests wait: a replaced part of it is wrong."""
+
+
 class ModelLoadError(MiniEngineError):
     """A model that cannot be loaded: an unknown name, an unsupported architecture, wrong tensor shapes."""
 
@@ -29,7 +33,7 @@ class TraceFileError(MiniEngineError):
 
 
 def check_positive(**options: int | None) -> None:
-    """Raise ConfigError for an option that is no whole number from 1 on; None is one that was left to its default."""
+    """Raise ConfigError unless every given option is a positive integer; None means the default."""
     for name, value in options.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} is {value!r}; it must be 1 or more, and a whole number")
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")

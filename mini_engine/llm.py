@@ -1,141 +1,95 @@
-"""`LLM`: text in, text out."""
+"""`LLM` and `Inference`: text in, text out.
 
-from collections.abc import Callable, Generator, Mapping
+Both are front ends of the engine, which takes and gives token ids: they tokenize prompts, detokenize outputs and search
+them for stop strings. Explained in chapters 04 and 07.
+"""
+
+import operator
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
-import jinja2
-import psutil
+import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from mini_engine.attention.backend import check_backend
-from mini_engine.engine import LLMEngine
-from mini_engine.errors import ConfigError, RequestError, check_positive
-from mini_engine.models.base import CausalLM
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
+from mini_engine.chat_template import Message, render_chat
+from mini_engine.config import EngineConfig
+from mini_engine.detokenizer import Detokenizer, special_ids
+from mini_engine.engine import LLMEngine, OnStep
+from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
+from mini_engine.models.base import LanguageModel
+from mini_engine.models.hf import HFModel
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
+from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.sequence import prompt_tokens
 
-Message = Mapping[str, str]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# Of a computer's memory; a GPU has nothing else to do with its own, and gives nine tenths of what the weights leave.
-MOST_CPU_CACHE_BYTES = 2 * 2**30
+MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
 
 
-class LLM:
-    """A language model that generates text.
-
-    Args:
-        model: "smollm2-135m-instruct" (embedded), a folder, a GGUF file, or the name of a model on the hub.
-        dtype: "auto" (the checkpoint's, but float32 on a CPU without bfloat16 instructions) or a name of DTYPES.
-        device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        attn_backend: name of the attention backend.
-        max_batch_size: requests that run at once; more wait for their turn.
-        max_model_len: longest prompt and output together; default the model's own limit.
-        num_pages: pages of the KV cache; default enough for `max_batch_size` of the longest requests, or as many as
-            the memory has room for.
-        page_size: tokens of a page.
-        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
-        sliding_window: lets no layer see further back than this many keys; default the model's own windows.
-        prefix_sharing: let requests that begin with the same tokens share pages.
-        parts: the engine's replaceable parts.
+@dataclass(eq=False)
+class TextRequest:
+    """The front end's side of a request.
 
     Attributes:
-        engine: the engine itself, for requests that come while others run: `add_request`, then `step`.
-
-    Raises:
-        ConfigError: for an option that cannot be.
-        ModelLoadError: if the model cannot be loaded.
+        index: which of the prompts it belongs to.
+        prompt: as it was given.
+        request: the engine's side.
+        detokenizer: its text.
+        each_step: whether its text is needed at every step, to be shown or to be searched for stop strings.
+        inbox: gets its pieces.
+        num_read: tokens, prompt and output, that the detokenizer has got.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "smollm2-135m-instruct",
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        attn_backend: str = "torch",
-        max_batch_size: int = 32,
-        max_model_len: int | None = None,
-        num_pages: int | None = None,
-        page_size: int = 128,
-        max_num_batched_tokens: int = 2048,
-        sliding_window: int | None = None,
-        prefix_sharing: bool = False,
-        parts: Parts | None = None,
-    ) -> None:
-        check_backend(attn_backend)
-        check_positive(
-            max_batch_size=max_batch_size,
-            max_model_len=max_model_len,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            sliding_window=sliding_window,
-        )
-        where = pick_device(device)
-        parts = parts or Parts()
-        checkpoint = open_checkpoint(model)
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(checkpoint)
-        self.model: CausalLM = load_model(checkpoint, parts, pick_dtype(dtype, where, checkpoint.dtype), where)
-        self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
-        self.max_batch_size = max_batch_size
-        self.attn_backend = attn_backend
-        self.parts = parts
-        longest = self.model.config.max_position_embeddings
-        self.max_model_len = longest if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= longest:
-            raise ConfigError(f"max_model_len is {self.max_model_len}; this model takes 2 to {longest} tokens")
-        if num_pages is None:
-            num_pages = default_num_pages(self.model, page_size, max_batch_size * -(-self.max_model_len // page_size))
-        self.sliding_window, self.prefix_sharing = sliding_window, prefix_sharing
-        self.engine = self.make_engine(
-            num_pages=num_pages, page_size=page_size, max_num_batched_tokens=max_num_batched_tokens
-        )
+    index: int
+    prompt: Prompt
+    request: Request
+    detokenizer: Detokenizer
+    each_step: bool
+    inbox: deque[Piece]
+    num_read: int
 
-    @property
-    def small_page_size(self) -> int:
-        """Tokens of a page small enough to watch: 16, or what FlexAttention's kernels want on a GPU."""
-        on_gpu = next(self.model.parameters()).is_cuda
-        return 128 if on_gpu and self.attn_backend == "flex" else 16
 
-    def make_engine(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_num_batched_tokens: int = 2048,
-        on_step: Callable[[LLMEngine, StepReport], None] | None = None,
-    ) -> LLMEngine:
-        """Another engine on the same model and with the same options, but with pages of its own.
+class TextEngine:
+    """Text in, text out, on one engine. Threads may share it: each gets its own outputs.
 
-        Args:
-            num_pages: pages of its KV cache.
-            page_size: tokens of a page.
-            max_num_batched_tokens: most tokens in one step; fewer than `max_batch_size` let fewer sequences run.
-            on_step: called after each step, as by `LLMEngine`.
+    Args:
+        engine: the engine.
+        tokenizer: the model's.
+        default_params: parameters of requests that come without.
 
-        Raises:
-            ConfigError: for a pool or a step that cannot be.
-        """
-        return LLMEngine(
-            self.model,
-            self.tokenizer,
-            self.eos_token_ids,
-            attn_backend=self.attn_backend,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_batch_size=min(self.max_batch_size, max(1, max_num_batched_tokens)),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            sliding_window=self.sliding_window,
-            prefix_sharing=self.prefix_sharing,
-            parts=self.parts,
-            on_step=on_step,
-        )
+    Attributes:
+        engine: the engine itself, for requests that arrive while others run: `add_request`, then `step`.
+        tokenizer: see above.
+        default_params: see above.
+
+    Raises:
+        ConfigError: if the tokenizer is not one of the `tokenizers` library.
+    """
+
+    def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase, default_params: SamplingParams) -> None:
+        self.engine, self.tokenizer, self.default_params = engine, tokenizer, default_params
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(
+                f"the tokenizer is a {type(tokenizer).__name__}, which cannot decode token by token: load it with "
+                "AutoTokenizer.from_pretrained, which returns a fast one"
+            )
+        self._backend, self._special_ids = backend, special_ids(backend)
+        self._texts: dict[Request, TextRequest] = {}
+        self._num_read_each_step = 0
+        self._numbers = count()
+        self._lock = threading.RLock()
 
     def generate(
         self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
@@ -144,47 +98,62 @@ class LLM:
 
         Args:
             prompts: a text or a list of token ids, or several of them.
-            params: for all prompts, or one for each; default `SamplingParams()`.
+            params: for all prompts, or one for each; default `default_params`.
 
         Returns:
             One output for each prompt, in order. Where several prompts are given, one that cannot be served has
-            `finish_reason="error"` and the others are served all the same.
+            `finish_reason="error"`, and the others are served all the same.
 
         Raises:
             RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
         """
-        return self.engine.generate(prompts, params)
+        several, is_one = as_prompts(prompts)
+        outputs = {piece.index: piece.output for piece in self._pieces(several, params, each_step=False) if piece.output}
+        if is_one and (error := outputs[0].error):
+            raise error
+        return [outputs[i] for i in range(len(several))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
-        """Generate one output and yield its text as it comes, never half a character.
+        """Generate one output and yield its text as it is generated, never half a character.
 
         Raises:
             RequestError: if the prompt cannot be served.
         """
-        return self.engine.stream(prompt, params)
+        with closing(self.stream_batch([prompt], params)) as pieces:
+            for piece in pieces:
+                if piece.output and piece.output.error:
+                    raise piece.output.error
+                if piece.text:
+                    yield piece.text
 
     def stream_batch(
-        self, prompts: ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
+        self,
+        prompts: ListLike[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None = None,
+        names: ListLike[str] | None = None,
     ) -> Generator[Piece, None, None]:
-        """Generate one output for each prompt and yield every piece of text as it comes, with the step it came from.
+        """Generate one output for each prompt and yield the text of each as it is generated.
+
+        Other requests of the engine are served along with these. Closing the generator ends its own.
+
+        Args:
+            prompts: texts or lists of token ids.
+            params: for all prompts, or one for each; default `default_params`.
+            names: request ids, which traces show; default made up.
 
         Raises:
-            RequestError: if the numbers of prompts and params differ.
+            RequestError: if the numbers of prompts, params and names differ.
         """
-        return self.engine.stream_batch(prompts, params)
+        return self._pieces(as_prompts(prompts)[0], params, each_step=True, names=names)
 
     def chat(
-        self,
-        messages: ListLike[Message],
-        params: SamplingParams | None = None,
-        *,
-        chat_template: str | None = None,
+        self, messages: ListLike[Message], params: SamplingParams | None = None, *, chat_template: str | None = None
     ) -> RequestOutput:
         """Generate the next message of a conversation.
 
         Args:
             messages: each with a "role" and a "content".
-            params: default `SamplingParams()`.
+            params: default `default_params`.
             chat_template: a Jinja template; default the model's own.
 
         Raises:
@@ -193,69 +162,313 @@ class LLM:
         return self.generate(self.chat_prompt(messages, chat_template=chat_template), params)[0]
 
     def chat_prompt(self, messages: ListLike[Message], *, chat_template: str | None = None) -> list[int]:
-        """Return the tokens that a conversation becomes, up to where the model's answer begins.
+        """Return the tokens of a conversation, up to where the model's answer begins.
 
         Raises:
             RequestError: if there is no chat template, or it does not take these messages.
         """
-        if chat_template is None and not self.tokenizer.chat_template:
-            raise RequestError("this model has no chat template; pass chat_template, or use generate with plain text")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], chat_template=chat_template, add_generation_prompt=True, tokenize=False
+        text = render_chat(self.tokenizer, messages, chat_template)
+        return self.tokens_of(text, add_special_tokens=False)
+
+    def tokens_of(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a prompt: a text, or token ids, which may be numbers of numpy or torch.
+
+        Raises:
+            RequestError: if it is neither, or longer than any prompt that the engine accepts.
+        """
+        if not isinstance(prompt, str):
+            if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+                raise RequestError(f"the prompt is a {type(prompt).__name__}; give text or a list of token ids")
+            try:
+                return [_token(token) for token in prompt]
+            except TypeError as error:
+                raise RequestError(f"the prompt is neither text nor a list of token ids: {error}") from error
+        limit = self.engine.config.max_model_len
+        assert limit is not None
+        if len(prompt) > limit * MAX_CHARACTERS_PER_TOKEN:
+            raise RequestError(
+                f"the prompt has {len(prompt)} characters, too many for the {limit} tokens that the model takes; "
+                "shorten it"
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestError(f"the chat template does not take these messages: {error}") from error
-        return prompt_tokens(self.tokenizer, str(text), add_special_tokens=False)
+        try:
+            prompt.encode()
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        except Exception as error:  # a tokenizer may raise anything
+            raise RequestError(f"the prompt cannot be tokenized: {error}") from error
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def _pieces(
+        self,
+        prompts: ListLike[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None,
+        each_step: bool,
+        names: ListLike[str] | None = None,
+    ) -> Generator[Piece, None, None]:
+        of_each = self._params_of_each(params, len(prompts))
+        if names is not None and len(names) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(names)} names; give as many")
+        inbox: deque[Piece] = deque()
+        unfinished: dict[int, TextRequest] = {}
+        try:
+            for index, (prompt, own) in enumerate(zip(prompts, of_each, strict=True)):
+                try:
+                    unfinished[index] = self._add(index, prompt, own, each_step, inbox, names[index] if names else None)
+                except RequestError as refused:
+                    yield Piece(index, "", 0, RequestOutput.failed(prompt, refused), None)
+            while unfinished:
+                self._step(inbox)
+                while inbox:
+                    piece = inbox.popleft()
+                    if piece.output:
+                        del unfinished[piece.index]
+                    yield piece
+        finally:
+            for text in unfinished.values():
+                self._forget(text)
+                self.engine.abort(text.request.request_id)
+
+    def _params_of_each(
+        self, params: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params] * num_prompts
+        if not isinstance(params, list | tuple) or not all(isinstance(own, SamplingParams) for own in params):
+            raise RequestError(f"params is a {type(params).__name__}; give SamplingParams, or a list of them")
+        if len(params) != num_prompts:
+            raise RequestError(f"{num_prompts} prompts but {len(params)} SamplingParams; give one for all, or as many")
+        return list(params)
+
+    def _add(
+        self, index: int, prompt: Prompt, params: SamplingParams, each_step: bool, inbox: deque[Piece], name: str | None
+    ) -> TextRequest:
+        token_ids = self.tokens_of(prompt)
+        with self._lock:
+            if name is None:
+                name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
+            request = self.engine.add_request(name, token_ids, replace(params, stop=()) if params.stop else params)
+            detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
+            text = TextRequest(
+                index, prompt, request, detokenizer, each_step or bool(params.stop), inbox, num_read=len(token_ids)
+            )
+            self._texts[request] = text
+            self._num_read_each_step += text.each_step
+        return text
+
+    def _forget(self, text: TextRequest) -> None:
+        with self._lock:
+            if self._texts.pop(text.request, None):
+                self._num_read_each_step -= text.each_step
+
+    def _step(self, inbox: deque[Piece]) -> None:
+        """Step the engine, unless another thread's step has filled the inbox meanwhile, and deliver the pieces."""
+        with self._lock:
+            if inbox:
+                return
+            report = self.engine.step()
+            if self._num_read_each_step:
+                for request in report.sampled_by:
+                    text = self._texts.get(request)
+                    if text and text.each_step and request.finish_reason is None:
+                        num_tokens, shown = self._read(text)
+                        text.inbox.append(Piece(text.index, shown, num_tokens, None, report))
+            for request in report.finished:
+                if text := self._texts.get(request):
+                    self._forget(text)
+                    text.inbox.append(self._last_piece(text, report))
+
+    def _read(self, text: TextRequest) -> tuple[int, str]:
+        """Detokenize a request's new tokens, and end it at a stop string."""
+        request, detokenizer = text.request, text.detokenizer
+        new, shown = self.engine.tokens_of(request, text.num_read), ""
+        before = text.num_read
+        try:
+            for token_id in new:
+                text.num_read += 1
+                # A token that ends the output is not shown.
+                is_end = token_id in request.end_token_ids and text.num_read > len(request.prompt_token_ids)
+                shown += "" if is_end else detokenizer.push(token_id)
+                if detokenizer.stopped:
+                    self.engine.finish(request, "stop")
+                    break
+        except Exception as error:  # the tokenizer's own; the other requests go on
+            self.engine.finish(request, "error", _decoding_error(error))
+        return text.num_read - before, shown
+
+    def _last_piece(self, text: TextRequest, report: StepReport) -> Piece:
+        request, detokenizer = text.request, text.detokenizer
+        num_tokens, shown = 0, ""
+        if not detokenizer.stopped and request.finish_reason != "error":
+            num_tokens, shown = self._read(text)
+            try:
+                shown += "" if detokenizer.stopped else detokenizer.finish()
+            except Exception as error:
+                request.finish_reason, request.error = "error", _decoding_error(error)
+        if detokenizer.stopped:  # perhaps only in the text that had been held back
+            request.finish_reason = "stop"
+            request.token_ids = request.token_ids[: text.num_read]
+        return Piece(
+            text.index, shown, num_tokens, RequestOutput.of(text.prompt, request, detokenizer.text), report
+        )
+
+
+class LLM(TextEngine):
+    """A language model that generates text.
+
+    Args:
+        model: "smollm2-135m-instruct" (embedded), a folder, a GGUF file, or the name of a model on the hub.
+        config: the options; default `EngineConfig()`.
+        parts: the engine's replaceable parts.
+        on_step: called with the engine and the report of each step.
+        options: fields of `EngineConfig`, instead of or on top of `config`.
+
+    Attributes:
+        model: the loaded model.
+        default_params: the sampling parameters that the checkpoint recommends, as in vLLM.
+
+    Raises:
+        ConfigError: for impossible options.
+        ModelLoadError: if the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2-135m-instruct",
+        config: EngineConfig | None = None,
+        *,
+        parts: Parts | None = None,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> None:
+        config = (config or EngineConfig()).with_options(options)
+        device = pick_device(config.device)
+        checkpoint = open_checkpoint(model)
+        tokenizer = load_tokenizer(checkpoint)
+        self.parts = parts or Parts()
+        self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
+        self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
+        engine = LLMEngine(
+            self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step
+        )
+        super().__init__(engine, tokenizer, SamplingParams())
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options, with every default resolved."""
+        return self.engine.config
+
+    def with_options(self, *, on_step: OnStep | None = None, **options: Any) -> TextEngine:
+        """Another engine on the same model, with options changed and pages of its own.
+
+        Args:
+            on_step: called with the engine and the report of each step.
+            options: fields of `EngineConfig` other than dtype and device.
+
+        Raises:
+            ConfigError: for impossible options.
+        """
+        config = self.config.with_options(options)
+        engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
+        return TextEngine(engine, self.tokenizer, self.default_params)
+
+
+class Inference(TextEngine):
+    """Serves a loaded model of transformers by continuous batching over a paged KV cache.
+
+    Args:
+        model: any causal language model whose attention goes through transformers' attention interface: Llama, Qwen3,
+            Gemma 2, GPT-2 and most others. It stays where it is, in its dtype, and as it is.
+        tokenizer: the model's.
+        max_batch_size: requests that run at once; more wait for their turn.
+        max_seq_length: longest prompt and output together; default the model's limit, or the pool's if it is smaller.
+        n_pages: pages of the KV cache.
+        page_size: tokens per page.
+        parts: the engine's replaceable parts.
+        on_step: called with the engine and the report of each step.
+        options: further fields of `EngineConfig`.
+
+    Attributes:
+        default_params: those of the model's own `generate`: greedy, unless its generation config says otherwise.
+
+    Raises:
+        ConfigError: for a model that the engine cannot run, or impossible options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_batch_size: int = 16,
+        max_seq_length: int | None = None,
+        n_pages: int = 256,
+        page_size: int = 128,
+        parts: Parts | None = None,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.of(
+            {
+                "max_batch_size": max_batch_size,
+                "max_model_len": max_seq_length,
+                "num_pages": n_pages,
+                "page_size": page_size,
+                **options,
+            }
+        )
+        pool = n_pages * page_size
+        if max_seq_length is not None and max_seq_length > pool:
+            raise ConfigError(
+                f"max_seq_length is {max_seq_length}, and {n_pages} pages of {page_size} hold {pool} tokens: one "
+                "request could outgrow the whole KV cache; lower max_seq_length or raise n_pages"
+            )
+        adapted = HFModel(model)
+        longest = adapted.config.max_position_embeddings
+        config = replace(config, max_model_len=min(longest, pool) if max_seq_length is None else max_seq_length)
+        engine = LLMEngine(adapted, config, eos_token_ids=adapted.eos_token_ids, parts=parts, on_step=on_step)
+        super().__init__(engine, tokenizer, SamplingParams(temperature=0.0))
+
+
+def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:
+    """Return the prompts as a list, and whether it is a single one.
+
+    Raises:
+        RequestError: if it is neither a prompt nor a list of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes) or not isinstance(prompts, ListLike):
+        raise RequestError(f"prompts is a {type(prompts).__name__}; give text, token ids, or a list of prompts")
+    is_one = len(prompts) > 0 and isinstance(prompts[0], Integral)
+    return ([prompts], True) if is_one else (list(prompts), False)
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of that name. Raises ConfigError if this machine has none such."""
+    """Return the device of that name. Raises ConfigError if this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"unknown device {name!r}; choose auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda' but PyTorch sees no GPU here; use device='cpu'")
     return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of that name; "auto" is the checkpoint's where the device computes in it natively.
-
-    Raises:
-        ConfigError: if there is no such dtype.
-    """
-    if name == "auto":
-        slow = device.type == "cpu" and checkpoint_dtype != torch.float32 and not _cpu_has_bfloat16()
-        return torch.float32 if slow or checkpoint_dtype not in DTYPES.values() else checkpoint_dtype
-    if name not in DTYPES:
-        raise ConfigError(f"unknown dtype {name!r}; choose auto or one of: {', '.join(DTYPES)}")
-    return DTYPES[name]
+    """Return the dtype of that name; "auto" is the checkpoint's where the device computes in it natively."""
+    if name != "auto":
+        return getattr(torch, name)
+    slow = device.type == "cpu" and checkpoint_dtype != torch.float32 and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if slow else checkpoint_dtype
 
 
-def _cpu_has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported()
+def _token(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a truth value is not a token id")
+    return operator.index(value)
 
 
-def default_num_pages(model: CausalLM, page_size: int, most: int) -> int:
-    """Pages for the KV cache: as many as can be used, or as the memory beside the weights has room for.
-
-    Args:
-        model: on its device.
-        page_size: tokens of a page.
-        most: pages that can be used at all.
-
-    Raises:
-        ConfigError: if there is no room for a single one.
-    """
-    weight = next(model.parameters())
-    layers = {spec.kv_layer: spec for spec in model.attention_specs}.values()
-    page_bytes = page_size * weight.element_size() * sum(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
-    if weight.is_cuda:
-        room = torch.cuda.mem_get_info(weight.device)[0] * 9 // 10
-    else:
-        room = min(psutil.virtual_memory().available // 2, MOST_CPU_CACHE_BYTES)
-    if room < page_bytes:
-        raise ConfigError(f"a page of the KV cache takes {page_bytes} bytes and {room} are free; lower page_size")
-    return min(most, room // page_bytes)
+def _decoding_error(error: Exception) -> MiniEngineError:
+    wrapped = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -3,23 +3,96 @@
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
-from mini_engine.errors import MiniEngineError
+import numpy as np
+from jaxtyping import Int
+
+from mini_engine.batch import StepBatch
+from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.request import FinishReason, Request
 from mini_engine.scheduler import Schedule
-from mini_engine.sequence import FinishReason, Sequence
 
 Prompt = str | ListLike[int]
 
 
+@dataclass
+class EngineMetrics:
+    """Totals since the engine was built.
+
+    Attributes:
+        steps: steps that computed something.
+        seconds: time spent in `step`.
+        computed_tokens: tokens that went through the model, recomputation after a preemption included.
+        output_tokens: tokens sampled.
+        shared_tokens: tokens that were not computed because pages of another request held them.
+        preemptions: how often a request lost its pages.
+        finished: requests that ended.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    shared_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one call of `LLMEngine.step` did.
+
+    With a pipeline depth of 1, the tokens are those of the step launched by the previous call.
+
+    Attributes:
+        schedule: the step that was launched.
+        requests: [B] its requests, in the order of `schedule.rows`.
+        num_computed: [B] tokens of each request whose keys are in the cache after the step.
+        batch: the step as the model got it; None if nothing was launched. Valid until the next call.
+        sampled_by: [R] requests whose tokens were collected.
+        token_ids: [R] those tokens.
+        finished: requests that ended since the previous report, whatever the reason.
+        start: when the call began, by `time.perf_counter`.
+        seconds: how long it took.
+        bytes_per_token: bytes of one token's keys and values, over all layers.
+    """
+
+    schedule: Schedule
+    requests: list[Request]
+    num_computed: Int[np.ndarray, " B"]
+    batch: StepBatch | None
+    sampled_by: list[Request]
+    token_ids: Int[np.ndarray, " R"]
+    finished: list[Request]
+    start: float
+    seconds: float
+    bytes_per_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens launched, those of prompts included."""
+        return int(self.schedule.num_new.sum())
+
+    @property
+    def is_decode(self) -> bool:
+        """Every request of the step had one new token."""
+        return self.num_tokens == len(self.requests)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that attention reads in the step."""
+        return 0 if self.batch is None else int(self.batch.kv_lens.sum()) * self.bytes_per_token
+
+
 @dataclass(frozen=True)
 class RequestOutput:
-    """What became of one request.
+    """The result of one request.
 
     Attributes:
         prompt: as it was given.
         prompt_token_ids: its tokens; empty if it could not be tokenized.
         token_ids: the tokens of the output, an end-of-sequence token included.
         text: the output, without end-of-sequence tokens and without the stop string.
-        finish_reason: "stop", "length", or "error".
+        finish_reason: "stop", "length", "abort" or "error".
         error: why the request could not be served, if so.
     """
 
@@ -31,76 +104,34 @@ class RequestOutput:
     error: MiniEngineError | None = None
 
     @classmethod
-    def of(cls, prompt: Prompt, sequence: Sequence) -> "RequestOutput":
-        """The output of a sequence that has ended."""
-        assert sequence.finish_reason is not None, "the sequence has not ended"
-        prompt_token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
-        return cls(prompt, prompt_token_ids, sequence.output_token_ids, sequence.text, sequence.finish_reason)
+    def of(cls, prompt: Prompt, request: Request, text: str) -> "RequestOutput":
+        """The output of a request that has ended."""
+        assert request.finish_reason is not None, "the request has not ended"
+        error = request.error
+        if request.finish_reason == "abort":
+            error = RequestError(f"the request {request.request_id!r} was aborted; send it again if it is still needed")
+        return cls(prompt, request.prompt_token_ids, request.output_token_ids, text, request.finish_reason, error)
 
     @classmethod
     def failed(cls, prompt: Prompt, error: MiniEngineError) -> "RequestOutput":
-        """The output of a request that was refused or aborted."""
+        """The output of a request that was refused."""
         return cls(prompt, [], [], "", "error", error)
 
 
 @dataclass(frozen=True)
-class EngineOutput:
-    """What one step gave one request.
-
-    Attributes:
-        request_id: whose it is.
-        text: new text, possibly empty.
-        token_id: the new token.
-        finish_reason: why the request has ended, if it has.
-    """
-
-    request_id: str
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did, for traces and metrics.
-
-    Attributes:
-        schedule: its sequences, and who came in or was sent back.
-        outputs: one for each sequence that sampled.
-        start: when it began, by `time.perf_counter`.
-        seconds: how long it took, scheduling included.
-        kv_bytes: bytes of keys and values that attention read.
-    """
-
-    schedule: Schedule
-    outputs: list[EngineOutput]
-    start: float
-    seconds: float
-    kv_bytes: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed, those of prompts included."""
-        return sum(self.schedule.num_new)
-
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence had one new token."""
-        return self.num_tokens == len(self.schedule.sequences)
-
-
-@dataclass(frozen=True)
 class Piece:
-    """What one step gave one of several prompts.
+    """The new text of one of several prompts after one step.
 
     Attributes:
         index: which prompt it belongs to.
         text: new text, possibly empty.
+        num_tokens: new tokens.
         output: the whole output, once the request has ended.
-        step: the step it came from; None for a request that was refused before the first.
+        step: the step that collected the tokens; None for a request that was refused.
     """
 
     index: int
     text: str
+    num_tokens: int
     output: RequestOutput | None
     step: StepReport | None = field(repr=False)

@@ -1,70 +1,132 @@
 """The parts of the engine that can be replaced: functions, and the class of the page table.
 
-The engine is built from one `Parts`, handed to its constructors. Replace a part and the engine runs on yours:
-`LLM(parts=replace(Parts(), rms_norm=my_rms_norm))`.
+The engine is built from one `Parts`, passed to its constructors. Replace a part and the engine runs on yours:
+`LLM(parts=replace(Parts(), rms_norm=my_rms_norm))`. A part takes and returns arrays, and is called at most once per
+step or layer; the scheduler calls some once for each request that arrives or is preempted.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from mini_engine.attention.block_mask import classify_blocks
-from mini_engine.attention.masks import visible
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int32
+from torch import Tensor
+
+from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
+from mini_engine.attention.masks import MaskMod, visible
 from mini_engine.attention.naive import sdpa_attention
-from mini_engine.attention.state import merge_states
-from mini_engine.kv_cache.contiguous import append_kv
+from mini_engine.attention.state import AttentionState, merge_states
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.physical import physical_blocks, physical_mask
-from mini_engine.kv_cache.prefix_sharing import copy_on_write, share_prefix
-from mini_engine.kv_cache.sliding_window import evict_pages
-from mini_engine.models.gpt2_weights import gpt2_weights
+from mini_engine.kv_cache.paged import append_kv
+from mini_engine.kv_cache.prefix_sharing import Children, copy_on_write, match_prefix
+from mini_engine.kv_cache.sliding_window import pages_to_evict
+from mini_engine.models.gpt2 import gpt2_weights
 from mini_engine.models.layers import gated_mlp, rms_norm
-from mini_engine.policy import admit, fuse, preempt
+from mini_engine.policy import admit, preempt, share_budget
+from mini_engine.request import Request, Running
 from mini_engine.rope import apply_rope
-from mini_engine.sampling import sample
+from mini_engine.sampling import SamplingBatch, sample
+from mini_engine.scheduler import Schedule, Scheduler, schedule_step
+
+
+class MaskedAttention(Protocol):
+    """Attention of one request under a mask."""
+
+    def __call__(
+        self,
+        q: Float[Tensor, "n Hq D"],
+        k: Float[Tensor, "m Hk D"],
+        v: Float[Tensor, "m Hk D"],
+        *,
+        scale: float,
+        mask: Bool[Tensor, "n m"] | None,
+        bias: Float[Tensor, "Hq n m"] | None,
+        softcap: float | None,
+    ) -> Float[Tensor, "n Hq D"]: ...
+
+
+class ClassifyBlocks(Protocol):
+    """Which blocks of keys are visited, and which need no mask."""
+
+    def __call__(
+        self,
+        first_query: Int[Tensor, "..."],
+        last_query: Int[Tensor, "..."],
+        first_key: Int[Tensor, "..."],
+        last_key: Int[Tensor, "..."],
+        window: int | None,
+    ) -> tuple[Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]: ...
+
+
+class Admit(Protocol):
+    """Whether the oldest waiting request is admitted, and with how many tokens."""
+
+    def __call__(self, num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int: ...
+
+
+class GatedMLP(Protocol):
+    """The gated feed-forward network."""
+
+    def __call__(
+        self,
+        x: Float[Tensor, "T hidden"],
+        gate_up: Float[Tensor, "I2 hidden"],
+        down: Float[Tensor, "hidden I"],
+        activation: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "T hidden"]: ...
+
+
+AppendKV = Callable[[Tensor, Tensor, Tensor, Tensor, Int[Tensor, " T"]], None]
+Counts = Int[np.ndarray, " B"]
+LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = STAGES = (
+    "once, when the model is loaded",
+    "at the start of every step: which request computes what, and where it is kept",
+    "once per step: what each query sees",
+    "in every layer, at every step",
+    "at the end of every step",
+)
+
+
+def part(default: Any, title: str, chapter: int, stage: str) -> Any:
+    """A field of `Parts`, with what a reader wants to know of it in its metadata."""
+    return field(default=default, metadata={"title": title, "chapter": chapter, "stage": stage})
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One field for each replaceable part. The default of each is its specification.
+    """One field for each replaceable part, in the order in which a step passes through them.
 
-    Attributes:
-        masked_attention: attention of one sequence under a mask (chapter 01).
-        apply_rope: rotary position embedding (chapter 01).
-        merge_states: merges two attention states (chapter 02).
-        rms_norm: RMSNorm (chapter 03).
-        gated_mlp: gated feed-forward network (chapter 03).
-        gpt2_weights: names and layout of GPT-2's checkpoint tensors (chapter 03).
-        append_kv: stores keys and values in the cache (chapter 04).
-        sample: from logits to tokens (chapter 04).
-        mask_mod: which keys a layer's queries see (chapter 05).
-        classify_blocks: which blocks of keys are visited, and which need no mask (chapter 05).
-        page_table: which page holds which tokens (chapter 06).
-        physical_blocks: block numbers, from logical to physical (chapter 06).
-        physical_mask: a mask over positions as one over the pool (chapter 06).
-        fuse: shares out a step's tokens among decodes and prompts (chapter 07).
-        admit: how many of the waiting come in (chapter 07).
-        preempt: sends the newest sequence back to wait (chapter 07).
-        share_prefix: lets a sequence begin with another's pages (chapter 07).
-        copy_on_write: own pages where a sequence writes (chapter 07).
-        evict_pages: gives up pages behind a sliding window (chapter 07).
+    The default of each is its specification. A field's metadata has its title, its chapter, and the stage of a step at
+    which it runs.
     """
 
-    masked_attention: Callable = sdpa_attention
-    apply_rope: Callable = apply_rope
-    merge_states: Callable = merge_states
-    rms_norm: Callable = rms_norm
-    gated_mlp: Callable = gated_mlp
-    gpt2_weights: Callable = gpt2_weights
-    append_kv: Callable = append_kv
-    sample: Callable = sample
-    mask_mod: Callable = visible
-    classify_blocks: Callable = classify_blocks
-    page_table: type[PageTable] = PageTable
-    physical_blocks: Callable = physical_blocks
-    physical_mask: Callable = physical_mask
-    fuse: Callable = fuse
-    admit: Callable = admit
-    preempt: Callable = preempt
-    share_prefix: Callable = share_prefix
-    copy_on_write: Callable = copy_on_write
-    evict_pages: Callable = evict_pages
+    gpt2_weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = part(gpt2_weights, "Weight map", 3, LOADING)
+    schedule: Callable[[Scheduler], Schedule | None] = part(schedule_step, "Scheduling loop", 7, SCHEDULING)
+    share_budget: Callable[[Counts, int], Counts] = part(share_budget, "Token budget", 7, SCHEDULING)
+    pages_to_evict: Callable[[Counts, Counts, int, int], Counts] = part(pages_to_evict, "Eviction", 7, SCHEDULING)
+    page_table: type[PageTable] = part(PageTable, "Page table", 6, SCHEDULING)
+    preempt: Callable[[Running, OrderedDict[Request, None], PageTable], Request] = part(
+        preempt, "Preemption", 7, SCHEDULING
+    )
+    admit: Admit = part(admit, "Admission", 7, SCHEDULING)
+    match_prefix: Callable[[Children, Int32[np.ndarray, " n"], int], list[int]] = part(
+        match_prefix, "Prefix match", 7, SCHEDULING
+    )
+    copy_on_write: Callable[[PageTable, int, int, int], list[tuple[int, int]]] = part(
+        copy_on_write, "Copy on write", 7, SCHEDULING
+    )
+    mask_mod: Callable[[int | None], MaskMod] = part(visible, "Mask", 5, PLANNING)
+    classify_blocks: ClassifyBlocks = part(classify_blocks, "Block classes", 5, PLANNING)
+    physical_blocks: Callable[[Tensor, Tensor, int], Tensor] = part(physical_blocks, "Physical blocks", 6, PLANNING)
+    physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = part(physical_mask, "Physical mask", 6, PLANNING)
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
+    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = part(apply_rope, "RoPE", 1, LAYER)
+    append_kv: AppendKV = part(append_kv, "Cache append", 4, LAYER)
+    masked_attention: MaskedAttention = part(sdpa_attention, "Attention", 1, LAYER)
+    merge_states: Callable[[AttentionState, AttentionState], AttentionState] = part(
+        merge_states, "State merge", 2, LAYER
+    )
+    gated_mlp: GatedMLP = part(gated_mlp, "Gated MLP", 3, LAYER)
+    sample: Callable[[Tensor, SamplingBatch], Tensor] = part(sample, "Sampler", 4, SAMPLING)

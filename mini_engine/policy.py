@@ -1,78 +1,73 @@
-"""The scheduler's decisions: who computes how much, who comes in, and who gives way.
+"""The scheduler's decisions: how many tokens each request computes, which request is admitted, which is preempted.
 
 Explained in chapter 07.
 """
 
-from collections import deque
-from collections.abc import Sequence as ListLike
+from collections import OrderedDict
+
+import numpy as np
+from jaxtyping import Int
 
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.sequence import Sequence
+from mini_engine.request import Request, Running
 
 
-def fuse(pending: ListLike[int], budget: int) -> list[int]:
-    """Share out one step's tokens among the running sequences, decodes and prompts in one batch.
+def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray, " B"]:
+    """Divide one step's tokens among the running requests: decodes first, then prompts, oldest first.
 
-    Every decode gets its token first: no answer ever waits for somebody's prompt. What is left of the budget goes to
-    prompts, the oldest first, the last of them in part (Agrawal et al. 2024, "Sarathi-Serve", section 4.1).
+    Every decode gets its token, so no output stalls behind another request's prompt. What is left of the budget goes to
+    prompts, the last of them in part (chunked prefill, stall-free batching: Agrawal et al. 2024, "Sarathi-Serve",
+    section 4.1).
 
     Args:
-        pending: tokens of each sequence that are not computed yet, at least 1, oldest sequence first; 1 is a decode.
-        budget: most tokens of the step, at least one for each sequence.
+        pending: [B] tokens of each request that are not computed yet, at least 1, oldest request first; 1 is a decode.
+        budget: most tokens of the step, at least one for each request.
 
     Returns:
-        How many tokens the step computes of each sequence; 0 for a prompt that has to wait.
+        [B] tokens of each request that the step computes; 0 for a prompt that has to wait.
     """
-    left = budget - sum(n == 1 for n in pending)
-    num_new = []
-    for n in pending:
-        chunk = min(n, left) if n > 1 else 0
-        left -= chunk
-        num_new.append(chunk or int(n == 1))
-    return num_new
+    decodes = pending == 1
+    prompts = np.where(decodes, 0, pending)
+    left = budget - int(decodes.sum())
+    # What the prompts before each one have taken of the rest.
+    taken = np.cumsum(prompts) - prompts
+    return np.where(decodes, 1, np.clip(left - taken, 0, prompts))
 
 
-def admit(num_tokens: ListLike[int], num_pages: ListLike[int], *, budget: int, free_pages: int, free_rows: int) -> int:
-    """Decide how many of the waiting come in. Strictly in order: nobody is overtaken by a smaller request.
+def admit(num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int:
+    """Decide whether the oldest waiting request is admitted, and with how many tokens.
 
     Args:
-        num_tokens: tokens that each has to compute, oldest first.
-        num_pages: free pages that each needs.
-        budget: tokens that the step has left. A prompt may be longer: it then comes in with a first chunk.
+        num_tokens: tokens that the request has to compute, at least 1.
+        num_pages: free pages that it needs.
+        budget: tokens that the step has left.
         free_pages: pages that may be given away.
-        free_rows: sequences that may still run.
+        free_rows: requests that may still run.
 
     Returns:
-        How many, from the front. Each has at least one token of the budget, all its pages, and a row.
+        Tokens that the step computes of it: all, or a first chunk; 0 if it has to wait.
     """
-    admitted = 0
-    for tokens, pages in zip(num_tokens[:free_rows], num_pages, strict=False):
-        if budget < 1 or pages > free_pages:
-            break
-        budget -= tokens
-        free_pages -= pages
-        admitted += 1
-    return admitted
+    if free_rows < 1 or num_pages > free_pages:
+        return 0
+    return max(0, min(num_tokens, budget))
 
 
-def preempt(
-    running: list[Sequence], waiting: deque[Sequence], rows: dict[Sequence, int], page_table: PageTable
-) -> Sequence:
-    """Send the newest running sequence back to wait, without its pages (Kwon et al. 2023, section 4.5, recomputation).
+def preempt(running: Running, waiting: "OrderedDict[Request, None]", page_table: PageTable) -> Request:
+    """Send the newest running request back to wait, without its pages (Kwon et al. 2023, section 4.5, recomputation).
 
-    It keeps its tokens, those of its output too: when it returns they are its prompt, and it goes on where it was.
+    It keeps its tokens, those of its output included: at its next admission they are its prompt.
 
     Args:
-        running: sequences with pages, oldest first.
-        waiting: sequences without; all of them came later.
-        rows: row of the page table of each running sequence.
-        page_table: where the pages go back to.
+        running: requests with pages.
+        waiting: requests without, the next one first; all of them arrived later than those that run.
+        page_table: gets the pages back.
 
     Returns:
-        The sequence.
+        The request.
     """
-    newest = running.pop()
-    page_table.erase(rows.pop(newest))
-    newest.num_computed = 0
-    waiting.appendleft(newest)
-    return newest
+    row = int(running.order[-1])
+    request = running.leave(row)
+    page_table.release(row)
+    waiting[request] = None
+    waiting.move_to_end(request, last=False)
+    return request

@@ -1,244 +1,376 @@
-"""Continuous batching: which tokens of which sequences the next step computes.
+"""Continuous batching: which tokens of which requests the next step computes.
 
-A step has a budget of tokens. Sequences that decode take one each; what is left goes to prompts, in chunks if they are
+A step has a budget of tokens. Requests that decode take one each; what is left goes to prompts, in chunks if they are
 longer (Yu et al. 2022, "Orca", section 3; Agrawal et al. 2024, "Sarathi-Serve", section 4). When the pool runs out of
-pages, the newest running sequence gives its pages up and is recomputed later (Kwon et al. 2023, section 4.5).
-What is decided, `policy.py` decides; here are the queues and the pages.
+pages, the newest running request gives its pages up and is recomputed later (Kwon et al. 2023, section 4.5). The
+decisions are in `policy.py`; this module keeps the queues and the page bookkeeping.
 """
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
 
 from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.prefix_sharing import common_prefix
-from mini_engine.parts import Parts
-from mini_engine.sequence import Sequence
+from mini_engine.kv_cache.prefix_sharing import PrefixIndex
+from mini_engine.request import Request, Running
+
+Rows = Int[np.ndarray, " B"]
+
+
+class SchedulingParts(Protocol):
+    """The replaceable parts that the scheduler calls; `mini_engine.parts.Parts` has them all."""
+
+    @property
+    def schedule(self) -> Callable[["Scheduler"], "Schedule | None"]: ...
+    @property
+    def share_budget(self) -> Callable[..., np.ndarray]: ...
+    @property
+    def admit(self) -> Callable[..., int]: ...
+    @property
+    def preempt(self) -> Callable[..., Request]: ...
+    @property
+    def match_prefix(self) -> Callable[..., list[int]]: ...
+    @property
+    def copy_on_write(self) -> Callable[..., list[tuple[int, int]]]: ...
+    @property
+    def pages_to_evict(self) -> Callable[..., np.ndarray]: ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step: its sequences, decodes first, and how many new tokens each has.
+    """One step: its requests, decodes first, and how many new tokens each has.
 
     Attributes:
-        sequences: those of the step.
+        rows: [B] row of each request in the page table.
         num_new: [B] tokens that the step computes of each.
-        admitted: those that were waiting before.
-        preempted: those that lost their pages for this step, newest first.
-        copies: pairs of pages; the first must be copied to the second before the step writes.
+        admitted: requests that were waiting before.
+        preempted: requests that lost their pages for this step, newest first.
+        num_shared: tokens of the admitted requests that need not be computed, because pages that hold them are shared.
+        copies: pairs of pages; the first is copied to the second before the step writes.
     """
 
-    sequences: list[Sequence]
-    num_new: list[int]
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    rows: Rows
+    num_new: Int[np.ndarray, " B"]
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    num_shared: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
-
-
-class Prefix(NamedTuple):
-    """The tokens that a waiting sequence need not compute: those at the beginning of another's pages."""
-
-    donor: Sequence | None
-    num_tokens: int
 
 
 class Scheduler:
     """First come, first served, over one pool of pages.
 
-    Nobody starves: sequences run in the order in which they came, only the newest is ever preempted, and a request
-    that could not fit into an empty pool is refused at once. So the oldest always gets on, and then is gone.
+    No request starves: requests run in order of arrival, only the newest is ever preempted, and a request that could
+    not fit into an empty pool is refused at once. So the oldest request always makes progress and eventually finishes.
 
     Args:
-        page_table: the pool; its rows bound the number of running sequences too.
-        max_batch_size: most sequences in one step.
+        page_table: the pool; its rows bound the number of running requests.
+        max_model_len: longest prompt and output together.
         max_num_batched_tokens: most tokens in one step.
-        window: keys that any layer sees at most; pages behind it are given up. None if a layer sees all.
-        prefix_sharing: let sequences that begin with the same tokens own the same pages.
+        window: keys that any layer sees at most; pages behind it are returned. None if a layer sees all.
+        prefix_sharing: let requests that begin with the same tokens own the same pages.
         parts: the engine's replaceable parts.
 
     Attributes:
-        waiting: sequences without pages, oldest first; those that were preempted come before the new ones.
-        running: sequences with pages, oldest first.
-        rows: the row of the page table of each running sequence.
-        evicted: tokens of each running sequence whose pages were given up behind its window.
+        waiting: requests without pages, the next one first; preempted ones come before new ones.
+        running: the columns of the running requests.
+        budget: most tokens in one step.
+        suspects: requests that have to compute a token alone, one after the other, because a step with all of them
+            failed.
 
     Raises:
-        ConfigError: if a step cannot hold one token of each sequence.
+        ConfigError: if a step cannot hold one token of each request.
     """
 
     def __init__(
         self,
         page_table: PageTable,
         *,
-        max_batch_size: int,
+        max_model_len: int,
         max_num_batched_tokens: int,
-        window: int | None = None,
-        prefix_sharing: bool = False,
-        parts: Parts | None = None,
+        window: int | None,
+        prefix_sharing: bool,
+        parts: SchedulingParts,
     ) -> None:
-        check_positive(max_batch_size=max_batch_size, max_num_batched_tokens=max_num_batched_tokens)
-        if max_num_batched_tokens < max_batch_size:
+        check_positive(max_num_batched_tokens=max_num_batched_tokens)
+        if max_num_batched_tokens < page_table.max_rows:
             raise ConfigError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_batch_size ({max_batch_size}): "
-                "a step could not decode every sequence; raise the one or lower the other"
+                f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_batch_size "
+                f"({page_table.max_rows}): a step could not decode every request; raise the first or lower the second"
             )
-        self.page_table = page_table
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.rows: dict[Sequence, int] = {}
-        self.evicted: dict[Sequence, int] = {}
-        self._max_batch_size = max_batch_size
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
+        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        self.running = Running(page_table.max_rows, max_model_len)
+        self.suspects: list[Request] = []
         self._window = window
-        self._prefix_sharing = prefix_sharing
-        self._parts = parts or Parts()
+        self._prefixes = PrefixIndex(page_table, parts.match_prefix) if prefix_sharing else None
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+    def add(self, request: Request) -> None:
+        """Queue a request.
 
         Raises:
             RequestError: if it could not run to its end even alone.
         """
-        needed = self._pages_needed(sequence.max_len)
+        needed = self._pages_at_most(request.max_len)
         if needed > self.page_table.num_pages:
             raise RequestError(
-                f"the request may grow to {sequence.max_len} tokens, which fill {needed} pages of the KV cache, and "
+                f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, and "
                 f"there are {self.page_table.num_pages}; shorten it, lower max_tokens, or give the engine more pages"
             )
-        self.waiting.append(sequence)
+        self.waiting[request] = None
 
-    def schedule(self) -> Schedule:
-        """Choose the tokens of the next step and reserve their pages. Empty if nothing is waiting or running."""
-        num_new: dict[Sequence, int] = {}
-        preempted: list[Sequence] = []
-        copies: list[tuple[int, int]] = []
-        pending = [len(s.token_ids) - s.num_computed for s in self.running]
-        shares = self._parts.fuse(pending, self._max_num_batched_tokens)
-        for sequence, share in zip(list(self.running), shares, strict=True):
-            if share and sequence in self.rows and self._reserve(sequence, share, preempted, copies):
-                num_new[sequence] = share
-        # Whoever came in now would be the first to be preempted again.
-        admitted = self._admit(num_new, copies) if not preempted else []
-        decodes_first = sorted(num_new.items(), key=lambda item: item[1] > 1)  # stable: otherwise by age
-        return Schedule([s for s, _ in decodes_first], [n for _, n in decodes_first], admitted, preempted, copies)
-
-    def preempt_all(self) -> None:
-        """Send all running sequences back to wait, after a step that was scheduled and could not be computed."""
-        while self.running:
-            self._parts.preempt(self.running, self.waiting, self.rows, self.page_table)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended or was aborted, waiting or running, and take its pages back."""
-        if sequence in self.rows:
-            self.page_table.erase(self.rows.pop(sequence))
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self.evicted.pop(sequence, None)
-
-    def _get_pages(self, sequence: Sequence, num_new: int) -> list[tuple[int, int]] | None:
-        """Make room for the step's tokens of a running sequence; None if the pool has too few free pages.
+    def schedule(self) -> Schedule | None:
+        """Choose the tokens of the next step and take their pages.
 
         Returns:
-            Pages to copy: those that it would write to and does not own alone.
+            The step, without requests if nothing can be computed. None if pages are short while sampled tokens are
+            still on the device: collect those first, because they may end requests, and a request can only be
+            preempted once all its tokens are known.
         """
-        table, row = self.page_table, self.rows[sequence]
-        if self._window is not None:
-            pages = self._parts.evict_pages(table, row, self.evicted[sequence], sequence.num_computed, self._window)
-            self.evicted[sequence] += pages * table.page_size
-        first = sequence.num_computed - self.evicted[sequence]
-        if not table.reserve(row, first + num_new):
-            return None
-        return self._parts.copy_on_write(table, row, first, first + num_new) if self._prefix_sharing else []
+        return self._schedule_alone() if self.suspects else self.parts.schedule(self)
 
-    def _reserve(
-        self, sequence: Sequence, num_new: int, preempted: list[Sequence], copies: list[tuple[int, int]]
-    ) -> bool:
-        """Get pages for a running sequence, from the newest if need be; False if it was itself the newest."""
-        while (copied := self._get_pages(sequence, num_new)) is None:
-            preempted.append(self._parts.preempt(self.running, self.waiting, self.rows, self.page_table))
-            if preempted[-1] is sequence:
-                return False
-        copies += copied
+    def remove(self, request: Request) -> bool:
+        """Take a request out, waiting or running, and return its pages. False if it was neither."""
+        row = self.running.row_of(request)
+        if row is not None:
+            self.running.leave(row)
+            self.page_table.release(row)
+        elif request in self.waiting:
+            del self.waiting[request]
+        else:
+            return False
+        if request in self.suspects:
+            self._drop_suspect(request)
         return True
 
-    def _admit(self, num_new: dict[Sequence, int], copies: list[tuple[int, int]]) -> list[Sequence]:
-        """Move waiting sequences to the running ones, and say in `num_new` what the step computes of them."""
-        table = self.page_table
-        budget = self._max_num_batched_tokens - sum(num_new.values())
-        free_rows = self._max_batch_size - len(self.running)
-        # Leave a page for each that runs to grow into: with none they would soon preempt each other.
-        free_pages = table.num_free_pages - len(self.running)
-        prefixes = self._prefixes(num_new, free_rows, budget, free_pages)
-        candidates = list(islice(self.waiting, len(prefixes)))
-        count = self._parts.admit(
-            [len(s.token_ids) - p.num_tokens for s, p in zip(candidates, prefixes, strict=True)],
-            [self._pages_to_come_in(s, p) for s, p in zip(candidates, prefixes, strict=True)],
-            budget=budget,
-            free_pages=free_pages,
-            free_rows=free_rows,
-        )
-        for sequence, prefix in zip(candidates[:count], prefixes, strict=False):
-            row = self.rows[sequence] = table.allocate()
-            if prefix.donor:
-                self._parts.share_prefix(table, row, self.rows[prefix.donor], prefix.num_tokens)
-            self.running.append(self.waiting.popleft())
-            self.evicted[sequence] = 0
-            sequence.num_computed = prefix.num_tokens
-            num_new[sequence] = min(len(sequence.token_ids) - prefix.num_tokens, budget)
-            budget -= num_new[sequence]
-            copied = self._get_pages(sequence, num_new[sequence])
-            reserved = table.reserve(row, self._most_held(len(sequence.token_ids) - self.evicted[sequence]))
-            assert copied is not None and reserved, "admitted without pages"
-            copies += copied
-        return candidates[:count]
+    @property
+    def suspect(self) -> Request | None:
+        """The request that computes alone because a step with it has failed; None in normal operation."""
+        return self.suspects[0] if self.suspects and len(self.running) else None
 
-    def _prefixes(self, num_new: dict[Sequence, int], free_rows: int, budget: int, free_pages: int) -> list[Prefix]:
-        """What each of the waiting can share with a running sequence or one before it, if all before it come in.
+    def isolate(self, suspects: list[Request]) -> None:
+        """Let each of some waiting requests compute its next token alone, after a step with all of them has failed.
 
-        Ends behind the first for which there is no room: nobody overtakes it.
+        The request that causes the error then fails alone, and the others go on.
         """
-        candidates = list(islice(self.waiting, free_rows))
-        if not self._prefix_sharing:
-            return [Prefix(None, 0)] * len(candidates)
-        prefixes: list[Prefix] = []
-        page_size = self.page_table.page_size
-        # Of each donor: tokens whose keys stand in its pages now, and after this step.
-        donors = [(s, s.num_computed, s.num_computed + num_new.get(s, 0)) for s in self.running if not self.evicted[s]]
-        for sequence in candidates:
-            if budget < 1 or free_pages < 1:
+        self.suspects = suspects
+
+    def clear(self, suspect: Request) -> None:
+        """End the isolation of a request that has computed a token alone."""
+        self.preempt()
+        self._drop_suspect(suspect)
+
+    # --- what the scheduling loop is made of ---------------------------------------------------------------------
+
+    def pending(self) -> tuple[Rows, Rows]:
+        """The running rows that have tokens to compute, oldest first, and how many each has.
+
+        A row whose last token is already being sampled has none.
+        """
+        running = self.running
+        rows = running.order[running.num_scheduled[running.order] < running.max_len[running.order]]
+        return rows, running.num_scheduled[rows] - running.num_computed[rows]
+
+    def reserve(self, rows: Rows, num_new: Rows, copies: list[tuple[int, int]]) -> bool:
+        """Take the pages that some running rows need for their new tokens.
+
+        Pages behind the window are returned first, and pages that a row shares and writes to are replaced.
+
+        Args:
+            rows: [B] running rows.
+            num_new: [B] new tokens of each, at least 1.
+            copies: gets the pairs of pages to be copied before the step writes.
+
+        Returns:
+            False if too few pages are free; then only pages behind the window have changed.
+        """
+        running, table = self.running, self.page_table
+        if self._window is not None:
+            self._evict(rows)
+        first = running.num_computed[rows] - running.num_evicted[rows]
+        missing = table.missing(rows, first + num_new)
+        shared = rows[:0]
+        if self._prefixes is not None:
+            # Only the page that a row writes to first can have other owners: those behind it were taken for the row.
+            index = first // table.page_size
+            has_page = index < table.counts[rows]
+            page = table.table[rows, np.where(has_page, index, 0)]
+            shared = np.flatnonzero(has_page & (table.refcounts[page] > 1))
+        if missing.sum() + len(shared) > table.num_free_pages:
+            return False
+        table.take(rows, missing)
+        for b in shared.tolist():
+            copies += self.parts.copy_on_write(table, int(rows[b]), int(first[b]), int(first[b] + num_new[b]))
+        if self._prefixes is not None:  # pages of prompts that this step fills can be shared from now on
+            for b in np.flatnonzero((num_new > 1) & (running.num_evicted[rows] == 0)).tolist():
+                filled = running.tokens[rows[b], : first[b] + num_new[b]]
+                self._prefixes.insert(filled, table.pages(int(rows[b])))
+        return True
+
+    def preempt(self) -> Request:
+        """Preempt the newest running request."""
+        return self.parts.preempt(self.running, self.waiting, self.page_table)
+
+    def admit(self, budget: int, copies: list[tuple[int, int]]) -> tuple[list[Request], list[int], int]:
+        """Move waiting requests to the running ones, in order, as long as there is room. None overtakes another.
+
+        Args:
+            budget: tokens that the step has left.
+            copies: gets the pairs of pages to be copied before the step writes.
+
+        Returns:
+            The admitted requests, how many tokens the step computes of each, and how many tokens they share.
+        """
+        table, running = self.page_table, self.running
+        admitted: list[Request] = []
+        num_new: list[int] = []
+        num_shared = 0
+        earlier = running.order
+        while self.waiting and table.num_free_rows and budget > 0:
+            request = next(iter(self.waiting))
+            num_tokens = len(request.token_ids)
+            pages, shared_tokens = self._match(request, earlier)
+            # Pages that a window returns at once are no gain.
+            own_pages = self._pages_at_most(num_tokens) - (
+                shared_tokens // table.page_size if self._window is None else 0
+            )
+            # Leave a page for each running request to grow into; with none, they would soon preempt each other.
+            free_pages = table.num_free_pages - len(running)
+            share = self.parts.admit(
+                num_tokens - shared_tokens, own_pages, budget=budget, free_pages=free_pages, free_rows=table.num_free_rows
+            )
+            if share < 1:
                 break
-            best, best_now = Prefix(None, 0), 0
-            for donor, now, after_step in donors:
-                # The last token is computed in any case: its logits are wanted.
-                tokens = min(
-                    common_prefix(sequence.token_ids, donor.token_ids), len(sequence.token_ids) - 1, after_step
-                )
-                if tokens > now:  # what the step itself computes cannot be copied before it: whole pages only
-                    tokens = max(now, tokens // page_size * page_size)
-                if tokens > best.num_tokens:
-                    best, best_now = Prefix(donor, tokens), min(now, tokens)
-            share = min(len(sequence.token_ids) - best.num_tokens, budget)
+            del self.waiting[request]
+            self._enter(request, pages, shared_tokens, share, copies)
+            admitted.append(request)
+            num_new.append(share)
+            num_shared += shared_tokens
             budget -= share
-            free_pages -= self._pages_to_come_in(sequence, best)
-            # One that begins further in than its window gives pages up as it comes in: nobody can begin with them.
-            if self._window is None or best.num_tokens < self._window + page_size - 1:
-                donors.append((sequence, best_now, best.num_tokens + share))
-            prefixes.append(best)
-        return prefixes
+        return admitted, num_new, num_shared
 
-    def _pages_to_come_in(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Free pages that a waiting sequence takes: for all its tokens, but for the whole pages that it shares."""
-        shared = prefix.num_tokens // self.page_table.page_size if self._window is None else 0
-        return self._pages_needed(len(sequence.token_ids)) - shared
+    # --- details -------------------------------------------------------------------------------------------------
 
-    def _most_held(self, num_tokens: int) -> int:
-        """Tokens in pages at one time of a sequence that grows to so many: fewer, if it has a window."""
+    def _enter(
+        self, request: Request, pages: np.ndarray, num_shared: int, num_new: int, copies: list[tuple[int, int]]
+    ) -> None:
+        """Give an admitted request its row, the pages that it shares, and pages for all its other tokens."""
+        table, running = self.page_table, self.running
+        row = table.allocate()
+        running.enter(row, request)
+        running.num_computed[row] = num_shared
+        if len(pages):
+            table.share(row, pages)
+        rows = np.array([row])
+        reserved = self.reserve(rows, np.array([num_new]), copies)
+        held = self._tokens_at_most(int(running.num_known[row] - running.num_evicted[row]))
+        missing = table.missing(rows, np.array([held]))
+        assert reserved and missing[0] <= table.num_free_pages, "admitted without pages"
+        table.take(rows, missing)
+
+    def _match(self, request: Request, earlier: Rows) -> tuple[np.ndarray, int]:
+        """Pages that a waiting request can share, and how many of its tokens they hold.
+
+        Args:
+            request: a waiting request.
+            earlier: rows that were admitted before this step.
+        """
+        if self._prefixes is None:
+            return np.zeros(0, dtype=np.int32), 0
+        table, running = self.page_table, self.running
+        # The last token is computed in any case, because its logits are needed.
+        tokens = np.array(request.token_ids[:-1], dtype=np.int32)
+        pages = self._prefixes.match(tokens)
+        count, size = len(pages), table.page_size
+        # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
+        # Only what earlier steps computed can be copied before this step writes.
+        rows = earlier[(running.num_evicted[earlier] == 0) & (table.counts[earlier] > count)]
+        if count:
+            rows = rows[table.table[rows, count - 1] == pages[-1]]
+        rest = tokens[count * size : (count + 1) * size]
+        in_page = running.tokens[rows, count * size : count * size + len(rest)]
+        equal = np.logical_and.accumulate(in_page == rest[: in_page.shape[1]], axis=1).sum(1)
+        known = np.minimum(running.num_computed[rows], running.num_known[rows]) - count * size
+        equal = np.clip(np.minimum(equal, known), 0, None)
+        if len(rows) == 0 or equal.max() == 0:
+            return pages, count * size
+        best = int(equal.argmax())
+        return np.append(pages, table.table[rows[best], count]), count * size + int(equal[best])
+
+    def _evict(self, rows: Rows) -> None:
+        assert self._window is not None
+        running, size = self.running, self.page_table.page_size
+        counts = self.parts.pages_to_evict(running.num_computed[rows], running.num_evicted[rows], self._window, size)
+        counts = np.minimum(counts, self.page_table.counts[rows])
+        for b in np.flatnonzero(counts).tolist():
+            self.page_table.drop_front(int(rows[b]), int(counts[b]))
+        running.num_evicted[rows] += counts * size
+
+    def _drop_suspect(self, suspect: Request) -> None:
+        self.suspects.remove(suspect)
+        if not self.suspects:
+            self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda request: request.arrival))
+
+    def _schedule_alone(self) -> Schedule | None:
+        """A step of the first suspect; every other request waits, so the whole pool is free for it."""
+        running, copies = self.running, list[tuple[int, int]]()
+        if running.has_tokens_in_flight:
+            return None
+        if len(running):
+            rows, pending = self.pending()
+            num_new = np.minimum(pending, self.budget)
+            reserved = self.reserve(rows, num_new, copies)
+            assert reserved, "a request that cannot run alone is refused"
+            return Schedule(rows, num_new)
+        suspect = self.suspects[0]
+        del self.waiting[suspect]
+        share = min(len(suspect.token_ids), self.budget)
+        self._enter(suspect, np.zeros(0, dtype=np.int32), 0, share, copies)
+        return Schedule(running.order, np.array([share]), admitted=[suspect])
+
+    def _tokens_at_most(self, num_tokens: int) -> int:
+        """Tokens in pages at one time of a request that grows to `num_tokens`: fewer, if it has a window."""
         if self._window is None:
             return num_tokens
-        return min(num_tokens, self._window + self._max_num_batched_tokens + self.page_table.page_size)
+        return min(num_tokens, self._window + self.budget + self.page_table.page_size)
 
-    def _pages_needed(self, num_tokens: int) -> int:
-        return self.page_table.pages_for(self._most_held(num_tokens))
+    def _pages_at_most(self, num_tokens: int) -> int:
+        return self.page_table.pages_for(self._tokens_at_most(num_tokens))
+
+
+def schedule_step(scheduler: Scheduler) -> Schedule | None:
+    """The scheduling loop: running requests first, then, if none had to be preempted, waiting ones.
+
+    Args:
+        scheduler: the queues and the page table.
+
+    Returns:
+        The step; None if pages are short while sampled tokens are still on the device.
+    """
+    preempted: list[Request] = []
+    copies: list[tuple[int, int]] = []
+    while True:
+        rows, pending = scheduler.pending()
+        num_new = scheduler.parts.share_budget(pending, scheduler.budget)
+        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        if scheduler.reserve(rows, num_new, copies):
+            break
+        if scheduler.running.has_tokens_in_flight:
+            return None
+        preempted.append(scheduler.preempt())
+    admitted: list[Request] = []
+    num_shared = 0
+    if not preempted:  # a request admitted now would be the first to be preempted again
+        admitted, shares, num_shared = scheduler.admit(scheduler.budget - int(num_new.sum()), copies)
+        if admitted:
+            rows = np.append(rows, scheduler.running.order[-len(admitted) :])
+            num_new = np.append(num_new, shares)
+    if len(rows) and num_new.max() > 1:
+        order = np.argsort(num_new > 1, kind="stable")  # decodes first, otherwise by age
+        rows, num_new = rows[order], num_new[order]
+    return Schedule(rows, num_new, admitted, preempted, num_shared, copies)

@@ -1,178 +1,167 @@
-"""Which page of the cache holds which tokens of which sequence.
+"""Which page of the KV cache holds which tokens of which request.
 
-The KV cache is one pool of equal pages. A sequence owns a row of the table: its pages in order of position, wherever
-they lie. Pages are counted by their owners, so that sequences can share what they have in common (vLLM: Kwon et al.
-2023, section 4; the interface follows PyTorch's attention-gym and flex-nano-vllm).
+The KV cache is one pool of equal pages. A running request owns a row of the table: its pages in order of position,
+wherever they are in the pool. Pages count their owners, so requests can share what they have in common (vLLM: Kwon et
+al. 2023, section 4; vLLM calls a page a *block*). Explained in chapter 06.
 """
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from jaxtyping import Int, Int32, Int64, Shaped
 
-from mini_engine.errors import ConfigError, check_positive
-from mini_engine.kv_cache.physical import first_keys, physical_blocks, physical_mask
+from mini_engine.errors import check_positive
+
+Rows = Int[np.ndarray, " B"]
+Pages = Int32[np.ndarray, " n"]
 
 
 class PageTable:
-    """The pages of up to `max_sequences` sequences over a pool of `num_pages`.
+    """The pages of up to `max_rows` requests over a pool of `num_pages`.
 
-    Everything here is bookkeeping on the host. A row is a number from `allocate`, good until `erase`.
+    All bookkeeping is on the host, in numpy. The methods below are the only way to take a page from the pool or to
+    return one; other code reads the arrays and never writes to them.
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens per page.
+        max_rows: requests that can run at once.
+        max_pages_per_row: pages that one request can hold; default the whole pool.
 
     Attributes:
-        num_pages: pages in the pool.
-        page_size: tokens that fit in one page.
-        free_pages: pages without an owner, a stack: the page freed last is the likeliest in a cache.
-        free_rows: rows without a sequence, a stack.
+        table: [max_rows, max_pages_per_row] row b owns `table[b, :counts[b]]`, in order of position. Entries behind
+            those are stale.
+        counts: [max_rows] pages of each row.
         refcounts: [num_pages] owners of each page.
-        table: [max_sequences, num_pages] row b owns `table[b, :counts[b]]`, in order of position. Behind those is
-            whatever was there before: the table is appended to, never rebuilt.
-        counts: [max_sequences] pages of each row.
+        generation: [num_pages] how often each page has been taken from the pool. A page id together with its
+            generation names one content, so a reference to an earlier content can be recognized as stale.
+        num_free_pages: pages in the pool without an owner.
+        num_free_rows: rows without a request.
 
     Raises:
-        ConfigError: for a pool without pages, pages without tokens, or a table without rows.
+        ConfigError: for a size that is not a positive integer.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_sequences: int) -> None:
-        check_positive(num_pages=num_pages, page_size=page_size, max_sequences=max_sequences)
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.free_pages = list(reversed(range(num_pages)))
-        self.free_rows = list(reversed(range(max_sequences)))
+    def __init__(self, num_pages: int, page_size: int, max_rows: int, max_pages_per_row: int | None = None) -> None:
+        check_positive(
+            num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_pages_per_row=max_pages_per_row
+        )
+        self.num_pages, self.page_size, self.max_rows = num_pages, page_size, max_rows
+        width = num_pages if max_pages_per_row is None else min(max_pages_per_row, num_pages)
+        self.table = np.zeros((max_rows, width), dtype=np.int32)
+        self.counts = np.zeros(max_rows, dtype=np.int64)
         self.refcounts = np.zeros(num_pages, dtype=np.int32)
-        self.table = np.zeros((max_sequences, num_pages), dtype=np.int32)
-        self.counts = np.zeros(max_sequences, dtype=np.int64)
+        self.generation = np.zeros(num_pages, dtype=np.int64)
+        # Both are stacks: the most recently freed page is the most likely to be in the hardware's caches.
+        self._free_pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
+        self._free_rows = list(range(max_rows))[::-1]
+        self.num_free_pages = num_pages
 
     @property
-    def num_free_pages(self) -> int:
-        return len(self.free_pages)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     def allocate(self) -> int:
-        """Take a row without pages. Raises IndexError if every row is taken: the scheduler counts."""
-        return self.free_rows.pop()
+        """Take a row, which has no pages yet. Raises IndexError if no row is free: the scheduler counts."""
+        return self._free_rows.pop()
 
-    def reserve(self, row: int, num_tokens: int) -> bool:
-        """Make sure that the row has pages for its first `num_tokens` tokens.
+    def release(self, row: int) -> None:
+        """Return a row and its pages. A page goes back to the pool when its last owner returns it."""
+        self.truncate(row, 0)
+        self._free_rows.append(row)
+
+    def missing(self, rows: Rows, num_tokens: Int[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
+        """Pages that each row lacks to hold `num_tokens` tokens in all."""
+        return np.maximum(-(-num_tokens // self.page_size) - self.counts[rows], 0)
+
+    def take(self, rows: Rows, num_pages: Int[np.ndarray, " B"]) -> None:
+        """Append `num_pages[b]` free pages to row `rows[b]`, for all rows in one assignment.
+
+        Args:
+            rows: distinct rows.
+            num_pages: pages for each, 0 or more.
+
+        Raises:
+            IndexError: if the pool has fewer pages free; nothing has changed then.
+        """
+        total = int(num_pages.sum())
+        if total == 0:
+            return
+        pages = self._pop(total)
+        owner = np.repeat(rows, num_pages)
+        # Index of each new page among those that its row gets.
+        index = np.arange(total) - np.repeat(np.cumsum(num_pages) - num_pages, num_pages)
+        self.table[owner, self.counts[owner] + index] = pages
+        self.counts[rows] += num_pages
+
+    def share(self, row: int, pages: Pages) -> None:
+        """Append pages that have an owner already: the row becomes one more owner of each.
+
+        Args:
+            row: a row.
+            pages: distinct pages in use, in order of position.
+        """
+        count = self.counts[row]
+        self.table[row, count : count + len(pages)] = pages
+        self.counts[row] = count + len(pages)
+        self.refcounts[pages] += 1
+
+    def replace(self, row: int, index: int) -> tuple[int, int]:
+        """Put a free page in the place of one of the row's pages; the caller copies the contents.
+
+        Args:
+            row: a row.
+            index: which of its pages.
 
         Returns:
-            False if the pool has too few free pages; then nothing has changed.
+            The old page and the new one.
+
+        Raises:
+            IndexError: if no page is free; nothing has changed then.
         """
-        missing = self.pages_for(num_tokens) - int(self.counts[row])
-        if missing > len(self.free_pages):
-            return False
-        for _ in range(missing):
-            page = self.free_pages.pop()
-            self.refcounts[page] = 1
-            self.table[row, self.counts[row]] = page
-            self.counts[row] += 1
-        return True
+        new = self._pop(1)
+        old = self.table[row, index : index + 1].copy()
+        self.table[row, index] = new[0]
+        self._drop(old)
+        return int(old[0]), int(new[0])
 
-    def erase(self, row: int) -> None:
-        """Give up the row and its pages; a page goes back to the pool when its last owner gives it up."""
-        for page in self.pages(row)[::-1].tolist():
-            self.release(page)
-        self.counts[row] = 0
-        self.free_rows.append(row)
+    def drop_front(self, row: int, num_pages: int) -> None:
+        """Return a row's first pages; the others move up."""
+        dropped = self.table[row, :num_pages].copy()
+        kept = self.table[row, num_pages : self.counts[row]].copy()
+        self.table[row, : len(kept)] = kept
+        self.counts[row] = len(kept)
+        self._drop(dropped)
 
-    def release(self, page: int) -> None:
-        """One owner of a page fewer; without any it is free."""
-        self.refcounts[page] -= 1
-        if self.refcounts[page] == 0:
-            self.free_pages.append(page)
+    def truncate(self, row: int, num_pages: int) -> None:
+        """Return all pages of a row behind its first `num_pages`."""
+        dropped = self.table[row, num_pages : self.counts[row]].copy()
+        self.counts[row] = min(num_pages, self.counts[row])
+        self._drop(dropped)
 
-    def pages(self, row: int) -> np.ndarray:
+    def pages(self, row: int) -> Pages:
         """The row's pages in order of position: a view, valid until the row changes."""
         return self.table[row, : self.counts[row]]
 
-    def pages_of(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The first `counts[b]` pages of each row, one row after the other, without a loop over rows or pages."""
+    def pages_of(self, rows: Rows, counts: Int[np.ndarray, " B"]) -> Pages:
+        """The first `counts[b]` pages of each row, one row after the other."""
         longest = int(counts.max(initial=0))
         return self.table[rows, :longest][np.arange(longest) < counts[:, None]]
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill, the last perhaps in part."""
+        """Pages that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.page_size)
 
-    def slots(self, rows: Int[Tensor, "*shape"], positions: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """Where tokens lie: page * page_size + offset in the page.
+    def _pop(self, count: int) -> Pages:
+        if count > self.num_free_pages:
+            raise IndexError(f"{count} pages needed, {self.num_free_pages} are free")
+        self.num_free_pages -= count
+        pages = self._free_pages[self.num_free_pages : self.num_free_pages + count][::-1].copy()
+        self.refcounts[pages] = 1
+        self.generation[pages] += 1
+        return pages
 
-        Args:
-            rows: row of each token's sequence.
-            positions: position of each token in its sequence, within reserved pages.
-        """
-        table = torch.from_numpy(self.table)
-        pages = table[rows.cpu(), (positions // self.page_size).cpu()].long().to(positions.device)
-        return pages * self.page_size + positions % self.page_size
-
-    def assign(
-        self,
-        rows: Int[Tensor, " B"],
-        positions: Int[Tensor, "B S"],
-        k: Float[Tensor, "B Hk S D"],
-        v: Float[Tensor, "B Hk S D"],
-        k_cache: Float[Tensor, "1 Hk N D"],
-        v_cache: Float[Tensor, "1 Hk N D"],
-    ) -> None:
-        """Write S tokens of each of B sequences to their slots, in place, in FlexAttention's layout of the cache."""
-        slots = self.slots(rows[:, None].expand_as(positions), positions).flatten()
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache[0].index_copy_(1, slots, new.transpose(0, 1).flatten(1, 2))
-
-    def assign_prefill_no_paging(
-        self,
-        rows: Int[Tensor, " T"],
-        positions: Int[Tensor, " T"],
-        k: Float[Tensor, "1 Hk T D"],
-        v: Float[Tensor, "1 Hk T D"],
-        k_cache: Float[Tensor, "1 Hk N D"],
-        v_cache: Float[Tensor, "1 Hk N D"],
-    ) -> None:
-        """Write the T tokens of a flat prefill, those of all sequences one after the other, to their slots, in place.
-
-        The prefill itself attends to `k` and `v` as they are; only later steps read them through the table.
-        """
-        slots = self.slots(rows, positions)
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache[0].index_copy_(1, slots, new[0])
-
-    def convert_logical_block_mask(self, mask: BlockMask, rows: Int[Tensor, " B"]) -> BlockMask:
-        """Turn a BlockMask over each sequence's own keys into one over the whole pool.
-
-        Block j of a sequence becomes block `pages(row)[j]`: the same numbers in a new order, so the mask stays as
-        sparse as it was. A block of keys must be a page.
-
-        Args:
-            mask: over [B, H, queries, keys of the sequence], its key blocks `page_size` long.
-            rows: the row of each of the B sequences.
-
-        Returns:
-            A mask over [B, H, queries, num_pages * page_size]. Its mask_mod maps a physical key back to the position
-            that it has in the query's own sequence, and hides the pages of all others.
-
-        Raises:
-            ConfigError: if a block of keys is not a page.
-        """
-        q_block, kv_block = mask.BLOCK_SIZE
-        if kv_block != self.page_size:
-            raise ConfigError(
-                f"the mask's key blocks have {kv_block} keys and a page has {self.page_size}; make the mask with "
-                f"BLOCK_SIZE=({q_block}, {self.page_size}): otherwise a block would hold keys of several sequences"
-            )
-        device = mask.kv_indices.device
-        index = rows.cpu().numpy()
-        counts = self.counts[index, None]
-        column = np.arange(int(counts.max(initial=1)))
-        starts = torch.from_numpy(np.where(column < counts, column * self.page_size, -1)).to(device)
-        table = torch.from_numpy(self.table[index, : len(column)]).to(device)
-        mask_mod = physical_mask(mask.mask_mod, first_keys(table, starts, self.num_pages), self.page_size)
-        full = mask.full_kv_indices
-        return BlockMask.from_kv_blocks(
-            mask.kv_num_blocks,
-            physical_blocks(mask.kv_indices, table, self.num_pages),
-            mask.full_kv_num_blocks,
-            None if full is None else physical_blocks(full, table, self.num_pages),
-            BLOCK_SIZE=mask.BLOCK_SIZE,
-            mask_mod=mask_mod,
-            seq_lengths=(mask.seq_lengths[0], self.num_pages * self.page_size),
-        )
+    def _drop(self, pages: Shaped[np.ndarray, " n"]) -> None:
+        """One owner fewer for each of these distinct pages; those without any are free, the first of them on top."""
+        self.refcounts[pages] -= 1
+        freed = pages[self.refcounts[pages] == 0][::-1]
+        self._free_pages[self.num_free_pages : self.num_free_pages + len(freed)] = freed
+        self.num_free_pages += len(freed)

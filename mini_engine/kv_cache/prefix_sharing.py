@@ -1,57 +1,109 @@
-"""Prefix sharing: sequences that begin with the same tokens own the same pages, until they diverge.
+"""Prefix sharing: requests that begin with the same tokens own the same pages, until they diverge.
 
-Keys and values depend on the tokens before them and on nothing else, so equal beginnings have equal pages. A page that
-several own is never written to: whoever wants to write takes a copy first (Kwon et al. 2023, section 4.4).
-Explained in chapter 07.
+Keys and values depend on the tokens before them and on nothing else, so equal prefixes have equal pages. A page with
+several owners is never written to: a request that is about to write takes a copy first (copy on write: Kwon et al.
+2023, section 4.4). Explained in chapter 07.
 """
 
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import Int32
 
 from mini_engine.kv_cache.page_table import PageTable
 
+Tokens = Int32[np.ndarray, " n"]
+Children = Mapping[int, Mapping[bytes, int]]
+ROOT = -1  # parent of the pages with which requests begin
 
-def share_prefix(table: PageTable, row: int, donor: int, num_tokens: int) -> None:
-    """Let a row begin with the pages of another: both own them from now on.
+
+def match_prefix(children: Children, token_ids: Tokens, page_size: int) -> list[int]:
+    """Find the longest chain of full pages that holds the first tokens of a prompt.
 
     Args:
-        table: the page table.
-        row: a row without pages.
-        donor: the row whose first tokens are the same, and computed.
-        num_tokens: how many are. The page of the last of them is shared too, even if the rest of it differs.
+        children: for each page, and ROOT, the pages that follow it, by the bytes of the tokens that they hold.
+        token_ids: [n] int32, the prompt.
+        page_size: tokens per page.
+
+    Returns:
+        The pages, in order of position.
     """
-    pages = table.pages(donor)[: table.pages_for(num_tokens)]
-    table.table[row, : len(pages)] = pages
-    table.counts[row] = len(pages)
-    table.refcounts[pages] += 1
+    pages: list[int] = []
+    page: int | None = ROOT
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        page = children.get(page, {}).get(token_ids[start : start + page_size].tobytes())
+        if page is None:
+            break
+        pages.append(page)
+    return pages
 
 
-def copy_on_write(table: PageTable, row: int, first: int, end: int) -> list[tuple[int, int]] | None:
+class PrefixIndex:
+    """Finds pages by the tokens that they, and all pages before them, hold.
+
+    The index owns no page. A page that is returned to the pool stays in it until the page is indexed again; until then
+    its generation shows that the entry is stale.
+
+    Args:
+        table: the pages.
+        match: `match_prefix`, or a reader's.
+    """
+
+    def __init__(self, table: PageTable, match: Callable[[Children, Tokens, int], list[int]] = match_prefix) -> None:
+        self._table, self._match = table, match
+        self._children: dict[int, dict[bytes, int]] = {ROOT: {}}
+        # Where each indexed page is listed, and the generation of the page when it was.
+        self._listed: dict[int, tuple[int, bytes]] = {}
+        self._generation = np.zeros(table.num_pages, dtype=np.int64)
+
+    def match(self, token_ids: Tokens) -> Int32[np.ndarray, " m"]:
+        """The longest chain of full pages in use that holds the first tokens of a prompt."""
+        pages = np.array(self._match(self._children, token_ids, self._table.page_size), dtype=np.int32)
+        return pages[: int(np.argmin(np.append(self._valid(pages), False)))]
+
+    def insert(self, token_ids: Tokens, pages: Int32[np.ndarray, " m"]) -> None:
+        """List the full pages of a request; where equal ones are listed already, those stay.
+
+        Args:
+            token_ids: the request's tokens, from the first one.
+            pages: its pages, from the first one.
+        """
+        size, parent = self._table.page_size, ROOT
+        for index, own in enumerate(pages[: len(token_ids) // size].tolist()):
+            key = token_ids[index * size : (index + 1) * size].tobytes()
+            listed = self._children.setdefault(parent, {}).get(key)
+            if listed != own and (listed is None or not self._valid(np.array([listed]))[0]):
+                self._list(own, parent, key)
+                listed = own
+            parent = listed
+
+    def _valid(self, pages: Int32[np.ndarray, " m"]) -> np.ndarray:
+        table = self._table
+        return (table.refcounts[pages] > 0) & (table.generation[pages] == self._generation[pages])
+
+    def _list(self, page: int, parent: int, key: bytes) -> None:
+        if page in self._listed:  # under what it held before
+            before, old_key = self._listed[page]
+            if self._children.get(before, {}).get(old_key) == page:
+                del self._children[before][old_key]
+        self._children[page] = {}
+        self._children.setdefault(parent, {})[key] = page
+        self._listed[page] = parent, key
+        self._generation[page] = self._table.generation[page]
+
+
+def copy_on_write(table: PageTable, row: int, first: int, end: int) -> list[tuple[int, int]]:
     """Give a row pages of its own where it is about to write.
 
     Args:
-        table: the page table.
+        table: the page table, with a free page for each page that the row shares and writes to.
         row: the row that writes.
         first: index of the first token to be written, counted from the start of the row's first page.
         end: index behind the last one; the row has pages for it.
 
     Returns:
-        Pairs (shared page, own page) whose contents must be copied before anything is written. None if too few pages
-        are free; then nothing has changed.
+        Pairs (shared page, own page) whose contents must be copied before anything is written.
     """
-    written = range(first // table.page_size, table.pages_for(end))
-    shared = [index for index in written if table.refcounts[table.table[row, index]] > 1]
-    if len(shared) > len(table.free_pages):
-        return None
-    copies = []
-    for index in shared:
-        old, new = int(table.table[row, index]), table.free_pages.pop()
-        table.release(old)
-        table.refcounts[new] = 1
-        table.table[row, index] = new
-        copies.append((old, new))
-    return copies
-
-
-def common_prefix(a: ListLike[int], b: ListLike[int]) -> int:
-    """How many tokens two sequences have in common before they diverge."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    written = np.arange(first // table.page_size, table.pages_for(end))
+    shared = written[table.refcounts[table.pages(row)[written]] > 1]
+    return [table.replace(row, index) for index in shared.tolist()]

@@ -1,30 +1,26 @@
-"""Sliding window: the oldest pages of a sequence go back to the pool once no query can see them any more.
+"""Sliding window: the oldest pages of a request return to the pool once no query can see them any more.
 
-A sequence of any length then holds the same few pages (Beltagy et al. 2020; Jiang et al. 2023, "Mistral 7B", rolling
+A request of any length then holds the same few pages (Beltagy et al. 2020; Jiang et al. 2023, "Mistral 7B", rolling
 buffer cache). Explained in chapter 07.
 """
 
-from mini_engine.kv_cache.page_table import PageTable
+import numpy as np
+from jaxtyping import Int
 
 
-def evict_pages(table: PageTable, row: int, first_position: int, next_query: int, window: int) -> int:
-    """Give up the oldest pages of a row that lie behind the window of its next query, and so of all later ones.
+def pages_to_evict(
+    num_computed: Int[np.ndarray, " B"], num_evicted: Int[np.ndarray, " B"], window: int, page_size: int
+) -> Int[np.ndarray, " B"]:
+    """Count the pages at the front of each request that its next query cannot see, and so no later one.
 
     Args:
-        table: the page table.
-        row: the row of the sequence.
-        first_position: position of the first token in the row's first page.
-        next_query: position of the first token that is not computed yet.
-        window: keys that a query may see, its own included.
+        num_computed: [B] position of the next token that each request computes.
+        num_evicted: [B] position of the first token in the request's first page.
+        window: keys that a query sees, its own included.
+        page_size: tokens per page.
 
     Returns:
-        How many pages were given up.
+        [B] whole pages behind the window.
     """
-    oldest_visible = next_query - window + 1
-    num_pages = min(max(oldest_visible - first_position, 0) // table.page_size, int(table.counts[row]))
-    kept = table.pages(row)[num_pages:].copy()
-    for page in table.pages(row)[:num_pages].tolist():
-        table.release(page)
-    table.table[row, : len(kept)] = kept
-    table.counts[row] = len(kept)
-    return num_pages
+    oldest_visible = num_computed - window + 1
+    return np.maximum(oldest_visible - num_evicted, 0) // page_size

@@ -1,0 +1,116 @@
+"""`EngineConfig`: every option of the engine, defined once for Python, configuration files and the command line."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mini_engine.attention.backend import check_backend
+from mini_engine.errors import ConfigError, check_positive
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+MAX_CONFIG_BYTES = 2**16
+ALIASES = {"max_seq_len": "max_model_len"}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options of an engine. `LLM(**options)`, `--config FILE` and the command line's options all build one.
+
+    Attributes:
+        dtype: "auto" (the checkpoint's, but float32 on a CPU without bfloat16 instructions), "float32", "bfloat16",
+            "float16" or "float64".
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        attn_backend: name of the attention backend.
+        max_batch_size: requests that run at once; more wait for their turn.
+        max_model_len: longest prompt and output together; default the model's own limit.
+        num_pages: pages of the KV cache; default enough for `max_batch_size` of the longest requests, or as many as
+            the memory has room for.
+        page_size: tokens per page.
+        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
+        sliding_window: lets no layer see further back than this many keys; default the model's own windows.
+        prefix_sharing: let requests that begin with the same tokens share pages.
+        pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
+            and 0 on a CPU.
+
+    Raises:
+        ConfigError: for a value that is impossible whatever the model and the machine.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    attn_backend: str = "torch_padded"
+    max_batch_size: int = 32
+    max_model_len: int | None = None
+    num_pages: int | None = None
+    page_size: int = 128
+    max_num_batched_tokens: int = 2048
+    sliding_window: int | None = None
+    prefix_sharing: bool = False
+    pipeline_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"unknown {name} {getattr(self, name)!r}; choose one of: {', '.join(choices)}")
+        check_backend(self.attn_backend)
+        check_positive(
+            max_batch_size=self.max_batch_size,
+            max_model_len=self.max_model_len,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            sliding_window=self.sliding_window,
+        )
+        if not isinstance(self.prefix_sharing, bool):
+            raise ConfigError(f"prefix_sharing is {self.prefix_sharing!r}; it must be true or false")
+        if self.pipeline_depth not in (None, 0, 1) or isinstance(self.pipeline_depth, bool):
+            raise ConfigError(f"pipeline_depth is {self.pipeline_depth!r}; it must be 0 or 1")
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_batch_size "
+                f"({self.max_batch_size}): a step could not decode every request; raise the first or lower the second"
+            )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "EngineConfig":
+        """Build a configuration from options by name.
+
+        Raises:
+            ConfigError: for an option that does not exist, or an impossible value.
+        """
+        return cls().with_options(options)
+
+    @classmethod
+    def read(cls, path: Path) -> "EngineConfig":
+        """Read a configuration from a YAML file with one option per line, such as `page_size: 16`.
+
+        Raises:
+            ConfigError: if the file cannot be read, is not YAML, or holds anything but options.
+        """
+        try:
+            if path.stat().st_size > MAX_CONFIG_BYTES:
+                raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes, so it is not a configuration")
+            options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeError, RecursionError) as error:
+            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(options, dict | None) or not all(isinstance(name, str) for name in options or ()):
+            raise ConfigError(f"{path} must hold options, one per line, such as `page_size: 16`")
+        return cls.of(options or {})
+
+    def with_options(self, options: Mapping[str, Any]) -> "EngineConfig":
+        """Return the configuration with some options changed.
+
+        Raises:
+            ConfigError: for an option that does not exist, or an impossible value.
+        """
+        known = {field.name for field in fields(self)}
+        named = {ALIASES.get(name, name): value for name, value in options.items()}
+        if unknown := sorted(named.keys() - known):
+            raise ConfigError(f"unknown option {unknown[0][:40]!r}; the options are: {', '.join(sorted(known))}")
+        return replace(self, **named)

@@ -1,0 +1,241 @@
+"""`ModelRunner`: launches steps on the device, and collects the tokens that they sampled.
+
+`launch` prepares a step on the host and starts it; it reads nothing back. `collect` waits for the sampled tokens. In
+between, the device needs nothing from the host: a token that one step samples and the next one computes goes through
+`last_token`, which has an entry for each row of the page table. So the host can prepare and launch the next step while
+the device still computes this one. Explained in chapter 07.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, Int64
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionBackend
+from mini_engine.batch import StepBatch, StepBuffers
+from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.base import LanguageModel
+from mini_engine.request import Request, Running
+from mini_engine.sampling import SamplingBatch
+from mini_engine.scheduler import Schedule
+
+
+class SamplerPart(Protocol):
+    """The replaceable part that the runner calls; `mini_engine.parts.Parts` has it."""
+
+    @property
+    def sample(self) -> Callable[[Tensor, SamplingBatch], Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way.
+
+    Attributes:
+        batch: the step.
+        requests: [B] its requests.
+        num_computed: [B] tokens of each whose keys are in the cache after the step.
+        rows: [R] rows that sample a token.
+        admissions: [R] the admission that filled each of them: if another one has since, the request has left.
+        sampled_by: [R] request of each of them.
+        tokens: [R] the sampled tokens on the host, valid after `done`.
+        done: recorded behind the step on a GPU; None on a CPU, where the step is over.
+    """
+
+    batch: StepBatch
+    requests: list[Request | None]
+    num_computed: Int64[np.ndarray, " B"]
+    rows: Int64[np.ndarray, " R"]
+    admissions: Int64[np.ndarray, " R"]
+    sampled_by: list[Request | None]
+    tokens: Int[Tensor, " R"]
+    done: torch.cuda.Event | None
+
+
+class ModelRunner:
+    """Runs the model over the paged KV cache, one step at a time.
+
+    Args:
+        model: the model.
+        backend: its attention.
+        cache: its KV cache.
+        max_rows: rows of the page table.
+        num_buffers: steps whose arrays are needed at the same time: one, and one more for each step that is launched
+            ahead.
+        parts: the engine's replaceable parts.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        cache: PagedKVCache,
+        *,
+        max_rows: int,
+        num_buffers: int,
+        parts: SamplerPart,
+    ) -> None:
+        self.model, self.backend, self.cache = model, backend, cache
+        self._sample = parts.sample
+        self._device = model.device
+        self._last_token = torch.zeros(max_rows, dtype=torch.long, device=self._device)
+        self._buffers = [StepBuffers(self._device) for _ in range(num_buffers)]
+        self._num_launched = 0
+        # Kept from step to step for as long as the same requests sample.
+        self._sampling: SamplingBatch | None = None
+        self._sampling_rows: Tensor = self._last_token
+        self._sampling_admissions = np.zeros(0, dtype=np.int64)
+        self._seen: SeenTokens | None = None
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule, running: Running, page_table: PageTable) -> Launched:
+        """Start a step, and count its tokens as computed and sampled.
+
+        Args:
+            schedule: the step, with at least one request.
+            running: the columns of the running requests.
+            page_table: their pages.
+        """
+        if schedule.copies:
+            self.cache.copy_pages(schedule.copies)
+        rows, kv_lens = schedule.rows, running.num_computed[schedule.rows] + schedule.num_new
+        # A request in the middle of its prompt has computed fewer tokens than it has, and samples none.
+        samples = kv_lens == running.num_scheduled[rows]
+        batch = self._build(schedule, samples, running, page_table)
+        self.backend.plan(batch)
+        hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
+        sampling_rows = rows[samples]
+        tokens = self._last_token[:0]
+        if len(sampling_rows):
+            tokens = self._sample_tokens(hidden, batch, sampling_rows, running)
+        host_tokens, done = self._read(tokens)
+        # Nothing can fail from here on: the step counts.
+        running.num_computed[rows] = kv_lens
+        running.num_scheduled[sampling_rows] += 1
+        requests = [running.requests[row] for row in rows.tolist()]
+        sampled_by = requests if samples.all() else [q for q, one in zip(requests, samples.tolist(), strict=True) if one]
+        admissions = running.admission[sampling_rows]
+        return Launched(batch, requests, kv_lens, sampling_rows, admissions, sampled_by, host_tokens, done)
+
+    def collect(self, launched: Launched) -> Int64[np.ndarray, " R"]:
+        """Wait for a step, and return the tokens that it sampled."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        return launched.tokens.numpy()
+
+    def reset(self) -> None:
+        """Forget the requests of earlier steps, after waiting for the device to finish those."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._sampling, self._seen = None, None
+        self._sampling_admissions = np.zeros(0, dtype=np.int64)
+
+    def _build(self, schedule: Schedule, samples: np.ndarray, running: Running, page_table: PageTable) -> StepBatch:
+        rows, num_new = schedule.rows, schedule.num_new
+        start, evicted, size = running.num_computed[rows], running.num_evicted[rows], page_table.page_size
+        num_tokens = int(num_new.sum())
+        if num_tokens == len(rows):
+            token_rows, positions = rows, start
+        else:
+            first = np.cumsum(num_new) - num_new
+            token_rows = np.repeat(rows, num_new)
+            positions = np.arange(num_tokens) + np.repeat(start - first, num_new)
+        on_device = positions >= running.num_known[token_rows]
+        kv_lens = start + num_new - evicted
+        page_counts = -(-kv_lens // size)
+        page_positions = None
+        if evicted.any():
+            first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
+            page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * size
+        self._num_launched += 1
+        return StepBatch.build(
+            token_ids=running.tokens[token_rows, positions],
+            num_new=num_new,
+            kv_lens=kv_lens,
+            pages=page_table.pages_of(rows, page_counts),
+            page_size=size,
+            num_logits=samples,
+            token_source=np.where(on_device, token_rows, -1) if on_device.any() else None,
+            page_positions=page_positions,
+            into=self._buffers[self._num_launched % len(self._buffers)],
+        )
+
+    def _sample_tokens(
+        self, hidden: Tensor, batch: StepBatch, rows: Int64[np.ndarray, " R"], running: Running
+    ) -> Int[Tensor, " R"]:
+        """Sample one token for each row and make it the row's last one."""
+        if not np.array_equal(running.admission[rows], self._sampling_admissions):
+            self._sampling = self._sampling_of(rows, running)
+        assert self._sampling is not None
+        logits = self.model.compute_logits(hidden[batch.logit_rows])
+        # A row samples the token behind the one whose logits it has.
+        sampling = replace(self._sampling, positions=batch.positions[batch.logit_rows] + 1)
+        if self._seen is not None and sampling.seen is not None:
+            sampling = replace(sampling, seen=self._seen.of(self._sampling_rows[sampling.penalized_rows]))
+        tokens = self._sample(logits, sampling)
+        self._last_token.index_copy_(0, self._sampling_rows, tokens)
+        if self._seen is not None:
+            self._seen.add(self._sampling_rows, tokens)
+        return tokens
+
+    def _sampling_of(self, rows: Int64[np.ndarray, " R"], running: Running) -> SamplingBatch:
+        """Upload what the sampler needs to know of these rows, and remember for which requests that was."""
+        columns, admissions = running.sampling[rows], running.admission[rows]
+        penalized = rows[columns["repetition_penalty"] != 1]
+        seen = None
+        if len(penalized):
+            if self._seen is None:
+                self._seen = SeenTokens(len(self._last_token), self.model.config.vocab_size, self._device)
+            for row in penalized.tolist():
+                self._seen.enter(row, int(running.admission[row]), running.tokens[row, : running.num_known[row]])
+            seen = self._seen.of(torch.from_numpy(penalized).to(self._device))
+        sampling = SamplingBatch.build(
+            columns, running.seed[rows], np.zeros(len(rows), dtype=np.int64), seen, self._device
+        )
+        self._sampling_rows = torch.from_numpy(rows).to(self._device)
+        self._sampling_admissions = admissions
+        return sampling
+
+    def _read(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
+        """Start copying sampled tokens to the host, and return an event behind the copy."""
+        if not tokens.is_cuda:
+            return tokens, None
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return host, done
+
+
+class SeenTokens:
+    """Which tokens each row has seen, prompt and output, for requests with a repetition penalty.
+
+    Args:
+        max_rows: rows of the page table.
+        vocab_size: tokens of the vocabulary.
+        device: where the logits are.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._table = torch.zeros(max_rows, vocab_size, dtype=torch.bool, device=device)
+        self._admissions = [0] * max_rows
+
+    def enter(self, row: int, admission: int, token_ids: Int[np.ndarray, " n"]) -> None:
+        """Begin a row with the tokens of the request that has been admitted to it, unless that has been done."""
+        if self._admissions[row] != admission:
+            self._admissions[row] = admission
+            self._table[row] = False
+            self._table[row, torch.from_numpy(token_ids).to(self._table.device, torch.long)] = True
+
+    def add(self, rows: Int[Tensor, " R"], token_ids: Int[Tensor, " R"]) -> None:
+        """Mark one token in each of some rows."""
+        self._table[rows, token_ids] = True
+
+    def of(self, rows: Int[Tensor, " P"]) -> Bool[Tensor, "P V"]:
+        """The tokens that some rows have seen."""
+        return self._table[rows]

@@ -1,0 +1,188 @@
+"""A request, and the columns in which the engine keeps the requests that run.
+
+A running request occupies one row of the page table. Everything a step needs to know about it is an entry of a column
+indexed by that row, written once, at admission. So a step works on whole columns, and Python loops run only over what
+changes: arrivals, ends and preemptions. Explained in chapter 07.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.sampling import SAMPLING_DTYPE, sampling_columns
+from mini_engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(eq=False)
+class Request:
+    """One request: what was asked for, and the tokens that exist so far.
+
+    While it runs, its tokens are a row of `Running.tokens`; `token_ids` is brought up to date when it leaves its row.
+
+    Attributes:
+        request_id: name, unique among unfinished requests.
+        prompt_token_ids: the prompt.
+        params: what it asks of the sampler.
+        seed: its own seed, drawn if `params` has none.
+        max_len: prompt and output together end here.
+        end_token_ids: tokens at which the output ends.
+        arrival: its number in the order of arrival.
+        token_ids: prompt and output, as of when it last left its row.
+        finish_reason: None while unfinished; "stop" at an end token or stop string, "length" at `max_len`.
+        error: why it failed, if `finish_reason` is "error".
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    end_token_ids: tuple[int, ...]
+    arrival: int
+    token_ids: list[int] = field(init=False)
+    finish_reason: FinishReason | None = None
+    error: MiniEngineError | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    def end_of(self, token_ids: ListLike[int]) -> FinishReason | None:
+        """Why the request ends with these tokens, prompt and output; None if it goes on."""
+        if len(token_ids) > len(self.prompt_token_ids) and token_ids[-1] in self.end_token_ids:
+            return "stop"
+        return "length" if len(token_ids) >= self.max_len else None
+
+
+class Running:
+    """The running requests as columns, one entry per row of the page table.
+
+    Three counts say how far a request is:
+
+    - `num_known`: tokens whose ids the host has;
+    - `num_scheduled`: tokens that exist once all launched steps are done: the known ones, and those still on the device;
+    - `num_computed`: tokens whose keys and values are in the cache once all launched steps are done.
+
+    A token at a position before `num_known` is uploaded; a later one is read on the device, from the last token that
+    the row sampled.
+
+    Args:
+        max_rows: rows of the page table.
+        max_len: longest prompt and output together.
+
+    Attributes:
+        order: rows in use, oldest request first.
+        tokens: [rows, max_len] token ids of each request.
+        num_evicted: tokens at the front whose pages were returned because no window reaches them.
+        max_len: where each request ends.
+        end_tokens: [rows, n] end tokens of each request, filled up with -1.
+        num_prompt: tokens of the prompt.
+        sampling: parameters of the sampler.
+        seed: seed of each request.
+        admission: serial number of the admission that filled the row, so that what was launched for an earlier
+            request of the row can be told apart.
+        requests: request of each row.
+    """
+
+    def __init__(self, max_rows: int, max_len: int) -> None:
+        def column() -> Int64[np.ndarray, " rows"]:
+            return np.zeros(max_rows, dtype=np.int64)
+
+        self.order = np.zeros(0, dtype=np.int64)
+        self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
+        self.num_known, self.num_scheduled, self.num_computed = column(), column(), column()
+        self.num_evicted, self.num_prompt, self.max_len = column(), column(), column()
+        self.end_tokens = np.full((max_rows, 1), -1, dtype=np.int64)
+        self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
+        self.seed, self.admission = column(), column()
+        self.requests: list[Request | None] = [None] * max_rows
+        self._rows: dict[Request, int] = {}
+        self._admissions = 0
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def enter(self, row: int, request: Request) -> None:
+        """Fill a row with a request that is admitted; nothing of it is computed yet."""
+        num_tokens, ends = len(request.token_ids), request.end_token_ids
+        self.tokens[row, :num_tokens] = request.token_ids
+        self.num_known[row] = self.num_scheduled[row] = num_tokens
+        self.num_computed[row] = self.num_evicted[row] = 0
+        self.num_prompt[row], self.max_len[row] = len(request.prompt_token_ids), request.max_len
+        if len(ends) > self.end_tokens.shape[1]:
+            more = ((0, 0), (0, len(ends) - self.end_tokens.shape[1]))
+            self.end_tokens = np.pad(self.end_tokens, more, constant_values=-1)
+        self.end_tokens[row] = -1
+        self.end_tokens[row, : len(ends)] = ends
+        self.sampling[row], self.seed[row] = sampling_columns([request.params])[0], request.seed
+        self._admissions += 1
+        self.admission[row] = self._admissions
+        self.requests[row] = request
+        self._rows[request] = row
+        self.order = np.append(self.order, row)
+
+    def leave(self, row: int) -> Request:
+        """Empty a row. Its request keeps the tokens that the host knows; a token still on the device is dropped."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is empty"
+        request.token_ids = self.tokens[row, : self.num_known[row]].tolist()
+        self.order = self.order[self.order != row]
+        self.requests[row] = None
+        self.admission[row] = 0
+        del self._rows[request]
+        return request
+
+    def row_of(self, request: Request) -> int | None:
+        """The row of a request, None if it does not run."""
+        return self._rows.get(request)
+
+    def known_tokens(self, request: Request, start: int = 0) -> list[int]:
+        """Prompt and output of a request from a position on, running or not, as far as the host knows them."""
+        row = self._rows.get(request)
+        return request.token_ids[start:] if row is None else self.tokens[row, start : self.num_known[row]].tolist()
+
+    @property
+    def has_tokens_in_flight(self) -> bool:
+        """Whether a token that exists on the device is not known to the host yet."""
+        return bool((self.num_scheduled[self.order] > self.num_known[self.order]).any())
+
+    def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> None:
+        """Add one sampled token to each of some distinct rows."""
+        known = self.num_known[rows]
+        self.tokens[rows, known] = token_ids
+        self.num_known[rows] = known + 1  # from here on the tokens count, whatever interrupts the step
+
+    def ended(self) -> Int64[np.ndarray, " n"]:
+        """Rows whose last known token ends their request: at an end token, or at the limit on length."""
+        rows, known = self.order, self.num_known[self.order]
+        last = self.tokens[rows, known - 1]
+        at_end_token = (last[:, None] == self.end_tokens[rows]).any(1) & (known > self.num_prompt[rows])
+        return rows[(known >= self.max_len[rows]) | at_end_token]
+
+
+def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise RequestError for a prompt that the model cannot process."""
+    if not token_ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens and the model takes {max_model_len}, output included; "
+            "shorten it, or raise max_model_len if the model allows more"
+        )
+    if not all(type(t) is int and 0 <= t < vocab_size for t in token_ids):
+        raise RequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}; use this model's tokenizer")
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    """The tokens at which a request ends: its own, and the model's unless it ignores those."""
+    return tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}))

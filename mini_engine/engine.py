@@ -5,6 +5,7 @@ is the default on a GPU, the host schedules and prepares a step while the device
 step is collected in the call that launched it. Text belongs to the front end, `llm.py`. Explained in chapter 07.
 """
 
+import logging
 import random
 import threading
 import time
@@ -30,6 +31,7 @@ from mini_engine.request import FinishReason, Request, check_prompt, end_tokens
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 
+logger = logging.getLogger(__name__)
 NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 Sampled = tuple[list[Request], np.ndarray]  # requests, and one token of each
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -227,7 +229,7 @@ class LLMEngine:
         running.append(launched.rows[live], token_ids[live])
         for row in running.ended().tolist():
             if request := running.requests[row]:
-                self._end(request, request.end_of(running.tokens[row, : running.num_known[row]]) or "length")
+                self._end(request, request.end_of(running.known_tokens(request)) or "length")
         requests = launched.sampled_by
         if not live.all():
             requests = [q for q, ok in zip(requests, live.tolist(), strict=True) if ok]
@@ -281,6 +283,7 @@ class LLMEngine:
         Returns:
             The requests that lost their pages.
         """
+        logger.warning("a step failed; its requests are computed again, one at a time", exc_info=error)
         scheduler = self.scheduler
         running = [q for row in scheduler.running.order.tolist() if (q := scheduler.running.requests[row])]
         suspect, suspects = scheduler.suspect, scheduler.suspects or running

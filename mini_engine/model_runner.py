@@ -8,7 +8,7 @@ the device still computes this one. Explained in chapter 07.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from mini_engine.sampling import SamplingBatch
 from mini_engine.scheduler import Schedule
 
 
+@runtime_checkable
 class SamplerPart(Protocol):
     """The replaceable part that the runner calls; `mini_engine.parts.Parts` has it."""
 

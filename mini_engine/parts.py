@@ -8,7 +8,7 @@ step or layer; the scheduler calls some once for each request that arrives or is
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
@@ -31,6 +31,7 @@ from mini_engine.sampling import SamplingBatch, sample
 from mini_engine.scheduler import Schedule, Scheduler, schedule_step
 
 
+@runtime_checkable
 class MaskedAttention(Protocol):
     """Attention of one request under a mask."""
 
@@ -47,6 +48,7 @@ class MaskedAttention(Protocol):
     ) -> Float[Tensor, "n Hq D"]: ...
 
 
+@runtime_checkable
 class ClassifyBlocks(Protocol):
     """Which blocks of keys are visited, and which need no mask."""
 
@@ -60,12 +62,14 @@ class ClassifyBlocks(Protocol):
     ) -> tuple[Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]: ...
 
 
+@runtime_checkable
 class Admit(Protocol):
     """Whether the oldest waiting request is admitted, and with how many tokens."""
 
     def __call__(self, num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int: ...
 
 
+@runtime_checkable
 class GatedMLP(Protocol):
     """The gated feed-forward network."""
 

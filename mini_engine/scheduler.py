@@ -9,7 +9,7 @@ decisions are in `policy.py`; this module keeps the queues and the page bookkeep
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -22,6 +22,7 @@ from mini_engine.request import Request, Running
 Rows = Int[np.ndarray, " B"]
 
 
+@runtime_checkable
 class SchedulingParts(Protocol):
     """The replaceable parts that the scheduler calls; `mini_engine.parts.Parts` has them all."""
 

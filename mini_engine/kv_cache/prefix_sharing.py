@@ -72,7 +72,7 @@ class PrefixIndex:
         for index, own in enumerate(pages[: len(token_ids) // size].tolist()):
             key = token_ids[index * size : (index + 1) * size].tobytes()
             listed = self._children.setdefault(parent, {}).get(key)
-            if listed != own and (listed is None or not self._valid(np.array([listed]))[0]):
+            if listed != own and (listed is None or not self._valid(np.array([listed], dtype=np.int32))[0]):
                 self._list(own, parent, key)
                 listed = own
             parent = listed

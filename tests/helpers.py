@@ -1,0 +1,162 @@
+"""What several test modules use: tiny engines, a way to serve requests, and a request computed alone."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from mini_engine.config import EngineConfig
+from mini_engine.engine import LLMEngine
+from mini_engine.llm import TextEngine
+from mini_engine.models.base import CausalLM, LanguageModel
+from mini_engine.outputs import StepReport
+from mini_engine.parts import Parts
+from mini_engine.sampling import SamplingBatch, sample, sampling_columns
+from mini_engine.sampling_params import SamplingParams
+from tests.models.families import ListAttend, our_model, transformers_model
+
+# A tokenizer for the tiny models: sixty-one words.
+WORDS = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0")), unk_token="w0"
+)
+EOS = 2
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
+
+
+@cache
+def double_model(family: str) -> CausalLM:
+    """A tiny model in float64, in which results do not depend on the order of additions."""
+    return our_model(transformers_model(family, seed=2, dtype=torch.float64))
+
+
+def make_engine(
+    model: LanguageModel,
+    parts: Parts | None = None,
+    on_step: Callable[[LLMEngine, StepReport], None] | None = None,
+    **options: Any,
+) -> LLMEngine:
+    """An engine on a tiny model."""
+    config = EngineConfig.of({"attn_backend": "torch", "page_size": 16, **options})
+    return LLMEngine(model, config, eos_token_ids=(EOS,), parts=parts, on_step=on_step)
+
+
+def make_text_engine(model: LanguageModel, **options: Any) -> TextEngine:
+    """An engine on a tiny model with text in front."""
+    return TextEngine(make_engine(model, **options), WORDS, SamplingParams())
+
+
+def serve(
+    engine: LLMEngine, arrivals: dict[int, list[Arrival]], aborts: dict[int, list[str]] | None = None
+) -> dict[str, list[int]]:
+    """Step until all requests have ended, and return the tokens of each.
+
+    Each request joins, and some are aborted, before the step named.
+    """
+    outputs: dict[str, list[int]] = defaultdict(list)
+    step = 0
+    while engine.has_unfinished or any(at >= step for at in arrivals):
+        for request in arrivals.get(step, []):
+            engine.add_request(*request)
+            outputs[request[0]] = []
+        for name in (aborts or {}).get(step, []):
+            engine.abort(name)
+        report = engine.step()
+        for request, token_id in zip(report.sampled_by, report.token_ids.tolist(), strict=True):
+            outputs[request.request_id].append(token_id)
+        for request in report.finished:
+            if request.error:
+                raise request.error
+        step += 1
+        assert step < 5000, "stuck"
+    check_nothing_leaked(engine)
+    return outputs
+
+
+def check_nothing_leaked(engine: LLMEngine) -> None:
+    table = engine.page_table
+    assert table.num_free_pages == table.num_pages and table.num_free_rows == table.max_rows
+    assert not table.refcounts.any() and not table.counts.any()
+
+
+@torch.inference_mode()
+def alone(
+    model: CausalLM, prompt: list[int], params: SamplingParams, window: int | None = None, limit: int | None = None
+) -> list[int]:
+    """The tokens of one request by itself, by naive attention over all its keys: no pages, no batch, nothing evicted."""
+    specs = model.attention_specs
+    if window is not None:
+        specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
+    naive = ListAttend(specs)
+    tokens, computed = list(prompt), 0
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    longest = min(len(prompt) + params.max_tokens, limit or model.config.max_position_embeddings)
+    while len(tokens) < longest:
+        naive.step = [(0, computed, len(tokens) - computed)]
+        hidden = model(torch.tensor(tokens[computed:]), torch.arange(computed, len(tokens)), naive)
+        seen = None
+        if params.repetition_penalty != 1:
+            seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
+            seen[0, tokens] = True
+        batch = SamplingBatch.build(sampling_columns([params]), [params.seed or 0], [len(tokens)], seen)
+        computed = len(tokens)
+        tokens.append(int(sample(model.compute_logits(hidden[-1:]), batch)))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+@st.composite
+def requests(draw: st.DrawFn, most: int, longest: int) -> list[Arrival]:
+    """Requests of which many begin like an earlier one, for any number of tokens, and then diverge."""
+    made: list[Arrival] = []
+    for i in range(draw(st.integers(1, most))):
+        stem = draw(st.sampled_from([prompt for _, prompt, _ in made])) if made and draw(st.booleans()) else []
+        prompt = stem[: draw(st.integers(0, len(stem)))]
+        prompt += draw(st.lists(st.integers(3, 60), min_size=0 if prompt else 1, max_size=longest - len(prompt)))
+        params = SamplingParams(
+            temperature=draw(st.sampled_from([0.0, 1.0])), seed=i, ignore_eos=draw(st.booleans()),
+            stop_token_ids=draw(st.lists(st.integers(0, 60), max_size=8)),
+            max_tokens=draw(st.integers(1, 8)), repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+        )  # fmt: skip
+        made.append((f"request {i}", prompt, params))
+    return made
+
+
+def counting_parts() -> tuple[Parts, Counter[str]]:
+    """The default parts, each of which counts its calls."""
+    calls: Counter[str] = Counter()
+    counted: dict[str, Any] = {}
+    for field in fields(Parts):
+        default = getattr(Parts(), field.name)
+        if isinstance(default, type):
+            counted[field.name] = _counting_class(default, calls, field.name)
+        else:
+            counted[field.name] = _counting(default, calls, field.name)
+    return replace(Parts(), **counted), calls
+
+
+def _counting(function: Callable, calls: Counter[str], name: str) -> Callable:
+    @wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def _counting_class(default: type, calls: Counter[str], name: str) -> type:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls[name] += 1
+        default.__init__(self, *args, **kwargs)
+
+    return type(default.__name__, (default,), {"__init__": init})

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -10,46 +9,6 @@ from jaxtyping import Bool, Float, Int, Int32, UInt8
 from torch import Tensor
 
 from mini_engine.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What one layer's attention computes. Known when the model is built, and fixed from then on.
-
-    Attributes:
-        layer: index of the layer in the model.
-        kv_layer: index of the layer of the KV cache that it reads and writes.
-        num_qo_heads: query (and output) heads.
-        num_kv_heads: key and value heads; divides `num_qo_heads` (grouped-query attention).
-        head_dim: size of one head.
-        scale: factor on the scores, usually `head_dim ** -0.5`.
-        window: number of keys that a query may see, its own included; None sees all before it.
-        softcap: if set, a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
-        alibi_slopes: one slope for each query head; adds `-slope * distance` to the scores (Press et al. 2021).
-    """
-
-    layer: int
-    kv_layer: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    alibi_slopes: tuple[float, ...] | None = None
-
-
-@runtime_checkable
-class Attend(Protocol):
-    """What a model calls for attention: the only thing it knows about keys and values."""
-
-    def __call__(
-        self,
-        spec: AttentionSpec,
-        q: Float[Tensor, "T Hq D"],
-        k: Float[Tensor, "T Hk D"],
-        v: Float[Tensor, "T Hk D"],
-    ) -> Float[Tensor, "T Hq D"]: ...
 
 
 @dataclass(frozen=True)

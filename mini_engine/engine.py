@@ -12,12 +12,11 @@ from numbers import Integral
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mini_engine.attention.backend import AttentionBackend, attend_with, create_backend
-from mini_engine.batch import Attend, AttentionSpec, SamplingBatch, StepBatch
+from mini_engine.attention.backend import create_backend
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import SamplingBatch, StepBatch
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.paged import PagedKVCache
@@ -100,7 +99,6 @@ class LLMEngine:
         check_positive(
             num_pages=num_pages, page_size=page_size, max_batch_size=max_batch_size, sliding_window=sliding_window
         )
-        weight = next(model.parameters())
         specs = _within(sliding_window, model.attention_specs)
         windows = [spec.window for spec in specs]
         self.model, self.tokenizer, self.parts = model, tokenizer, parts or Parts()
@@ -119,11 +117,10 @@ class LLMEngine:
             prefix_sharing=prefix_sharing,
             parts=self.parts,
         )
-        self.cache = PagedKVCache(specs, num_pages, page_size, weight.dtype, weight.device)
+        self.cache = PagedKVCache(specs, num_pages, page_size, model.dtype, model.device)
         self.backend = create_backend(attn_backend, specs, self.cache, self.parts)
-        self._attend = attend_with(self.backend) if sliding_window is None else _attend_as(specs, self.backend)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._device = weight.device
+        self._device = model.device
         self._on_step = on_step
         self._sequences: dict[str, Sequence] = {}
         self._seen: dict[Sequence, torch.Tensor] = {}
@@ -194,7 +191,7 @@ class LLMEngine:
                 self.cache.copy_pages(schedule.copies)
             batch = self._batch(schedule)
             self.backend.plan(batch)
-            hidden = self.model(batch.token_ids, batch.positions, self._attend)
+            hidden = self.model(batch.token_ids, batch.positions, self.backend)
             for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
                 sequence.num_computed += num_new
             # A sequence in the middle of its prompt has computed fewer tokens than it has, and samples none.
@@ -377,15 +374,3 @@ def _within(window: int | None, specs: tuple[AttentionSpec, ...]) -> tuple[Atten
     if window is None:
         return specs
     return tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
-
-
-def _attend_as(specs: tuple[AttentionSpec, ...], backend: AttentionBackend) -> Attend:
-    """What a model calls whose layers shall attend as `specs` say, not as they themselves do."""
-    attend = attend_with(backend)
-
-    def attend_narrowly(
-        spec: AttentionSpec, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
-    ) -> Float[Tensor, "T Hq D"]:
-        return attend(specs[spec.layer], q, k, v)
-
-    return attend_narrowly

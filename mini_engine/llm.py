@@ -1,4 +1,4 @@
-"""`LLM`: text in, text out."""
+"""`LLM` and `Inference`: text in, text out."""
 
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as ListLike
@@ -7,12 +7,14 @@ from pathlib import Path
 import jinja2
 import psutil
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from mini_engine.attention.backend import check_backend
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.models.base import CausalLM
+from mini_engine.models.hf import HFModel
 from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
@@ -99,7 +101,7 @@ class LLM:
     @property
     def small_page_size(self) -> int:
         """Tokens of a page small enough to watch: 16, or what FlexAttention's kernels want on a GPU."""
-        on_gpu = next(self.model.parameters()).is_cuda
+        on_gpu = self.model.device.type == "cuda"
         return 128 if on_gpu and self.attn_backend == "flex" else 16
 
     def make_engine(
@@ -209,6 +211,90 @@ class LLM:
         return prompt_tokens(self.tokenizer, str(text), add_special_tokens=False)
 
 
+class Inference:
+    """Serves a loaded model of transformers by continuous batching over a paged KV cache.
+
+    Args:
+        model: any causal language model whose attention goes through transformers' attention interface: Llama, Qwen3,
+            Gemma 2, GPT-2 and most others. It stays where it is, in its dtype, and as it is.
+        tokenizer: the model's.
+        max_batch_size: most sequences in one step; more wait for their turn.
+        max_seq_length: longest prompt and output together; default the model's limit, or the pool's if it is smaller.
+        n_pages: pages of the KV cache.
+        page_size: tokens of a page.
+        attn_backend: name of the attention backend.
+        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
+        parts: the engine's replaceable parts.
+        on_step: called after each step, as by `LLMEngine`.
+
+    Attributes:
+        engine: the engine itself, for requests that come while others run: `add_request`, then `step`.
+
+    Raises:
+        ConfigError: for a model that the engine cannot run, or options that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_batch_size: int = 16,
+        max_seq_length: int | None = None,
+        n_pages: int = 256,
+        page_size: int = 128,
+        attn_backend: str = "torch",
+        max_num_batched_tokens: int = 2048,
+        parts: Parts | None = None,
+        on_step: Callable[[LLMEngine, StepReport], None] | None = None,
+    ) -> None:
+        check_backend(attn_backend)
+        check_positive(max_batch_size=max_batch_size, n_pages=n_pages, page_size=page_size)
+        pool = n_pages * page_size
+        if max_seq_length is not None and max_seq_length > pool:
+            raise ConfigError(
+                f"max_seq_length is {max_seq_length}, and {n_pages} pages of {page_size} hold {pool} tokens: one "
+                "sequence could outgrow the whole KV cache; lower max_seq_length or raise n_pages"
+            )
+        adapted = HFModel(model)
+        longest = adapted.config.max_position_embeddings
+        length = min(longest, pool) if max_seq_length is None else max_seq_length
+        if not 2 <= length <= longest:
+            raise ConfigError(f"max_seq_length is {length}; this model takes 2 to {longest} tokens")
+        self.tokenizer = tokenizer
+        self.engine = LLMEngine(
+            adapted,
+            tokenizer,
+            adapted.eos_token_ids,
+            attn_backend=attn_backend,
+            num_pages=n_pages,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=length,
+            parts=parts,
+            on_step=on_step,
+        )
+
+    def generate(
+        self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Generate one output for each prompt, as `LLM.generate` does.
+
+        Args:
+            prompts: a text or a list of token ids, or several of them.
+            params: for all prompts, or one for each; default `SamplingParams()`.
+
+        Returns:
+            One output for each prompt, in order: `[output.text for output in outputs]` are the texts. Where several
+            prompts are given, one that cannot be served has `finish_reason="error"` and the others are served.
+
+        Raises:
+            RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
+        """
+        return self.engine.generate(prompts, params)
+
+
 def pick_device(name: str) -> torch.device:
     """Return the device of that name. Raises ConfigError if this machine has none such."""
     if name == "auto":
@@ -249,11 +335,10 @@ def default_num_pages(model: CausalLM, page_size: int, most: int) -> int:
     Raises:
         ConfigError: if there is no room for a single one.
     """
-    weight = next(model.parameters())
     layers = {spec.kv_layer: spec for spec in model.attention_specs}.values()
-    page_bytes = page_size * weight.element_size() * sum(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
-    if weight.is_cuda:
-        room = torch.cuda.mem_get_info(weight.device)[0] * 9 // 10
+    page_bytes = page_size * model.dtype.itemsize * sum(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
+    if model.device.type == "cuda":
+        room = torch.cuda.mem_get_info(model.device)[0] * 9 // 10
     else:
         room = min(psutil.virtual_memory().available // 2, MOST_CPU_CACHE_BYTES)
     if room < page_bytes:

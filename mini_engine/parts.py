@@ -7,13 +7,12 @@ The engine is built from one `Parts`, handed to its constructors. Replace a part
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mini_engine.attention.block_mask import classify_blocks
+from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
 from mini_engine.attention.masks import visible
 from mini_engine.attention.naive import sdpa_attention
 from mini_engine.attention.state import merge_states
-from mini_engine.kv_cache.contiguous import append_kv
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.physical import physical_blocks, physical_mask
+from mini_engine.kv_cache.paged import append_kv
 from mini_engine.kv_cache.prefix_sharing import copy_on_write, share_prefix
 from mini_engine.kv_cache.sliding_window import evict_pages
 from mini_engine.models.gpt2_weights import gpt2_weights

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from mini_engine.attention.block_mask import first_keys, physical_blocks, physical_mask
 from mini_engine.errors import ConfigError, check_positive
-from mini_engine.kv_cache.physical import first_keys, physical_blocks, physical_mask
 
 
 class PageTable:

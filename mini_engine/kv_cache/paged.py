@@ -1,4 +1,4 @@
-"""The paged KV cache: one pool of pages for all sequences, for each layer."""
+"""The paged KV cache: one pool of pages for all sequences, in each layer. Explained in chapters 04 and 06."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mini_engine.batch import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
 
 
@@ -17,8 +17,8 @@ class PagedKVCache:
         specs: one for each layer of the model.
         num_pages: pages in the pool.
         page_size: tokens that fit in one page.
-        dtype: of keys and values.
-        device: where they are.
+        dtype: of keys and values, except in layers whose spec sets `kv_dtype`.
+        device: where keys and values are stored.
         layout: order of a page's axes: "NHD" is [page_size, heads, head_dim], "HND" [heads, page_size, head_dim].
 
     Attributes:
@@ -39,53 +39,49 @@ class PagedKVCache:
     ) -> None:
         if layout not in ("NHD", "HND"):
             raise ConfigError(f"unknown layout {layout!r} of the KV cache; choose NHD or HND")
-        by_kv_layer = {spec.kv_layer: spec for spec in specs}
+        self.num_pages, self.page_size, self.layout = num_pages, page_size, layout
+        self.dtype, self.device = dtype, torch.device(device)
         self.layers: list[tuple[Tensor, Tensor]] = []
+        by_kv_layer = {spec.kv_layer: spec for spec in specs}
         for index in range(len(by_kv_layer)):
             spec = by_kv_layer[index]
             page = (page_size, spec.num_kv_heads) if layout == "NHD" else (spec.num_kv_heads, page_size)
-            shape = (num_pages, *page, spec.head_dim)
-            self.layers.append(
-                (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            )
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.layout = layout
+            shape, stored = (num_pages, *page, spec.head_dim), spec.kv_dtype or dtype
+            k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
+            self.layers.append((k, v))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take, over all layers."""
         return sum(t[0].nbytes for pair in self.layers for t in pair) // self.page_size
 
-    def update(
-        self,
-        kv_layer: int,
-        k: Float[Tensor, "T Hk D"],
-        v: Float[Tensor, "T Hk D"],
-        slot_mapping: Int[Tensor, " T"],
-    ) -> None:
-        """Store the keys and values of T tokens of one layer in their slots, in either layout.
-
-        Args:
-            kv_layer: which layer of the cache.
-            k: [T, Hk, D] keys.
-            v: [T, Hk, D] values.
-            slot_mapping: [T] page * page_size + offset in the page; no two are equal.
-        """
-        pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
-        for cache, new in zip(self.layers[kv_layer], (k, v), strict=True):
-            if self.layout == "NHD":
-                cache[pages, offsets] = new
-            else:
-                cache[pages, :, offsets] = new
-
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, in every layer.
 
         Args:
-            pairs: (from, to) of each, in order: one may copy what another has just copied.
+            pairs: (source, destination) pages, copied in order: a destination may be a later pair's source.
         """
-        for old, new in pairs:
+        for source, destination in pairs:
             for k_and_v in self.layers:
                 for cache in k_and_v:
-                    cache[new] = cache[old]
+                    cache[destination] = cache[source]
+
+
+def append_kv(
+    k_cache: Float[Tensor, "slots Hk D"],
+    v_cache: Float[Tensor, "slots Hk D"],
+    k: Float[Tensor, "T Hk D"],
+    v: Float[Tensor, "T Hk D"],
+    slot_mapping: Int[Tensor, " T"],
+) -> None:
+    """Store each token's key and value in its slot, in place.
+
+    Args:
+        k_cache: [slots, Hk, D] keys of one layer, the pages laid end to end: slot = page * page_size + offset.
+        v_cache: [slots, Hk, D] its values.
+        k: [T, Hk, D] new keys.
+        v: [T, Hk, D] new values.
+        slot_mapping: [T] slot of each token; no two are equal.
+    """
+    k_cache.index_copy_(0, slot_mapping, k)
+    v_cache.index_copy_(0, slot_mapping, v)

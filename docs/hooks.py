@@ -107,10 +107,11 @@ def modules() -> list[str]:
 
 
 def module_chapter(name: str) -> int | None:
-    """The number of the chapter that builds a module, if the outline names one."""
-    for number, patterns in OUTLINE["modules"].items():
-        if any(name == pattern or (pattern.endswith(".") and name.startswith(pattern)) for pattern in patterns):
-            return int(number)
+    """The number of the chapter that builds a module, if the outline names the module or its package."""
+    for named in (name, name.rpartition(".")[0] + "."):
+        for number, patterns in OUTLINE["modules"].items():
+            if named in patterns:
+                return int(number)
     return None
 
 

@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mini_engine.hf import Inference
-    from mini_engine.llm import LLM
+    from mini_engine.llm import LLM, Inference
     from mini_engine.outputs import RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
@@ -14,7 +13,7 @@ __all__ = ["LLM", "Inference", "Parts", "RequestOutput", "SamplingParams"]
 _HOME = {
     "LLM": "llm",
     "RequestOutput": "outputs",
-    "Inference": "hf",
+    "Inference": "llm",
     "Parts": "parts",
     "SamplingParams": "sampling_params",
 }

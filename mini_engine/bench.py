@@ -62,10 +62,9 @@ def run_bench(
     machine_name = ""
     for dtype in dtypes:
         llm = LLM(model, dtype=dtype, device=device, attn_backend=attn_backend, max_batch_size=max(batch_sizes))
-        weight = next(llm.model.parameters())
-        machine = measure_machine(weight.device, weight.dtype)
+        machine = measure_machine(llm.model.device, llm.model.dtype)
         machine_name = machine.name
-        theirs = load_transformers(model, weight.dtype, weight.device) if peer else None
+        theirs = load_transformers(model, llm.model.dtype, llm.model.device) if peer else None
         for batch_size in batch_sizes:
             prompts = random_prompts(batch_size, prompt_tokens, llm.model.config.vocab_size)
             longest = max(map(len, prompts)) + max_tokens
@@ -81,7 +80,7 @@ def run_bench(
             with console.status(f"{dtype}, batch {batch_size}"):
                 seconds = alternate(runs, rounds)
             tokens = batch_size * max_tokens
-            bound = bound_seconds(llm.model.config, machine, prompts, max_tokens, weight.element_size())
+            bound = bound_seconds(llm.model.config, machine, prompts, max_tokens, llm.model.dtype.itemsize)
             peer_rate = tokens / seconds[1] if peer else None
             results.append(Measurement(dtype, batch_size, tokens / seconds[0], tokens / bound, peer_rate))
     console.print(_table(results, peer, f"{model}, about {prompt_tokens} tokens in, {max_tokens} out, {machine_name}"))

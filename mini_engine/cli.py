@@ -320,10 +320,9 @@ def _load(
             sliding_window=sliding_window,
             parts=parts,
         )
-    weight = next(llm.model.parameters())
     console.print(
-        f"[dim]{model}: {num_parameters(llm.model) / 1e6:.0f} M parameters in {str(weight.dtype).split('.')[-1]} "
-        f"on {weight.device}, attention backend {attn_backend}, loaded in {time.perf_counter() - start:.1f} s[/]"
+        f"[dim]{model}: {num_parameters(llm.model) / 1e6:.0f} M parameters in {str(llm.model.dtype).split('.')[-1]} "
+        f"on {llm.model.device}, attention backend {attn_backend}, loaded in {time.perf_counter() - start:.1f} s[/]"
     )
     if attn_backend == "flex":
         console.print("[dim]The first steps compile kernels, which takes up to a minute; torch keeps them on disk.[/]")
@@ -387,8 +386,7 @@ def _run(
     if console.is_terminal:
         for text, answer in zip(texts, answers, strict=True):
             _print_answer(text, answer)
-    weight = next(llm.model.parameters())
-    console.print(metrics.table(measure_machine(weight.device, weight.dtype)))
+    console.print(metrics.table(measure_machine(llm.model.device, llm.model.dtype)))
     if failed:
         raise failed[0]
     return [outputs[i] for i in range(len(texts))], metrics.decode_rate

@@ -242,14 +242,13 @@ def run_throughput(
             num_pages=pages,
             page_size=PAGE_SIZE,
         )
-        weight = next(llm.model.parameters())
         engines = {"mini_engine": serve(llm.engine)}
         if peers:
-            theirs = load_transformers(model, weight.dtype, weight.device)
+            theirs = load_transformers(model, llm.model.dtype, llm.model.device)
             engines |= {peer: PEERS[peer](theirs, 2048) for peer in peers}
-        machine = measure_machine(weight.device, weight.dtype)
+        machine = measure_machine(llm.model.device, llm.model.dtype)
         tokens = sum(params.max_tokens for _, params in requests)
-        bound = tokens / least_seconds(llm.model.config, machine, requests, weight.element_size())
+        bound = tokens / least_seconds(llm.model.config, machine, requests, llm.model.dtype.itemsize)
         with console.status(f"{dtype}, {len(requests)} requests"):
             measured = measure(engines, requests, rounds)
         console.print(_table(measured, bound, len(requests), f"{model}, {dtype}, {attn_backend}, {machine.name}"))

@@ -12,8 +12,9 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from mini_engine.attention import block_mask
 from mini_engine.attention.masks import MaskMod
-from mini_engine.kv_cache import page_table, physical
+from mini_engine.kv_cache import page_table
 
 
 def slots(
@@ -166,7 +167,7 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
 # Given: first_keys(pages, starts, num_pages) reads the table backwards. pages [B, W] are those of each row's sequence,
 # starts [B, W] the positions of their first keys, -1 for an entry that does not count. It returns [B, num_pages]: the
 # position of the first key of each page of the pool, -1 for a page that is not the row's own.
-first_keys = physical.first_keys
+first_keys = block_mask.first_keys
 
 
 def physical_mask(mask_mod: MaskMod, first_keys: Int[Tensor, "B num_pages"], page_size: int) -> MaskMod:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from book.static_batching import generate_steps
 from mini_engine.detokenizer import Detokenizer
-from mini_engine.generate import generate_steps
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts

@@ -72,12 +72,11 @@ def compare_with_reference(
 
     if llm.parts == Parts():
         return
-    weight = next(llm.model.parameters())
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = str(llm.model.dtype).removeprefix("torch.")
     reference = LLM(
         model,
         dtype=dtype,
-        device=weight.device.type,
+        device=llm.model.device.type,
         attn_backend=llm.attn_backend,
         sliding_window=llm.sliding_window,
     )

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 
 
 def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:
@@ -111,9 +111,9 @@ def decoder_layer(
 
     Norm x with `input_norm` and project it with `qkv`. Cut the result into queries [T, Hq, D], keys and values
     [T, Hk, D]; `spec` has num_qo_heads, num_kv_heads and head_dim. Rotate queries and keys, not values, with
-    `mini_engine.rope.apply_rope(heads, cos, sin)`. Call `attend(spec, q, k, v)` once: it returns [T, Hq, D]. Project
-    its heads, side by side, with `o`, and add the result to x. Then norm the sum with `mlp_norm`, apply `gated_mlp`
-    with SiLU, and add that.
+    `mini_engine.rope.apply_rope(heads, cos, sin)`. Call `attend(spec.layer, q, k, v)` once: it returns [T, Hq, D].
+    Project its heads, side by side, with `o`, and add the result to x. Then norm the sum with `mlp_norm`, apply
+    `gated_mlp` with SiLU, and add that.
 
     Use your `rms_norm` and `gated_mlp`. Do not change x in place: the caller may still need it.
 
@@ -123,7 +123,7 @@ def decoder_layer(
         >>> weights = LayerWeights(ones, zeros(6, 2), zeros(2, 2), ones, zeros(8, 2), zeros(2, 4))
         >>> spec = AttentionSpec(layer=0, kv_layer=0, num_qo_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
         >>> x = torch.tensor([[3.0, 4.0]])
-        >>> decoder_layer(x, weights, torch.ones(1, 1), zeros(1, 1), spec, lambda spec, q, k, v: v, 1e-6).tolist()
+        >>> decoder_layer(x, weights, torch.ones(1, 1), zeros(1, 1), spec, lambda layer, q, k, v: v, 1e-6).tolist()
         [[3.0, 4.0]]
     """
     raise NotImplementedError

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
 from mini_engine.attention.naive import attention_mask, masked_attention
-from mini_engine.batch import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models import hub
 from mini_engine.models.config import ModelConfig
@@ -76,7 +76,7 @@ EXERCISES = [
             "F.linear(normed, weights.qkv).unflatten(1, (-1, spec.head_dim)) has Hq + 2 Hk heads; Tensor.split takes a "
             "list of sizes and dim=1. What attend returns goes through .flatten(1) before `o`. The second norm reads "
             "the sum, not the x that came in.",
-            "x = x + F.linear(attend(spec, rotated_q, rotated_k, v).flatten(1), weights.o); return x + "
+            "x = x + F.linear(attend(spec.layer, rotated_q, rotated_k, v).flatten(1), weights.o); return x + "
             "gated_mlp(rms_norm(x, weights.mlp_norm, eps), weights.gate_up, weights.down, F.silu). Write x = x + ..., "
             "never x += ....",
         ),
@@ -326,7 +326,7 @@ class Layer:
         p, x = self.parts, self.x
         normed = norm_in_float64(x, p["input_norm"], self.eps).float()
         q, k, v = ((normed @ p[name].T).unflatten(1, (-1, self.spec.head_dim)) for name in "qkv")
-        out = attend(self.spec, apply_rope(q, self.cos, self.sin), apply_rope(k, self.cos, self.sin), v)
+        out = attend(self.spec.layer, apply_rope(q, self.cos, self.sin), apply_rope(k, self.cos, self.sin), v)
         x = x + out.reshape(len(x), -1) @ p["o"].T
         normed = norm_in_float64(x, p["mlp_norm"], self.eps)
         return x + mlp_in_float64(normed, p["gate"], p["up"], p["down"], F.silu).float()
@@ -359,32 +359,32 @@ def layer(
     return Layer(hw, spec, torch.randn(tokens, hidden), parts, angles.cos(), angles.sin())
 
 
-def attend_nothing(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_nothing(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.zeros_like(q)
 
 
-def attend_itself(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_itself(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every token sees itself alone: what comes back is its value."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-def attend_to_all_three(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_to_all_three(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """No attention, but every number of q, k and v has its own effect."""
     return q + k.repeat_interleave(2, dim=1) * v.repeat(1, 2, 1)
 
 
-def attend_causally(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     positions = torch.arange(len(q))
-    return masked_attention(q, k, v, scale=spec.scale, mask=attention_mask(positions, positions))
+    return masked_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=attention_mask(positions, positions))
 
 
 @check("decoder_layer", mistake="the attention is whatever attend returns: the layer knows no mask and no softmax")
 def test_attention_is_left_to_attend(hw: Homework) -> None:
-    calls: list[AttentionSpec] = []
+    calls: list[int] = []
 
-    def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append(spec)
-        return attend_itself(spec, q, k, v)
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(layer)
+        return attend_itself(layer, q, k, v)
 
     layer(hw).answer(attend)
     assert calls, "attend was not called"
@@ -417,9 +417,9 @@ def test_grouped_heads(hw: Homework) -> None:
     model = layer(hw, heads=(4, 2), turned=False)
     seen: dict[str, list[int]] = {}
 
-    def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen.update(q=list(q.shape), k=list(k.shape), v=list(v.shape))
-        return attend_itself(spec, q, k, v)
+        return attend_itself(layer, q, k, v)
 
     model.answer(attend)
     assert_equal(seen, {"q": [3, 4, 4], "k": [3, 2, 4], "v": [3, 2, 4]}, name="what attend gets", mistake="")
@@ -432,17 +432,17 @@ def test_rotation(hw: Homework) -> None:
     layer(hw, heads=(4, 2)).check(attend_causally)
 
 
-@check("decoder_layer", mistake="attend gets the spec of the layer and is called once: it stores keys and values")
+@check("decoder_layer", mistake="attend gets the index of the layer and is called once: it stores keys and values")
 def test_attend_is_called_once(hw: Homework) -> None:
     model, calls = layer(hw, heads=(2, 1)), []
 
-    def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append(spec)
-        return attend_causally(spec, q, k, v)
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(layer)
+        return attend_causally(layer, q, k, v)
 
     model.answer(attend)
     assert_equal(len(calls), 1, name="the number of calls of attend")
-    assert calls[0] is model.spec, "attend has to get the spec that the layer got"
+    assert_equal(calls[0], model.spec.layer, name="the layer that attend gets")
 
 
 @check("decoder_layer", mistake="you changed x in place: the caller may still need it")

@@ -15,15 +15,14 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
+from book.contiguous import ContiguousKVCache
 from book.experiment import command_line, record
+from book.static_batching import generate_steps
 from mini_engine import LLM, SamplingParams, throughput
 from mini_engine.attention.naive import attention_mask, sdpa_attention
-from mini_engine.batch import AttentionSpec
 from mini_engine.bench import Measurement, alternate, bound_seconds, random_prompts, run_bench
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.engine import LLMEngine
-from mini_engine.generate import generate_steps
-from mini_engine.kv_cache.contiguous import ContiguousKVCache
 from mini_engine.metrics import weight_bytes_per_step
 from mini_engine.parts import Parts
 from mini_engine.roofline import measure_machine
@@ -36,17 +35,16 @@ SLABS = 8
 
 def without_cache(llm: LLM, prompt: list[int]) -> list[int]:
     """Chapter 03's engine: greedy, and every token computes the whole sequence again."""
-    weight = next(llm.model.parameters())
 
-    def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(len(q), device=q.device)
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        spec, positions = llm.model.attention_specs[layer], torch.arange(len(q), device=q.device)
         return sdpa_attention(q, k, v, scale=spec.scale, mask=attention_mask(positions, positions, spec.window))
 
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(MAX_TOKENS):
-            token_ids = torch.tensor(tokens, device=weight.device)
-            hidden = llm.model(token_ids, torch.arange(len(tokens), device=weight.device), attend)
+            token_ids = torch.tensor(tokens, device=llm.model.device)
+            hidden = llm.model(token_ids, torch.arange(len(tokens), device=llm.model.device), attend)
             tokens.append(int(llm.model.compute_logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 
@@ -56,22 +54,21 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
     page_size = 128 if device == "cuda" else 16
     paged = llm.make_engine(num_pages=SLABS * 256 // page_size, page_size=page_size)
-    weight = next(llm.model.parameters())
-    machine = measure_machine(weight.device, weight.dtype)
+    machine = measure_machine(llm.model.device, llm.model.dtype)
     prompts = random_prompts(1, PROMPT_TOKENS, llm.model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     assert without_cache(llm, prompts[0]) == paged.generate(prompts, params)[0].token_ids  # the same text
     request = [(prompts[0], params)]
     runs: list[Callable[[], object]] = [
         lambda: without_cache(llm, prompts[0]),
-        lambda: serve_static(llm, request, "torch", 1),
+        lambda: serve_static(llm, request, "torch_padded", 1),
         lambda: serve_static(llm, request, "flex", 1),
         lambda: serve_paged(paged, request, continuous=True),
     ]
     seconds = alternate(runs, ROUNDS)
-    bound = MAX_TOKENS / bound_seconds(llm.model.config, machine, prompts, MAX_TOKENS, weight.element_size())
+    bound = MAX_TOKENS / bound_seconds(llm.model.config, machine, prompts, MAX_TOKENS, llm.model.dtype.itemsize)
     weights = weight_bytes_per_step(llm.model)
-    cache = ContiguousKVCache(llm.model.attention_specs, 1, 1, weight.dtype)
+    cache = ContiguousKVCache(llm.model.attention_specs, 1, 1, llm.model.dtype)
     # A decode reads the keys and values of the tokens before it: on average the prompt and half of the output.
     keys = cache.bytes_per_token * (PROMPT_TOKENS + MAX_TOKENS // 2)
     needed = "with a cache: weights, and keys and values of all tokens, over the measured rates"
@@ -132,16 +129,15 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
     engine = llm.make_engine(num_pages=SLABS * -(-longest // page_size), page_size=page_size)
     runs = {
-        4: lambda: serve_static(llm, requests, "torch", SLABS),
+        4: lambda: serve_static(llm, requests, "torch_padded", SLABS),
         5: lambda: serve_static(llm, requests, "flex", SLABS),
         6: lambda: serve_paged(engine, requests, continuous=False),
         7: lambda: serve_paged(engine, requests, continuous=True),
     }
     expected = sum(params.max_tokens for _, params in requests)
     assert all(run() == expected for run in runs.values())
-    weight = next(llm.model.parameters())
-    machine = measure_machine(weight.device, weight.dtype)
-    bound = expected / throughput.least_seconds(llm.model.config, machine, requests, weight.element_size())
+    machine = measure_machine(llm.model.device, llm.model.dtype)
+    bound = expected / throughput.least_seconds(llm.model.config, machine, requests, llm.model.dtype.itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the measured rates"
     seconds = alternate(list(runs.values()), ROUNDS - 1)
     return [
@@ -173,7 +169,7 @@ def main() -> None:
     measurements = run_bench(
         Console(),
         model=MODEL,
-        attn_backend="torch",
+        attn_backend="torch_padded",
         device=arguments.device,
         peer="transformers",
         batch_sizes=[1, 8],

@@ -25,7 +25,8 @@ from book import figures, results
 from book.experiment import command_line, record
 from book.timing import measure
 from mini_engine.attention.backend import AttentionBackend, create_backend
-from mini_engine.batch import AttentionSpec, StepBatch
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
@@ -279,8 +280,8 @@ def attention_rows(setting: Setting, device: torch.device, machine: Machine, run
             q = torch.randn(shape, device=device).to(setting.dtype)
 
             def layers(made: AttentionBackend = made, q: torch.Tensor = q) -> None:
-                for spec in setting.specs():
-                    made.run(spec, q)
+                for layer in range(setting.num_layers):
+                    made.run(layer, q)
 
             def plan(made: AttentionBackend = made, batch: StepBatch = batch) -> None:
                 made.plan(batch)

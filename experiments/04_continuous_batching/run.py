@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from book import figures, results
 from book.experiment import command_line, record
 from book.random_models import NO_WORDS, QWEN3_0_6B, random_model
+from book.static_batching import generate_steps
 from mini_engine.bench import model_shape
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.engine import LLMEngine
-from mini_engine.generate import generate_steps
 from mini_engine.models.base import CausalLM
 from mini_engine.models.weights import load_model, open_checkpoint
 from mini_engine.parts import Parts
@@ -124,7 +124,7 @@ def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: i
                 detokenizer=Detokenizer(NO_WORDS, ()),
             )
             batch[sequence] = index
-        steps = generate_steps(model, batch.keys(), "torch", Parts())
+        steps = generate_steps(model, batch.keys(), "torch_padded", Parts())
         start = time.perf_counter()
         for step in steps:
             now += time.perf_counter() - start
@@ -286,11 +286,10 @@ def main() -> None:
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
     model = make_model(device)
-    dtype = next(model.parameters()).dtype
-    rows = measure(model, workload, measure_machine(device, dtype))
+    rows = measure(model, workload, measure_machine(device, model.dtype))
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "requests": workload.num_requests,
         "arrivals a second": workload.rate,
         "long prompt": workload.long_prompt,

@@ -1,79 +1,171 @@
-"""Attention backends: how each method reads the one description of a step.
+"""The interface of an attention backend, and the registry of all backends.
 
-A backend is built once with the specs of all layers. Then, for each step, `plan(batch)` once, and for each layer
-`append(spec, k, v)` and `run(spec, q)`. The model sees `attend`, which is the last two.
+A backend is one way to compute attention over the KV cache. It is built once, from the specs of all layers and the
+cache. In each step the engine calls `plan(batch)`, and then the model calls the backend itself once in each layer.
+Explained in chapter 04.
 """
 
 import importlib
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, ClassVar, Protocol, TypedDict, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from mini_engine.attention.decode_batch import DecodeBatch, worth_padding
-from mini_engine.attention.naive import alibi_bias, sdpa_attention
-from mini_engine.attention.state import chunked_attention
-from mini_engine.batch import Attend, AttentionSpec, StepBatch
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
-from mini_engine.parts import Parts
 
 
 @runtime_checkable
 class KVCache(Protocol):
-    """What a backend needs of a KV cache."""
+    """The KV cache, as a backend sees it.
+
+    Attributes:
+        layers: for each KV layer its (k, v), each [pages, *layout].
+        page_size: tokens that fit in one page.
+        layout: order of a page's axes, "NHD" or "HND".
+        dtype: of keys and values, except in layers whose spec sets `kv_dtype`.
+        device: where they are.
+    """
 
     layers: list[tuple[Tensor, Tensor]]
     page_size: int
+    layout: str
+    dtype: torch.dtype
+    device: torch.device
 
 
 @runtime_checkable
-class AttentionBackend(Protocol):
-    """One way to compute attention over the KV cache.
+class AttentionParts(Protocol):
+    """The parts of the engine that backends call; `mini_engine.parts.Parts` has them all."""
+
+    @property
+    def masked_attention(self) -> Callable[..., Tensor]: ...
+    @property
+    def merge_states(self) -> Callable[..., Any]: ...
+    @property
+    def append_kv(self) -> Callable[..., None]: ...
+    @property
+    def mask_mod(self) -> Callable[..., Callable[..., Tensor]]: ...
+    @property
+    def classify_blocks(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
+    @property
+    def physical_blocks(self) -> Callable[..., Tensor]: ...
+    @property
+    def physical_mask(self) -> Callable[..., Callable[..., Tensor]]: ...
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over the KV cache; an `Attend`, so the model calls it directly.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept.
+        parts: the engine's replaceable parts.
 
     Attributes:
-        bypasses: names of the parts that it has no use for.
+        bypasses: names of the parts that the backend does not use, or not everywhere.
+        specs: one for each layer; a layer index selects among them.
+        cache: see above.
+        parts: see above.
     """
 
     bypasses: ClassVar[frozenset[str]]
 
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
+        self.specs, self.cache, self.parts = tuple(specs), cache, parts
+
+    @abstractmethod
     def plan(self, batch: StepBatch) -> None:
         """Prepare a step on the host. Called once per step, before the first layer."""
-        ...
 
-    def append(self, spec: AttentionSpec, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+    @abstractmethod
+    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         """Store the step's keys and values of one layer in the cache."""
-        ...
 
-    def run(self, spec: AttentionSpec, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+    @abstractmethod
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         """Attend with the step's queries to all keys that each may see, the appended ones included."""
-        ...
 
-
-def attend_with(backend: AttentionBackend) -> Attend:
-    """Return what a model calls: store the keys, then attend."""
-
-    def attend(
-        spec: AttentionSpec, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
+    def __call__(
+        self, layer: int, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
     ) -> Float[Tensor, "T Hq D"]:
-        backend.append(spec, k, v)
-        return backend.run(spec, q)
+        """Store the keys and values, then attend."""
+        self.append(layer, k, v)
+        return self.run(layer, q)
 
-    return attend
+
+class Limit(NamedTuple):
+    """A condition on a size.
+
+    Attributes:
+        allows: whether a size is accepted on a type of device.
+        sentence: the condition in words, for an error message.
+        option: an engine option that satisfies it, if there is one.
+    """
+
+    allows: Callable[[int, str], bool]
+    sentence: str
+    option: str | None = None
 
 
-# Backends are imported when they are asked for: some need packages that not every machine has.
+ANY_SIZE = Limit(lambda size, device_type: True, "")
+# The fields of AttentionSpec that a backend must implement if a layer sets them.
+FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype"})
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """A backend's class, and what the backend accepts.
+
+    Attributes:
+        path: "module:class". The module is imported when the backend is chosen: it may need packages that not every
+            machine has.
+        layouts: layouts of the KV cache.
+        devices: types of devices.
+        dtypes: dtypes of keys and values.
+        page_sizes: tokens of a page.
+        head_dims: sizes of a head.
+        features: those of FEATURES that the backend implements.
+    """
+
+    path: str
+    layouts: tuple[str, ...] = ("NHD",)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    page_sizes: Limit = ANY_SIZE
+    head_dims: Limit = ANY_SIZE
+    features: frozenset[str] = FEATURES
+
+
+# In order of preference: an error message names the first one that accepts what another refuses.
 BACKENDS = {
-    "torch": "mini_engine.attention.backend:TorchBackend",
-    "chunked": "mini_engine.attention.backend:ChunkedBackend",
-    "flex": "mini_engine.attention.flex:FlexBackend",
+    "torch": BackendInfo("mini_engine.attention.torch:TorchBackend"),
+    "torch_padded": BackendInfo("mini_engine.attention.torch:PaddedTorchBackend"),
+    "chunked": BackendInfo("mini_engine.attention.torch:ChunkedBackend"),
+    "flex": BackendInfo(
+        "mini_engine.attention.flex:FlexBackend",
+        page_sizes=Limit(
+            lambda size, device_type: size % 128 == 0 if device_type == "cuda" else size <= 64 or size % 16 == 0,
+            "on a GPU pages of 128 tokens or a multiple, on a CPU pages of up to 64 tokens or a multiple of 16",
+            option="page_size=128",
+        ),
+        head_dims=Limit(
+            lambda size, device_type: size >= 16 or device_type != "cuda", "heads of size 16 or more on a GPU"
+        ),
+        features=FEATURES - {"kv_dtype"},
+    ),
 }
 
 
-def create_backend(name: str, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> AttentionBackend:
-    """Build the backend of that name.
+def create_backend(
+    name: str, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts
+) -> AttentionBackend:
+    """Build a backend.
 
     Args:
         name: a key of BACKENDS.
@@ -82,141 +174,63 @@ def create_backend(name: str, specs: Sequence[AttentionSpec], cache: KVCache, pa
         parts: the engine's replaceable parts.
 
     Raises:
-        ConfigError: if there is no such backend.
+        ConfigError: if there is no such backend, or the model, the cache or the machine does not suit it.
     """
-    return _backend(name)(specs, cache, parts)
-
-
-def bypassed_parts(name: str) -> frozenset[str]:
-    """The parts of the engine that the backend of that name has no use for.
-
-    Raises:
-        ConfigError: if there is no such backend.
-    """
-    return _backend(name).bypasses
-
-
-def _backend(name: str) -> Any:
     check_backend(name)
-    module, _, attribute = BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    check_support(name, specs, cache)
+    return _class_of(name)(specs, cache, parts)
 
 
 def check_backend(name: str) -> None:
     """Raise ConfigError if there is no backend of that name."""
-    if name not in list(BACKENDS):  # compared, not looked up: a name that is no string may have no hash
+    if name not in list(BACKENDS):  # compared, not looked up: a name that is not a string may not be hashable
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
 
 
-class _How(TypedDict):
-    """The keyword arguments that all forms of attention share."""
+def check_support(name: str, specs: Sequence[AttentionSpec], cache: KVCache) -> None:
+    """Raise ConfigError if a backend does not accept a model's layers or the KV cache.
 
-    scale: float
-    mask: Bool[Tensor, "n m"] | None
-    bias: Float[Tensor, "Hq n m"] | None
-    softcap: float | None
-
-
-class TorchBackend:
-    """Plain PyTorch: gather each sequence's keys and attend to them, one sequence at a time.
-
-    The reference for all other backends. It runs anywhere, in any dtype, with every feature of AttentionSpec. It knows
-    no blocks of keys, so the parts that deal with those are bypassed. Decodes of similar lengths are attended to in one
-    padded call (`DecodeBatch`), unless `masked_attention` is the reader's, which takes one sequence at a time.
+    The message names the option to change, or another backend to use.
     """
-
-    bypasses: ClassVar[frozenset[str]] = frozenset({"classify_blocks", "physical_blocks", "physical_mask"})
-
-    # Longer sequences are attended to in chunks of this many keys, which bounds the score matrix.
-    KEY_CHUNK = 8192
-
-    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: Parts) -> None:
-        self._pages = cache.layers
-        self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
-        self._windows = {spec.window for spec in specs}
-        self._parts = parts
-        plain = all(spec.softcap is None and spec.alibi_slopes is None for spec in specs)
-        self._may_batch = plain and parts.masked_attention is sdpa_attention
-
-    def plan(self, batch: StepBatch) -> None:
-        self._slot_mapping = batch.slot_mapping
-        bounds = batch.qo_indptr.tolist()
-        self._rows = [slice(a, b) for a, b in pairwise(bounds)]
-        self._keys = _key_index(batch)
-        self._query_positions = [batch.positions[rows] for rows in self._rows]
-        self._key_positions = _key_positions(batch)
-        self._masks = {window: self._visible(batch, window) for window in self._windows}
-        self._decodes = None
-        if self._may_batch and worth_padding(batch, self.KEY_CHUNK):
-            self._decodes = DecodeBatch.of(batch, {window: self._parts.mask_mod(window) for window in self._windows})
-
-    def _visible(self, batch: StepBatch, window: int | None) -> list[Bool[Tensor, "n m"] | None]:
-        """Masks of all sequences for one kind of layer; None where a query sees every key."""
-        mask_mod = self._parts.mask_mod(window)
-        nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
-        masks: list[Tensor | None] = []
-        for rows, queries, keys, kv_len in zip(
-            self._rows, self._query_positions, self._key_positions, batch.kv_lens.tolist(), strict=True
-        ):
-            sees_all = rows.stop - rows.start == 1 and (window is None or kv_len <= window)
-            masks.append(None if sees_all else mask_mod(nothing, nothing, queries[:, None], keys))
-        return masks
-
-    def append(self, spec: AttentionSpec, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        k_cache, v_cache = self._layers[spec.kv_layer]
-        self._parts.append_kv(k_cache, v_cache, k, v, self._slot_mapping)
-
-    def run(self, spec: AttentionSpec, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        k_pages, v_pages = self._pages[spec.kv_layer]
-        out = torch.empty_like(q)
-        first = 0
-        if self._decodes is not None:
-            first = len(self._decodes.pages)
-            out[:first] = self._decodes.attend(spec, q[:first], k_pages, v_pages)
-        for b in range(first, len(self._rows)):
-            rows, (pages, kv_len) = self._rows[b], self._keys[b]
-            k, v = (x[pages].flatten(0, 1)[:kv_len] for x in (k_pages, v_pages))
-            bias = None
-            if spec.alibi_slopes is not None:
-                slopes = torch.tensor(
-                    spec.alibi_slopes, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
-                )
-                bias = alibi_bias(slopes, self._query_positions[b], self._key_positions[b])
-            how = _How(scale=spec.scale, mask=self._masks[spec.window][b], bias=bias, softcap=spec.softcap)
-            if len(k) <= self.KEY_CHUNK:
-                out[rows] = self._parts.masked_attention(q[rows], k, v, **how)
-            else:
-                merge = self._parts.merge_states
-                out[rows] = chunked_attention(q[rows], k, v, chunk_size=self.KEY_CHUNK, merge=merge, **how).out
-        return out
+    refusal = _refusal(BACKENDS[name], specs, cache)
+    if refusal is None:
+        return
+    reason, option = refusal
+    others = [other for other, info in BACKENDS.items() if _refusal(info, specs, cache) is None]
+    ways_out = ([f"set {option}"] if option else []) + ([f"use attn_backend={others[0]!r}"] if others else [])
+    raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
 
 
-class ChunkedBackend(TorchBackend):
-    """The torch backend with chunks so small that every conversation goes through `merge_states` (chapter 02)."""
+def bypassed_parts(name: str) -> frozenset[str]:
+    """Return the names of the parts that a backend does not use, or not everywhere.
 
-    KEY_CHUNK = 64
-
-
-def _key_index(batch: StepBatch) -> list[tuple[slice | Tensor, int]]:
-    """The pages of each sequence and its number of keys. Pages that follow one another are a slice: no gather then."""
-    lens = batch.kv_lens.tolist()
-    each = batch.kv_page_indices.split(torch.diff(batch.kv_page_indptr).tolist())
-    if not batch.kv_page_indices.is_cpu:
-        return list(zip(each, lens, strict=True))
-    index: list[tuple[slice | Tensor, int]] = []
-    for pages, kv_len in zip(each, lens, strict=True):
-        first, count = int(pages[0]), len(pages)
-        in_a_row = count == 1 or bool((pages.diff() == 1).all())
-        index.append((slice(first, first + count) if in_a_row else pages, kv_len))
-    return index
+    Raises:
+        ConfigError: if there is no such backend.
+    """
+    check_backend(name)
+    return _class_of(name).bypasses
 
 
-def _key_positions(batch: StepBatch) -> list[Tensor]:
-    """Positions of the keys of each sequence."""
-    device = batch.positions.device
-    if batch.page_positions is None:
-        longest = torch.arange(int(batch.kv_lens.max()), device=device)
-        return [longest[:n] for n in batch.kv_lens.tolist()]
-    offsets = torch.arange(batch.page_size, device=device)
-    first = batch.page_positions.split(torch.diff(batch.kv_page_indptr).tolist())
-    return [(f[:, None] + offsets).flatten()[:n] for f, n in zip(first, batch.kv_lens.tolist(), strict=True)]
+def _class_of(name: str) -> type[AttentionBackend]:
+    module, _, attribute = BACKENDS[name].path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> tuple[str, str | None] | None:
+    """Why a backend refuses (the predicate of a sentence) and an option that would help; None if it accepts."""
+    device_type = cache.device.type
+    if device_type not in info.devices:
+        return f"does not run on {device_type!r}", f"device={info.devices[0]!r}"
+    if cache.layout not in info.layouts:
+        return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"layout={info.layouts[0]!r}"
+    if not info.page_sizes.allows(cache.page_size, device_type):
+        return f"needs {info.page_sizes.sentence}; page_size is {cache.page_size}", info.page_sizes.option
+    for spec in specs:
+        if not info.head_dims.allows(spec.head_dim, device_type):
+            return f"needs {info.head_dims.sentence}, not {spec.head_dim}", info.head_dims.option
+        for feature in sorted(FEATURES - info.features):
+            if getattr(spec, feature) is not None:
+                return f"does not implement {feature}, which layer {spec.layer} sets", None
+        if (dtype := spec.kv_dtype or cache.dtype) not in info.dtypes:
+            return f"does not read keys in {dtype}", "dtype='bfloat16'"
+    return None

@@ -1,11 +1,22 @@
-"""Which blocks of keys a block of queries visits, from nothing but the positions at their ends.
+"""BlockMasks without evaluating the mask: which blocks of keys a block of queries visits, and where those blocks are.
 
-`create_block_mask` asks the mask about every pair of a query and a key. For a causal mask or a window two comparisons
-of positions say the same, so the engine builds its BlockMasks from these lists. Explained in chapter 05.
+`create_block_mask` evaluates `mask_mod` for every pair of a query and a key. For a causal mask or a window, two
+comparisons of positions give the same block indices, so the engine builds its BlockMasks from those (`classify_blocks`,
+`list_blocks`). Explained in chapter 05.
+
+FlexAttention can read the KV cache's pool of pages as one sequence of keys. For that, the logical block indices of a
+sequence become physical ones (`physical_blocks`), and the mask maps a slot of the pool back to a position in the
+query's sequence (`first_keys`, `physical_mask`). A block is a page or an equal part of one; a larger block would hold
+keys of several sequences. Explained in chapter 06.
 """
 
+from typing import no_type_check
+
+import torch
 from jaxtyping import Bool, Int, Int32, Int64
 from torch import Tensor
+
+from mini_engine.attention.masks import MaskMod
 
 
 def classify_blocks(
@@ -15,7 +26,7 @@ def classify_blocks(
     last_key: Int[Tensor, "..."],
     window: int | None,
 ) -> tuple[Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """Compare the positions of neighbouring queries with those of neighbouring keys. Causal; the arguments broadcast.
+    """Compare positions of a block of queries with positions of a block of keys. Causal; the arguments broadcast.
 
     Args:
         first_query: position of the first query.
@@ -37,12 +48,66 @@ def classify_blocks(
 
 
 def list_blocks(chosen: Bool[Tensor, "*rows n"]) -> tuple[Int32[Tensor, "*rows"], Int64[Tensor, "*rows n"]]:
-    """The lists that `BlockMask.from_kv_blocks` wants.
+    """Turn a boolean mask over blocks into the counts and indices that `BlockMask.from_kv_blocks` takes.
 
     Args:
-        chosen: [..., n] which of the n blocks of each row.
+        chosen: [..., n] which of the n blocks of each row are chosen.
 
     Returns:
-        How many are chosen in each row, and their numbers in order at the front of the row; the others follow.
+        The number of chosen blocks in each row, and [..., n] their indices in order, followed by the other indices.
     """
     return chosen.sum(dim=-1).int(), chosen.logical_not().byte().argsort(dim=-1, stable=True)
+
+
+def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], width: int) -> Int32[Tensor, "B H Q m"]:
+    """Turn the block indices of a BlockMask from logical to physical.
+
+    Args:
+        blocks: [B, H, Q, n] block indices in the sequence of each row; padding behind those in use is any index
+            below W.
+        table: [B, W] the page table: physical block of each logical one.
+        width: m, blocks of the pool, the length that FlexAttention requires of each list.
+
+    Returns:
+        [B, H, Q, width] the same lists in physical block indices, padded with 0.
+    """
+    pages = table[:, None, None].expand(*blocks.shape[:3], -1).gather(-1, blocks.long())
+    physical = torch.zeros(*blocks.shape[:3], width, dtype=torch.int32, device=blocks.device)
+    physical[..., : blocks.shape[-1]] = pages
+    return physical
+
+
+def first_keys(pages: Int[Tensor, "B W"], starts: Int[Tensor, "B W"], num_pages: int) -> Int32[Tensor, "B num_pages"]:
+    """Invert the page table: map each page of the pool to the position of its first key in a row's sequence.
+
+    Args:
+        pages: [B, W] pages of each row's sequence.
+        starts: [B, W] position of each page's first key; -1 for padding.
+        num_pages: pages of the pool.
+
+    Returns:
+        [B, num_pages] position of each page's first key; -1 where the page does not belong to the row's sequence.
+    """
+    unowned = torch.full((len(pages), num_pages), -1, dtype=torch.int32, device=pages.device)
+    return unowned.scatter_reduce_(1, pages.long(), starts.int(), "amax")
+
+
+def physical_mask(mask_mod: MaskMod, first_keys: Int32[Tensor, "B num_pages"], page_size: int) -> MaskMod:
+    """Turn a mask_mod over positions of keys into one over slots of the pool.
+
+    Args:
+        mask_mod: which keys a query sees, by their positions in its own sequence.
+        first_keys: [B, num_pages] position of each page's first key in the sequence of row b; -1 where the page does
+            not belong to it.
+        page_size: slots of a page.
+
+    Returns:
+        A mask_mod whose `kv_idx` is a slot. It hides every page that does not belong to the row's sequence.
+    """
+
+    @no_type_check  # FlexAttention traces this function and cannot trace a type checker around it
+    def physical(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        start = first_keys[b, kv_idx // page_size]
+        return (start >= 0) & mask_mod(b, h, q_idx, start + kv_idx % page_size)
+
+    return physical

@@ -1,16 +1,16 @@
-"""The base of all model families: tokens in, hidden states out, logits from those, weights from a checkpoint."""
+"""The base class of all model families: tokens to hidden states, hidden states to logits, weights from a checkpoint."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import DecoderLayer, ModelParts, empty_weight, with_prefix
@@ -19,7 +19,7 @@ from mini_engine.models.linear import linear
 
 @runtime_checkable
 class Limits(Protocol):
-    """What the engine asks of a model's configuration."""
+    """The fields of a model's configuration that the engine needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -30,9 +30,15 @@ class Limits(Protocol):
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What the engine asks of a model: one of ours, or one of transformers in `mini_engine.hf`'s coat.
+    """The model interface that the engine needs: `CausalLM`, and `HFModel` for transformers models.
 
-    The methods are described at `CausalLM`.
+    The methods are described in `CausalLM`.
+
+    Attributes:
+        config: the model's limits.
+        attention_specs: one for each layer, in order.
+        dtype: of hidden states, and of keys and values unless a layer's spec sets `kv_dtype`.
+        device: where the model runs.
     """
 
     @property
@@ -41,20 +47,24 @@ class LanguageModel(Protocol):
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
     def __call__(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
     ) -> Float[Tensor, "T hidden"]: ...
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]: ...
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
 
 class CausalLM(nn.Module):
-    """A decoder-only language model over flat tokens: embeddings, layers, and one logit for each word.
+    """A decoder-only language model over a ragged batch of tokens: embeddings, layers, LM head.
 
-    A family adds its layers and `forward`. Build one with `models.registry.build_model`, which sets
-    dtype and device; its parameters have no values before `load_weights`.
+    A family adds its layers and `forward`. Build a model with `models.registry.build_model`, which sets dtype and
+    device; its parameters have no values before `load_weights`.
     """
 
     # The names in the checkpoint.
@@ -70,6 +80,16 @@ class CausalLM(nn.Module):
         tied = config.tie_word_embeddings
         self.lm_head = self.embed_tokens if tied else empty_weight(config.vocab_size, config.hidden_size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights and the hidden states."""
+        return self.embed_tokens.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embed_tokens.device
+
     @abstractmethod
     def forward(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
@@ -77,14 +97,14 @@ class CausalLM(nn.Module):
         """Run the layers, the final norm included.
 
         Args:
-            token_ids: the tokens of all sequences, one sequence after the other.
-            positions: the place of each token in its own sequence, from 0.
-            attend: called once in each layer as `attend(spec, q, k, v)`; it stores the keys and values, and returns
-                what each query gathered from its own sequence.
+            token_ids: [T] tokens of all sequences, one sequence after the other.
+            positions: [T] position of each token in its own sequence, from 0.
+            attend: called once in each layer as `attend(layer, q, k, v)`; stores the keys and values, and returns the
+                attention of each query over its own sequence.
         """
 
     def destinations(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors: for each name, the parameter (or the rows of a fused one) that it fills."""
+        """Map the name of each tensor of the checkpoint to the parameter (or rows of a fused one) that it fills."""
         found: dict[str, Tensor] = {self.embedding_name: self.embed_tokens, self.norm_name: self.norm}
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -94,22 +114,22 @@ class CausalLM(nn.Module):
         return found
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
-        """One score for each word of the vocabulary, in float32 (float64 for a float64 model)."""
+        """Return one logit per vocabulary entry, in float32 (float64 for a float64 model)."""
         logits = linear(hidden, self.lm_head)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill every parameter from a checkpoint, one tensor after the other.
+        """Copy a checkpoint into the parameters, one tensor after the other.
 
         Args:
-            tensors: the checkpoint under its Hugging Face names; may read each tensor only when it is asked for.
+            tensors: the checkpoint under its Hugging Face names; may read a tensor lazily, when it is looked up.
 
         Raises:
-            ModelLoadError: a tensor is missing, unknown, wrongly shaped, or not of floating point.
+            ModelLoadError: if a tensor is missing, unknown, of the wrong shape, or not floating point.
         """
         destinations, tied_head = self.destinations(), {}
-        names = dict.fromkeys(tensors)  # asking a lazy mapping whether it has a name could read the tensor
+        names = dict.fromkeys(tensors)  # `name in tensors` could read the tensor of a lazy mapping
         if self.config.tie_word_embeddings:  # a checkpoint may repeat the tied weights
             tied_head["lm_head.weight"] = self.embed_tokens
         missing = [name for name in destinations if name not in names]
@@ -121,7 +141,7 @@ class CausalLM(nn.Module):
                 "is complete"
             )
         known = destinations.keys() | tied_head.keys()
-        # Old checkpoints hold the rotary frequencies, which are computed from the configuration.
+        # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
         unexpected = [name for name in names if name not in known and not name.endswith(".rotary_emb.inv_freq")]
         if unexpected:
             raise ModelLoadError(
@@ -135,7 +155,7 @@ class CausalLM(nn.Module):
             repeated = self._checked(name, tensors[name], destination) if name in names else destination
             if not torch.equal(repeated.to(destination), destination):
                 raise ModelLoadError(
-                    f"config.json ties the output weights to the embeddings, but {name!r} differs from "
+                    f"config.json ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"
                 )
 
@@ -154,5 +174,5 @@ class CausalLM(nn.Module):
 
 
 def _some(names: list[str]) -> str:
-    """The first few names, for a message."""
+    """Format the first few names for a message."""
     return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

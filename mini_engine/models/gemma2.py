@@ -1,8 +1,8 @@
 """Gemma 2 (Gemma Team 2024): four norms in a layer, windows in every other layer, soft-caps on scores and logits.
 
-What differs from Llama: embeddings are multiplied by sqrt(hidden size); a norm multiplies by 1 + w, not by w; the MLP
-is GeGLU; what attention and MLP return is normed before it is added; scores are divided by sqrt(query_pre_attn_scalar)
-and soft-capped, and so are the logits.
+Differences from Llama: embeddings are multiplied by sqrt(hidden size); a norm multiplies by 1 + w, not by w; the MLP is
+GeGLU; the outputs of attention and MLP are normalized before they are added; scores are divided by
+sqrt(query_pre_attn_scalar); scores and logits are soft-capped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import (
@@ -31,7 +31,7 @@ from mini_engine.rope import rope_tables
 
 
 def norm_weight(size: int) -> nn.Parameter:
-    """Holds 1 + w, in float32 at least: bfloat16 would round away most of a small w."""
+    """Create a weight for 1 + w, in float32 or wider: bfloat16 would round away most of a small w."""
     return empty_weight(size, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
 
 
@@ -97,7 +97,7 @@ class Gemma2ForCausalLM(CausalLM):
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """As in the base class; then adds the 1 of 1 + w to the norms, once instead of at every step."""
+        """As in the base class; then add the 1 of 1 + w to the norms, once instead of in every step."""
         super().load_weights(tensors)
         for name, weight in self.destinations().items():
             if name.endswith("norm.weight"):

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
 from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, empty_weight, split_qkv
@@ -16,7 +16,7 @@ from mini_engine.models.linear import linear
 
 
 class GPT2Layer(DecoderLayer):
-    """Attention and MLP, each on a normed input and added to what came in."""
+    """Attention and MLP, each on a normalized input and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class GPT2Layer(DecoderLayer):
         normed = F.layer_norm(x, self.norm_1.shape, self.norm_1, self.norm_1_bias, self.eps)
         q_and_k, v = split_qkv(linear(normed, self.qkv, self.qkv_bias), self.spec)
         q, k = q_and_k.chunk(2, dim=1)
-        x = x + linear(attend(self.spec, q, k, v).flatten(1), self.o, self.o_bias)
+        x = x + linear(attend(self.spec.layer, q, k, v).flatten(1), self.o, self.o_bias)
         normed = F.layer_norm(x, self.norm_2.shape, self.norm_2, self.norm_2_bias, self.eps)
         return x + linear(self.activation(linear(normed, self.up, self.up_bias)), self.down, self.down_bias)
 
@@ -56,7 +56,7 @@ class GPT2Layer(DecoderLayer):
 
 
 class GPT2LMHeadModel(CausalLM):
-    """The sum of token and position embeddings, layers, norm; the base class has the rest."""
+    """The sum of token and position embeddings, layers and final norm; the base class has the LM head."""
 
     embedding_name, layers_name, norm_name = "wte.weight", "h", "ln_f.weight"
 
@@ -79,7 +79,7 @@ class GPT2LMHeadModel(CausalLM):
         return F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.config.norm_eps)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """As in the base class, for a checkpoint that `parts.gpt2_weights` has put in order first."""
+        """As in the base class, after `parts.gpt2_weights` has renamed and transposed the checkpoint's tensors."""
         super().load_weights(self.parts.gpt2_weights(tensors))
 
     def destinations(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""What the layers of the model families share: norm, gated MLP, and attention around `attend`.
+"""Building blocks of the model families: norm, gated MLP, and attention around `attend`.
 
-Tokens are flat: `x` is `[T, hidden]`, with the tokens of all sequences of a step one after the other. A model never
-learns where a sequence begins or how its keys are stored. Positions come in as an argument, and so does `attend`.
+The batch is ragged: `x` is `[T, hidden]`, the tokens of all sequences of a step one after the other. A model does not
+know where a sequence begins or how its keys are stored. It gets positions and `attend` as arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
 from mini_engine.models.linear import linear
@@ -45,7 +45,7 @@ def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: flo
         eps: added to the mean square, so that a row of zeros stays finite.
 
     Returns:
-        The rows in the dtype of `x`; the arithmetic is in float32 at least.
+        The rows in the dtype of `x`, computed in float32 (float64 for float64).
     """
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
@@ -56,13 +56,13 @@ def gated_mlp(
     down: Float[Tensor, "hidden I"],
     activation: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "T hidden"]:
-    """`down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, GeGLU with GELU (Shazeer 2020).
+    """Compute `down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, GeGLU with GELU (Shazeer 2020).
 
     Args:
         x: the tokens.
         gate_up: the gate's `I` rows, then the up projection's `I` rows: one matrix product instead of two.
-        down: the projection back.
-        activation: the non-linearity on the gate.
+        down: the projection back to the hidden size.
+        activation: the nonlinearity on the gate.
 
     Returns:
         One row for each token, in the dtype of `x`.
@@ -72,12 +72,12 @@ def gated_mlp(
 
 
 def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter without values, on the default device: `load_weights` fills it, a random start would be wasted."""
+    """Create a parameter without values on the default device; `load_weights` fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def attention_spec(config: ModelConfig, layer: int, scale: float, softcap: float | None = None) -> AttentionSpec:
-    """The attention of one layer. Only a layer of the type `sliding_attention` has a window."""
+    """Describe the attention of one layer. Only a layer of type `sliding_attention` has a window."""
     return AttentionSpec(
         layer=layer,
         kv_layer=layer,
@@ -87,18 +87,19 @@ def attention_spec(config: ModelConfig, layer: int, scale: float, softcap: float
         scale=scale,
         window=config.sliding_window if config.layer_types[layer] == "sliding_attention" else None,
         softcap=softcap,
+        rope=config.rope,
     )
 
 
 def rotary_frequencies(config: ModelConfig) -> Float[Tensor, " half"]:
-    """Radians that each pair of a head turns per position, in float32, on the default device.
+    """Compute the rotation of each pair of a head in radians per position, in float32, on the default device.
 
     Raises:
-        ModelLoadError: the configuration has no RoPE.
+        ModelLoadError: if the configuration has no RoPE.
     """
     if config.rope is None:
         raise ModelLoadError(f"{config.architecture} rotates its queries and keys: give its ModelConfig a RopeConfig")
-    # A GPU's powers differ from the CPU's in the last bit: compute them in one place, then move them.
+    # Powers on a GPU differ from the CPU's in the last bit: compute them on the CPU, then move them.
     with torch.device("cpu"):
         frequencies = inverse_frequencies(config.rope)
     return frequencies.to(torch.get_default_device())
@@ -107,14 +108,14 @@ def rotary_frequencies(config: ModelConfig) -> Float[Tensor, " half"]:
 def split_qkv(
     qkv: Float[Tensor, "T W"], spec: AttentionSpec
 ) -> tuple[Float[Tensor, "T QK D"], Float[Tensor, "T Hk D"]]:
-    """View what the fused projection gave as heads, without a copy.
+    """View the output of the fused projection as heads, without a copy.
 
     Args:
         qkv: for each token its queries, keys and values, W = (Hq + 2 Hk) D numbers.
-        spec: how many heads of which size.
+        spec: number and size of the heads.
 
     Returns:
-        Queries and keys together, `[T, Hq + Hk, D]`, so that one call rotates both; the values, `[T, Hk, D]`.
+        Queries and keys together, `[T, Hq + Hk, D]`, so that one call rotates both; and the values, `[T, Hk, D]`.
     """
     heads = qkv.view(qkv.shape[0], spec.num_qo_heads + 2 * spec.num_kv_heads, spec.head_dim)
     queries_and_keys, values = heads.split((spec.num_qo_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
@@ -122,15 +123,15 @@ def split_qkv(
 
 
 class DecoderLayer(nn.Module):
-    """One layer of a model. A family adds the weights, and a `forward` of its own."""
+    """One layer of a model. A family adds the weights and a `forward`."""
 
     @abstractmethod
     def destinations(self) -> dict[str, Tensor]:
-        """The layer's tensors in a checkpoint: for each name, the parameter (or rows of a fused one) that it fills."""
+        """Map the checkpoint name of each tensor of the layer to the parameter (or rows of one) that it fills."""
 
 
 class Attention(nn.Module):
-    """Project to queries, keys and values; rotate; attend; project back."""
+    """Project to queries, keys and values; rotate queries and keys; attend; project back."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
@@ -152,10 +153,10 @@ class Attention(nn.Module):
         spec = self.spec
         q_and_k, v = split_qkv(linear(x, self.qkv, self.qkv_bias), spec)
         q, k = self.parts.apply_rope(q_and_k, cos, sin).split((spec.num_qo_heads, spec.num_kv_heads), dim=1)
-        return linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
+        return linear(attend(spec.layer, q, k, v).flatten(1), self.o, self.o_bias)
 
     def destinations(self) -> dict[str, Tensor]:
-        """Where each tensor of the checkpoint goes; the three projections fill row ranges of one weight."""
+        """As in the base class; the three projections of a checkpoint fill row ranges of one weight."""
         rows = (self.q_rows, self.kv_rows, self.kv_rows)
         found = dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), self.qkv.split(rows), strict=True))
         found["o_proj.weight"] = self.o
@@ -185,5 +186,5 @@ class GatedMLP(nn.Module):
 
 
 def with_prefix(prefix: str, destinations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, each name with `prefix` in front."""
+    """Prepend `prefix` to each name."""
     return {prefix + name: tensor for name, tensor in destinations.items()}

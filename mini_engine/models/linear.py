@@ -1,4 +1,4 @@
-"""The linear projection: most of what a step reads and computes, and so most of its time."""
+"""The linear projection, which accounts for most of a step's memory traffic, FLOPs and time."""
 
 import math
 
@@ -7,19 +7,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-FEW_ROWS = 4  # with more, oneDNN is faster: it computes enough for each weight that it reads
+FEW_ROWS = 4  # with more rows, oneDNN is faster: the arithmetic intensity is high enough
 ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def linear(
     x: Float[Tensor, "T In"], weight: Float[Tensor, "Out In"], bias: Float[Tensor, " Out"] | None = None
 ) -> Float[Tensor, "T Out"]:
-    """`x @ weight.T + bias`.
+    """Compute `x @ weight.T + bias`.
 
-    `F.linear` is the fastest of its forms except in float32 on a CPU. There it calls MKL, which uses half the width of
-    the vector units of a CPU that Intel has not made; oneDNN, which torch has too, uses all of it. For one or a few
-    rows (the decode of one request) memory bounds both, and neither reads the weight with all threads. A batch of
-    products, one for each block of the weight's rows, does.
+    `F.linear` is the fastest implementation except in float32 on a CPU. There it calls MKL, which uses only half the
+    SIMD width on non-Intel CPUs; oneDNN, which is part of torch, uses all of it. For one or a few rows (the decode of
+    one request) both are memory-bandwidth-bound, and neither reads the weight with all threads. A batched product with
+    one entry for each block of the weight's rows does.
 
     Args:
         x: [T, In] the tokens.
@@ -30,7 +30,7 @@ def linear(
     if x.device.type != "cpu" or x.dtype != torch.float32 or not (few or ONEDNN):
         return F.linear(x, weight, bias)
     if not few:
-        # The operator that torch.compile puts in the place of a linear layer on a CPU.
+        # The operator that torch.compile substitutes for a linear layer on a CPU.
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     blocks = weight.unflatten(0, (math.gcd(weight.shape[0], torch.get_num_threads()), -1))
     out = torch.bmm(blocks, x.T.expand(blocks.shape[0], -1, -1)).flatten(0, 1).T.contiguous()

@@ -1,6 +1,7 @@
 """Llama (Touvron et al. 2023), and SmolLM2, which has the same architecture.
 
-Each layer norms its input, attends, and adds the result back; then norms, applies the gated MLP, and adds again.
+Each layer normalizes its input, attends, and adds the result to the residual stream; then it does the same with the
+gated MLP.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import (
@@ -26,7 +27,7 @@ from mini_engine.rope import rope_tables
 
 
 class LlamaLayer(DecoderLayer):
-    """Attention and MLP, each on a normed input and added to what came in (pre-norm, Xiong et al. 2020)."""
+    """Attention and MLP, each on a normalized input and added to the residual stream (pre-norm, Xiong et al. 2020)."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Embeddings, layers, norm; the base class has the rest."""
+    """Embeddings, layers and final norm; the base class has the LM head."""
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         scale = config.head_dim**-0.5

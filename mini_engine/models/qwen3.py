@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mini_engine.batch import Attend, AttentionSpec
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import (
@@ -26,7 +26,7 @@ from mini_engine.rope import rope_tables
 
 
 class Qwen3Attention(Attention):
-    """As in Llama, but each head of queries and keys is normed before it is rotated."""
+    """As in Llama, but each head of queries and keys is normalized before it is rotated."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__(config, spec, parts)
@@ -45,9 +45,9 @@ class Qwen3Attention(Attention):
         q_and_k, v = split_qkv(linear(x, self.qkv, self.qkv_bias), spec)
         q, k = q_and_k.split(heads, dim=1)
         q, k = self.parts.rms_norm(q, self.q_norm, self.eps), self.parts.rms_norm(k, self.k_norm, self.eps)
-        # One concatenation is cheaper than a second rotation, which takes several small operations.
+        # One concatenation is cheaper than a second rotation, which takes several small operators.
         q, k = self.parts.apply_rope(torch.cat((q, k), dim=1), cos, sin).split(heads, dim=1)
-        return linear(attend(spec, q, k, v).flatten(1), self.o, self.o_bias)
+        return linear(attend(spec.layer, q, k, v).flatten(1), self.o, self.o_bias)
 
     def destinations(self) -> dict[str, Tensor]:
         return {**super().destinations(), "q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
@@ -80,7 +80,7 @@ class Qwen3Layer(DecoderLayer):
 
 
 class Qwen3ForCausalLM(CausalLM):
-    """Embeddings, layers, norm; the base class has the rest."""
+    """Embeddings, layers and final norm; the base class has the LM head."""
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         scale = config.head_dim**-0.5

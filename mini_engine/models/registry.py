@@ -1,4 +1,4 @@
-"""From the name of an architecture to the class that runs it."""
+"""The registry of architectures, and the construction of a model."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FAMILIES: Mapping[str, Callable[[ModelConfig, ModelParts], CausalLM]] = {
 
 
 def build_model(config: ModelConfig, parts: ModelParts, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
-    """A model without values yet: `load_weights` gives it those.
+    """Build a model whose parameters have no values yet; `load_weights` fills them.
 
     Args:
         config: the shape of the model.
-        parts: the functions that it calls.
-        dtype: the dtype of its parameters, of floating point.
-        device: where its parameters live.
+        parts: the engine's replaceable parts.
+        dtype: dtype of the parameters, a floating-point one.
+        device: device of the parameters.
 
     Raises:
-        ModelLoadError: no such architecture, or not enough memory.
+        ModelLoadError: if the architecture is unknown, or the memory is too small.
     """
     if config.architecture not in FAMILIES:
         raise unknown_architecture(config.architecture)
@@ -42,7 +42,7 @@ def build_model(config: ModelConfig, parts: ModelParts, dtype: torch.dtype, devi
     try:
         with torch.device(device):
             return FAMILIES[config.architecture](config, parts).eval()
-    except RuntimeError as error:  # torch raises it, or a subclass, where memory runs out
+    except RuntimeError as error:  # torch raises RuntimeError, or a subclass, when it runs out of memory
         raise ModelLoadError(
             f"{config.architecture} in {dtype} cannot be placed on {device} ({str(error).splitlines()[0]}): "
             "choose a smaller model, a narrower dtype or another device"

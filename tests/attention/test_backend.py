@@ -1,119 +1,167 @@
-"""The torch backend against naive attention, wherever the pages lie and however the tokens arrive."""
+"""Every backend against naive attention, wherever pages lie and however tokens arrive; and what backends refuse."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.attention.backend import TorchBackend, attend_with, create_backend
-from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask, masked_attention
-from mini_engine.batch import AttentionSpec, StepBatch
+from mini_engine.attention.backend import BACKENDS, FEATURES, bypassed_parts, create_backend
+from mini_engine.attention.spec import Attend, AttentionSpec
+from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.contiguous import ContiguousKVCache
+from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
+from tests.attention.stepping import expected, full_cache, random_qkv, run_in_steps
 
-SPECS = (
-    AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.3),
-    AttentionSpec(1, 1, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, window=3, softcap=5.0),
-    AttentionSpec(2, 2, num_qo_heads=4, num_kv_heads=4, head_dim=8, scale=0.3, alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
-)
-
-
-def expected(spec: AttentionSpec, q, k, v):
-    """All of one sequence at once."""
-    positions = torch.arange(len(q), device=q.device)
-    bias = None
-    if spec.alibi_slopes:
-        bias = alibi_bias(torch.tensor(spec.alibi_slopes, dtype=q.dtype, device=q.device), positions, positions)
-    mask = attention_mask(positions, positions, spec.window)
-    return masked_attention(q, k, v, scale=spec.scale, mask=mask, bias=bias, softcap=spec.softcap)
+PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+WINDOW = replace(PLAIN, layer=1, kv_layer=1, window=5)
+CAPPED = replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0)
+ALIBI = replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=(0.5, 0.25, 0.1, 0.05, 0.02, 0.01))
+FEATURED = (PLAIN, CAPPED, ALIBI)
+# `torch_padded` pads only where no layer has a soft-cap or slopes.
+RUNS = [pytest.param(name, FEATURED, id=name) for name in BACKENDS]
+RUNS.append(pytest.param("torch_padded", (PLAIN, WINDOW), id="torch_padded, without softcap"))
 
 
-def run_in_steps(lens, cuts, page_size, page_order, key_chunk, dtype, device="cpu", seed=0):
-    """Feed sequences through the backend in pieces; return what it gave and what it should have given, per layer."""
-    generator = torch.Generator().manual_seed(seed)
-    cache = ContiguousKVCache(SPECS, max(page_order) + 1, page_size, dtype, device)
-    for pair in cache.layers:
-        for tensor in pair:
-            tensor.fill_(torch.nan)  # a slot that was never written must never be read
-    backend = type("Chunks", (TorchBackend,), {"KEY_CHUNK": key_chunk})(SPECS, cache, Parts())
-    attend = attend_with(backend)
-    data = [
-        [
-            tuple(torch.randn(n, h, spec.head_dim, generator=generator, dtype=dtype).to(device) for h in heads)
-            for n in lens
-        ]
-        for spec in SPECS
-        for heads in [(spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)]
-    ]
-    free = list(page_order)
-    pages = [[free.pop() for _ in range(-(-n // page_size))] for n in lens]
-    got = [[[] for _ in lens] for _ in SPECS]
-    done = [0] * len(lens)
-    while any(d < n for d, n in zip(done, lens, strict=True)):
-        new = [min(cut, n - d) for cut, n, d in zip(cuts, lens, done, strict=True)]
-        order = sorted((b for b in range(len(lens)) if new[b]), key=lambda b: new[b] > 1)
-        after = [done[b] + new[b] for b in order]
-        batch = StepBatch.build(
-            token_ids=[0] * sum(new),
-            num_new=[new[b] for b in order],
-            kv_lens=after,
-            pages=[p for b, n in zip(order, after, strict=True) for p in pages[b][: -(-n // page_size)]],
-            page_size=page_size,
-            device=device,
-        )
-        backend.plan(batch)
-        for layer, spec in enumerate(SPECS):
-            rows = [tuple(t[done[b] : done[b] + new[b]] for t in data[layer][b]) for b in order]
-            out = attend(spec, *(torch.cat(parts) for parts in zip(*rows, strict=True)))
-            for b, piece in zip(order, out.split([new[b] for b in order]), strict=True):
-                got[layer][b].append(piece)
-        done = [d + n for d, n in zip(done, new, strict=True)]
-    for layer, spec in enumerate(SPECS):
-        for b in range(len(lens)):
-            yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])
-
-
-@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize(("name", "specs"), RUNS)
+@settings(deadline=None, max_examples=12)
 @given(st.data())
-def test_equals_naive_attention_however_it_is_cut(data):
-    lens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
-    cuts = data.draw(st.lists(st.integers(1, 14), min_size=len(lens), max_size=len(lens)))
+def test_equals_naive_attention_however_it_is_cut(
+    name: str, specs: tuple[AttentionSpec, ...], data: st.DataObject
+) -> None:
+    lens = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    cuts = data.draw(st.lists(st.integers(1, 40), min_size=len(lens), max_size=len(lens)))
+    cuts = [max(cut, n // 4) for cut, n in zip(cuts, lens, strict=True)]  # at most five steps
     page_size = data.draw(st.sampled_from([1, 3, 4, 16]))
-    pages = data.draw(st.permutations(range(sum(-(-n // page_size) for n in lens) + 2)))
-    key_chunk = data.draw(st.sampled_from([1, 4, 100]))
-    for _, got, want in run_in_steps(lens, cuts, page_size, pages, key_chunk, torch.float64):
+    page_order = data.draw(st.permutations(range(sum(-(-n // page_size) for n in lens) + 2)))
+    cache = full_cache(specs, len(page_order), page_size, torch.float64)
+    backend = create_backend(name, specs, cache, Parts())
+    for _, got, want in run_in_steps(backend, specs, lens, cuts, page_order, page_size, torch.float64):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
-def test_keys_whose_pages_were_evicted_are_as_good_as_masked():
+@pytest.mark.parametrize("name", BACKENDS)
+def test_keys_whose_pages_were_evicted_are_as_good_as_masked(name: str) -> None:
     """Dropping the pages that a window no longer reaches changes nothing."""
-    spec = SPECS[1]
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(12, h, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
-    cache = ContiguousKVCache(SPECS, 3, 4, torch.float64)
-    backend = TorchBackend(SPECS, cache, Parts())
-    keys, values = cache.layers[spec.kv_layer]
+    q, k, v = random_qkv(CAPPED, 12, torch.float64, 1)
+    cache = full_cache(FEATURED, 3, 4, torch.float64)
+    backend = create_backend(name, FEATURED, cache, Parts())
+    keys, values = cache.layers[1]
     keys[2], values[2] = k[4:8], v[4:8]  # page 2 holds positions 4 to 7; 0 to 3 are gone
     batch = StepBatch.build(
         token_ids=[0] * 4, num_new=[4], kv_lens=[8], pages=[2, 0], page_size=4, page_positions=[4, 8]
     )
     backend.plan(batch)
-    backend.append(spec, k[8:], v[8:])
-    torch.testing.assert_close(backend.run(spec, q[8:]), expected(spec, q, k, v)[8:])
+    backend.append(1, k[8:], v[8:])
+    torch.testing.assert_close(backend.run(1, q[8:]), expected(CAPPED, q, k, v)[8:], atol=1e-12, rtol=0)
 
 
-def test_unknown_backend_is_named():
-    with pytest.raises(ConfigError, match="choose one of: torch"):
-        create_backend("flashatention", SPECS, ContiguousKVCache(SPECS, 1, 1, torch.float32), Parts())
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sequences_may_share_pages(name: str) -> None:
+    """Two sequences with the same first page, one decoding and one still in its prompt."""
+    q, k, v = random_qkv(PLAIN, 7, torch.float64, 2)
+    cache = full_cache([PLAIN], 4, 4, torch.float64)
+    backend = create_backend(name, [PLAIN], cache, Parts())
+    keys, values = cache.layers[0]
+    keys[3], values[3] = k[:4], v[:4]
+    batch = StepBatch.build(token_ids=[0] * 4, num_new=[1, 3], kv_lens=[5, 7], pages=[3, 1, 3, 0], page_size=4)
+    backend.plan(batch)
+    got = backend(0, *(torch.cat([x[4:5], x[4:]]) for x in (q, k, v)))
+    want = expected(PLAIN, q, k, v)[4:]
+    torch.testing.assert_close(got, torch.cat([want[:1], want]), atol=1e-12, rtol=0)
 
 
-def test_alibi_slopes_of_the_spec_are_those_of_the_paper():
-    assert alibi_slopes(8)[0] == 0.5
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_layer_computes_the_spec_of_the_backend_whatever_the_model_was_built_with(name: str) -> None:
+    """A narrower window is given to the backend alone."""
+    narrow = replace(PLAIN, window=3)
+    assert isinstance(create_backend(name, [PLAIN], PagedKVCache([PLAIN], 1, 4, torch.float64), Parts()), Attend)
+    backend = create_backend(name, [narrow], full_cache([narrow], 3, 4, torch.float64), Parts())
+    for _, got, want in run_in_steps(backend, [narrow], [9], [4], [2, 0, 1], 4, torch.float64):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name, info in BACKENDS.items() if "kv_dtype" in info.features])
+def test_keys_stored_in_a_narrower_dtype_are_rounded_once(name: str) -> None:
+    spec, lens = replace(PLAIN, kv_dtype=torch.bfloat16), [9, 10]
+    cache = PagedKVCache([spec], 6, 4, torch.float64)
+    assert {x.dtype for x in cache.layers[0]} == {torch.bfloat16} and cache.bytes_per_token == 2 * 2 * 16 * 2
+    backend = create_backend(name, [spec], cache, Parts())
+    runs = run_in_steps(backend, [spec], lens, [8, 9], range(6), 4, torch.float64)
+    for b, (_, got, _) in enumerate(runs):
+        q, k, v = random_qkv(spec, lens[b], torch.float64, b)
+        rounded = [x.to(torch.bfloat16).to(torch.float64) for x in (k, v)]
+        torch.testing.assert_close(got, expected(spec, q, *rounded), atol=1e-12, rtol=0)
+
+
+def make(name: str, spec: AttentionSpec = PLAIN, page_size: int = 16, device: str = "cpu", **options: Any) -> object:
+    """A backend over a small cache; "meta" and "cuda" caches have their device's name without its memory."""
+    cache = PagedKVCache([spec], 1, page_size, options.pop("dtype", torch.float32), **options)
+    cache.device = torch.device(device)
+    return create_backend(name, [spec], cache, Parts())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "flashatention"}, "unknown attention backend 'flashatention'; choose one of: torch, "),
+        ({"name": "flex", "page_size": 331}, "up to 64 tokens or a multiple of 16; page_size is 331; set page_size="),
+        ({"name": "flex", "page_size": 331}, "or use attn_backend='torch'"),
+        ({"name": "flex", "page_size": 16, "device": "cuda"}, "page_size is 16; set page_size=128 or use attn_backend"),
+        (
+            {"name": "flex", "page_size": 128, "device": "cuda", "spec": replace(PLAIN, head_dim=8)},
+            "heads of size 16 or more on a GPU, not 8; use attn_backend='torch'",
+        ),
+        (
+            {"name": "flex", "spec": replace(PLAIN, kv_dtype=torch.float16)},
+            "flex backend does not implement kv_dtype, which layer 0 sets; use attn_backend='torch'",
+        ),
+        ({"name": "torch", "device": "meta"}, "the torch backend does not run on 'meta'; set device='cpu'"),
+        ({"name": "torch", "dtype": torch.float8_e5m2}, "does not read keys in torch.float8_e5m2; set dtype='bfloat"),
+    ],
+)
+def test_a_refusal_says_why_and_names_a_way_out(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        make(**options)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_layout_that_no_backend_reads_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the {name} backend reads pages in layout NHD, not HND; set layout='NHD'"):
+        make(name, layout="HND")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_bypassed_parts_exist_and_others_are_called(name: str) -> None:
+    assert bypassed_parts(name) < {field.name for field in fields(Parts)}
+    calls = []
+    parts = replace(Parts(), append_kv=lambda *args: calls.append(len(args)))
+    backend = create_backend(name, [PLAIN], PagedKVCache([PLAIN], 1, 16, torch.float32), parts)
+    _, k, v = random_qkv(PLAIN, 1, torch.float32, 0)
+    backend.plan(StepBatch.build(token_ids=[0], num_new=[1], kv_lens=[1], pages=[0], page_size=16))
+    backend.append(0, k, v)
+    assert calls == [5]
+
+
+def test_features_are_fields_of_the_spec_that_may_be_unset() -> None:
+    assert all(getattr(PLAIN, feature) is None for feature in FEATURES)
+    assert FEATURES | {"rope"} == {field.name for field in fields(AttentionSpec) if field.default is None}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_equals_naive_attention_on_the_gpu(dtype, atol):
-    for _, got, want in run_in_steps([9, 1, 14], [4, 1, 14], 4, [5, 3, 8, 1, 0, 2, 7, 9], 6, dtype, "cuda"):
+@pytest.mark.parametrize(("name", "specs"), [("torch", FEATURED), ("torch_padded", (PLAIN, WINDOW))])
+def test_equals_naive_attention_on_the_gpu(
+    name: str, specs: tuple[AttentionSpec, ...], dtype: torch.dtype, atol: float
+) -> None:
+    cache = full_cache(specs, 10, 4, dtype, device="cuda")
+    backend = create_backend(name, specs, cache, Parts())
+    lens, cuts, page_order = [9, 1, 14, 8], [4, 1, 13, 7], [5, 3, 8, 1, 0, 2, 7, 9, 6, 4]
+    for _, got, want in run_in_steps(backend, specs, lens, cuts, page_order, 4, dtype, "cuda"):
         torch.testing.assert_close(got, want, atol=atol, rtol=0)

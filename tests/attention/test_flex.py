@@ -1,9 +1,9 @@
-"""The flex backend against naive attention and the torch backend, wherever pages lie and however tokens arrive."""
+"""The flex backend: its block masks, what it keeps from step to step, and the compiled kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,23 +14,26 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask
 
-from mini_engine.attention.backend import AttentionBackend, TorchBackend, attend_with, create_backend
+from mini_engine.attention.backend import create_backend
 from mini_engine.attention.block_mask import classify_blocks
 from mini_engine.attention.flex import (
     FlexBackend,
-    Kind,
+    LayerKind,
     QueryTiles,
     cut_into_tiles,
     kv_block_size,
-    round_up,
+    padded_tile_count,
     unwritten_slots,
 )
-from mini_engine.attention.naive import alibi_bias, attention_mask, masked_attention
-from mini_engine.batch import AttentionSpec, StepBatch
+from mini_engine.attention.naive import attention_mask
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.torch import TorchBackend
+from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.contiguous import ContiguousKVCache
+from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
+from tests.attention.stepping import full_cache, random_qkv, run_in_steps
 from tests.models.families import our_model, transformers_model
 from tests.test_engine import alone, make_engine, serve
 
@@ -39,89 +42,6 @@ PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0
 WINDOW = replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0)
 ALIBI = replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=SLOPES)
 ALL = replace(PLAIN, window=21, softcap=4.0, alibi_slopes=SLOPES)
-
-
-def expected(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Naive attention over the whole of one sequence."""
-    positions = torch.arange(len(q), device=q.device)
-    bias = None
-    if spec.alibi_slopes:
-        bias = alibi_bias(torch.tensor(spec.alibi_slopes, dtype=q.dtype, device=q.device), positions, positions)
-    mask = attention_mask(positions, positions, spec.window)
-    return masked_attention(q, k, v, scale=spec.scale, mask=mask, bias=bias, softcap=spec.softcap)
-
-
-def random_qkv(spec: AttentionSpec, n: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
-    return [torch.randn(n, h, spec.head_dim, generator=generator, dtype=torch.float64).to(device, dtype) for h in heads]
-
-
-def full_cache(
-    specs: Sequence[AttentionSpec], num_pages: int, page_size: int, dtype: torch.dtype, value: float, device: str
-) -> ContiguousKVCache:
-    """A cache in which every slot holds `value`: what nobody has written must not matter."""
-    cache = ContiguousKVCache(specs, num_pages, page_size, dtype, device)
-    for pair in cache.layers:
-        for tensor in pair:
-            tensor.fill_(value)
-    return cache
-
-
-def run_in_steps(
-    backend: AttentionBackend,
-    specs: Sequence[AttentionSpec],
-    lens: Sequence[int],
-    cuts: Sequence[int],
-    page_order: Sequence[int],
-    page_size: int,
-    dtype: torch.dtype,
-    device: str = "cpu",
-) -> Iterator[tuple[AttentionSpec, Tensor, Tensor]]:
-    """Feed sequences in pieces; yield for each layer and sequence what the backend gave and what it should have."""
-    data = [[random_qkv(spec, n, dtype, b, device) for b, n in enumerate(lens)] for spec in specs]
-    free = list(page_order)
-    pages = [[free.pop() for _ in range(-(-n // page_size))] for n in lens]
-    got: list[list[list[Tensor]]] = [[[] for _ in lens] for _ in specs]
-    done = [0] * len(lens)
-    while any(d < n for d, n in zip(done, lens, strict=True)):
-        new = [min(cut, n - d) for cut, n, d in zip(cuts, lens, done, strict=True)]
-        order = sorted((b for b in range(len(lens)) if new[b]), key=lambda b: new[b] > 1)
-        after = [done[b] + new[b] for b in order]
-        batch = StepBatch.build(
-            token_ids=[0] * sum(new),
-            num_new=[new[b] for b in order],
-            kv_lens=after,
-            pages=[p for b, n in zip(order, after, strict=True) for p in pages[b][: -(-n // page_size)]],
-            page_size=page_size,
-            device=device,
-        )
-        backend.plan(batch)
-        for layer, spec in enumerate(specs):
-            rows = [[x[done[b] : done[b] + new[b]] for x in data[layer][b]] for b in order]
-            q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
-            out = attend_with(backend)(spec, q, k, v)
-            for b, piece in zip(order, out.split([new[b] for b in order]), strict=True):
-                got[layer][b].append(piece)
-        done = [d + n for d, n in zip(done, new, strict=True)]
-    for layer, spec in enumerate(specs):
-        for b in range(len(lens)):
-            yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])
-
-
-@settings(deadline=None, max_examples=12)
-@given(st.data())
-def test_equals_naive_attention_however_it_is_cut(data: st.DataObject) -> None:
-    lens = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    cuts = data.draw(st.lists(st.integers(1, 40), min_size=len(lens), max_size=len(lens)))
-    cuts = [max(cut, n // 4) for cut, n in zip(cuts, lens, strict=True)]  # at most five steps
-    page_size = data.draw(st.sampled_from([4, 16]))
-    page_order = data.draw(st.permutations(range(sum(-(-n // page_size) for n in lens) + 2)))
-    specs = (PLAIN, WINDOW, ALIBI)
-    cache = full_cache(specs, len(page_order), page_size, torch.float64, torch.nan, "cpu")
-    backend = FlexBackend(specs, cache, Parts())
-    for _, got, want in run_in_steps(backend, specs, lens, cuts, page_order, page_size, torch.float64):
-        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
 def random_step(data: st.DataObject, page_size: int) -> tuple[StepBatch, int]:
@@ -174,13 +94,13 @@ def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObje
     batch, pool = random_step(data, page_size)
     window = data.draw(st.sampled_from([None, 1, 7, 40]))
     spec = replace(PLAIN, window=window)
-    backend = FlexBackend([spec], ContiguousKVCache([spec], pool, page_size, torch.float64), Parts())
+    backend = FlexBackend([spec], PagedKVCache([spec], pool, page_size, torch.float64), Parts())
     first_prompt, end = batch.num_decodes, batch.num_sequences
     for sequences, tile_len in ((range(first_prompt), 1), (range(first_prompt, end), 32)):
         if not sequences:
             continue
         tiles = cut_into_tiles(batch, sequences, tile_len, pool)
-        mask = backend.block_mask(tiles, Kind.of(spec))
+        mask = backend.block_mask(tiles, LayerKind.of(spec))
         block = mask.BLOCK_SIZE[1]
         assert block <= page_size
         assert page_size % block == 0
@@ -215,44 +135,13 @@ def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObje
         assert torch.equal(mask.mask_mod(grid[0], torch.tensor(0), grid[1], grid[2]), visible)
 
 
-def test_keys_whose_pages_were_evicted_are_as_good_as_masked() -> None:
-    q, k, v = random_qkv(WINDOW, 12, torch.float64, 1)
-    cache = full_cache([PLAIN, WINDOW], 3, 4, torch.float64, torch.nan, "cpu")
-    backend = FlexBackend([PLAIN, WINDOW], cache, Parts())
-    keys, values = cache.layers[1]
-    keys[2], values[2] = k[4:8], v[4:8]  # page 2 holds positions 4 to 7; 0 to 3 are gone
-    batch = StepBatch.build(
-        token_ids=[0] * 4, num_new=[4], kv_lens=[8], pages=[2, 0], page_size=4, page_positions=[4, 8]
-    )
-    backend.plan(batch)
-    backend.append(WINDOW, k[8:], v[8:])
-    torch.testing.assert_close(backend.run(WINDOW, q[8:]), expected(WINDOW, q, k, v)[8:], atol=1e-12, rtol=0)
-
-
-def test_sequences_may_share_pages() -> None:
-    """Two sequences with the same first page, one decoding and one still in its prompt."""
-    q, k, v = random_qkv(PLAIN, 7, torch.float64, 2)
-    cache = full_cache([PLAIN], 4, 4, torch.float64, torch.nan, "cpu")
-    backend = FlexBackend([PLAIN], cache, Parts())
-    keys, values = cache.layers[0]
-    keys[3], values[3] = k[:4], v[:4]
-    batch = StepBatch.build(
-        token_ids=[0] * 4, num_new=[1, 3], kv_lens=[5, 7], pages=[3, 1, 3, 0], page_size=4, device="cpu"
-    )
-    backend.plan(batch)
-    backend.append(PLAIN, torch.cat([k[4:5], k[4:]]), torch.cat([v[4:5], v[4:]]))
-    got = backend.run(PLAIN, torch.cat([q[4:5], q[4:]]))
-    want = expected(PLAIN, q, k, v)[4:]
-    torch.testing.assert_close(got, torch.cat([want[:1], want]), atol=1e-12, rtol=0)
-
-
 def test_tiles_hold_every_token_once() -> None:
     batch = StepBatch.build(
         token_ids=[0] * 75, num_new=[1, 70, 4], kv_lens=[9, 70, 30], pages=range(8), page_size=16, device="cpu"
     )
     tiles = cut_into_tiles(batch, range(1, 3), 32, 8)
     assert tiles.tokens == slice(1, 75)
-    assert tiles.rows[tiles.places].tolist() == list(range(1, 75))
+    assert tiles.token_of_slot[tiles.slot_of_token].tolist() == list(range(1, 75))
     in_use = filled_tiles(tiles)
     assert tiles.positions[in_use, 0].tolist() == [0, 32, 64, 26]
     assert (tiles.positions >= 0).sum(dim=1)[in_use].tolist() == [32, 32, 6, 4]
@@ -277,15 +166,15 @@ def test_threads_get_equal_numbers_of_filled_tiles(num_decodes: int, threads: in
 
 @given(st.integers(1, 5000), st.booleans())
 def test_numbers_of_tiles_are_few(count: int, on_gpu: bool) -> None:
-    rounded = round_up(count, on_gpu)
+    rounded = padded_tile_count(count, on_gpu)
     assert rounded >= count
     assert rounded < count * (2 if on_gpu else 4) or rounded == 32
-    assert round_up(rounded, on_gpu) == rounded
+    assert padded_tile_count(rounded, on_gpu) == rounded
 
 
 def test_numbers_of_tiles_up_to_a_thousand_make_few_kernels() -> None:
-    assert len({round_up(count, on_gpu=False) for count in range(1, 1025)}) == 4
-    assert len({round_up(count, on_gpu=True) for count in range(1, 1025)}) == 11
+    assert len({padded_tile_count(count, on_gpu=False) for count in range(1, 1025)}) == 4
+    assert len({padded_tile_count(count, on_gpu=True) for count in range(1, 1025)}) == 11
 
 
 def test_only_blocks_that_a_step_opens_are_cleared_behind_their_keys() -> None:
@@ -310,29 +199,10 @@ def test_a_block_divides_its_page(page_size: int) -> None:
     assert block == page_size or block in (16, 32, 64)
 
 
-def test_pages_that_do_not_suit_are_refused() -> None:
-    assert kv_block_size(256, on_gpu=True) == 128
-    with pytest.raises(ConfigError, match="page_size is 16"):
-        kv_block_size(16, on_gpu=True)
-    with pytest.raises(ConfigError, match="multiple of 16; page_size is 331"):
-        create_backend("flex", [PLAIN], ContiguousKVCache([PLAIN], 1, 331, torch.float32), Parts())
-
-
 def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="found no no-such-compiler"):
-        create_backend("flex", [PLAIN], ContiguousKVCache([PLAIN], 1, 16, torch.float32), Parts())
-
-
-def test_bypassed_parts_exist_and_the_others_are_used() -> None:
-    assert FlexBackend.bypasses < {field.name for field in fields(Parts)}
-    calls = []
-    parts = replace(Parts(), append_kv=lambda *args: calls.append(len(args)))
-    backend = FlexBackend([PLAIN], ContiguousKVCache([PLAIN], 1, 16, torch.float32), parts)
-    _, k, v = random_qkv(PLAIN, 1, torch.float32, 0)
-    backend.plan(StepBatch.build(token_ids=[0], num_new=[1], kv_lens=[1], pages=[0], page_size=16))
-    backend.append(PLAIN, k, v)
-    assert calls == [5]
+        create_backend("flex", [PLAIN], PagedKVCache([PLAIN], 1, 16, torch.float32), Parts())
 
 
 def test_a_mask_is_built_once_a_step_for_each_kind_of_layer() -> None:
@@ -345,13 +215,13 @@ def test_a_mask_is_built_once_a_step_for_each_kind_of_layer() -> None:
 
     parts = replace(Parts(), classify_blocks=lambda *args: counted(*args[:4], window=args[4]))
     specs = [replace(PLAIN, layer=i, kv_layer=i, window=(None, 5)[i % 2]) for i in range(3)]
-    backend = FlexBackend(specs, ContiguousKVCache(specs, 6, 16, torch.float64), parts)
+    backend = FlexBackend(specs, PagedKVCache(specs, 6, 16, torch.float64), parts)
 
     def step(new: list[int], kv_lens: list[int]) -> list[int | None]:
         pages = range(sum(-(-n // 16) for n in kv_lens))
         backend.plan(StepBatch.build(token_ids=[0] * sum(new), num_new=new, kv_lens=kv_lens, pages=pages, page_size=16))
         for spec in specs:
-            attend_with(backend)(spec, *random_qkv(spec, sum(new), torch.float64, 0))
+            backend(spec.layer, *random_qkv(spec, sum(new), torch.float64, 0))
         in_this_step = sorted(built, key=str)
         built.clear()
         return in_this_step
@@ -381,7 +251,7 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
     def masks(kept: FlexBackend, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """The lists of blocks, and what the mask says of every slot."""
         kept.plan(batch)
-        [(tiles, planned)] = kept._planned
+        [(tiles, planned)] = kept._tile_plans
         [(block_mask, _)] = planned.values()
         rows, slots = torch.arange(len(tiles.positions))[:, None], torch.arange(24 * page_size)
         zero = torch.zeros((), dtype=torch.long)
@@ -389,7 +259,7 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
 
     built = []
     counted = replace(Parts(), classify_blocks=lambda *args: built.append(1) or classify_blocks(*args))
-    cache = ContiguousKVCache([spec], 24, page_size, torch.float64)
+    cache = PagedKVCache([spec], 24, page_size, torch.float64)
     kept = FlexBackend([spec], cache, counted)
     before = torch.zeros(0)
     for _ in range(data.draw(st.integers(1, 3 * page_size))):
@@ -409,12 +279,12 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
 
 def test_each_kind_of_layer_keeps_lists_of_its_own() -> None:
     specs = [PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=20)]
-    cache = ContiguousKVCache(specs, 8, 8, torch.float64)
+    cache = PagedKVCache(specs, 8, 8, torch.float64)
     kept = FlexBackend(specs, cache, Parts())
 
-    def lists(backend: FlexBackend, batch: StepBatch) -> dict[Kind, Tensor]:
+    def lists(backend: FlexBackend, batch: StepBatch) -> dict[LayerKind, Tensor]:
         backend.plan(batch)
-        [(_, planned)] = backend._planned
+        [(_, planned)] = backend._tile_plans
         return {kind: block_lists(mask) for kind, (mask, _) in planned.items()}
 
     for kv_len in range(1, 60):
@@ -425,7 +295,7 @@ def test_each_kind_of_layer_keeps_lists_of_its_own() -> None:
 
 
 def test_every_head_of_a_decode_has_its_own_slope() -> None:
-    cache = full_cache([ALL], 4, 16, torch.float64, torch.nan, "cpu")
+    cache = full_cache([ALL], 4, 16, torch.float64)
     flex = FlexBackend([ALL], cache, Parts())
     for _, got, want in run_in_steps(flex, [ALL], [12], [1], [2, 0, 1], 16, torch.float64):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
@@ -434,7 +304,7 @@ def test_every_head_of_a_decode_has_its_own_slope() -> None:
 def test_decodes_whose_pages_move_or_are_given_up_get_a_new_mask() -> None:
     built = []
     parts = replace(Parts(), classify_blocks=lambda *args: built.append(1) or classify_blocks(*args))
-    flex = FlexBackend([PLAIN], ContiguousKVCache([PLAIN], 6, 16, torch.float64), parts)
+    flex = FlexBackend([PLAIN], PagedKVCache([PLAIN], 6, 16, torch.float64), parts)
 
     def masks_built(pages: list[int], kv_lens: list[int], **others: object) -> int:
         built.clear()
@@ -492,7 +362,7 @@ def count_recompilations(specs: Sequence[AttentionSpec], page_size: int, dtype: 
         )
         for spec in specs:
             q, k, v = random_qkv(spec, sum(new), dtype, seed, device)
-            attend_with(flex)(spec, q, k, v)
+            flex(spec.layer, q, k, v)
 
     step([1, 1, 40], [9, 30, 40], seed=0)
     compiled = counters["stats"]["unique_graphs"]
@@ -551,17 +421,10 @@ def test_planning_and_running_never_wait_for_the_gpu() -> None:
     )
     q, k, v = random_qkv(ALL, 42, torch.bfloat16, 0, "cuda")
     flex.plan(batch)
-    attend_with(flex)(ALL, q, k, v)  # compiles
+    flex(0, q, k, v)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         flex.plan(batch)
-        attend_with(flex)(ALL, q, k, v)
+        flex(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_small_heads_are_refused_on_the_gpu() -> None:
-    spec = replace(PLAIN, head_dim=8)
-    with pytest.raises(ConfigError, match="heads of 16 or more"):
-        create_backend("flex", [spec], ContiguousKVCache([spec], 1, 128, torch.float32, "cuda"), Parts())

@@ -1,35 +1,55 @@
-"""The paged cache in both layouts."""
+"""The paged cache."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mini_engine.batch import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.kv_cache.paged import PagedKVCache, append_kv
 
 SPEC = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
 
 
-def test_both_layouts_hold_the_same_in_another_order() -> None:
-    k, v = torch.randn(2, 5, 2, 8)
-    slots = torch.tensor([7, 0, 9, 3, 2])
-    nhd, hnd = (PagedKVCache([SPEC], 3, 4, torch.float32, layout=layout) for layout in ("NHD", "HND"))
-    for cache in (nhd, hnd):
-        cache.update(0, k, v, slots)
-    for by_token, by_head, new in zip(nhd.layers[0], hnd.layers[0], (k, v), strict=True):
-        assert torch.equal(by_token.flatten(0, 1)[slots], new)
-        assert torch.equal(by_token.transpose(1, 2), by_head)
-        assert by_token.flatten(0, 1)[[1, 4, 5, 6, 8, 10, 11]].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_token_takes_its_keys_and_its_values(layout: str) -> None:
+@pytest.mark.parametrize(("layout", "shape"), [("NHD", (3, 4, 2, 8)), ("HND", (3, 2, 4, 8))])
+def test_a_layout_is_the_order_of_a_page_s_axes(layout: str, shape: tuple[int, ...]) -> None:
     specs = [SPEC, AttentionSpec(1, 1, num_qo_heads=4, num_kv_heads=1, head_dim=8, scale=1.0)]
-    assert PagedKVCache(specs, 3, 4, torch.bfloat16, layout=layout).bytes_per_token == 2 * (2 + 1) * 8 * 2
+    cache = PagedKVCache(specs, 3, 4, torch.bfloat16, layout=layout)
+    assert [tuple(x.shape) for x in cache.layers[0]] == [shape, shape]
+    assert cache.bytes_per_token == 2 * (2 + 1) * 8 * 2
+
+
+def test_a_layer_may_store_keys_in_a_dtype_of_its_own() -> None:
+    specs = [SPEC, replace(SPEC, layer=1, kv_layer=1, kv_dtype=torch.float8_e4m3fn)]
+    cache = PagedKVCache(specs, 3, 4, torch.bfloat16)
+    assert [k.dtype for k, _ in cache.layers] == [torch.bfloat16, torch.float8_e4m3fn]
+    assert cache.bytes_per_token == 2 * 2 * 8 * (2 + 1)
 
 
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose NHD or HND"):
         PagedKVCache([SPEC], 3, 4, torch.float32, layout="DHN")
+
+
+def test_append_writes_the_slots_and_nothing_else() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = torch.zeros(2, 10, 3, 4)
+    k, v = torch.randn(2, 4, 3, 4, generator=generator)
+    slots = torch.tensor([7, 0, 9, 3])
+    append_kv(k_cache, v_cache, k, v, slots)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        for row, slot in enumerate(slots):
+            assert torch.equal(cache[slot], new[row])
+        assert cache[[1, 2, 4, 5, 6, 8]].abs().sum() == 0
+
+
+def test_pages_are_copied_in_order() -> None:
+    cache = PagedKVCache([SPEC], 3, 4, torch.float32)
+    for pair in cache.layers:
+        for x in pair:
+            x.copy_(torch.arange(3.0)[:, None, None, None].expand_as(x))
+    cache.copy_pages([(0, 1), (1, 2)])
+    assert all(not x.any() for pair in cache.layers for x in pair)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.attention.naive import attention_mask, masked_attention
-from mini_engine.batch import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
@@ -72,14 +72,19 @@ def their_logits(theirs: Any, token_ids: Sequence[int]) -> Tensor:
 
 
 class ListAttend:
-    """Attention over keys and values that a list keeps for each sequence: the simplest cache there is."""
+    """Attention over keys and values that a list keeps for each sequence: the simplest cache there is.
 
-    def __init__(self) -> None:
+    Args:
+        specs: one for each layer.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec]) -> None:
+        self.specs = specs
         self.stored: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self.step: list[tuple[int, int, int]] = []
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, out = 0, []
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, out, spec = 0, [], self.specs[layer]
         for sequence, start, length in self.step:
             part = slice(rows, rows + length)
             kept = self.stored.setdefault((spec.kv_layer, sequence), [])
@@ -99,7 +104,7 @@ def run_schedule(
     Args:
         steps: each step is a list of (sequence, number of its next tokens to compute), packed in that order.
     """
-    attend = ListAttend()
+    attend = ListAttend(model.attention_specs)
     done = [0] * len(sequences)
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in steps:

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.batch import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import gated_mlp, rms_norm
 from mini_engine.models.registry import build_model
 from mini_engine.parts import Parts
+from mini_engine.rope import RopeConfig
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_config, transformers_model, whole
 
 TOLERANCE = 1e-4
@@ -110,11 +111,12 @@ def test_gemma2_adds_its_one_to_the_norm_before_rounding() -> None:
 def test_attention_is_described_by_the_specs() -> None:
     config = ModelConfig.from_hf(transformers_config("gemma2", attn_logit_softcapping=2.0).to_dict())
     model = build_model(config, Parts(), torch.float32, "cpu")
-    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 24**-0.5, "softcap": 2.0}
+    common = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 24**-0.5, "softcap": 2.0}
+    common["rope"] = RopeConfig(theta=10000.0, head_dim=16)
     assert model.attention_specs == (
-        AttentionSpec(layer=0, kv_layer=0, window=5, **sizes),
-        AttentionSpec(layer=1, kv_layer=1, window=None, **sizes),
-        AttentionSpec(layer=2, kv_layer=2, window=5, **sizes),
+        AttentionSpec(layer=0, kv_layer=0, window=5, **common),
+        AttentionSpec(layer=1, kv_layer=1, window=None, **common),
+        AttentionSpec(layer=2, kv_layer=2, window=5, **common),
     )
 
 

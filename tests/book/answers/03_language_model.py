@@ -218,7 +218,7 @@ def decoder(x, weights, cos, sin, spec, attend, eps, **change):
     if not change.get("no_rotation"):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     v = apply_rope(v, cos, sin) if change.get("values_too") else v
-    out = F.linear(attend(change.get("spec", spec), q, k, v).flatten(1), weights.o)
+    out = F.linear(attend(change.get("layer", spec.layer), q, k, v).flatten(1), weights.o)
     x = out if change.get("no_residual") else x + out
     read = change.get("mlp_reads", x)
     normed = reference.rms_norm(read, weights.input_norm if change.get("one_norm") else weights.mlp_norm, eps)
@@ -233,7 +233,7 @@ def unfused(x, weights, cos, sin, spec, attend, eps):
     normed = reference.rms_norm(x, weights.input_norm, eps)
     q, k, v = ((normed @ w.T).reshape(len(x), -1, spec.head_dim) for w in (q_weight, k_weight, v_weight))
     q, k = (apply_rope(torch.cat((q, k), 1), cos, sin)).split((spec.num_qo_heads, spec.num_kv_heads), 1)
-    attended = x + attend(spec, q, k, v).reshape(len(x), -1) @ weights.o.T
+    attended = x + attend(spec.layer, q, k, v).reshape(len(x), -1) @ weights.o.T
     normed = reference.rms_norm(attended, weights.mlp_norm, eps)
     return attended + reference.gated_mlp(normed, weights.gate_up, weights.down, F.silu)
 
@@ -291,13 +291,18 @@ def attention_head_by_head(x, weights, cos, sin, spec, attend, eps):
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
     normed = reference.rms_norm(x, weights.input_norm, eps)
     q, k, v = F.linear(normed, weights.qkv).unflatten(1, (-1, spec.head_dim)).split(shape, dim=1)
-    attend(spec, q, k, v)
+    attend(spec.layer, q, k, v)
     return decoder(x, weights, cos, sin, spec, attend, eps)
+
+
+@wrong("decoder_layer", fails="test_attend_is_called_once")
+def always_the_first_layer(x, weights, cos, sin, spec, attend, eps):
+    return decoder(x, weights, cos, sin, spec, attend, eps, layer=0)
 
 
 @wrong("decoder_layer", fails="test_attention_is_left_to_attend")
 def own_attention(x, weights, cos, sin, spec, attend, eps):
-    def ours(spec, q, k, v):
+    def ours(layer, q, k, v):
         positions = torch.arange(len(q))
         return masked_attention(q, k, v, scale=spec.scale, mask=attention_mask(positions, positions))
 
@@ -306,8 +311,8 @@ def own_attention(x, weights, cos, sin, spec, attend, eps):
 
 @wrong("decoder_layer", fails="test_grouped_heads")
 def keys_of_one_head_after_another(x, weights, cos, sin, spec, attend, eps):
-    def mixed(spec, q, k, v):
-        return attend(spec, q, k.reshape(k.shape[1], len(k), -1).transpose(0, 1), v)
+    def mixed(layer, q, k, v):
+        return attend(layer, q, k.reshape(k.shape[1], len(k), -1).transpose(0, 1), v)
 
     return decoder(x, weights, cos, sin, spec, mixed, eps)
 

@@ -1,4 +1,7 @@
-"""The generate loop: one step computes the prompts, every later step one token for each sequence that still runs."""
+"""Chapter 04's generate loop.
+
+The first step computes the prompts, and each later step one token of every unfinished sequence.
+"""
 
 import time
 from collections.abc import Collection, Iterator
@@ -6,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mini_engine.attention.backend import attend_with, create_backend
+from book.contiguous import ContiguousKVCache
+from mini_engine.attention.backend import create_backend
 from mini_engine.batch import SamplingBatch, StepBatch
-from mini_engine.kv_cache.contiguous import ContiguousKVCache
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.sequence import Sequence
@@ -16,12 +19,12 @@ from mini_engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did.
+    """One step of `generate_steps`.
 
     Attributes:
-        new_text: for each sequence of the step, the text that its new token let through.
-        seconds: how long it took.
-        num_tokens: tokens computed, those of prompts included.
+        new_text: for each sequence of the step, the text that its new token completed.
+        seconds: time of the step.
+        num_tokens: tokens computed, prompts included.
         is_decode: every sequence had one new token.
         kv_bytes: bytes of keys and values that attention read.
     """
@@ -35,10 +38,10 @@ class Step:
 
 @torch.inference_mode()
 def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backend: str, parts: Parts) -> Iterator[Step]:
-    """Run the sequences to their ends, all in one batch, and yield each step as it is done.
+    """Run sequences to their ends in one batch, and yield each step when it is done.
 
-    Static batching: the batch shrinks as sequences end, and nobody joins before all have. Every sequence holds one
-    page, as long as the longest may become, from the first step to the last.
+    Static batching: the batch shrinks as sequences end, and no sequence joins it later. Every sequence holds one page,
+    as long as the longest sequence may become, from the first step to its last.
 
     Args:
         model: the model.
@@ -46,13 +49,11 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
         attn_backend: name of the attention backend.
         parts: the engine's replaceable parts.
     """
-    weight = next(model.parameters())
     page_size = -(-max(sequence.max_len for sequence in sequences) // 128) * 128  # whole blocks, for any backend
-    cache = ContiguousKVCache(model.attention_specs, len(sequences), page_size, weight.dtype, weight.device)
+    cache = ContiguousKVCache(model.attention_specs, len(sequences), page_size, model.dtype, model.device)
     backend = create_backend(attn_backend, model.attention_specs, cache, parts)
-    attend = attend_with(backend)
     pages = {sequence: cache.allocate() for sequence in sequences}
-    seen = _seen_tokens(sequences, model.config.vocab_size, weight.device)
+    seen = _seen_tokens(sequences, model.config.vocab_size, model.device)
 
     running = sorted(sequences, key=lambda s: s.num_prompt_tokens > 1)  # a prompt of one token is a decode
     while running:
@@ -63,17 +64,17 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
             kv_lens=[len(s.token_ids) for s in running],
             pages=[pages[s] for s in running],
             page_size=page_size,
-            device=weight.device,
+            device=model.device,
         )
         sampling = SamplingBatch.build(
             [s.params for s in running],
             [s.seed for s in running],
             [len(s.token_ids) for s in running],
             None if seen is None else torch.stack([seen[s] for s in running]),
-            weight.device,
+            model.device,
         )
         backend.plan(batch)
-        hidden = model(batch.token_ids, batch.positions, attend)
+        hidden = model(batch.token_ids, batch.positions, backend)
         logits = model.compute_logits(hidden[batch.logit_rows])
         samples = parts.sample(logits, sampling).tolist()
 
@@ -99,7 +100,7 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
 def _seen_tokens(
     sequences: Collection[Sequence], vocab_size: int, device: torch.device
 ) -> dict[Sequence, torch.Tensor] | None:
-    """For each sequence, a [V] table of its tokens; None if no request penalises repetition."""
+    """For each sequence, a [V] table of its tokens; None if no request penalizes repetition."""
     if all(s.params.repetition_penalty == 1 for s in sequences):
         return None
     tables = {s: torch.zeros(vocab_size, dtype=torch.bool, device=device) for s in sequences}

@@ -1,23 +1,32 @@
-"""The simplest KV cache: one page per sequence, as long as the longest sequence may become."""
+"""Chapter 04's KV cache: one page per sequence, as long as the longest sequence may become."""
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from mini_engine.batch import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec
 
 
 class ContiguousKVCache:
     """Keys and values of up to `num_pages` sequences, each in one page of `page_size` tokens.
 
-    Every page is reserved in full, whatever the sequence uses of it. Chapter 06 measures what that wastes.
+    Every page is reserved in full, however much of it the sequence uses. Chapter 06 measures what that wastes, and
+    replaces this cache with `mini_engine.kv_cache.paged.PagedKVCache`.
+
+    Args:
+        specs: one for each layer of the model.
+        num_pages: largest number of sequences.
+        page_size: tokens that fit in one page.
+        dtype: of keys and values.
+        device: where keys and values are stored.
 
     Attributes:
-        layers: for each KV layer its (k, v), each [pages, page_size, num_kv_heads, head_dim] (layout "NHD").
-        page_size: tokens that fit in one page.
+        layers: for each KV layer its (k, v), each [pages, page_size, num_kv_heads, head_dim].
+        layout: "NHD", the order of a page's axes.
     """
+
+    layout = "NHD"
 
     def __init__(
         self,
@@ -27,6 +36,7 @@ class ContiguousKVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         by_kv_layer = {spec.kv_layer: spec for spec in specs}
         self.layers: list[tuple[Tensor, Tensor]] = []
         for index in range(len(by_kv_layer)):
@@ -34,38 +44,17 @@ class ContiguousKVCache:
             shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
             pair = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers.append((pair[0], pair[1]))
-        self.page_size = page_size
         self._free = list(reversed(range(num_pages)))
 
     def allocate(self) -> int:
-        """Take a free page. Raises IndexError if there is none: the caller counts."""
+        """Take a free page. Raises IndexError if there is none: the caller must count."""
         return self._free.pop()
 
     def free(self, page: int) -> None:
-        """Give a page back."""
+        """Return a page to the pool."""
         self._free.append(page)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take, over all layers."""
         return sum(t.element_size() * t.shape[2] * t.shape[3] for pair in self.layers for t in pair)
-
-
-def append_kv(
-    k_cache: Float[Tensor, "slots Hk D"],
-    v_cache: Float[Tensor, "slots Hk D"],
-    k: Float[Tensor, "T Hk D"],
-    v: Float[Tensor, "T Hk D"],
-    slot_mapping: Int[Tensor, " T"],
-) -> None:
-    """Store each token's key and value in its slot, in place.
-
-    Args:
-        k_cache: [slots, Hk, D] keys of one layer, the pages laid end to end: slot = page * page_size + offset.
-        v_cache: [slots, Hk, D] its values.
-        k: [T, Hk, D] new keys.
-        v: [T, Hk, D] new values.
-        slot_mapping: [T] the slot of each; no two are equal.
-    """
-    k_cache.index_copy_(0, slot_mapping, k)
-    v_cache.index_copy_(0, slot_mapping, v)

@@ -1,0 +1,67 @@
+"""The attention of one layer, and the call by which a model asks for it."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mini_engine.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of one layer: known when the model is built, and fixed from then on.
+
+    Attributes:
+        layer: index of the layer in the model.
+        kv_layer: index of the layer of the KV cache that this layer reads and writes.
+        num_qo_heads: query (and output) heads.
+        num_kv_heads: key and value heads; divides `num_qo_heads` (grouped-query attention).
+        head_dim: size of one head.
+        scale: factor on the scores, usually `head_dim ** -0.5`.
+        window: number of keys that a query may see, its own included; None: no limit.
+        softcap: if set, a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
+        alibi_slopes: one slope for each query head; adds `-slope * distance` to the scores (Press et al. 2021).
+        rope: rotary embedding that the model has already applied to queries and keys; a backend that moves keys to
+            other positions needs it to rotate them again. None: no rotary embedding, or an unknown one.
+        kv_dtype: dtype in which keys and values are stored; None: the model's.
+    """
+
+    layer: int
+    kv_layer: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    rope: RopeConfig | None = None
+    kv_dtype: torch.dtype | None = None
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """Store a step's keys and values of one layer, and return the attention of its queries.
+
+    A model knows nothing else about keys and values. Every `AttentionBackend` is an `Attend`.
+
+    Args:
+        layer: index of the layer in the model.
+        q: [T, Hq, D] queries of all sequences, one sequence after the other.
+        k: [T, Hk, D] their keys.
+        v: [T, Hk, D] their values.
+
+    Returns:
+        [T, Hq, D] for each query, the attention over the keys of its own sequence that it may see.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "T Hq D"],
+        k: Float[Tensor, "T Hk D"],
+        v: Float[Tensor, "T Hk D"],
+    ) -> Float[Tensor, "T Hq D"]: ...

@@ -1,0 +1,249 @@
+"""Backends in plain PyTorch: the reference, and a faster one for batches of decodes on a CPU.
+
+`TorchBackend` attends to one sequence after the other. Every other backend is tested against it.
+`PaddedTorchBackend` computes a step's decodes in one padded call. Explained in chapter 04.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
+from mini_engine.attention.masks import MaskMod
+from mini_engine.attention.naive import alibi_bias, fused_attention
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.state import chunked_attention
+from mini_engine.batch import StepBatch, to_device
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """One sequence of a step, ready for attention.
+
+    Attributes:
+        tokens: the sequence's rows among the step's tokens.
+        pages: its pages; a slice if they follow one another in the pool, which makes a view instead of a copy.
+        num_keys: keys in those pages.
+        query_positions: [n] position of each query.
+        key_positions: [m] position of each key.
+        masks: for each window of the model's layers, [n, m] the keys that each query sees; None: all.
+    """
+
+    tokens: slice
+    pages: slice | Int[Tensor, " pages"]
+    num_keys: int
+    query_positions: Int[Tensor, " n"]
+    key_positions: Int[Tensor, " m"]
+    masks: dict[int | None, Bool[Tensor, "n m"] | None]
+
+
+class TorchBackend(AttentionBackend):
+    """The reference: gather the keys of each sequence and attend to them, one sequence at a time.
+
+    It runs anywhere, in any dtype, with every feature of AttentionSpec. It does not read keys in blocks, so it bypasses
+    the parts for those.
+    """
+
+    bypasses: ClassVar[frozenset[str]] = frozenset({"classify_blocks", "physical_blocks", "physical_mask"})
+
+    # Longer sequences are attended to in chunks of this many keys, which bounds the size of the score matrix.
+    KEY_CHUNK = 8192
+
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
+        super().__init__(specs, cache, parts)
+        self._mask_mods: dict[int | None, MaskMod] = {window: parts.mask_mod(window) for window in _windows(specs)}
+
+    def plan(self, batch: StepBatch) -> None:
+        self._slot_mapping = batch.slot_mapping
+        self._sequences = self._plan_sequences(batch, range(batch.num_sequences))
+
+    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[self.specs[layer].kv_layer])
+        self.parts.append_kv(k_cache, v_cache, k.to(k_cache.dtype), v.to(v_cache.dtype), self._slot_mapping)
+
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        spec = self.specs[layer]
+        out = torch.empty_like(q)
+        for sequence in self._sequences:
+            k, v = (
+                pages[sequence.pages].flatten(0, 1)[: sequence.num_keys].to(q.dtype)
+                for pages in self.cache.layers[spec.kv_layer]
+            )
+            out[sequence.tokens] = self._attend(spec, sequence, q[sequence.tokens], k, v)
+        return out
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        sequence: SequencePlan,
+        q: Float[Tensor, "n Hq D"],
+        k: Float[Tensor, "m Hk D"],
+        v: Float[Tensor, "m Hk D"],
+    ) -> Float[Tensor, "n Hq D"]:
+        bias = None
+        if spec.alibi_slopes is not None:
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device)
+            bias = alibi_bias(slopes, sequence.query_positions, sequence.key_positions)
+        options: dict[str, Any] = {
+            "scale": spec.scale, "mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap
+        }  # fmt: skip
+        if len(k) <= self.KEY_CHUNK:
+            return self.parts.masked_attention(q, k, v, **options)
+        merge = self.parts.merge_states
+        return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=merge, **options).out
+
+    def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
+        """Plan some sequences of a step, one after the other."""
+        first_token, first_page = batch.qo_indptr.tolist(), batch.kv_page_indptr.tolist()
+        kv_lens = batch.kv_lens.tolist()
+        offsets = torch.arange(batch.page_size, device=batch.positions.device)
+        count_up = torch.arange(max(kv_lens), device=batch.positions.device)
+        nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
+        plans = []
+        for b in sequences:
+            tokens, entries = slice(*first_token[b : b + 2]), slice(*first_page[b : b + 2])
+            query_positions, key_positions = batch.positions[tokens], count_up[: kv_lens[b]]
+            if batch.page_positions is not None:
+                page_positions = batch.page_positions[entries]
+                key_positions = (page_positions[:, None] + offsets).flatten()[: kv_lens[b]]
+            is_decode = tokens.stop - tokens.start == 1
+            masks = {
+                window: None
+                if is_decode and (window is None or kv_lens[b] <= window)
+                else mask_mod(nothing, nothing, query_positions[:, None], key_positions)
+                for window, mask_mod in self._mask_mods.items()
+            }
+            pages = _page_index(batch, entries)
+            plans.append(SequencePlan(tokens, pages, kv_lens[b], query_positions, key_positions, masks))
+        return plans
+
+
+class ChunkedBackend(TorchBackend):
+    """The reference with chunks so small that almost every sequence needs `merge_states` (chapter 02)."""
+
+    KEY_CHUNK = 64
+
+
+class PaddedTorchBackend(TorchBackend):
+    """The reference for prompts; the decodes of a step in one call, each padded to the longest of them.
+
+    A loop over sequences calls a dozen small operators for each sequence in each layer. A decode has one query, so
+    where the lengths of the decodes are similar, padding costs less than the loop. Decodes go through the loop too if
+    padding would cost more, and if a layer has a soft-cap or ALiBi slopes, which the padded call does not implement.
+
+    The padded call does not use `masked_attention`, so that part is listed as bypassed although prompts use it.
+    """
+
+    bypasses: ClassVar[frozenset[str]] = TorchBackend.bypasses | {"masked_attention"}
+
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
+        super().__init__(specs, cache, parts)
+        self._may_pad = all(spec.softcap is None and spec.alibi_slopes is None for spec in specs)
+
+    def plan(self, batch: StepBatch) -> None:
+        self._slot_mapping = batch.slot_mapping
+        self._decodes, num_padded = None, 0
+        if self._may_pad and worth_padding(batch, self.KEY_CHUNK):
+            self._decodes, num_padded = PaddedDecodes.of(batch, self._mask_mods), batch.num_decodes
+        self._sequences = self._plan_sequences(batch, range(num_padded, batch.num_sequences))
+
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        out = super().run(layer, q)
+        if self._decodes is not None:
+            spec, count = self.specs[layer], len(self._decodes.pages)
+            out[:count] = self._decodes.attend(spec, q[:count], *self.cache.layers[spec.kv_layer])
+        return out
+
+
+def worth_padding(batch: StepBatch, max_keys: int) -> bool:
+    """Whether to pad a step's decodes: at least two, of which padding makes at most twice as many pages.
+
+    Args:
+        batch: the step.
+        max_keys: longest sequence to pad to.
+    """
+    page_counts = torch.diff(batch.kv_page_indptr)[: batch.num_decodes]
+    if batch.num_decodes < 2:
+        return False
+    longest = int(page_counts.max())
+    return longest * batch.page_size <= max_keys and longest * batch.num_decodes <= 2 * int(page_counts.sum())
+
+
+@dataclass(frozen=True)
+class PaddedDecodes:
+    """The decodes of a step, each padded to the longest of them.
+
+    Attributes:
+        pages: [D, W] pages of each decode; its last page is repeated up to the longest decode's count.
+        padding: decode and key index of each slot behind a sequence's last key. Such a slot may hold anything, NaN
+            included.
+        visible: for each window, [D, 1, 1, m] which of the longest sequence's m keys each decode sees.
+    """
+
+    pages: Int[Tensor, "D W"]
+    padding: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
+    visible: dict[int | None, Bool[Tensor, "D 1 1 m"]]
+
+    @classmethod
+    def of(cls, batch: StepBatch, mask_mods: Mapping[int | None, MaskMod]) -> "PaddedDecodes":
+        """Pad the decodes of a step, without a loop over them.
+
+        Args:
+            batch: a step with decodes.
+            mask_mods: for each window, which keys a query sees.
+        """
+        first = batch.kv_page_indptr.numpy()[: batch.num_decodes, None]
+        counts = np.diff(batch.kv_page_indptr.numpy())[: batch.num_decodes, None]
+        kv_lens = batch.kv_lens.numpy()[: batch.num_decodes, None]
+        column = np.minimum(np.arange(counts.max()), counts - 1)
+        held = np.arange(kv_lens.max()) < kv_lens
+        rows, keys = np.nonzero(~held)
+        moved = to_device(
+            {"entry": first + column, "column": column, "held": held, "rows": rows, "keys": keys},
+            batch.kv_page_indices.device,
+        )
+        starts = moved["column"] * batch.page_size
+        if batch.page_positions is not None:
+            starts = batch.page_positions[moved["entry"]]
+        offsets = torch.arange(batch.page_size, device=starts.device)
+        positions = (starts[:, :, None] + offsets).flatten(1)[:, : held.shape[1]]
+        queries = batch.positions[: batch.num_decodes, None]
+        nothing = torch.zeros((), dtype=torch.long, device=starts.device)  # no mask depends on row or head
+        visible = {
+            window: (moved["held"] & mask_mod(nothing, nothing, queries, positions))[:, None, None]
+            for window, mask_mod in mask_mods.items()
+        }
+        return cls(batch.kv_page_indices[moved["entry"]].long(), (moved["rows"], moved["keys"]), visible)
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q: Float[Tensor, "D Hq d"],
+        k_pages: Float[Tensor, "pages P Hk d"],
+        v_pages: Float[Tensor, "pages P Hk d"],
+    ) -> Float[Tensor, "D Hq d"]:
+        """Attend with one query each; the heads of a group are the rows of their KV head, as in `sdpa_attention`."""
+        mask = self.visible[spec.window]
+        k, v = (x[self.pages].flatten(1, 2)[:, : mask.shape[-1]].to(q.dtype) for x in (k_pages, v_pages))
+        for x in (k, v):
+            x[self.padding] = 0
+        queries = q.unflatten(1, (spec.num_kv_heads, -1))
+        return fused_attention(queries, k.transpose(1, 2), v.transpose(1, 2), scale=spec.scale, mask=mask).flatten(1, 2)
+
+
+def _windows(specs: Sequence[AttentionSpec]) -> set[int | None]:
+    return {spec.window for spec in specs}
+
+
+def _page_index(batch: StepBatch, entries: slice) -> slice | Int[Tensor, " pages"]:
+    """An index of some entries of `kv_page_indices` into the pool: a slice if the pages follow one another in it."""
+    pages = batch.host_page_indices.numpy()[entries]
+    if (np.diff(pages) == 1).all():
+        return slice(int(pages[0]), int(pages[-1]) + 1)
+    return batch.kv_page_indices[entries]

@@ -1,0 +1,87 @@
+"""Sequences fed through a backend in pieces, and what naive attention over the whole of each gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionBackend
+from mini_engine.attention.naive import alibi_bias, attention_mask, masked_attention
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
+from mini_engine.kv_cache.paged import PagedKVCache
+
+
+def expected(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Naive attention over the whole of one sequence."""
+    positions = torch.arange(len(q), device=q.device)
+    bias = None
+    if spec.alibi_slopes:
+        bias = alibi_bias(torch.tensor(spec.alibi_slopes, dtype=q.dtype, device=q.device), positions, positions)
+    mask = attention_mask(positions, positions, spec.window)
+    return masked_attention(q, k, v, scale=spec.scale, mask=mask, bias=bias, softcap=spec.softcap)
+
+
+def random_qkv(spec: AttentionSpec, n: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return [torch.randn(n, h, spec.head_dim, generator=generator, dtype=torch.float64).to(device, dtype) for h in heads]
+
+
+def full_cache(
+    specs: Sequence[AttentionSpec],
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    value: float = torch.nan,
+    device: str = "cpu",
+) -> PagedKVCache:
+    """A cache in which every slot holds `value`: a slot that was never written must not matter."""
+    cache = PagedKVCache(specs, num_pages, page_size, dtype, device)
+    for pair in cache.layers:
+        for tensor in pair:
+            tensor.fill_(value)
+    return cache
+
+
+def run_in_steps(
+    backend: AttentionBackend,
+    specs: Sequence[AttentionSpec],
+    lens: Sequence[int],
+    cuts: Sequence[int],
+    page_order: Sequence[int],
+    page_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> Iterator[tuple[AttentionSpec, Tensor, Tensor]]:
+    """Feed sequences in pieces; yield the backend's output and the expected one for each layer and sequence."""
+    data = [[random_qkv(spec, n, dtype, b, device) for b, n in enumerate(lens)] for spec in specs]
+    free = list(page_order)
+    pages = [[free.pop() for _ in range(-(-n // page_size))] for n in lens]
+    got: list[list[list[Tensor]]] = [[[] for _ in lens] for _ in specs]
+    done = [0] * len(lens)
+    while any(d < n for d, n in zip(done, lens, strict=True)):
+        new = [min(cut, n - d) for cut, n, d in zip(cuts, lens, done, strict=True)]
+        order = sorted((b for b in range(len(lens)) if new[b]), key=lambda b: new[b] > 1)
+        after = [done[b] + new[b] for b in order]
+        batch = StepBatch.build(
+            token_ids=[0] * sum(new),
+            num_new=[new[b] for b in order],
+            kv_lens=after,
+            pages=[p for b, n in zip(order, after, strict=True) for p in pages[b][: -(-n // page_size)]],
+            page_size=page_size,
+            device=device,
+        )
+        backend.plan(batch)
+        for layer in range(len(specs)):
+            rows = [[x[done[b] : done[b] + new[b]] for x in data[layer][b]] for b in order]
+            q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+            out = backend(layer, q, k, v)
+            for b, piece in zip(order, out.split([new[b] for b in order]), strict=True):
+                got[layer][b].append(piece)
+        done = [d + n for d, n in zip(done, new, strict=True)]
+    for layer, spec in enumerate(specs):
+        for b in range(len(lens)):
+            yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])

@@ -1,4 +1,4 @@
-"""What one step of the engine computes, described once for every attention method and for the sampler."""
+"""What one step of the engine computes, described once for every attention method."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,10 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32, UInt8
+from jaxtyping import Float, Int, Int32, UInt8
 from torch import Tensor
-
-from mini_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -194,75 +192,6 @@ class StepBatch:
         from mini_engine.batch_html import render
 
         return render(self)
-
-
-LEAST_TEMPERATURE = 1e-5  # logits divided by less could overflow; it is as good as greedy
-
-
-@dataclass(frozen=True)
-class SamplingBatch:
-    """What the sampler needs to know of the R rows of logits of one step.
-
-    Attributes:
-        temperature: [R] 0 takes the largest logit.
-        top_k: [R] keep the k largest logits; 0 keeps all.
-        top_p: [R] keep the smallest set of largest probabilities that reaches top_p; 1 keeps all.
-        min_p: [R] keep what has at least min_p times the largest probability; 0 keeps all.
-        repetition_penalty: [R] divides positive and multiplies negative logits of tokens seen before; 1 does nothing.
-        seeds: [R] seed of each request.
-        positions: [R] position of the token that is to be sampled.
-        seen: [R, V] tokens that the penalty applies to; None while no request asks for a penalty.
-        all_greedy: every temperature is 0 (known on the host, so that no work is launched in vain).
-        max_candidates: largest number of candidates that a filter needs sorted: 0 for none, -1 for the vocabulary.
-    """
-
-    temperature: Float[Tensor, " R"]
-    top_k: Int[Tensor, " R"]
-    top_p: Float[Tensor, " R"]
-    min_p: Float[Tensor, " R"]
-    repetition_penalty: Float[Tensor, " R"]
-    seeds: Int[Tensor, " R"]
-    positions: Int[Tensor, " R"]
-    seen: Bool[Tensor, "R V"] | None
-    all_greedy: bool
-    max_candidates: int
-
-    @classmethod
-    def build(
-        cls,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        positions: Sequence[int],
-        seen: Bool[Tensor, "R V"] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> "SamplingBatch":
-        """Gather the rows' parameters.
-
-        Args:
-            params: parameters of each row's request.
-            seeds: seed of each row's request, any 64-bit integer.
-            positions: position of the token that each row samples.
-            seen: [R, V] tokens to penalise.
-            device: where the logits are.
-        """
-        floats = ("temperature", "top_p", "min_p", "repetition_penalty")
-        # What is too small or too large for the dtype becomes its smallest or largest number.
-        limits = np.finfo(np.float32)
-        arrays = {}
-        for name in floats:
-            wide = np.array([getattr(p, name) for p in params], dtype=np.float64)
-            arrays[name] = np.where(wide > 0, wide.clip(limits.tiny, limits.max), 0).astype(np.float32)
-        arrays["temperature"][arrays["temperature"] < LEAST_TEMPERATURE] = 0
-        arrays["top_k"] = np.array([min(p.top_k, 2**31) for p in params], dtype=np.int64)
-        arrays["seeds"] = np.array(seeds, dtype=np.int64)
-        arrays["positions"] = np.array(positions, dtype=np.int64)
-        sorts_all = bool(((arrays["top_k"] == 0) & (arrays["top_p"] < 1)).any())
-        return cls(
-            **to_device(arrays, torch.device(device)),
-            seen=seen,
-            all_greedy=bool((arrays["temperature"] == 0).all()),
-            max_candidates=-1 if sorts_all else int(arrays["top_k"].max(initial=0)),
-        )
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

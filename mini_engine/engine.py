@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mini_engine.attention.backend import AttentionBackend, attend_with, create_backend
-from mini_engine.batch import Attend, AttentionSpec, SamplingBatch, StepBatch
+from mini_engine.batch import Attend, AttentionSpec, StepBatch
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import EngineOutput, Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
+from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 from mini_engine.sequence import Sequence, check_prompt, prompt_tokens
@@ -331,11 +332,13 @@ class LLMEngine:
 
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> list[EngineOutput]:
         logits = self.model.compute_logits(hidden)
+        columns = sampling_columns([s.params for s in sequences])
+        penalized = np.flatnonzero(columns["repetition_penalty"] != 1)
         batch = SamplingBatch.build(
-            [s.params for s in sequences],
+            columns,
             [s.seed for s in sequences],
             [len(s.token_ids) for s in sequences],
-            self._seen_by(sequences),
+            torch.stack([self._seen[sequences[i]] for i in penalized]) if len(penalized) else None,
             self._device,
         )
         outputs = []
@@ -345,13 +348,6 @@ class LLMEngine:
                 self._seen[sequence][token] = True
             outputs.append(EngineOutput(self.request_ids[sequence], text, token, sequence.finish_reason))
         return outputs
-
-    def _seen_by(self, sequences: list[Sequence]) -> torch.Tensor | None:
-        """The tokens that each row's penalty applies to; None if no row has one."""
-        if not any(s in self._seen for s in sequences):
-            return None
-        nothing = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, device=self._device)
-        return torch.stack([self._seen.get(s, nothing) for s in sequences])
 
     def _count(self, report: StepReport, shared_tokens: int) -> None:
         metrics = self.metrics

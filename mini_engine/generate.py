@@ -4,13 +4,15 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mini_engine.attention.backend import attend_with, create_backend
-from mini_engine.batch import SamplingBatch, StepBatch
+from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.contiguous import ContiguousKVCache
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
+from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sequence import Sequence
 
 
@@ -65,11 +67,13 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
             page_size=page_size,
             device=weight.device,
         )
+        columns = sampling_columns([s.params for s in running])
+        penalized = np.flatnonzero(columns["repetition_penalty"] != 1)
         sampling = SamplingBatch.build(
-            [s.params for s in running],
+            columns,
             [s.seed for s in running],
             [len(s.token_ids) for s in running],
-            None if seen is None else torch.stack([seen[s] for s in running]),
+            torch.stack([seen[running[i]] for i in penalized]) if len(penalized) else None,
             weight.device,
         )
         backend.plan(batch)
@@ -81,7 +85,7 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
         for sequence, token in zip(running, samples, strict=True):
             sequence.num_computed = len(sequence.token_ids)
             new_text.append((sequence, sequence.append(token)))
-            if seen is not None:
+            if sequence in seen:
                 seen[sequence][token] = True
         yield Step(
             new_text,
@@ -98,11 +102,10 @@ def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backen
 
 def _seen_tokens(
     sequences: Collection[Sequence], vocab_size: int, device: torch.device
-) -> dict[Sequence, torch.Tensor] | None:
-    """For each sequence, a [V] table of its tokens; None if no request penalises repetition."""
-    if all(s.params.repetition_penalty == 1 for s in sequences):
-        return None
-    tables = {s: torch.zeros(vocab_size, dtype=torch.bool, device=device) for s in sequences}
+) -> dict[Sequence, torch.Tensor]:
+    """Build a [V] table of the tokens of each sequence that has a repetition penalty."""
+    penalized = [s for s in sequences if s.params.repetition_penalty != 1]
+    tables = {s: torch.zeros(vocab_size, dtype=torch.bool, device=device) for s in penalized}
     for sequence, table in tables.items():
         table[torch.tensor(sequence.token_ids, device=device)] = True
     return tables

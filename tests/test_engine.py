@@ -16,7 +16,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from mini_engine.attention.backend import BACKENDS
-from mini_engine.batch import SamplingBatch
 from mini_engine.engine import EngineMetrics, LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.models.base import CausalLM, LanguageModel
@@ -24,7 +23,7 @@ from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
 from mini_engine.outputs import Piece, StepReport
 from mini_engine.parts import Parts
-from mini_engine.sampling import sample
+from mini_engine.sampling import SamplingBatch, sample, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.sequence import Sequence
 from tests.models.families import FAMILIES, ListAttend, our_model, transformers_model
@@ -85,7 +84,8 @@ def alone(model: CausalLM, prompt: list[int], params: SamplingParams, window: in
         hidden = model(torch.tensor(tokens[computed:]), torch.arange(computed, len(tokens)), attend)
         seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
         seen[0, tokens] = True
-        how = SamplingBatch.build([params], [params.seed or 0], [len(tokens)], seen)
+        penalized = seen if params.repetition_penalty != 1 else None
+        how = SamplingBatch.build(sampling_columns([params]), [params.seed or 0], [len(tokens)], penalized)
         computed = len(tokens)
         tokens.append(int(sample(model.compute_logits(hidden[-1:]), how)))
     return tokens[len(prompt) :]

@@ -1,20 +1,23 @@
-"""Chapter 04's generate loop.
+"""Static batching: one step computes the prompts, every later step one token for each request that still runs.
 
-The first step computes the prompts, and each later step one token of every unfinished sequence.
+Chapter 04's generate loop. Part II replaces it with continuous batching.
 """
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from book.contiguous import ContiguousKVCache
 from mini_engine.attention.backend import create_backend
-from mini_engine.batch import SamplingBatch, StepBatch
+from mini_engine.batch import StepBatch
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
-from mini_engine.sequence import Sequence
+from mini_engine.request import Request, end_tokens
+from mini_engine.sampling import SamplingBatch, sampling_columns
+from mini_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -22,88 +25,104 @@ class Step:
     """One step of `generate_steps`.
 
     Attributes:
-        new_text: for each sequence of the step, the text that its new token completed.
-        seconds: time of the step.
-        num_tokens: tokens computed, prompts included.
-        is_decode: every sequence had one new token.
+        new_tokens: each request of the step, with its new token.
+        seconds: how long the step took.
+        num_tokens: tokens computed, those of prompts included.
+        is_decode: every request had one new token.
         kv_bytes: bytes of keys and values that attention read.
     """
 
-    new_text: list[tuple[Sequence, str]]
+    new_tokens: list[tuple[Request, int]]
     seconds: float
     num_tokens: int
     is_decode: bool
     kv_bytes: int
 
 
-@torch.inference_mode()
-def generate_steps(model: CausalLM, sequences: Collection[Sequence], attn_backend: str, parts: Parts) -> Iterator[Step]:
-    """Run sequences to their ends in one batch, and yield each step when it is done.
+def make_requests(
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    eos_token_ids: Collection[int] = (),
+    max_model_len: int,
+) -> list[Request]:
+    """One request for each prompt, with the seed of its parameters or else its index."""
+    return [
+        Request(
+            str(index),
+            list(prompt),
+            own,
+            seed=index if own.seed is None else own.seed,
+            max_len=min(len(prompt) + own.max_tokens, max_model_len),
+            end_token_ids=end_tokens(own, eos_token_ids),
+            arrival=index,
+        )
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
 
-    Static batching: the batch shrinks as sequences end, and no sequence joins it later. Every sequence holds one page,
-    as long as the longest sequence may become, from the first step to its last.
+
+@torch.inference_mode()
+def generate_steps(model: CausalLM, requests: Sequence[Request], attn_backend: str, parts: Parts) -> Iterator[Step]:
+    """Run requests to their ends, all in one batch, and yield each step when it is done.
+
+    The batch shrinks as requests end, and no request joins before all have ended. Every request holds one page, as long
+    as the longest may become, from the first step to the last.
 
     Args:
         model: the model.
-        sequences: new sequences, none computed yet.
+        requests: new requests, none computed yet; their tokens grow in place.
         attn_backend: name of the attention backend.
         parts: the engine's replaceable parts.
     """
-    page_size = -(-max(sequence.max_len for sequence in sequences) // 128) * 128  # whole blocks, for any backend
-    cache = ContiguousKVCache(model.attention_specs, len(sequences), page_size, model.dtype, model.device)
+    page_size = -(-max(request.max_len for request in requests) // 128) * 128  # whole blocks, for any backend
+    cache = ContiguousKVCache(model.attention_specs, len(requests), page_size, model.dtype, model.device)
     backend = create_backend(attn_backend, model.attention_specs, cache, parts)
-    pages = {sequence: cache.allocate() for sequence in sequences}
-    seen = _seen_tokens(sequences, model.config.vocab_size, model.device)
+    pages = {request: cache.allocate() for request in requests}
+    computed = dict.fromkeys(requests, 0)
 
-    running = sorted(sequences, key=lambda s: s.num_prompt_tokens > 1)  # a prompt of one token is a decode
+    running = sorted(requests, key=lambda r: len(r.token_ids) > 1)  # a prompt of one token is a decode
     while running:
         start = time.perf_counter()
         batch = StepBatch.build(
-            token_ids=[token for s in running for token in s.token_ids[s.num_computed :]],
-            num_new=[len(s.token_ids) - s.num_computed for s in running],
-            kv_lens=[len(s.token_ids) for s in running],
-            pages=[pages[s] for s in running],
+            token_ids=[token for r in running for token in r.token_ids[computed[r] :]],
+            num_new=[len(r.token_ids) - computed[r] for r in running],
+            kv_lens=[len(r.token_ids) for r in running],
+            pages=[pages[r] for r in running],
             page_size=page_size,
             device=model.device,
         )
+        penalized = [r for r in running if r.params.repetition_penalty != 1]
         sampling = SamplingBatch.build(
-            [s.params for s in running],
-            [s.seed for s in running],
-            [len(s.token_ids) for s in running],
-            None if seen is None else torch.stack([seen[s] for s in running]),
+            sampling_columns([r.params for r in running]),
+            [r.seed for r in running],
+            [len(r.token_ids) for r in running],
+            _seen_tokens(penalized, model) if penalized else None,
             model.device,
         )
         backend.plan(batch)
         hidden = model(batch.token_ids, batch.positions, backend)
-        logits = model.compute_logits(hidden[batch.logit_rows])
-        samples = parts.sample(logits, sampling).tolist()
+        samples = parts.sample(model.compute_logits(hidden[batch.logit_rows]), sampling).tolist()
 
-        new_text = []
-        for sequence, token in zip(running, samples, strict=True):
-            sequence.num_computed = len(sequence.token_ids)
-            new_text.append((sequence, sequence.append(token)))
-            if seen is not None:
-                seen[sequence][token] = True
+        for request, token in zip(running, samples, strict=True):
+            computed[request] = len(request.token_ids)
+            request.token_ids.append(token)
+            request.finish_reason = request.end_of(request.token_ids)
         yield Step(
-            new_text,
+            list(zip(running, samples, strict=True)),
             seconds=time.perf_counter() - start,
             num_tokens=batch.num_tokens,
             is_decode=batch.num_decodes == len(running),
             kv_bytes=int(batch.kv_lens.sum()) * cache.bytes_per_token,
         )
-        for sequence in running:
-            if sequence.finish_reason:
-                cache.free(pages.pop(sequence))
-        running = [s for s in running if not s.finish_reason]
+        for request in running:
+            if request.finish_reason:
+                cache.free(pages.pop(request))
+        running = [r for r in running if not r.finish_reason]
 
 
-def _seen_tokens(
-    sequences: Collection[Sequence], vocab_size: int, device: torch.device
-) -> dict[Sequence, torch.Tensor] | None:
-    """For each sequence, a [V] table of its tokens; None if no request penalizes repetition."""
-    if all(s.params.repetition_penalty == 1 for s in sequences):
-        return None
-    tables = {s: torch.zeros(vocab_size, dtype=torch.bool, device=device) for s in sequences}
-    for sequence, table in tables.items():
-        table[torch.tensor(sequence.token_ids, device=device)] = True
-    return tables
+def _seen_tokens(requests: Sequence[Request], model: CausalLM) -> torch.Tensor:
+    """[P, V] the tokens that each request has seen."""
+    seen = np.zeros((len(requests), model.config.vocab_size), dtype=bool)
+    for row, request in enumerate(requests):
+        seen[row, request.token_ids] = True
+    return torch.from_numpy(seen).to(model.device)

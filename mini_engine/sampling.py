@@ -1,16 +1,154 @@
-"""From logits to tokens: filters, and sampling that depends on a request's own seed alone.
+"""From logits to tokens: penalty, filters, and sampling that depends only on a request's own seed.
 
 Sampling adds Gumbel noise to the logits and takes the largest (Gumbel 1954; Maddison et al. 2014, "A* Sampling",
 section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of
-(seed, position, token id) and of nothing else, so neither the batch nor the row nor the device has a say in it
-(counter-based random numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+(seed, position, token id) and of nothing else, so a request draws the same tokens in any batch, in any row and on any
+device (counter-based random numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
-from mini_engine.batch import SamplingBatch
+from mini_engine.batch import to_device
+from mini_engine.sampling_params import SamplingParams
+
+HAS_TRITON = find_spec("triton") is not None  # it is not installed with PyTorch for CPUs
+MIN_TEMPERATURE = 1e-5  # below this, sample greedily: dividing by the temperature could overflow
+
+# The sampling parameters of one request, in the ranges that the sampler computes with.
+SAMPLING_DTYPE = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+    ]
+)
+
+
+def sampling_columns(params: Sequence[SamplingParams]) -> np.ndarray:
+    """Convert sampling parameters to a structured array, once for each request.
+
+    Values above or below the range of float32 become its largest or its smallest positive number.
+
+    Args:
+        params: parameters of each request.
+
+    Returns:
+        [N] records of SAMPLING_DTYPE.
+    """
+    columns = np.empty(len(params), dtype=SAMPLING_DTYPE)
+    limits = np.finfo(np.float32)
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        wide = np.array([getattr(p, name) for p in params], dtype=np.float64)
+        columns[name] = np.where(wide > 0, wide.clip(limits.tiny, limits.max), 0)
+    columns["temperature"][columns["temperature"] < MIN_TEMPERATURE] = 0
+    columns["top_k"] = [min(p.top_k, 2**31) for p in params]
+    return columns
+
+
+@dataclass(frozen=True)
+class FilteredRows:
+    """Rows whose filters need the same amount of sorting.
+
+    Attributes:
+        rows: [F] their indices in the batch.
+        max_candidates: the largest k that any of them needs sorted: 0 for none, -1 for the whole vocabulary.
+    """
+
+    rows: Int[Tensor, " F"]
+    max_candidates: int
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Sampling parameters of the R rows of logits of one step.
+
+    Only `positions` changes from one step to the next while the same requests run:
+    `replace(batch, positions=...)` reuses the rest.
+
+    Attributes:
+        temperature: [R] divides the logits; 0 takes the largest logit.
+        top_k: [R] keep the k largest logits; 0 keeps all.
+        top_p: [R] keep the smallest set of largest probabilities that reaches top_p; 1 keeps all.
+        min_p: [R] keep tokens with at least min_p times the largest probability; 0 keeps all.
+        repetition_penalty: [R] divides positive and multiplies negative logits of tokens seen before; 1 does nothing.
+        seeds: [R] seed of each request.
+        positions: [R] position of the token to sample.
+        penalized_rows: [P] rows whose repetition penalty is not 1.
+        seen: [P, V] for each of `penalized_rows`, the tokens of its prompt and output so far; None if P is 0.
+        filters: the rows that any filter changes, in at most three groups; greedy rows are in none of them.
+        all_greedy: every temperature is 0. A host-side flag: the CPU's sampler skips the noise.
+    """
+
+    temperature: Float[Tensor, " R"]
+    top_k: Int[Tensor, " R"]
+    top_p: Float[Tensor, " R"]
+    min_p: Float[Tensor, " R"]
+    repetition_penalty: Float[Tensor, " R"]
+    seeds: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    penalized_rows: Int[Tensor, " P"]
+    seen: Bool[Tensor, "P V"] | None
+    filters: tuple[FilteredRows, ...]
+    all_greedy: bool
+
+    @classmethod
+    def build(
+        cls,
+        columns: np.ndarray,
+        seeds: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        seen: Bool[Tensor, "P V"] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "SamplingBatch":
+        """Upload the rows' parameters and find the rows that need more than a temperature.
+
+        Args:
+            columns: [R] records of SAMPLING_DTYPE, from `sampling_columns`.
+            seeds: [R] any 64-bit integers.
+            positions: [R] position of the token that each row samples.
+            seen: see the class.
+            device: where the logits are.
+
+        Raises:
+            ValueError: if `seen` does not have one row for each row with a repetition penalty.
+        """
+        temperature, top_k = columns["temperature"], columns["top_k"]
+        (penalized_rows,) = np.nonzero(columns["repetition_penalty"] != 1)
+        if len(penalized_rows) != (0 if seen is None else len(seen)):
+            given = "is None" if seen is None else f"has {len(seen)} rows"
+            raise ValueError(f"{len(penalized_rows)} rows have a repetition penalty, but seen {given}")
+        arrays = {name: columns[name] for name in SAMPLING_DTYPE.names or ()} | {
+            "seeds": np.asarray(seeds, dtype=np.int64),
+            "positions": np.asarray(positions, dtype=np.int64),
+            "penalized_rows": penalized_rows,
+        }
+        # Number of largest logits that a row's filters need sorted; -1 for all. Each kind of row is filtered apart.
+        candidates = np.where(top_k > 0, top_k, np.where(columns["top_p"] < 1, -1, 0))
+        is_filtered = (temperature > 0) & ((candidates != 0) | (columns["min_p"] > 0))
+        groups = {
+            f"filtered rows, kind {kind}": np.flatnonzero(is_filtered & (np.sign(candidates) == kind))
+            for kind in (-1, 0, 1)
+        }
+        moved = to_device(arrays | groups, torch.device(device))
+        return cls(
+            **{name: moved[name] for name in arrays},
+            seen=seen,
+            filters=tuple(
+                FilteredRows(moved[name], max_candidates=int(candidates[rows].max()))
+                for name, rows in groups.items()
+                if len(rows)
+            ),
+            all_greedy=bool((temperature == 0).all()),
+        )
 
 
 def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
@@ -21,31 +159,80 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
         batch: their parameters.
 
     Returns:
-        [R] token ids.
+        [R] token ids. A row of NaN logits gives an arbitrary token.
     """
-    if batch.seen is not None:
-        logits = penalize_repetition(logits, batch.seen, batch.repetition_penalty)
-    greedy = logits.argmax(-1)
+    logits = apply_filters(penalize_repetition(logits, batch), batch)
+    if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
+        from mini_engine.kernels import gumbel_argmax as kernels
+
+        return kernels.gumbel_argmax(logits, batch.temperature, batch.seeds, batch.positions)
     if batch.all_greedy:
-        return greedy
-    scaled = logits / torch.where(batch.temperature > 0, batch.temperature, 1)[:, None]
-    filtered = filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p, batch.max_candidates)
-    noise = gumbel_noise(batch.seeds, batch.positions, logits.shape[-1])
-    return torch.where(batch.temperature > 0, (filtered + noise).argmax(-1), greedy)
+        return logits.argmax(-1)
+    return gumbel_argmax(logits, batch.temperature, batch.seeds, batch.positions)
 
 
-def penalize_repetition(
-    logits: Float[Tensor, "R V"], seen: Bool[Tensor, "R V"], penalty: Float[Tensor, " R"]
-) -> Float[Tensor, "R V"]:
-    """Make tokens seen before less likely (Keskar et al. 2019, "CTRL", section 4.1, with the sign taken care of).
+def gumbel_argmax(
+    logits: Float[Tensor, "R V"],
+    temperature: Float[Tensor, " R"],
+    seeds: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+) -> Int[Tensor, " R"]:
+    """Draw each row's token from softmax(logits / temperature), or take the largest logit at temperature 0.
+
+    The reference of the kernel in `kernels/gumbel_argmax.py`.
 
     Args:
-        logits: [R, V].
-        seen: [R, V] tokens of the prompt and of the output so far.
-        penalty: [R] divides logits above 0 and multiplies those below.
+        logits: [R, V]; tokens with a logit of -inf are never drawn.
+        temperature: [R] 0 or more.
+        seeds: [R] any 64-bit integers.
+        positions: [R] position of the token to sample.
+
+    Returns:
+        [R] token ids; of equal maxima the lowest.
     """
-    factor = penalty[:, None]
-    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    is_greedy = temperature == 0
+    scaled = logits / torch.where(is_greedy, 1, temperature)[:, None]
+    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    return torch.where(is_greedy, logits.argmax(-1), (scaled + noise).argmax(-1))
+
+
+def penalize_repetition(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tensor, "R V"]:
+    """Make tokens seen before less likely, in the rows that ask for it (Keskar et al. 2019, "CTRL", section 4.1).
+
+    Positive logits are divided by the penalty and negative ones multiplied, so that both decrease.
+
+    Args:
+        logits: [R, V], left unchanged.
+        batch: their parameters.
+
+    Returns:
+        [R, V] new logits, at least float32; `logits` itself if no row has a penalty.
+    """
+    if batch.seen is None:
+        return logits
+    rows = batch.penalized_rows
+    before, factor = logits[rows], batch.repetition_penalty[rows][:, None]
+    after = torch.where(batch.seen, torch.where(before > 0, before / factor, before * factor), before)
+    return logits.to(after.dtype).index_copy(0, rows, after)
+
+
+def apply_filters(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tensor, "R V"]:
+    """Set to -inf the logits that each row's filters remove.
+
+    Args:
+        logits: [R, V], not yet divided by the temperature; left unchanged.
+        batch: their parameters.
+
+    Returns:
+        [R, V] new logits; `logits` itself if no row has a filter.
+    """
+    filtered = logits.clone() if batch.filters else logits
+    for group in batch.filters:
+        rows = group.rows
+        scaled = logits[rows] / batch.temperature[rows][:, None]
+        kept = filter_logits(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows], group.max_candidates)
+        filtered[rows] = logits[rows].masked_fill(kept == -torch.inf, -torch.inf)
+    return filtered
 
 
 def filter_logits(
@@ -55,10 +242,10 @@ def filter_logits(
     min_p: Float[Tensor, " R"],
     max_candidates: int,
 ) -> Float[Tensor, "R V"]:
-    """Set to -inf what top-k, top-p and min-p leave out, in this order, each among what the one before kept.
+    """Set to -inf the logits that top-k, top-p and min-p remove, in this order.
 
-    Every filter keeps the tokens from some logit upwards, so all three together are one threshold for each row.
-    Tokens equal to the threshold stay.
+    Each filter looks only at the tokens that the previous one kept. Every filter keeps all tokens from some logit
+    upward, so the three together are one threshold per row. Tokens equal to the threshold are kept.
 
     Args:
         logits: [R, V], divided by the temperature.
@@ -68,7 +255,7 @@ def filter_logits(
         max_candidates: the largest k that any row needs sorted: 0 for none, -1 for the whole vocabulary.
 
     Returns:
-        [R, V] the logits kept, -inf elsewhere; the largest is always kept.
+        [R, V] the logits of kept tokens, -inf elsewhere. The largest logit is always kept.
     """
     # log(0) = -inf: a min_p of 0 keeps all.
     threshold = logits.amax(-1, keepdim=True) + min_p.log()[:, None]
@@ -80,10 +267,10 @@ def filter_logits(
         in_top_k = (rank < top_k[:, None]) | (top_k == 0)[:, None]
         weights = (best - best[:, :1]).exp().masked_fill(~in_top_k, 0)
         cumulative = weights.cumsum(-1)
-        # A candidate stays while those before it have not reached top_p of what top-k kept. A top_p of 1 keeps all, the
-        # last ones too, whose weights are lost when they are added to the others'.
+        # Keep a candidate while the sum before it has not reached top_p of what top-k kept. A top_p of 1 keeps all
+        # candidates, even those whose weights are too small to change a float32 sum.
         in_top_p = (cumulative - weights < top_p[:, None] * cumulative[:, -1:]) | (top_p == 1)[:, None]
-        last_kept = (in_top_k & in_top_p).sum(-1, keepdim=True).sub(1).clamp(min=0)  # of NaN logits none is kept
+        last_kept = (in_top_k & in_top_p).sum(-1, keepdim=True).sub(1).clamp(min=0)  # NaN logits keep none
         filters = ((top_k > 0) | (top_p < 1))[:, None]
         threshold = torch.where(filters, torch.maximum(threshold, best.gather(-1, last_kept)), threshold)
     return logits.masked_fill(logits < threshold, -torch.inf)
@@ -103,10 +290,16 @@ def gumbel_noise(seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab_s
     low, high = (seeds & 0xFFFFFFFF), (seeds >> 32) & 0xFFFFFFFF
     first = mix32(_int32(low) ^ mix32(_int32(high) ^ mix32(_int32(positions))))
     second = mix32(first + 0x3C6EF372)
+    # Blocks of tokens keep the intermediate arrays in a CPU's cache, which makes large vocabularies three times faster.
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
-    bits = mix32(mix32(tokens ^ first[:, None]) + second[:, None])
-    # 31 bits, as a uniform number in (0, 1). Its small values are the exact ones, and -log1p(-u) turns them into
-    # the small exponentials that win the race, so the tail that decides is not rounded.
+    blocks = tokens.split(max(1, 2**16 // max(1, len(seeds))))
+    return torch.cat([_gumbel(mix32(mix32(block ^ first[:, None]) + second[:, None])) for block in blocks], dim=-1)
+
+
+def _gumbel(bits: Int32[Tensor, "R block"]) -> Float[Tensor, "R block"]:
+    """Turn random bits into standard Gumbel noise."""
+    # 31 bits make a uniform number in (0, 1). Small ones are exact, and -log1p(-u) maps them to the small exponentials
+    # that decide the draw, so the noise of likely winners is not rounded.
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2**-31
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 

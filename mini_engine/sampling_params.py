@@ -40,16 +40,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _number(self.temperature, "temperature", lambda x: 0 <= x < math.inf, "0 (greedy) or more")
+        ranges: list[tuple[str, Callable[[float], bool], str]] = [
+            ("temperature", lambda x: 0 <= x < math.inf, "0 (greedy) or more"),
+            ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+            ("min_p", lambda x: 0 <= x <= 1, "between 0 and 1"),
+            ("repetition_penalty", lambda x: 0 < x < math.inf, "above 0 (1 does nothing)"),
+        ]
+        for name, in_range, wanted in ranges:
+            object.__setattr__(self, name, _number(getattr(self, name), name, in_range, wanted))
         _whole(self.top_k, "top_k", 0, "0 (keep all) or more")
-        _number(self.top_p, "top_p", lambda x: 0 < x <= 1, "above 0 and at most 1")
-        _number(self.min_p, "min_p", lambda x: 0 <= x <= 1, "between 0 and 1")
-        _number(self.repetition_penalty, "repetition_penalty", lambda x: 0 < x < math.inf, "above 0 (1 does nothing)")
         _whole(self.max_tokens, "max_tokens", 1, "1 or more")
         if self.seed is not None:
             _whole(self.seed, "seed", -(2**63), "a whole number of 64 bits")
             if self.seed >= 2**63:
-                raise RequestError(f"seed is {self.seed}; give a whole number of 64 bits")
+                raise RequestError(f"seed is {_shown(self.seed)}; give a whole number of 64 bits")
         stop = (self.stop,) if isinstance(self.stop, str) else _listed(self.stop, "stop", "a string or several")
         if not all(isinstance(s, str) and s for s in stop):
             raise RequestError(f"stop is {self.stop!r}; give strings that are not empty")
@@ -66,12 +70,24 @@ def _listed(value: object, name: str, wanted: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _number(value: object, name: str, in_range: Callable[[float], bool], wanted: str) -> None:
-    # NaN fails every comparison, so it is never in range.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range(value):
+def _number(value: object, name: str, in_range: Callable[[float], bool], wanted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise RequestError(f"{name} is {_shown(value)}, more than a float can hold; it must be {wanted}") from None
+    if not in_range(number):  # NaN fails every comparison, so it is never in range
+        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+    return number
 
 
 def _whole(value: object, name: str, least: int, wanted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+        raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}")
+
+
+def _shown(value: object) -> str:
+    """Format a value for a message. Python refuses to print integers of thousands of digits."""
+    is_huge = isinstance(value, int) and abs(value) >= 10**40
+    return "an integer of more than 40 digits" if is_huge else repr(value)

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mini_engine import sampling
-from mini_engine.batch import SamplingBatch
 from mini_engine.roofline import Machine, ModelShape
+from mini_engine.sampling import SamplingBatch
 
 
 def append_kv(
@@ -187,7 +187,8 @@ def filter_logits(
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
-# Given: noise that is a function of (seed, position, token id) alone, [R, V], and the penalty for seen tokens.
+# Given: noise that is a function of (seed, position, token id) alone, [R, V], and the penalty for seen tokens,
+# which returns new logits, or the same ones if no row has a penalty.
 gumbel_noise = sampling.gumbel_noise
 penalize_repetition = sampling.penalize_repetition
 
@@ -196,7 +197,7 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     """Choose one token for each row.
 
     For each row, with its own parameters:
-        1. if `batch.seen` is not None, logits = penalize_repetition(logits, batch.seen, batch.repetition_penalty);
+        1. logits = penalize_repetition(logits, batch);
         2. where batch.temperature is 0, the token is the one with the largest logit;
         3. elsewhere the logits are divided by the temperature, then filtered by top_k, top_p and min_p (filter_logits
            does that), and the token is drawn from the softmax of what is left.
@@ -214,14 +215,13 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     Example: a greedy row, and one whose only candidate is the largest logit.
 
         >>> from mini_engine import SamplingParams
-        >>> batch = SamplingBatch.build(
-        ...     [SamplingParams(temperature=0.0), SamplingParams(top_k=1)], seeds=[1, 2], positions=[7, 9]
-        ... )
+        >>> from mini_engine.sampling import sampling_columns
+        >>> columns = sampling_columns([SamplingParams(temperature=0.0), SamplingParams(top_k=1)])
+        >>> batch = SamplingBatch.build(columns, seeds=[1, 2], positions=[7, 9])
         >>> sample(torch.tensor([[0.1, 0.9, 0.0], [2.0, 1.0, 0.0]]), batch).tolist()
         [1, 0]
     """
-    if batch.seen is not None:
-        logits = penalize_repetition(logits, batch.seen, batch.repetition_penalty)
+    logits = penalize_repetition(logits, batch)
     is_greedy = batch.temperature == 0
     # A greedy row is divided by 1 and sampled like the others: what it drew is thrown away.
     scaled = logits / torch.where(is_greedy, 1.0, batch.temperature)[:, None]

@@ -1,8 +1,14 @@
 """Check every shape and type annotation of the engine while the tests run, and never a test's own speed."""
 
+import os
+
+import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+# Without a GPU, Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 install_import_hook("mini_engine", "beartype.beartype")
 
 # A first call imports and warms up; on a shared machine any call may take long. Speed belongs in benchmarks.

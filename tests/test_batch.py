@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.batch import SamplingBatch, StepBatch, pack, unpack
-from mini_engine.sampling_params import SamplingParams
+from mini_engine.batch import StepBatch, pack, unpack
 
 
 @st.composite
@@ -96,17 +95,6 @@ def test_html_shows_every_array_and_cuts_long_ones():
         assert name in html
     assert "53 more" in html
     assert "101 tokens of 2 sequences, 1 of them decodes" in html
-
-
-def test_sampling_batch_knows_how_much_must_be_sorted():
-    def needed(*params: SamplingParams) -> tuple[bool, int]:
-        batch = SamplingBatch.build(params, seeds=[0] * len(params), positions=[1] * len(params))
-        return batch.all_greedy, batch.max_candidates
-
-    assert needed(SamplingParams(temperature=0.0)) == (True, 0)
-    assert needed(SamplingParams(), SamplingParams(temperature=0.0)) == (False, 0)
-    assert needed(SamplingParams(top_k=5, top_p=0.5), SamplingParams(top_k=9)) == (False, 9)
-    assert needed(SamplingParams(top_k=5), SamplingParams(top_p=0.5)) == (False, -1)
 
 
 @given(

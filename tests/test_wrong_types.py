@@ -32,6 +32,12 @@ for name, value in [
 ]:
     refused(RequestError, f"{name} is {value!r}", SamplingParams, **{name: value})
 
+# Integers may be too large for a float, and too long to print.
+for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    for value in (10**400, -(10**400), 10**5000):
+        refused(RequestError, f"{name} is an integer of more than 40 digits", SamplingParams, **{name: value})
+    assert type(getattr(SamplingParams(**{name: 1}), name)) is float
+
 pool = {"num_pages": 8, "page_size": 4, "max_batch_size": 2}
 for name, value in [
     ("num_pages", 8.0), ("page_size", "4"), ("page_size", True), ("max_batch_size", 2.5), ("max_model_len", 9.5),

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
-from mini_engine.batch import SamplingBatch
 from mini_engine.roofline import Machine, ModelShape
+from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
 EXERCISES = [
@@ -525,7 +525,7 @@ def test_random_filters(hw: Homework) -> None:
 def build(
     params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], seen: Tensor | None = None
 ) -> SamplingBatch:
-    return SamplingBatch.build(list(params), list(seeds), list(positions), seen)
+    return SamplingBatch.build(sampling_columns(params), seeds, positions, seen)
 
 
 def draw(

@@ -452,8 +452,8 @@ def filtered_in_place(logits, top_k, top_p, min_p):
 
 def sampled(logits, batch, *, seeds=None, positions=None, temperature=None, noise=None, filters=True, penalty=True):
     """The reference with one thing changed: what the wrong answers below are made of."""
-    if batch.seen is not None and penalty:
-        logits = reference.penalize_repetition(logits, batch.seen, batch.repetition_penalty)
+    if penalty:
+        logits = reference.penalize_repetition(logits, batch)
     temperature = batch.temperature if temperature is None else temperature
     scaled = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
     if filters:
@@ -465,8 +465,7 @@ def sampled(logits, batch, *, seeds=None, positions=None, temperature=None, nois
 
 
 def kept_probabilities(logits, batch):
-    if batch.seen is not None:
-        logits = reference.penalize_repetition(logits, batch.seen, batch.repetition_penalty)
+    logits = reference.penalize_repetition(logits, batch)
     scaled = logits / batch.temperature.clamp(min=1e-9)[:, None]
     greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     filtered_ones = reference.filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p).softmax(-1)

@@ -1,0 +1,156 @@
+"""Sample one token per row in one pass over the logits: temperature, Gumbel noise and argmax in two kernels.
+
+`sampling.gumbel_argmax` is the reference. The noise is computed from the same random bits, so both draw the same token
+unless the two largest sums of logit and noise are closer than the rounding errors of float32.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+BLOCK = 1024  # tokens that one program processes at a time
+NUM_WARPS = 4
+NUM_PROGRAMS = 8192  # at most, where rows are long: enough to fill a GPU several times over
+MAX_SPLITS = 256  # programs per row
+
+
+def gumbel_argmax(
+    logits: Float[Tensor, "R V"],
+    temperature: Float[Tensor, " R"],
+    seeds: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+) -> Int[Tensor, " R"]:
+    """Draw each row's token from softmax(logits / temperature), or take the largest logit at temperature 0.
+
+    Args:
+        logits: [R, V] float16, bfloat16 or float32; tokens with a logit of -inf are never drawn.
+        temperature: [R] 0 or more.
+        seeds: [R] any 64-bit integers.
+        positions: [R] position of the token to sample.
+
+    Returns:
+        [R] token ids; of equal maxima the lowest. NaN logits are never chosen; a row of nothing else gives token 0.
+    """
+    num_rows, vocab_size = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    # Rounded to a power of two, because each value compiles another kernel and a batch may have any number of rows.
+    blocks_per_split = triton.next_power_of_2(
+        max(triton.cdiv(num_rows * num_blocks, NUM_PROGRAMS), triton.cdiv(num_blocks, MAX_SPLITS))
+    )
+    num_splits = triton.cdiv(num_blocks, blocks_per_split)
+    best_scores = logits.new_empty(num_rows, num_splits, dtype=torch.float32)
+    best_tokens = logits.new_empty(num_rows, num_splits, dtype=torch.int32)
+    _argmax_of_splits[(num_rows, num_splits)](
+        logits,
+        logits.stride(0),
+        temperature,
+        seeds,
+        positions,
+        best_scores,
+        best_tokens,
+        vocab_size,
+        BLOCKS_PER_SPLIT=blocks_per_split,
+        BLOCK=BLOCK,
+        FAST_LOG=logits.is_cuda,  # the interpreter, which runs on a CPU, has no inline assembly
+        num_warps=NUM_WARPS,
+    )
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    _argmax_of_rows[(num_rows,)](best_scores, best_tokens, tokens, num_splits, MAX_SPLITS=MAX_SPLITS, num_warps=1)
+    return tokens
+
+
+@triton.jit
+@no_type_check
+def _argmax_of_splits(
+    logits,
+    row_stride,
+    temperatures,
+    seeds,
+    positions,
+    best_scores,
+    best_tokens,
+    vocab_size,
+    BLOCKS_PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST_LOG: tl.constexpr,
+):
+    """Find the best token of one split of one row."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    first = _mix32(seed.to(tl.uint32) ^ _mix32((seed >> 32).to(tl.uint32) ^ _mix32(position.to(tl.uint32))))
+    second = _mix32(first + 0x3C6EF372)
+    # Scores are in base 2, which changes no argmax: logit / temperature * log2(e) - log2(exponential).
+    scale = 1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0)
+
+    row_logits = logits + row.to(tl.int64) * row_stride
+    lane_score = tl.full((BLOCK,), float("-inf"), tl.float32)
+    lane_token = tl.zeros((BLOCK,), tl.int32)
+    for block in range(BLOCKS_PER_SPLIT):
+        token = (split * BLOCKS_PER_SPLIT + block) * BLOCK + tl.arange(0, BLOCK)
+        score = tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            bits = _mix32(_mix32(token.to(tl.uint32) ^ first) + second)
+            score = score * scale - _log2(_exponential(bits, FAST_LOG), FAST_LOG)
+        is_better = score > lane_score  # false for NaN
+        lane_score = tl.where(is_better, score, lane_score)
+        lane_token = tl.where(is_better, token, lane_token)
+
+    score = tl.max(lane_score, 0)
+    place = row * tl.num_programs(1) + split
+    tl.store(best_scores + place, score)
+    # Of equal scores the lowest token wins, as in torch.argmax.
+    tl.store(best_tokens + place, tl.min(tl.where(lane_score == score, lane_token, vocab_size), 0))
+
+
+@triton.jit
+@no_type_check
+def _argmax_of_rows(best_scores, best_tokens, tokens, num_splits, MAX_SPLITS: tl.constexpr):
+    """Find the best of the splits of one row."""
+    row, split = tl.program_id(0), tl.arange(0, MAX_SPLITS)
+    exists = split < num_splits
+    score = tl.load(best_scores + row * num_splits + split, mask=exists, other=float("-inf"))
+    token = tl.load(best_tokens + row * num_splits + split, mask=exists, other=0x7FFFFFFF)
+    is_best = score == tl.max(score, 0)
+    tl.store(tokens + row, tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0))
+
+
+@triton.jit
+@no_type_check
+def _exponential(bits, FAST_LOG: tl.constexpr):
+    """Turn random bits into -log2(1 - u), which is exponentially distributed, for u uniform in (0, 1)."""
+    uniform = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32) * 2.0**-31 + 2.0**-32, 1 - 2.0**-24)
+    # 1 - u loses the digits of a small u, and small ones decide the draw: there, take the series of -log2(1 - u).
+    series = 0.2404491734814939 * uniform + 0.28853900817779266
+    series = series * uniform + 0.36067376022224085
+    series = series * uniform + 0.4808983469629878
+    series = series * uniform + 0.7213475204444817
+    series = series * uniform + 1.4426950408889634
+    return tl.where(uniform < 0.125, series * uniform, -_log2(1.0 - uniform, FAST_LOG))
+
+
+@triton.jit
+@no_type_check
+def _log2(x, FAST_LOG: tl.constexpr):
+    """Compute log2; if FAST_LOG, in one instruction with an error of 2^-22 (relative; absolute from 0.5 to 2)."""
+    if FAST_LOG:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+@no_type_check
+def _mix32(x):
+    """Scramble unsigned 32-bit integers: `sampling.mix32`."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)

@@ -2,7 +2,7 @@
 
 python -m book notebooks new 05 flexattention     a chapter's skeleton
 python -m book notebooks build 01                 execute, write the .ipynb
-python -m book notebooks check                    compare every pair, look for noise in the outputs
+python -m book notebooks check                    compare every pair; test the outputs and the derivations
 python -m book notebooks test                     run every notebook under nbval and compare the outputs
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from book.paths import repository_root
+from book.predictions import derivation_problems, load_questions, measured_in
 
 # Jupyter's packages are imported where they are used: the grader shares this command line and does not need them.
 if TYPE_CHECKING:
@@ -166,6 +167,12 @@ def problems(file: Path) -> Iterator[str]:
                 yield f"{partner.name}, cell {index}: {problem}"
     if counts != list(range(1, len(counts) + 1)):
         yield f"{partner.name}: not executed from top to bottom in a fresh kernel: {counts}"
+    questions = file.with_name("predictions.toml")
+    if questions.exists():
+        outputs = [output for cell in saved.cells for output in cell.get("outputs", [])]
+        measured = dict(pair for output in outputs for pair in measured_in(output.get("data", {}).get("text/html", "")))
+        for problem in derivation_problems(load_questions(questions), measured):
+            yield f"predictions.toml {problem}"
 
 
 def _output_problems(cell: "NotebookNode") -> Iterator[str]:
@@ -225,7 +232,8 @@ def build(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "
 
 @app.command()
 def check(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "all") -> None:
-    """Compare each Markdown file with its .ipynb; look for cells that did not run, warnings and machine paths."""
+    """Compare each Markdown file with its .ipynb; find cells that did not run, warnings, machine paths, and
+    derivations that miss their measurements."""
     failed = False
     for file in chapter_files(chapter, repository_root()):
         for problem in problems(file):
@@ -234,7 +242,7 @@ def check(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "
     if failed:
         typer.echo("Run `python -m book notebooks build` where a pair differs.", err=True)
         raise typer.Exit(1)
-    typer.echo("every notebook agrees with its Markdown")
+    typer.echo("every notebook agrees with its Markdown, and every derivation with its measurement or says why not")
 
 
 @app.command()

@@ -11,6 +11,8 @@ A chapter's questions live beside its notebook, in `predictions.toml`:
 
 `predict("score_bytes", 2.0)` keeps the reader's number in `.progress/predictions.json`; `predict("score_bytes", None)`
 shows the one kept, if any. `compare("score_bytes", measured)` sets prediction, derivation and measurement side by side.
+`python -m book notebooks check` fails where a derivation misses the measurement by more than its factor, unless the
+entry says why the chapter keeps it: `disagrees = "the copies of K and V, which this count leaves out"`.
 With BOOK_PRISTINE=1 in the environment nothing is read or kept, so that saved outputs are the same for everyone.
 """
 
@@ -18,7 +20,9 @@ import html
 import json
 import math
 import os
+import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +42,16 @@ class Question:
     answer: float
     tolerance_factor: float
     why: str
+    disagrees: str | None = None
+    """Why the answer misses the measurement, where it does and the chapter explains it."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.answer) and self.answer > 0):
             raise ValueError(f"{self.key}: answer must be a number above 0, not {self.answer}")
         if not (math.isfinite(self.tolerance_factor) and self.tolerance_factor >= 1):
             raise ValueError(f"{self.key}: tolerance_factor must be at least 1, not {self.tolerance_factor}")
+        if self.disagrees is not None and not self.disagrees.strip():
+            raise ValueError(f"{self.key}: disagrees must say why the answer misses the measurement")
 
     @property
     def name(self) -> str:
@@ -155,15 +163,43 @@ def load_questions(file: Path) -> dict[str, Question]:
     questions = {}
     for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
         fields = {"question", "unit", "answer", "tolerance_factor", "why"}
-        if set(entry) != fields:
+        if set(entry) - {"disagrees"} != fields:
             raise ValueError(
-                f"{file.parent.name}/{file.name} [{name}]: needs exactly {sorted(fields)}, has {sorted(entry)}"
+                f"{file.parent.name}/{file.name} [{name}]: needs exactly {sorted(fields)} and perhaps `disagrees`, "
+                f"has {sorted(entry)}"
             )
         questions[name] = Question(
             f"{file.parent.name}/{name}", entry["question"], entry["unit"],
-            float(entry["answer"]), float(entry["tolerance_factor"]), entry["why"],
+            float(entry["answer"]), float(entry["tolerance_factor"]), entry["why"], entry.get("disagrees"),
         )  # fmt: skip
     return questions
+
+
+def measured_in(output: str) -> Iterator[tuple[str, float]]:
+    """Find every `Comparison` in a notebook's saved HTML: the key of its question, and the measurement."""
+    for attributes in re.findall(r'<div class="comparison" ([^>]*)>', output):
+        data = dict(re.findall(r'data-(\w+)="([^"]*)"', attributes))
+        yield html.unescape(data["name"]), float(data["measured"])
+
+
+def derivation_problems(questions: Mapping[str, Question], measured: Mapping[str, float]) -> Iterator[str]:
+    """Name the derivations that miss their measurement, and those that no measurement tests.
+
+    Args:
+        questions: the chapter's questions by name, as `load_questions` returns them.
+        measured: the measurements by the keys of their questions.
+    """
+    for question in questions.values():
+        if question.key not in measured:
+            yield f"[{question.name}] is never compared with a measurement: add `compare({question.name!r}, ...)`"
+            continue
+        value = measured[question.key]
+        if question.disagrees is None and not question.within(question.answer, value):
+            yield (
+                f"[{question.name}] our derivation is {question.show(question.answer)}, but the measurement is "
+                f"{question.show(value)}, further off than a factor of {question.tolerance_factor:g}: correct one of "
+                'them, or explain the difference in the text and set `disagrees = "why"` in predictions.toml'
+            )
 
 
 def find_question(name: str) -> Question:

@@ -258,8 +258,8 @@ def _api_page(name: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if "<!-- chapters" in markdown:
         markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_list(page, m), markdown)
-    if "<!-- results -->" in markdown:
-        markdown = markdown.replace("<!-- results -->", results_page_markdown(ROOT))
+    if "<!-- all results -->" in markdown:  # `<!-- results -->` marks an experiment's own tables in its README.md
+        markdown = markdown.replace("<!-- all results -->", results_page_markdown(ROOT))
     if "<!-- ledger -->" in markdown:
         markdown = markdown.replace("<!-- ledger -->", ledger.markdown(ROOT))
     if "<!-- parts -->" in markdown:
@@ -287,9 +287,16 @@ def _chapter_list(page: Page, marker: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if not page.file.src_uri.endswith(".ipynb"):
-        return html
+    if page.file.src_uri.endswith(".ipynb"):
+        html = _chapter_content(html, page, files)
+    titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
+    if len(titles) > 1:
+        texts = ", ".join(repr(re.sub(r"<[^>]+>", "", title).removesuffix("¶").strip()) for title in titles)
+        log.warning(f"{page.file.src_uri} has {len(titles)} headings of level 1, and a page has one title: {texts}")
+    return html
 
+
+def _chapter_content(html: str, page: Page, files: Files) -> str:
     def resolve(link: str) -> str:
         parts = urlsplit(link)
         if parts.scheme or parts.netloc or not parts.path:

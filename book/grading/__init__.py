@@ -13,11 +13,12 @@ A chapter declares its exercises and checks in `chapters/NN_slug/test_homework.p
         assert_close(hw.softmax(torch.tensor([1e4, 0.0])), torch.tensor([1.0, 0.0]), atol=1e-6)
 
 The name of an exercise is the name of the function or class in `homework.py`. Checks run in file order and stop at the
-first that fails. Random generators are seeded before each. A check gets 20 seconds, or `@check(..., seconds=30)`.
-`hw` holds the submission for the exercise of the check, and the reference for everything else that the solution
-defines in public: one mistake costs once. When a check fails, the reader sees `mistake`, unless an assertion found
-something plainer first: nothing returned, another type, shape or dtype, NaN. `assert_close`, `assert_equal` and
-`assert_raises` find these and take a `mistake` of their own for the values. `assert condition, "message"` works too.
+first that fails. Random generators are seeded before each. A check gets 20 seconds of CPU time, or as many as
+`@check(..., seconds=30)` says. `hw` holds the submission for the exercise of the check, and the reference for all else
+that the solution defines in public: one mistake costs once. When a check fails, the reader sees `mistake`, unless an
+assertion found something plainer first: nothing returned, another type, shape or dtype, NaN. `assert_close`,
+`assert_equal` and `assert_raises` find these and take a `mistake` of their own for the values. `assert condition,
+"message"` works too.
 
 `solutions/NN_slug.py` holds the reference answers, and `homework.py` is generated from it (`python -m book stubs NN`).
 Its module docstring becomes the reader's, so write it to the reader. Exercises lose their bodies; other public

@@ -53,7 +53,13 @@ class Check:
 
 
 def check(exercise: str, *, mistake: str, seconds: float = 20.0) -> Callable[[Callable[..., None]], Check]:
-    """Declares a check of an exercise: `mistake` is what the reader most likely did when it fails, in a sentence."""
+    """Declare a check of an exercise.
+
+    Args:
+        exercise: the name of the exercise.
+        mistake: what the reader most likely did wrong when the check fails, in a sentence.
+        seconds: CPU time that the check may take.
+    """
     return lambda function: Check(exercise, function.__name__, mistake, seconds, function)
 
 

@@ -2,6 +2,11 @@
 
 The grader starts `python -m book.grading.worker`, sends the homework, then one check after the other, and reads the
 outcomes. The messages are JSON over a pipe of their own: what answers print goes to a file and is shown with a failure.
+
+A check is limited in CPU time, because elapsed time depends on what else the machine does. The worker sets a timer of
+its CPU time (`ITIMER_PROF`). When the timer expires, its signal, SIGPROF, writes the stack of Python calls to a file
+and ends the worker. An answer that waits uses no CPU time, so the grader also limits the elapsed time, generously, and
+then sends the same signal.
 """
 
 import contextlib
@@ -30,10 +35,17 @@ MEMORY_LIMIT = 6 * 2**30
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that the worker may take. Each check has its own limit besides."""
+    """How long the worker may take. Each check has its own limit of CPU seconds besides.
 
-    start: float = 120.0  # import torch on a busy laptop
-    load: float = 30.0  # execute homework.py
+    Args:
+        start: elapsed seconds to import what the checks need.
+        load: CPU seconds to execute homework.py.
+        elapsed_factor: elapsed seconds that homework.py and each check may take for each CPU second of their limits.
+    """
+
+    start: float = 300.0
+    load: float = 30.0
+    elapsed_factor: float = 10.0
 
 
 class _Died(Exception):
@@ -61,29 +73,33 @@ class Worker:
             self.close()  # it died after its last answer, which counts
         connection = self._connection or self._start()
         printed, stack = os.fstat(self._printed).st_size, os.fstat(self._stack).st_size
-        loaded = False
+        what, seconds = "Your file", self._limits.load
         try:
             connection.send_bytes(check.name.encode())
-            reply = self._receive(connection, self._limits.load)
-            loaded = True
+            reply = self._receive(connection, seconds * self._limits.elapsed_factor)
+            what, seconds = "Your answer", check.seconds
             if "status" not in reply:  # the submission is loaded, and the check begins
-                reply = self._receive(connection, check.seconds)
+                reply = self._receive(connection, seconds * self._limits.elapsed_factor)
             outcome = Outcome(**reply)
         except TimeoutError:
-            where = "Your answer" if loaded else "Your file"
-            seconds = check.seconds if loaded else self._limits.load
-            message = f"{where} was stopped after {seconds:g} seconds{{line}}: is there a loop that does not end?"
+            self._stop()
+            elapsed = seconds * self._limits.elapsed_factor
+            message = f"{what} was stopped after {elapsed:g} seconds{{line}}, {seconds:g} or fewer of them CPU time: "
+            message += "does it wait for something that never happens, or is the machine very busy?"
             outcome = Outcome("timeout", message)
         except (_Died, BrokenPipeError):
-            where = "Your answer" if loaded else "Your file"
-            outcome = Outcome("crashed", f"{where} ended the Python process{self._end()}{{line}}.")
+            if self._exit_code() == -signal.SIGPROF:
+                message = f"{what} was stopped after {seconds:g} seconds of CPU time{{line}}"
+                outcome = Outcome("timeout", f"{message}: is there a loop that does not end?")
+            else:
+                outcome = Outcome("crashed", f"{what} ended the Python process{self._end()}{{line}}.")
         if not outcome.passed:
             outcome = replace(outcome, output=_tail(self._printed, printed))
         if outcome.status in ("timeout", "crashed"):
             found = re.search(rf'File "{re.escape(self._filename)}", line (\d+)', _tail(self._stack, stack))
             outcome = replace(outcome, message=outcome.message.format(line=f" in line {found[1]}" if found else ""))
             self.close()
-            self._unreadable = None if loaded else outcome  # every exercise loads the same file
+            self._unreadable = outcome if what == "Your file" else None  # every exercise loads the same file
         return outcome
 
     def close(self) -> None:
@@ -106,7 +122,8 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "book.grading.worker", str(theirs.fileno()), str(self._stack)],
             cwd=self._chapter.root,
-            env={**os.environ, "PYTHONPATH": path},
+            # One thread: what an answer costs in CPU time must not depend on the number of cores.
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno(), self._stack],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
@@ -143,13 +160,23 @@ class Worker:
         except (EOFError, OSError) as error:
             raise _Died from error
 
-    def _end(self) -> str:
-        """What is known of the end of a dead worker, to complete a sentence."""
+    def _stop(self) -> None:
+        """Ends a worker that waits, and has it write its stack first."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGPROF)
+        self._exit_code()
+
+    def _exit_code(self) -> int:
+        """The exit code of a worker that has died, or is about to."""
         assert self._process is not None
         try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:  # it closed the pipe and lives on
-            code = 0
+            return self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # it closed the pipe, or ignores the signal, and lives on
+            return 0
+
+    def _end(self) -> str:
+        """What is known of the end of a dead worker, to complete a sentence."""
+        code = self._exit_code()
         if code == -signal.SIGKILL:
             return ": the system killed it, most likely because it used too much memory"
         return f" with {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
@@ -171,13 +198,14 @@ def _tail(descriptor: int, start: int, most: int = 10_000) -> str:
 def serve(connection: Connection, stack: int) -> None:
     """The worker's side: reads the job, then names of checks, until the grader closes the pipe.
 
-    The file descriptor `stack` receives the stack of Python calls when a check hangs or crashes.
+    The file descriptor `stack` receives the stack of Python calls when a check is stopped or crashes.
     """
     job = json.loads(connection.recv_bytes())
     chapter = load_chapter(Path(job["folder"]))
     checks = {check.name: check for check in chapter.checks}
     _limit_memory()
     faulthandler.enable(stack)
+    faulthandler.register(signal.SIGPROF, stack, chain=True)  # chain: the signal then ends the process
     connection.send_bytes(b"{}")
     submissions: dict[str, Homework] = {}
     while True:
@@ -185,7 +213,7 @@ def serve(connection: Connection, stack: int) -> None:
             check = checks[connection.recv_bytes().decode()]
         except EOFError:
             return
-        faulthandler.dump_traceback_later(job["load"] * 0.9, file=stack)
+        signal.setitimer(signal.ITIMER_PROF, job["load"])
         try:
             if check.exercise not in submissions:
                 submissions[check.exercise] = load_submission(chapter, check.exercise, job["source"], job["filename"])
@@ -193,9 +221,9 @@ def serve(connection: Connection, stack: int) -> None:
             outcome = Outcome("unreadable", str(error))
         else:
             connection.send_bytes(b"{}")
-            faulthandler.dump_traceback_later(check.seconds * 0.9, file=stack)
+            signal.setitimer(signal.ITIMER_PROF, check.seconds)
             outcome = run_check(chapter, check, submissions[check.exercise], job["filename"])
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(json.dumps(asdict(outcome)).encode())
 
 

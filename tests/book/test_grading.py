@@ -91,7 +91,7 @@ def test_last(hw: Homework) -> None:
 
 RIGHT_DOUBLE = "def double(x):\n    return 2 * x\n"
 RIGHT_LAST = "def last(items):\n    return items[len(items) - 1]\n"
-LIMITS = Limits(start=60.0, load=4.0)
+LIMITS = Limits(start=60.0, load=4.0, elapsed_factor=3.0)
 
 Write = Callable[[str], Chapter]
 
@@ -159,11 +159,36 @@ def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
         "last": "passed",
     }
     assert grading.points == 8
-    assert "stopped after 2 seconds in line " in message(grading, "double")
+    assert "stopped after 2 seconds of CPU time in line " in message(grading, "double")
     assert message(grading, "quadruple") == "Your answer ended the Python process with SIGABRT in line 11."
     assert message(grading, "Counter") == "Your answer ended the Python process with exit code 3."
     aborted = grading.results[1].failure
     assert aborted is not None and aborted[1].output == "before the end"
+
+
+def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:
+    """The limits are 2 seconds of CPU time and 6 elapsed seconds, as they would be on a machine that is busy."""
+    grading = graded(
+        write(
+            "import time\n\n\n"
+            "def double(x):\n    return 2 * x\n\n\n"
+            "def quadruple(x):\n    time.sleep(3)\n    return 4 * x\n\n\n"
+            "class Counter:\n    def __init__(self, start):\n        time.sleep(3600)\n\n\n"
+            "def last(items):\n    end = time.process_time() + 3600\n"
+            "    while time.process_time() < end:\n        pass\n"
+        )
+    )
+    assert statuses(grading) == {"double": "passed", "quadruple": "passed", "Counter": "timeout", "last": "timeout"}
+    assert message(grading, "Counter").startswith(
+        "Your answer was stopped after 6 seconds in line 15, 2 or fewer of them CPU time"
+    )
+    assert message(grading, "last").startswith("Your answer was stopped after 2 seconds of CPU time in line 2")
+
+
+def test_an_answer_that_ignores_the_signal_is_ended_all_the_same(write: Write) -> None:
+    ignore = "import signal\n\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+    grading = graded(write(ignore + "\n\ndef double(x):\n    while True:\n        pass\n\n\n" + RIGHT_LAST))
+    assert statuses(grading)["double"] == "timeout" and statuses(grading)["last"] == "passed"
 
 
 def test_exceptions_are_explained(write: Write) -> None:
@@ -229,7 +254,7 @@ def test_other_exercises_are_replaced_before_the_file_runs(write: Write) -> None
         ("import no_such_module\n", "Your file cannot be imported in line 1: ModuleNotFoundError: No module named"),
         ("raise SystemExit\n", "Your file calls sys.exit() outside its functions."),
         ("import os\nos.abort()\n", "Your file ended the Python process with SIGABRT in line 2."),
-        ("while True: pass\n", "Your file was stopped after 4 seconds in line 1"),
+        ("while True: pass\n", "Your file was stopped after 4 seconds of CPU time in line 1"),
     ],
 )
 def test_a_file_that_cannot_be_read_costs_all_points_and_says_why(write: Write, homework: str, sentence: str) -> None:

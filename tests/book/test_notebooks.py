@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from book import notebooks
 from book.display import mermaid, show
+from book.predictions import Comparison, Question
 
 SOURCE = """\
 ---
@@ -137,6 +138,20 @@ def test_what_went_wrong_is_said(pair: Path, cell: int, changes: dict, problem: 
 def test_images_that_hold_the_letters_of_a_path_are_no_path(pair: Path) -> None:
     spoil(pair, 3, outputs=[{"output_type": "display_data", "data": {"image/png": "iVB/tmp/x"}, "metadata": {}}])
     assert not list(notebooks.problems(pair))
+
+
+def test_a_derivation_that_misses_the_saved_measurement_fails_the_check(pair: Path) -> None:
+    question = Question("07_tiny/sum", "What is 2 + 2?", "units", 4.0, 1.5, "addition")
+    entry = '[sum]\nquestion = "What is 2 + 2?"\nunit = "units"\nanswer = 4\ntolerance_factor = 1.5\nwhy = "addition"\n'
+    file = pair.with_name("predictions.toml")
+    for measured, disagrees, exit_code in [(5.0, "", 0), (7.0, "", 1), (7.0, 'disagrees = "a carry"\n', 0)]:
+        html = Comparison(question, None, measured)._repr_html_()
+        output = {"output_type": "execute_result", "execution_count": 3, "data": {"text/html": html}, "metadata": {}}
+        spoil(pair, 3, outputs=[output])
+        file.write_text(entry + disagrees, encoding="utf-8")
+        checked = CliRunner().invoke(notebooks.app, ["check"])
+        assert checked.exit_code == exit_code, checked.output
+        assert ("[sum] our derivation is 4 units, but the measurement is 7 units" in checked.output) is (exit_code == 1)
 
 
 def test_foreign_metadata_and_a_missing_notebook_are_found(pair: Path) -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from book.predictions import Question, compare, find_question, predict
+from book.predictions import (
+    Question,
+    compare,
+    derivation_problems,
+    find_question,
+    load_questions,
+    measured_in,
+    predict,
+)
 
 QUESTIONS = """
 [bytes]
@@ -143,3 +151,28 @@ def test_a_question_with_a_missing_or_unknown_field_is_refused(chapter: Path) ->
     (Path.cwd() / "predictions.toml").write_text(QUESTIONS.replace("tolerance_factor", "tolerance"), encoding="utf-8")
     with pytest.raises(ValueError, match="needs exactly"):
         predict("bytes")
+
+
+def test_measurements_are_read_back_from_saved_outputs(chapter: Path) -> None:
+    saved = compare("bytes", 12.25)._repr_html_() + predict("bytes")._repr_html_() + compare("cells", 36)._repr_html_()
+    assert list(measured_in(saved)) == [("01_first/bytes", 12.25), ("01_first/cells", 36.0)]
+
+
+def test_a_derivation_that_misses_its_measurement_is_named(chapter: Path) -> None:
+    file = Path.cwd() / "predictions.toml"
+    questions = load_questions(file)
+    assert list(derivation_problems(questions, {"01_first/bytes": 24.9, "01_first/cells": 36})) == []
+    (problem,) = derivation_problems(questions, {"01_first/bytes": 25.1, "01_first/cells": 36})
+    assert "[bytes]" in problem and "12.50 MB" in problem and "25.10 MB" in problem and "disagrees" in problem
+    (problem,) = derivation_problems(questions, {"01_first/bytes": 12.5})
+    assert "[cells] is never compared" in problem
+
+    file.write_text(QUESTIONS.replace("[cells]", 'disagrees = "half is padding"\n\n[cells]'), encoding="utf-8")
+    questions = load_questions(file)
+    assert questions["bytes"].disagrees == "half is padding"
+    assert list(derivation_problems(questions, {"01_first/bytes": 25.1, "01_first/cells": 36})) == []
+
+
+def test_disagrees_needs_a_reason(chapter: Path) -> None:
+    with pytest.raises(ValueError, match="disagrees must say why"):
+        Question("01_first/bytes", "?", "MB", 1.0, 2.0, "why", disagrees=" ")

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from mini_engine.attention.backend import check_backend
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError, check_positive
+from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.base import CausalLM
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.physical import physical_blocks, physical_mask
 from mini_engine.kv_cache.prefix_sharing import copy_on_write, share_prefix
 from mini_engine.kv_cache.sliding_window import evict_pages
-from mini_engine.models.gpt2_weights import gpt2_weights
+from mini_engine.models.gpt2 import gpt2_weights
 from mini_engine.models.layers import gated_mlp, rms_norm
 from mini_engine.policy import admit, fuse, preempt
 from mini_engine.rope import apply_rope

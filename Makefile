@@ -18,7 +18,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 run: $(READY)  ## write text with the engine: four questions, one batch, and what it cost
-	@$(BIN)/python -m mini_engine.models.hub > /dev/null
+	@$(BIN)/python -m mini_engine.loading.hub > /dev/null
 	@$(BIN)/mini-engine generate
 
 test: lint notebooks $(READY)  ## all that CI checks: types, tests, graders, notebooks, the site
@@ -31,7 +31,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 notebooks: $(READY)
-	$(BIN)/python -m mini_engine.models.hub > /dev/null
+	$(BIN)/python -m mini_engine.loading.hub > /dev/null
 	$(BIN)/python -m book notebooks check
 	$(BIN)/python -m book notebooks test
 

@@ -162,7 +162,7 @@ def load_transformers(model: str, dtype: torch.dtype, device: torch.device) -> "
     """The same weights in transformers' own model."""
     from transformers import AutoModelForCausalLM
 
-    from mini_engine.models.weights import open_checkpoint
+    from mini_engine.loading.checkpoint import open_checkpoint
 
     return AutoModelForCausalLM.from_pretrained(open_checkpoint(model).path, dtype=dtype, device_map=device).eval()
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mini_engine.detokenizer import Detokenizer, scan_stop
-from mini_engine.models.weights import load_tokenizer, open_checkpoint
+from mini_engine.loading.checkpoint import load_tokenizer, open_checkpoint
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.sequence import Sequence
 

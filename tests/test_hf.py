@@ -20,8 +20,8 @@ from mini_engine import Inference, RequestOutput, SamplingParams
 from mini_engine.attention.torch import ChunkedBackend
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
+from mini_engine.loading.checkpoint import load_tokenizer, open_checkpoint
 from mini_engine.models.hf import HFModel
-from mini_engine.models.weights import load_tokenizer, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.sequence import Sequence
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole

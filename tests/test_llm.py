@@ -6,7 +6,7 @@ import torch
 from mini_engine import LLM, SamplingParams
 from mini_engine.errors import ConfigError, ModelLoadError, RequestError
 from mini_engine.llm import MOST_CPU_CACHE_BYTES, default_num_pages
-from mini_engine.models.weights import open_checkpoint
+from mini_engine.loading.checkpoint import open_checkpoint
 from tests.models.families import our_model, transformers_model
 from tests.test_engine import WORDS, alone
 

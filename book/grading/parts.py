@@ -35,7 +35,7 @@ _04, _05, _06 = "04_kv_cache_and_sampling", "05_flexattention", "06_paged_kv_cac
 _07 = "07_continuous_batching"
 
 PARTS = (
-    Part("gpt2_weights", "Weight map", _03, "mini_engine/models/gpt2_weights.py", LOADING),
+    Part("gpt2_weights", "Weight map", _03, "mini_engine/models/gpt2.py", LOADING),
     Part("fuse", "Mixed step", _07, "mini_engine/policy.py", SCHEDULING),
     Part("evict_pages", "Eviction", _07, "mini_engine/kv_cache/sliding_window.py", SCHEDULING),
     Part("page_table", "Page table", _06, "mini_engine/kv_cache/page_table.py", SCHEDULING),

@@ -14,12 +14,11 @@ from book.grading import Exercise, Homework, assert_close, assert_equal, assert_
 from mini_engine.attention.naive import attention_mask, masked_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ModelLoadError
-from mini_engine.models import hub
+from mini_engine.loading import hub
+from mini_engine.loading.checkpoint import StoredTensors
+from mini_engine.loading.gguf import GGUFFile, hf_config, hf_tensors, read_gguf
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.gguf_file import GGUFFile, read_gguf
-from mini_engine.models.gguf_model import hf_config, hf_tensors
 from mini_engine.models.registry import build_model
-from mini_engine.models.tensors import LazyTensors
 from mini_engine.parts import Parts
 from mini_engine.rope import apply_rope
 
@@ -701,7 +700,7 @@ def test_the_embedded_model_writes_a_word(hw: Homework) -> None:
     file = reader(opened.path, opened.metadata, opened.tensors)
     config = hf_config(file)
     model = build_model(ModelConfig.from_hf(config), Parts(), torch.float32, "cpu")
-    model.load_weights(LazyTensors(hf_tensors(file, config)))
+    model.load_weights(StoredTensors(*hf_tensors(file, config)))
     words = file.metadata["tokenizer.ggml.tokens"]
     tokens = [words.index(word) for word in ("The", "Ġcapital", "Ġof", "ĠFrance", "Ġis")]
     for _ in range(2):

@@ -30,8 +30,8 @@ from book.static_batching import generate_steps
 from mini_engine.bench import model_shape
 from mini_engine.detokenizer import Detokenizer
 from mini_engine.engine import LLMEngine
+from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
-from mini_engine.models.weights import load_model, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams

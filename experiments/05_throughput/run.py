@@ -25,9 +25,9 @@ from book.experiment import command_line, record
 from book.random_models import NO_WORDS, QWEN3_0_6B, random_model, random_transformers_model
 from mini_engine.bench import load_transformers
 from mini_engine.engine import LLMEngine
+from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.weights import load_model, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, measure_machine
 from mini_engine.throughput import CPU, GPU, PEERS, Request, Throughput, Workload, least_seconds, measure, serve

@@ -119,17 +119,20 @@ class CausalLM(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a checkpoint into the parameters, one tensor after the other.
+    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
+        """Fill every parameter from a checkpoint, one tensor after the other.
 
         Args:
-            tensors: the checkpoint under its Hugging Face names; may read a tensor lazily, when it is looked up.
+            tensors: the checkpoint under transformers' names; each look-up may read a tensor from a file.
+            headers: tensors with the same names, shapes and dtypes that cost nothing to look up, such as tensors on
+                the meta device; default `tensors`. All of them are checked before the first tensor is read.
 
         Raises:
-            ModelLoadError: if a tensor is missing, unknown, of the wrong shape, or not floating point.
+            ModelLoadError: if a tensor is missing, unknown, wrongly shaped, or not of floating point.
         """
         destinations, tied_head = self.destinations(), {}
-        names = dict.fromkeys(tensors)  # `name in tensors` could read the tensor of a lazy mapping
+        headers = tensors if headers is None else headers
+        names = dict.fromkeys(headers)  # asking a lazy mapping whether it has a name could read the tensor
         if self.config.tie_word_embeddings:  # a checkpoint may repeat the tied weights
             tied_head["lm_head.weight"] = self.embed_tokens
         missing = [name for name in destinations if name not in names]
@@ -149,17 +152,20 @@ class CausalLM(nn.Module):
                 f"{_some(unexpected)}. Check that config.json and the weights belong together: num_hidden_layers, "
                 "attention_bias, tie_word_embeddings"
             )
+        for name, destination in (destinations | tied_head).items():
+            if name in names:
+                self._check(name, headers[name], destination)
         for name, destination in destinations.items():
-            destination.copy_(self._checked(name, tensors[name], destination))
+            destination.copy_(tensors[name])
         for name, destination in tied_head.items():
-            repeated = self._checked(name, tensors[name], destination) if name in names else destination
+            repeated = tensors[name] if name in names else destination
             if not torch.equal(repeated.to(destination), destination):
                 raise ModelLoadError(
                     f"config.json ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"
                 )
 
-    def _checked(self, name: str, found: Tensor, expected: Tensor) -> Tensor:
+    def _check(self, name: str, found: Tensor, expected: Tensor) -> None:
         if found.shape != expected.shape:
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(found.shape)}, but {self.config.architecture} with this config.json "
@@ -170,7 +176,6 @@ class CausalLM(nn.Module):
                 f"tensor {name!r} is stored as {found.dtype}, which means nothing without its scales: "
                 "use a checkpoint in float32, float16 or bfloat16"
             )
-        return found
 
 
 def _some(names: list[str]) -> str:

@@ -96,9 +96,9 @@ class Gemma2ForCausalLM(CausalLM):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """As in the base class; then add the 1 of 1 + w to the norms, once instead of in every step."""
-        super().load_weights(tensors)
+    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
+        """As in the base class; then adds the 1 of 1 + w to the norms, once instead of at every step."""
+        super().load_weights(tensors, headers)
         for name, weight in self.destinations().items():
             if name.endswith("norm.weight"):
                 weight.add_(1)

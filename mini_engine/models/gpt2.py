@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from jaxtyping import Float, Int
@@ -9,10 +10,44 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
+from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
 from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, empty_weight, split_qkv
 from mini_engine.models.linear import linear
+
+_CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+_MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+
+def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A GPT-2 checkpoint in the form of every other: one set of names, weights as `[out, in]`.
+
+    Checkpoints name their tensors with or without `transformer.` in front. Their projections were written as a 1 x 1
+    convolution (Conv1D) and lie as `[in, out]`: they are transposed here, without a copy. The buffers `attn.bias` and
+    `attn.masked_bias` hold a causal mask, not weights, and are left out.
+
+    Args:
+        tensors: the checkpoint under its own names; all of it is looked up.
+
+    Returns:
+        Names without `transformer.`, weights as `[out, in]`.
+
+    Raises:
+        ModelLoadError: two tensors get the same name.
+    """
+    found: dict[str, Tensor] = {}
+    for full_name in tensors:
+        name = full_name.removeprefix("transformer.")
+        if _MASK_BUFFER.fullmatch(name):
+            continue
+        if name in found:
+            raise ModelLoadError(
+                f"the checkpoint has tensor {name!r} with and without 'transformer.': keep one of them"
+            )
+        tensor = tensors[full_name]
+        found[name] = tensor.t() if _CONV1D.fullmatch(name) and tensor.ndim == 2 else tensor
+    return found
 
 
 class GPT2Layer(DecoderLayer):
@@ -78,9 +113,10 @@ class GPT2LMHeadModel(CausalLM):
             x = layer(x, attend)
         return F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.config.norm_eps)
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """As in the base class, after `parts.gpt2_weights` has renamed and transposed the checkpoint's tensors."""
-        super().load_weights(self.parts.gpt2_weights(tensors))
+    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
+        """Load a checkpoint as the base class does, after `parts.gpt2_weights` has brought it into the common form."""
+        rename = self.parts.gpt2_weights
+        super().load_weights(rename(tensors), None if headers is None else rename(headers))
 
     def destinations(self) -> dict[str, Tensor]:
         return {**super().destinations(), "wpe.weight": self.embed_positions, "ln_f.bias": self.norm_bias}

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from mini_engine.models.gguf_file import TENSOR_TYPES, dequantize, dequantize_q4_1, read_gguf
 
 from mini_engine.errors import WeightFileError
 from mini_engine.models import gguf_file
-from mini_engine.models.gguf_file import TENSOR_TYPES, dequantize, dequantize_q4_1, read_gguf
 from tests.models.limits import memory_limit
 
 QUANTISED = [name for name in TENSOR_TYPES.values() if name[1] > 1]

@@ -15,14 +15,14 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mini_engine.models.gguf_file import read_gguf
+from mini_engine.models.gguf_model import build_tokenizer, hf_config, unpermute
+from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.gguf_file import read_gguf
-from mini_engine.models.gguf_model import build_tokenizer, hf_config, unpermute
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.parts import Parts
 from mini_engine.rope import Llama3, inverse_frequencies
 from tests.models.families import transformers_model

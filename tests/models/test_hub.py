@@ -19,6 +19,10 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mini_engine.models.gguf_file import read_gguf
+from mini_engine.models.gguf_model import unpermute
+from mini_engine.models.hub import convert_gguf, embedded_folder, embedded_gguf, fetch, is_complete, snapshot_folder
+from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from packaging.version import Version
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
@@ -26,10 +30,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.models import hub
-from mini_engine.models.gguf_file import read_gguf
-from mini_engine.models.gguf_model import unpermute
-from mini_engine.models.hub import convert_gguf, embedded_folder, embedded_gguf, fetch, is_complete, snapshot_folder
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.parts import Parts
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from mini_engine.models.gpt2_weights import gpt2_weights
 from torch import Tensor
 
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.gpt2_weights import gpt2_weights
 from mini_engine.models.registry import build_model
 from mini_engine.parts import Parts
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_config, transformers_model, whole

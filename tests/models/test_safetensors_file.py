@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mini_engine.models.safetensors_file import DTYPES, open_safetensors, open_sharded, read_header
+from mini_engine.models.tensors import LazyTensors
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
 from mini_engine.errors import WeightFileError
 from mini_engine.models import safetensors_file
-from mini_engine.models.safetensors_file import DTYPES, open_safetensors, open_sharded, read_header
-from mini_engine.models.tensors import LazyTensors
 from tests.models.limits import memory_limit
 
 INTEGERS = [dtype for dtype in DTYPES.values() if not dtype.is_floating_point and dtype is not torch.bool]

@@ -16,15 +16,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mini_engine.models.safetensors_file import open_safetensors
+from mini_engine.models.tensors import LazyTensor, LazyTensors
+from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.safetensors_file import open_safetensors
-from mini_engine.models.tensors import LazyTensor, LazyTensors
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from mini_engine.parts import Parts
 from tests.models.families import FAMILIES, our_model, transformers_model
 from tests.models.limits import memory_limit

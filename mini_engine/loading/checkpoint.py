@@ -1,0 +1,403 @@
+"""Open a model by name or path, and load its weights and its tokenizer.
+
+A model is opened without reading its weights: `open_checkpoint` checks the files and reads their headers, and
+`load_model` compares every shape with the configuration before it copies the tensors into the parameters.
+
+Everything in a model folder is data, and none of it is trusted. Pickles (`pytorch_model.bin`) are refused, code
+(`auto_map`) is never run, and no file outside the folder is opened, whatever a link, an index or a configuration says.
+transformers never sees the folder: it builds the tokenizer from checked copies of a few files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
+from mini_engine.loading import hub
+from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.models.layers import ModelParts
+from mini_engine.models.registry import build_model
+from mini_engine.sampling_params import SamplingParams
+
+# Real configurations and safetensors headers stay below 1 MiB, and a parsed one takes up to thirty times its size.
+MAX_JSON_BYTES = 8 * 2**20
+MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
+
+# The files from which transformers may build a tokenizer, beside tokenizer_config.json.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "added_tokens.json", "chat_template.jinja")
+# The entries that transformers is given of tokenizer_config.json and special_tokens_map.json, beside those that name
+# tokens: none of them is a path. `vocab`, `tokenizer_file` and others would be opened.
+TOKENIZER_SETTINGS = {"tokenizer_class", "chat_template", "model_max_length", "model_input_names", "do_lower_case"}
+TOKENIZER_SETTINGS |= {"added_tokens_decoder", "add_prefix_space", "clean_up_tokenization_spaces", "errors", "legacy"}
+TOKENIZER_SETTINGS |= {"spaces_between_special_tokens", "split_special_tokens", "padding_side", "truncation_side"}
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint; each look-up reads one from its file, and nothing is kept.
+
+    A model that copies one tensor at a time into its parameters therefore never holds a second copy of itself.
+
+    Attributes:
+        headers: for each name, a tensor on the meta device with the shape that the file's header states, and with its
+            dtype (float32 for GGUF, whose tensors are dequantized when they are read).
+    """
+
+    def __init__(self, headers: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+        self.headers, self._read = headers, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.headers  # the inherited method would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, opened and checked, its weights not yet read.
+
+    Attributes:
+        path: the folder or the .gguf file.
+        config: the shape of the model.
+        tensors: the weights under transformers' names.
+        dtype: the dtype of the stored weights; bfloat16 if they are quantized.
+        eos_token_ids: the tokens that end a text, from generation_config.json, else from config.json, else from the
+            tokenizer.
+        generation_defaults: the `SamplingParams` fields that generation_config.json sets (`temperature`, `top_k`,
+            `top_p`, `min_p`, `repetition_penalty`); `do_sample: false` becomes temperature 0. None if it sets none.
+        build_tokenizer: builds the tokenizer; call `load_tokenizer`, which turns its failures into typed errors.
+    """
+
+    path: Path
+    config: ModelConfig
+    tensors: StoredTensors
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, float] | None
+    build_tokenizer: Callable[[], PreTrainedTokenizerBase]
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Find a model and check its files; no weights are read.
+
+    Args:
+        model: "smollm2-135m-instruct" (the embedded model), a folder with `config.json` and safetensors files, a
+            `models--org--name` folder of the Hugging Face cache, a .gguf file, or the id of a model on the hub.
+
+    Raises:
+        ModelLoadError: if there is no such model, or this engine cannot run it.
+        WeightFileError: if one of its files is truncated, damaged or hostile.
+    """
+    try:
+        path = _find(model)
+        return _open_gguf(path) if os.path.isfile(path) else _open_folder(path)
+    except OSError as error:
+        raise _unreadable(model, error) from error
+
+
+def _find(model: str | Path) -> Path:
+    """Return the folder or the .gguf file that a user means."""
+    if not isinstance(model, str | Path):
+        raise ModelLoadError(f"the model is given as a {type(model).__name__}: give its name or path as a string.")
+    if model == hub.EMBEDDED_MODEL:
+        return hub.embedded_folder()
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it leaves an unknown ~user alone
+    # os.path's questions, unlike Path's, answer False for a path that is too long or contains a null character.
+    if os.path.isfile(path):
+        if path.suffix != ".gguf":
+            raise ModelLoadError(f"{path} is a file, but not a .gguf file: give the folder that contains it.")
+        return path
+    if os.path.isdir(path):
+        snapshot = hub.snapshot_folder(path) if (path / "snapshots").is_dir() else path
+        if snapshot is None:
+            raise ModelLoadError(f"{path} has no complete snapshot: give the folder of one inside {path}/snapshots")
+        return snapshot
+    if isinstance(model, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and len(model) <= 200:
+        return hub.fetch(model)
+    known = f"{hub.EMBEDDED_MODEL}, a folder with config.json and safetensors, a .gguf file, or a hub id like org/name"
+    raise ModelLoadError(f"There is no model {_short(str(model))}: give {known}.")
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """Build the tokenizer of a model, with its chat template if it has one.
+
+    Raises:
+        ModelLoadError: if the model has none, or it is damaged.
+    """
+    try:
+        return checkpoint.build_tokenizer()
+    except ModelLoadError:
+        raise
+    except BaseException as error:  # the libraries raise anything, down to a Rust panic, which is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+        raise _damaged(checkpoint.path, f"it has no usable tokenizer ({problem})") from error
+
+
+def load_model(
+    checkpoint: Checkpoint, parts: ModelParts, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> CausalLM:
+    """Build the model and fill it with its weights, converted to `dtype` on `device`; one copy of them is held.
+
+    Raises:
+        ModelLoadError: if the weights do not fit the configuration, or the model does not fit the memory.
+    """
+    model = build_model(checkpoint.config, parts, dtype, device)
+    try:
+        model.load_weights(checkpoint.tensors, checkpoint.tensors.headers)
+    except OSError as error:
+        raise _unreadable(checkpoint.path, error) from error
+    return model
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = read_gguf(path)
+    config = hf_config(file)
+    ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    eos = tuple(token_id for token_id in ends if type(token_id) is int)
+
+    def tokenizer() -> PreTrainedTokenizerBase:
+        built, options = build_tokenizer(file)
+        return PreTrainedTokenizerFast(tokenizer_object=built, **options)
+
+    largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
+    dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
+    tensors = StoredTensors(*hf_tensors(file, config))
+    return Checkpoint(path, ModelConfig.from_hf(config), tensors, dtype, eos, None, tokenizer)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    files = _files_inside(folder)
+    if "config.json" not in files:
+        raise ModelLoadError(f"{folder} has no config.json: give the folder of a model that transformers has saved.")
+    hf = read_json(files["config.json"])
+    tensors = _folder_tensors(folder, files)
+    if "auto_map" in hf:
+        warnings.warn(f"{folder} contains code of its own (auto_map): it is not run.", stacklevel=3)
+    config = ModelConfig.from_hf(hf)
+    generation = read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
+    eos = _token_ids(folder, generation.get("eos_token_id")) or config.eos_token_ids
+    defaults = _generation_defaults(folder, generation)
+    dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
+    tokenizer = partial(_folder_tokenizer, folder, files, str(hf.get("model_type")))
+    checkpoint = Checkpoint(folder, config, tensors, dtype, eos, defaults, tokenizer)
+    if not eos and files.keys() & set(VOCABULARIES):
+        with suppress(ModelLoadError):  # the model runs on token ids all the same; `load_tokenizer` reports the error
+            eos = _token_ids(folder, load_tokenizer(checkpoint).eos_token_id)
+    return replace(checkpoint, eos_token_ids=eos)
+
+
+def _files_inside(folder: Path) -> dict[str, Path]:
+    """Return the files of a model folder by name. A link that leads out of it, at any depth, is refused.
+
+    In the Hugging Face cache every file of a snapshot is a link into the `blobs` folder beside `snapshots`.
+    """
+    root = Path(os.path.realpath(folder))
+    in_cache = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+    allowed = [root, root.parent.parent / "blobs"] if in_cache else [root]
+    files = {}
+    for place, folders, names in os.walk(root):
+        for name in folders + names:
+            path = Path(place, name)
+            target = Path(os.path.realpath(path))
+            if path.is_symlink() and not any(target.is_relative_to(inside) for inside in allowed):
+                raise WeightFileError(f"{_short(str(path))} is a link out of its folder: put the file itself there.")
+            if place == str(root) and os.path.isfile(target):
+                files[name] = folder / name
+    return files
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        WeightFileError: if the file is too large, is not UTF-8 or JSON, is nested too deeply, or is no object.
+    """
+    try:
+        parsed = json.loads(_read_bytes(path, MAX_JSON_BYTES).decode())
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise _damaged(path, f"its JSON cannot be parsed ({str(error)[:100]})") from error
+    if not isinstance(parsed, dict):
+        raise _damaged(path, f"its JSON is a {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def _read_bytes(path: Path, limit: int) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise _damaged(path, f"it has more than {limit} bytes")
+    return content
+
+
+def _token_ids(folder: Path, value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise WeightFileError(f"{folder}/generation_config.json: eos_token_id is {_short(value)}; give token ids.")
+    return tuple(ids)
+
+
+def _generation_defaults(folder: Path, generation: Mapping[str, Any]) -> Mapping[str, float] | None:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    do_sample = generation.get("do_sample")
+    try:
+        SamplingParams(**given)
+        if not isinstance(do_sample, bool | None):
+            raise RequestError(f"do_sample is {_short(do_sample)}; it must be true or false")
+    except (RequestError, OverflowError) as error:
+        raise ModelLoadError(f"{folder}/generation_config.json: {str(error)[:200]}") from error
+    if do_sample is False:
+        given["temperature"] = 0.0
+    return MappingProxyType(given) if given else None
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _folder_tensors(folder: Path, files: Mapping[str, Path]) -> StoredTensors:
+    safetensors = {name: path for name, path in files.items() if name.endswith(".safetensors")}
+    if "model.safetensors" in safetensors:
+        return open_safetensors(safetensors["model.safetensors"])
+    if "model.safetensors.index.json" in files:
+        return open_sharded(files["model.safetensors.index.json"], safetensors)
+    if len(safetensors) == 1:
+        return open_safetensors(*safetensors.values())
+    if safetensors:
+        raise ModelLoadError(f"{folder} has several safetensors files, but no model.safetensors.index.json: add it.")
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
+    if pickles:
+        problem = f"{folder} has its weights in {_short(pickles[0])}, a pickle, which can run code when it is read"
+        raise ModelLoadError(f"{problem}: convert it to safetensors where you trust it, with save_pretrained.")
+    raise ModelLoadError(f"{folder} has no safetensors file: give a folder with model.safetensors, or a .gguf file.")
+
+
+def open_safetensors(path: Path) -> StoredTensors:
+    """Open one safetensors file. Its tensors are views of the mapped file: only what is used of them is read.
+
+    Raises:
+        WeightFileError: if the file is truncated, or its header contradicts itself or the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as raw:
+        if int.from_bytes(raw.read(8), "little") > min(size, MAX_JSON_BYTES):
+            raise _damaged(path, f"its header is longer than the file, or than {MAX_JSON_BYTES} bytes")
+    try:
+        file = safe_open(path, framework="pt")
+        headers = {name: torch.empty_like(file.get_tensor(name), device="meta") for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # SafetensorError, or what torch raises where a file of this size cannot be mapped
+        raise _damaged(path, f"safetensors refuses it ({_short(str(error))})") from error
+
+    def read(name: str) -> Tensor:
+        if path.stat().st_size != size:  # touching a mapped page that no longer exists would kill the process
+            raise WeightFileError(f"{path} changed its size while it was read: write it again.")
+        return file.get_tensor(name)
+
+    return StoredTensors(headers, read)
+
+
+def open_sharded(index_path: Path, shard_path: Mapping[str, Path]) -> StoredTensors:
+    """Open a model that is spread over several safetensors files.
+
+    Args:
+        index_path: `model.safetensors.index.json`, whose "weight_map" maps tensor names to file names.
+        shard_path: the checked path of each file name; any other name is refused, so that an index cannot point
+            outside its folder.
+
+    Raises:
+        WeightFileError: if the index is damaged, or names a file or a tensor that does not exist.
+    """
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise _damaged(index_path, 'its "weight_map" does not map tensor names to file names')
+    opened: dict[str, StoredTensors] = {}
+    for name, shard in weight_map.items():
+        if shard not in shard_path:
+            problem = f"{index_path} names {_short(shard)}, which is no safetensors file in its folder"
+            raise WeightFileError(f"{problem}: add the file, or get the model from a source you trust.")
+        if shard not in opened:
+            opened[shard] = open_safetensors(shard_path[shard])
+        if name not in opened[shard]:
+            raise _damaged(index_path, f"tensor {_short(name)} is not in {_short(shard)}")
+    headers = {name: opened[shard].headers[name] for name, shard in weight_map.items()}
+    return StoredTensors(headers, lambda name: opened[weight_map[name]][name])
+
+
+def _short(value: Any) -> str:
+    """Quote what a file or a caller says, cut to a length that fits a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _unreadable(path: str | Path, error: OSError) -> WeightFileError:
+    return WeightFileError(f"{error.filename or path} cannot be read ({error.strerror}): check that it is readable.")
+
+
+def _damaged(path: Path, problem: str) -> WeightFileError:
+    folder = path if path.is_dir() else path.parent
+    remedy = "Download or write it again."
+    if os.path.isfile(folder / hub.MANIFEST):  # this engine has written the folder
+        remedy = f"Delete the folder {folder}; the next start converts the model again."
+    return WeightFileError(f"{path} is damaged: {problem}. {remedy}")
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def _folder_tokenizer(folder: Path, files: Mapping[str, Path], model_type: str) -> PreTrainedTokenizerBase:
+    """Build the tokenizer from copies: transformers opens files that a configuration names, wherever they are."""
+    if not files.keys() & set(VOCABULARIES):
+        raise ModelLoadError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json.")
+    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    if "fast_tokenizer_files" in settings:
+        problem = f"{folder}/tokenizer_config.json names other files (fast_tokenizer_files), which can be anywhere"
+        raise ModelLoadError(f"{problem}: remove the entry, and call the file tokenizer.json.")
+    special = read_json(files["special_tokens_map.json"]) if "special_tokens_map.json" in files else {}
+    contents = {"tokenizer_config.json": settings, "special_tokens_map.json": special}
+    with tempfile.TemporaryDirectory(prefix="mini-engine-") as temporary:
+        copies = Path(temporary)
+        (copies / "config.json").write_text(json.dumps({"model_type": model_type}))
+        for name, content in contents.items():
+            known = {k: v for k, v in content.items() if k in TOKENIZER_SETTINGS or k.endswith(("_token", "_tokens"))}
+            (copies / name).write_text(json.dumps(known))
+        for name in files.keys() & set(TOKENIZER_FILES):
+            (copies / name).write_bytes(_read_bytes(files[name], MAX_TOKENIZER_BYTES))
+        generic = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if generic and "tokenizer.json" in files:
+            # The class that AutoTokenizer would choose, without the seconds that it takes to find it.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(copies, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer  # takes a second
+
+            tokenizer = AutoTokenizer.from_pretrained(copies, local_files_only=True, trust_remote_code=False)
+    tokenizer.name_or_path = str(folder)
+    return tokenizer

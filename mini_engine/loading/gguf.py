@@ -1,0 +1,345 @@
+"""Read GGUF files of Llama and Qwen3 models: configuration, weights and tokenizer under transformers' names.
+
+`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module bounds the parser, checks
+that the tensors lie inside the file, and undoes what llama.cpp's converter (convert_hf_to_gguf.py) did: it renamed
+every tensor, and for Llama it reordered the rows of the query and key weights, because llama.cpp rotates neighboring
+pairs (interleaved RoPE) and transformers rotates the two halves of a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+
+from mini_engine.errors import ModelLoadError, WeightFileError
+from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
+
+# Names of GGMLQuantizationType. A type that is not here is refused before anything is read.
+TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+
+# Limits on a header. The largest vocabularies (256,000 tokens with their merges) stay below half of each.
+MAX_HEADER_BYTES = 64 * 2**20
+MAX_HEADER_VALUES = 2**21
+MAX_TOKENS = 2**19
+MAX_MERGES = 2**20
+MAX_TOKEN_CHARS = 256
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One entry of the header's list of tensors.
+
+    Attributes:
+        type: name of its type, one of `TENSOR_TYPES`.
+        shape: outermost dimension first, as in PyTorch; the file has the opposite order.
+        begin, end: byte offsets into the file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The header of a GGUF file: its metadata (numbers, strings, and lists of them) and its tensors."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+    def blocks(self, name: str) -> UInt8[Tensor, "blocks bytes"]:
+        """Read the stored bytes of a tensor, one row per quantization block.
+
+        Raises:
+            WeightFileError: if the file has shrunk since its header was read.
+        """
+        tensor = self.tensors[name]
+        raw = np.fromfile(self.path, np.uint8, tensor.end - tensor.begin, offset=tensor.begin)
+        if len(raw) < tensor.end - tensor.begin:
+            raise WeightFileError(f"{self.path} shrank while it was read: download it again.")
+        return torch.from_numpy(raw).view(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1])
+
+    def tensor(self, name: str) -> Float[Tensor, "*shape"]:
+        """Read and dequantize a tensor: its values in its shape, in float32."""
+        tensor = self.tensors[name]
+        values = gguf.quants.dequantize(self.blocks(name).numpy(), gguf.GGMLQuantizationType[tensor.type])
+        return torch.from_numpy(values).reshape(tensor.shape)
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return a metadata value of the given type.
+
+        Raises:
+            WeightFileError: if the value has another type, or is missing and there is no default.
+        """
+        value = self.metadata.get(key, default)
+        if type(value) is not kind:
+            raise _damaged(self.path, f"its metadata value {key!r} is {repr(value)[:80]}, not of type {kind.__name__}")
+        return value
+
+
+class _BoundedReader(gguf.GGUFReader):
+    """`GGUFReader` that stays inside the file and inside the limits on a header.
+
+    The library reads every value through `_get` and trusts the counts and lengths in the file, so all checks are here.
+    A big-endian file, which the library would read, has absurd counts here and is refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.limit, self.num_values = MAX_HEADER_BYTES, 0
+        super().__init__(path)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        self.num_values += 1
+        if end > min(self.limit, self.data.size) or self.num_values > MAX_HEADER_VALUES:
+            raise ValueError(
+                f"{count} values at byte {offset} go past the end of the file or of what a header may hold"
+            )
+        return np.frombuffer(self.data, dtype, int(count), int(offset))
+
+    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
+        self.limit = self.data.size  # the header ends here; tensors may be anywhere behind it
+        super()._build_tensors(start_offs, fields)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read and check the metadata and the list of tensors of a GGUF file; no tensor is read.
+
+    Raises:
+        WeightFileError: if the file is no little-endian GGUF of version 2 or 3, is truncated, or contradicts itself.
+        ModelLoadError: if it holds tensors of an unsupported type.
+    """
+    try:
+        with np.errstate(over="ignore"):  # sums of offsets may wrap around; they are computed again below
+            reader = _BoundedReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    except OSError:
+        raise
+    except Exception as error:  # the library raises whatever numpy or an enumeration raises
+        raise _damaged(path, f"it is no GGUF file of version 2 or 3 that can be parsed ({str(error)[:200]})") from error
+    tensors: dict[str, GGUFTensor] = {}
+    end = int(reader.data_offset)
+    for found in sorted(reader.tensors, key=lambda tensor: int(tensor.field.parts[-1][0])):
+        kind, name, shape = found.tensor_type, found.name, tuple(found.shape.tolist()[::-1])
+        if kind.name not in TENSOR_TYPES:
+            known = ", ".join(sorted(TENSOR_TYPES))
+            raise ModelLoadError(f"{path}: tensor {name[:80]!r} has the type {kind.name}: use a file with {known}.")
+        block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        begin, num_bytes = int(found.field.parts[-1][0]), prod(shape) // block_elements * block_bytes
+        begin += int(reader.data_offset)
+        if not shape or 0 in shape or begin % int(reader.alignment) or not end <= begin <= reader.data.size - num_bytes:
+            problem = f"tensor {name[:80]!r} of shape {shape[:8]} would take {num_bytes} bytes from byte {begin}"
+            raise _damaged(path, f"{problem} of {reader.data.size}: misaligned, over another one, or past the end")
+        end = begin + num_bytes
+        tensors[name] = GGUFTensor(kind.name, shape, begin, end)
+    return GGUFFile(path, metadata, tensors)
+
+
+def _damaged(path: Path, problem: str) -> WeightFileError:
+    return WeightFileError(f"{path} is damaged: {problem}. Download it again.")
+
+
+# --- configuration and weights ---------------------------------------------------------------------------------------
+
+MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+}
+LAYER_NAMES |= {f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")}
+LAYER_NAMES |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")}  # Qwen3
+LAYER_NAMES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def hf_config(file: GGUFFile) -> dict[str, Any]:
+    """Return the `config.json` that transformers would write for this model.
+
+    Raises:
+        ModelLoadError: if the architecture, or a variant of it, is not supported.
+        WeightFileError: if a value is missing or has the wrong type.
+    """
+    architecture = file.value("general.architecture", str)
+    if architecture not in ARCHITECTURES:
+        known = " and ".join(ARCHITECTURES)
+        problem = f"{file.path} holds the architecture {architecture[:80]!r}, and GGUF files of {known} are supported"
+        raise ModelLoadError(f"{problem}: use the model's folder with safetensors files instead.")
+
+    def read(key: str, kind: type, default: Any = None) -> Any:
+        return file.value(f"{architecture}.{key}", kind, default)
+
+    if "token_embd.weight" not in file.tensors:
+        raise WeightFileError(f"{file.path} has no tensor token_embd.weight: use a file with a whole model.")
+    hidden, heads = read("embedding_length", int), read("attention.head_count", int)
+    head_dim = read("attention.key_length", int, hidden // max(heads, 1))
+    if read("rope.dimension_count", int, head_dim) != head_dim:
+        raise ModelLoadError(f"{file.path} rotates only a part of each head: use a model that rotates whole heads.")
+    return {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "hidden_act": "silu",
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": read("feed_forward_length", int),
+        "num_hidden_layers": read("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": read("context_length", int),
+        "rms_norm_eps": _shortest(read("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _shortest(read("rope.freq_base", float, 10000.0)),
+        "rope_scaling": _rope_scaling(file, architecture, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal that rounds to this float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(file: GGUFFile, architecture: str, head_dim: int) -> dict[str, Any] | None:
+    kind = file.value(f"{architecture}.rope.scaling.type", str, "none")
+    if kind != "none":
+        raise ModelLoadError(f"{file.path} scales RoPE by {kind[:80]!r}: use the model's folder instead.")
+    divisors = file.tensors.get("rope_freqs.weight")
+    if divisors is None:
+        return None
+    # Llama 3.1 stores what each frequency is divided by, not the rule; the largest divisor is the rule's factor.
+    if 2 * prod(divisors.shape) == head_dim:
+        stored = file.tensor("rope_freqs.weight").double().flatten()
+        rule = Llama3(float(stored.max()), 1.0, 4.0, original_max_position_embeddings=8192)
+        theta = _shortest(file.value(f"{architecture}.rope.freq_base", float, 10000.0))
+        plain, scaled = (inverse_frequencies(RopeConfig(theta, head_dim, scaling)) for scaling in (None, rule))
+        if torch.allclose((plain / scaled).double(), stored, rtol=1e-3):
+            return {"rope_type": "llama3"} | asdict(rule)
+    raise ModelLoadError(f"{file.path}: its rope_freqs are not those of Llama 3.1: use a model without them.")
+
+
+def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Return the weights under transformers' names and in its layout.
+
+    Args:
+        file: the opened file.
+        config: `hf_config(file)`, accepted by `ModelConfig.from_hf`.
+
+    Returns:
+        For each name, a tensor on the meta device that has the shape; and a function that reads the tensor of a name.
+
+    Raises:
+        WeightFileError: if a tensor has an unknown name.
+    """
+    stored = {}
+    for name in file.tensors:
+        parts = re.fullmatch(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)", name)
+        names = LAYER_NAMES if parts and parts[1] else MODEL_NAMES
+        if parts and parts[2] in names:
+            layer = f"model.layers.{parts[1]}." if parts[1] else ""
+            stored[f"{layer}{names[parts[2]]}.{parts[3]}"] = name
+        elif name != "rope_freqs.weight":  # which is part of the configuration
+            raise _damaged(file.path, f"a {config['model_type']} model has no tensor {name[:80]!r}")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+    def read(name: str) -> Tensor:
+        tensor, part = file.tensor(stored[name]), name.split(".")[-2]
+        return unpermute(tensor, heads[part]) if config["model_type"] == "llama" and part in heads else tensor
+
+    return {new: torch.empty(file.tensors[old].shape, device="meta") for new, old in stored.items()}, read
+
+
+def unpermute(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder the rows of a query or key weight (or bias) from llama.cpp's order to transformers'.
+
+    Within a head of size D the file has rows 0, D/2, 1, D/2+1, ...: neighbors are rotated together. transformers
+    rotates row i with row i + D/2, so the even rows come first, then the odd ones.
+    """
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+# How text is split before the merges apply, by the name in "tokenizer.ggml.pre". The first two use GPT-2's expression.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
+    "gpt-2": lambda: ByteLevel(add_prefix_space=False),
+    "smollm": lambda: Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
+    "llama-bpe": lambda: _split_then_bytes(LLAMA3_SPLIT),
+    "qwen2": lambda: _split_then_bytes(LLAMA3_SPLIT.replace("{1,3}", "")),  # one digit at a time
+}
+CONTROL, USER_DEFINED = 3, 4  # token types
+
+
+def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
+    """Build the byte-level BPE tokenizer that the metadata describes.
+
+    Returns:
+        The tokenizer, and the keyword arguments for transformers' PreTrainedTokenizerFast around it.
+
+    Raises:
+        ModelLoadError: if the tokenizer is of another kind.
+        WeightFileError: if a value is missing, has the wrong type or is too large.
+    """
+    kind, pre = file.value("tokenizer.ggml.model", str), file.value("tokenizer.ggml.pre", str, "")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        problem = f"{file.path} has a tokenizer of kind {kind[:80]!r} that splits text by the rule {pre[:80]!r}"
+        known = f"byte-level BPE ('gpt2') with one of the rules {', '.join(PRE_TOKENIZERS)}"
+        raise ModelLoadError(f"{problem}, not {known}: use the model's folder with tokenizer.json instead.")
+    tokens, merges = file.value("tokenizer.ggml.tokens", list), file.value("tokenizer.ggml.merges", list)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(tokens) > MAX_TOKENS or len(merges) > MAX_MERGES:
+        raise _damaged(file.path, f"it has {len(tokens)} tokens and {len(merges)} merges, more than any real tokenizer")
+    if len(vocabulary) < len(tokens) or any(len(token) > MAX_TOKEN_CHARS for token in tokens):
+        raise _damaged(file.path, f"its vocabulary has a token twice, or one of more than {MAX_TOKEN_CHARS} characters")
+
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    # Llama 3 takes a whole word that is in its vocabulary even if no merges lead to it.
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[pre](), decoders.ByteLevel()
+    types = file.value("tokenizer.ggml.token_type", list, [])
+    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
+        added = [token for token, type_ in zip(tokens, types, strict=False) if type_ == wanted]
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
+
+    options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            if token_id not in range(len(tokens)):
+                raise _damaged(file.path, f"its {key} token {repr(token_id)[:80]} is not in its vocabulary")
+            options[f"{name}_token"] = tokens[token_id]
+    if "tokenizer.chat_template" in file.metadata:
+        options["chat_template"] = file.value("tokenizer.chat_template", str)
+    if file.value("tokenizer.ggml.add_bos_token", bool, False) and "bos_token" in options:
+        bos = options["bos_token"]
+        tokenizer.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])])
+    return tokenizer, options
+
+
+def _split_then_bytes(pattern: str) -> PreTokenizer:
+    return Sequence([Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])

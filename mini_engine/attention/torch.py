@@ -4,6 +4,7 @@
 `PaddedTorchBackend` computes a step's decodes in one padded call. Explained in chapter 04.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -113,9 +114,10 @@ class TorchBackend(AttentionBackend):
                 page_positions = batch.page_positions[entries]
                 key_positions = (page_positions[:, None] + offsets).flatten()[: kv_lens[b]]
             is_decode = tokens.stop - tokens.start == 1
+            num_visible = kv_lens[b] if batch.page_positions is None else math.inf  # pages may be missing in between
             masks = {
                 window: None
-                if is_decode and (window is None or kv_lens[b] <= window)
+                if is_decode and (window is None or num_visible <= window)
                 else mask_mod(nothing, nothing, query_positions[:, None], key_positions)
                 for window, mask_mod in self._mask_mods.items()
             }
@@ -198,28 +200,43 @@ class PaddedDecodes:
             batch: a step with decodes.
             mask_mods: for each window, which keys a query sees.
         """
-        first = batch.kv_page_indptr.numpy()[: batch.num_decodes, None]
-        counts = np.diff(batch.kv_page_indptr.numpy())[: batch.num_decodes, None]
-        kv_lens = batch.kv_lens.numpy()[: batch.num_decodes, None]
-        column = np.minimum(np.arange(counts.max()), counts - 1)
-        held = np.arange(kv_lens.max()) < kv_lens
-        rows, keys = np.nonzero(~held)
+        page_indptr, kv_lens = batch.kv_page_indptr.numpy(), batch.kv_lens.numpy()[: batch.num_decodes]
+        page_counts = np.diff(page_indptr)[: batch.num_decodes, None]
+        page_index = np.minimum(np.arange(page_counts.max()), page_counts - 1)
+        longest = int(kv_lens.max())
+        num_padding = longest - kv_lens
+        # The padding of each decode counts up to `longest`.
+        key_index = longest - np.repeat(np.cumsum(num_padding), num_padding) + np.arange(num_padding.sum())
         moved = to_device(
-            {"entry": first + column, "column": column, "held": held, "rows": rows, "keys": keys},
+            {
+                "entry": page_indptr[: batch.num_decodes, None] + page_index,
+                "page_index": page_index,
+                "held": np.arange(longest) < kv_lens[:, None],
+                "padded_decode": np.repeat(np.arange(batch.num_decodes), num_padding),
+                "padded_key": key_index,
+            },
             batch.kv_page_indices.device,
         )
-        starts = moved["column"] * batch.page_size
+        visible = {
+            window: moved["held"] if window is None else moved["held"] & cls._mask(batch, mask_mod, moved, longest)
+            for window, mask_mod in mask_mods.items()
+        }
+        return cls(
+            batch.kv_page_indices[moved["entry"]].long(),
+            (moved["padded_decode"], moved["padded_key"]),
+            {window: mask[:, None, None] for window, mask in visible.items()},
+        )
+
+    @staticmethod
+    def _mask(batch: StepBatch, mask_mod: MaskMod, moved: dict[str, Tensor], longest: int) -> Bool[Tensor, "D m"]:
+        """Evaluate a mask for each decode and the positions of its keys."""
+        starts = moved["page_index"] * batch.page_size
         if batch.page_positions is not None:
             starts = batch.page_positions[moved["entry"]]
         offsets = torch.arange(batch.page_size, device=starts.device)
-        positions = (starts[:, :, None] + offsets).flatten(1)[:, : held.shape[1]]
-        queries = batch.positions[: batch.num_decodes, None]
+        positions = (starts[:, :, None] + offsets).flatten(1)[:, :longest]
         nothing = torch.zeros((), dtype=torch.long, device=starts.device)  # no mask depends on row or head
-        visible = {
-            window: (moved["held"] & mask_mod(nothing, nothing, queries, positions))[:, None, None]
-            for window, mask_mod in mask_mods.items()
-        }
-        return cls(batch.kv_page_indices[moved["entry"]].long(), (moved["rows"], moved["keys"]), visible)
+        return mask_mod(nothing, nothing, batch.positions[: batch.num_decodes, None], positions)
 
     def attend(
         self,

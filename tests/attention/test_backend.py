@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import BACKENDS, FEATURES, bypassed_parts, create_backend
+from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
@@ -59,6 +60,29 @@ def test_keys_whose_pages_were_evicted_are_as_good_as_masked(name: str) -> None:
     backend.plan(batch)
     backend.append(1, k[8:], v[8:])
     torch.testing.assert_close(backend.run(1, q[8:]), expected(CAPPED, q, k, v)[8:], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_window_counts_positions_and_not_keys(name: str) -> None:
+    """Two decodes whose pages in the middle are gone: the first page is out of sight, although 8 keys are left."""
+    spec = replace(PLAIN, window=9)
+    cache = full_cache([spec], 4, 4, torch.float64)
+    backend = create_backend(name, [spec], cache, Parts())
+    _, k, v = random_qkv(spec, 16, torch.float64, 3)
+    for pages, new in zip(cache.layers[0], (k, v), strict=True):
+        pages.copy_(new.unflatten(0, (4, 4)))
+    q, k, v = random_qkv(spec, 2, torch.float64, 4)
+    backend.plan(
+        StepBatch.build(
+            token_ids=[0] * 2, num_new=[1] * 2, kv_lens=[8, 7], pages=[2, 0, 1, 3], page_size=4,
+            page_positions=[0, 12, 0, 12],
+        )
+    )  # fmt: skip
+    got = backend(0, q, k, v)
+    for b, (page, length) in enumerate([(0, 4), (3, 3)]):
+        keys, values = (x[page, :length] for x in cache.layers[0])
+        want = masked_attention(q[b : b + 1], keys, values, scale=spec.scale)
+        torch.testing.assert_close(got[b : b + 1], want, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

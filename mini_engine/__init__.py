@@ -4,14 +4,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mini_engine.config import EngineConfig
     from mini_engine.llm import LLM, Inference
     from mini_engine.outputs import RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Inference", "Parts", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "Inference", "Parts", "RequestOutput", "SamplingParams"]
 _HOME = {
     "LLM": "llm",
+    "EngineConfig": "config",
     "RequestOutput": "outputs",
     "Inference": "llm",
     "Parts": "parts",

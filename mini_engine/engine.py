@@ -21,8 +21,8 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
-from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages
 from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages
 from mini_engine.model_runner import Launched, ModelRunner
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import EngineMetrics, StepReport

@@ -27,7 +27,6 @@ from mini_engine.detokenizer import Detokenizer, special_ids
 from mini_engine.engine import LLMEngine, OnStep
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
-from mini_engine.models.base import LanguageModel
 from mini_engine.models.hf import HFModel
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts
@@ -108,7 +107,9 @@ class TextEngine:
             RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
         """
         several, is_one = as_prompts(prompts)
-        outputs = {piece.index: piece.output for piece in self._pieces(several, params, each_step=False) if piece.output}
+        outputs = {
+            piece.index: piece.output for piece in self._pieces(several, params, each_step=False) if piece.output
+        }
         if is_one and (error := outputs[0].error):
             raise error
         return [outputs[i] for i in range(len(several))]
@@ -307,9 +308,7 @@ class TextEngine:
         if detokenizer.stopped:  # perhaps only in the text that had been held back
             request.finish_reason = "stop"
             request.token_ids = request.token_ids[: text.num_read]
-        return Piece(
-            text.index, shown, num_tokens, RequestOutput.of(text.prompt, request, detokenizer.text), report
-        )
+        return Piece(text.index, shown, num_tokens, RequestOutput.of(text.prompt, request, detokenizer.text), report)
 
 
 class LLM(TextEngine):
@@ -347,9 +346,7 @@ class LLM(TextEngine):
         self.parts = parts or Parts()
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
-        engine = LLMEngine(
-            self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step
-        )
+        engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
         super().__init__(engine, tokenizer, SamplingParams())
 
     @property

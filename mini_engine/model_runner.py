@@ -119,7 +119,9 @@ class ModelRunner:
         running.num_computed[rows] = kv_lens
         running.num_scheduled[sampling_rows] += 1
         requests = [running.requests[row] for row in rows.tolist()]
-        sampled_by = requests if samples.all() else [q for q, one in zip(requests, samples.tolist(), strict=True) if one]
+        sampled_by = (
+            requests if samples.all() else [q for q, one in zip(requests, samples.tolist(), strict=True) if one]
+        )
         admissions = running.admission[sampling_rows]
         return Launched(batch, requests, kv_lens, sampling_rows, admissions, sampled_by, host_tokens, done)
 

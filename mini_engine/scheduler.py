@@ -243,7 +243,11 @@ class Scheduler:
             # Leave a page for each running request to grow into; with none, they would soon preempt each other.
             free_pages = table.num_free_pages - len(running)
             share = self.parts.admit(
-                num_tokens - shared_tokens, own_pages, budget=budget, free_pages=free_pages, free_rows=table.num_free_rows
+                num_tokens - shared_tokens,
+                own_pages,
+                budget=budget,
+                free_pages=free_pages,
+                free_rows=table.num_free_rows,
             )
             if share < 1:
                 break

@@ -41,9 +41,7 @@ class PageTable:
     """
 
     def __init__(self, num_pages: int, page_size: int, max_rows: int, max_pages_per_row: int | None = None) -> None:
-        check_positive(
-            num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_pages_per_row=max_pages_per_row
-        )
+        check_positive(num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_pages_per_row=max_pages_per_row)
         self.num_pages, self.page_size, self.max_rows = num_pages, page_size, max_rows
         width = num_pages if max_pages_per_row is None else min(max_pages_per_row, num_pages)
         self.table = np.zeros((max_rows, width), dtype=np.int32)

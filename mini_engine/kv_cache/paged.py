@@ -122,13 +122,15 @@ def default_num_pages(
 def page_bytes(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
     layers = {spec.kv_layer: spec for spec in specs}.values()
-    return page_size * sum(
-        2 * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize for spec in layers
-    )
+    return page_size * sum(2 * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize for spec in layers)
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     return psutil.virtual_memory().available

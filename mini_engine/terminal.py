@@ -1,0 +1,48 @@
+"""Safe output: no text controls the terminal, and no character fails to print in the terminal's encoding."""
+
+import io
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+# C0 and C1 controls except newline and tab; bidirectional embeddings, overrides and isolates, which reorder the text on
+# screen; and surrogates, which cannot be encoded.
+_UNSAFE = (
+    *(set(range(0x20)) - {0x09, 0x0A}),
+    *range(0x7F, 0xA0),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),
+)
+_ESCAPES = {code: ascii(chr(code))[1:-1] for code in _UNSAFE}
+
+
+def printable(text: str) -> str:
+    r"""Return the text with every character that could control a terminal written as an escape such as `\x1b`.
+
+    An escape sequence has no effect without its first character. Characters are converted independently, so streamed
+    text can be converted piece by piece.
+    """
+    return text.translate(_ESCAPES)
+
+
+class TerminalConsole(Console):
+    """A console that uses an ASCII spinner unless the encoding is a UTF."""
+
+    def status(self, status: Any, *, spinner: str | None = None, **options: Any) -> Status:
+        """Return a spinner beside a text, as `Console.status` does."""
+        default = "dots" if self.encoding.startswith("utf") else "line"
+        return super().status(status, spinner=spinner or default, **options)
+
+
+def make_console(stderr: bool = False) -> TerminalConsole:
+    """Return a console on standard output or standard error that can print any character.
+
+    Call it when the program starts: it sets the stream itself to write "?" for what the encoding cannot represent.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):  # not if it is closed, or a notebook's, which is UTF-8
+        stream.reconfigure(errors="replace")
+    return TerminalConsole(stderr=stderr)

@@ -1,6 +1,6 @@
 """What one step of the engine computes, described once for every attention method and for the sampler.
 
-The tokens of all requests are one ragged (packed, "varlen") batch, without padding, in CSR form. Explained in chapter 04.
+The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, without padding. Explained in chapter 04.
 """
 
 from collections.abc import Sequence
@@ -136,7 +136,7 @@ class StepBatch:
         entry = first_page + page_index
 
         buffers = into or StepBuffers(device)
-        buffers.reset(8 * (5 * num_tokens + 2 * num_pages + 4 * len(new)) + 16 * ALIGNMENT)
+        buffers.reset(8 * (5 * num_tokens + 2 * num_pages) + 16 * ALIGNMENT)
         host_pages, device_pages = buffers.put(pages, np.int32)
         slots = host_pages[entry].astype(np.int64) * page_size + offset
         first = device_first = None
@@ -150,16 +150,6 @@ class StepBatch:
             ends = np.cumsum(logits_of)
             logit_rows = np.arange(int(ends[-1])) + np.repeat(last + 1 - ends, logits_of)
         source = np.full(num_tokens, -1) if token_source is None else token_source
-        host = {
-            name: torch.from_numpy(buffers.put(array, np.int32)[0])
-            for name, array in (
-                ("kv_lens", lens),
-                ("qo_indptr", qo_indptr),
-                ("kv_page_indptr", page_indptr),
-                ("kv_last_page_len", (lens - 1) % page_size + 1),
-                ("num_logits", logits_of),
-            )
-        }
         batch = cls(
             token_ids=buffers.put(token_ids, np.int64)[1],
             positions=buffers.put(key_index if first is None else first[entry] + offset, np.int64)[1],
@@ -168,11 +158,15 @@ class StepBatch:
             logit_rows=buffers.put(logit_rows, np.int64)[1],
             kv_page_indices=device_pages,
             page_positions=device_first,
+            kv_lens=_host(lens),
+            qo_indptr=_host(qo_indptr),
+            kv_page_indptr=_host(page_indptr),
             host_page_indices=torch.from_numpy(host_pages),
+            kv_last_page_len=_host((lens - 1) % page_size + 1),
+            num_logits=_host(logits_of),
             num_decodes=num_decodes,
             page_size=page_size,
             has_sources=token_source is not None,
-            **host,
         )
         buffers.upload()
         return batch
@@ -304,6 +298,10 @@ def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> di
         views[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
         start += _padded(array)
     return views
+
+
+def _host(array: np.ndarray) -> Int32[Tensor, " n"]:
+    return torch.from_numpy(array.astype(np.int32))
 
 
 def _padded(array: np.ndarray) -> int:

@@ -1,8 +1,8 @@
 """`LLMEngine`: requests come and go while it steps. Token ids in, token ids out.
 
-A call of `step` launches the next step, then collects the tokens of the previous one. With a pipeline depth of 1, which
-is the default on a GPU, the host schedules and prepares a step while the device computes the one before it; with 0, each
-step is collected in the call that launched it. Text belongs to the front end, `llm.py`. Explained in chapter 07.
+A call of `step` launches the next step, then collects the tokens of the previous one. With a pipeline depth of 1, the
+default on a GPU, the host schedules and prepares a step while the device computes the one before it; with 0, a step is
+collected in the call that launched it. Text belongs to the front end, `llm.py`. Explained in chapter 07.
 """
 
 import logging
@@ -227,9 +227,8 @@ class LLMEngine:
         live = running.admission[launched.rows] == launched.admissions
         self._in_flight.popleft()
         running.append(launched.rows[live], token_ids[live])
-        for row in running.ended().tolist():
-            if request := running.requests[row]:
-                self._end(request, request.end_of(running.known_tokens(request)) or "length")
+        for request in running.requests_of(running.ended()):
+            self._end(request, request.end_of(running.known_tokens(request)) or "length")
         requests = launched.sampled_by
         if not live.all():
             requests = [q for q, ok in zip(requests, live.tolist(), strict=True) if ok]
@@ -285,7 +284,7 @@ class LLMEngine:
         """
         logger.warning("a step failed; its requests are computed again, one at a time", exc_info=error)
         scheduler = self.scheduler
-        running = [q for row in scheduler.running.order.tolist() if (q := scheduler.running.requests[row])]
+        running = scheduler.running.requests_of(scheduler.running.order)
         suspect, suspects = scheduler.suspect, scheduler.suspects or running
         if suspect:
             suspect.error = RequestError(f"computing the request failed: {type(error).__name__}: {error}")

@@ -439,7 +439,7 @@ def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, bytes) or not isinstance(prompts, ListLike):
         raise RequestError(f"prompts is a {type(prompts).__name__}; give text, token ids, or a list of prompts")
     is_one = len(prompts) > 0 and isinstance(prompts[0], Integral)
-    return ([prompts], True) if is_one else (list(prompts), False)
+    return ([prompts], True) if is_one else (list(prompts), False)  # type: ignore[list-item, arg-type]
 
 
 def pick_device(name: str) -> torch.device:

@@ -49,11 +49,11 @@ class Launched:
     """
 
     batch: StepBatch
-    requests: list[Request | None]
+    requests: list[Request]
     num_computed: Int64[np.ndarray, " B"]
     rows: Int64[np.ndarray, " R"]
     admissions: Int64[np.ndarray, " R"]
-    sampled_by: list[Request | None]
+    sampled_by: list[Request]
     tokens: Int[Tensor, " R"]
     done: torch.cuda.Event | None
 

@@ -93,9 +93,9 @@ LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = STAGES = (
 )
 
 
-def part(default: Any, title: str, chapter: int, stage: str) -> Any:
-    """A field of `Parts`, with what a reader wants to know of it in its metadata."""
-    return field(default=default, metadata={"title": title, "chapter": chapter, "stage": stage})
+def about(title: str, chapter: int, stage: str) -> dict[str, Any]:
+    """The metadata of a field of `Parts`."""
+    return {"title": title, "chapter": chapter, "stage": stage}
 
 
 @dataclass(frozen=True)
@@ -106,31 +106,43 @@ class Parts:
     which it runs.
     """
 
-    gpt2_weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = part(gpt2_weights, "Weight map", 3, LOADING)
-    schedule: Callable[[Scheduler], Schedule | None] = part(schedule_step, "Scheduling loop", 7, SCHEDULING)
-    share_budget: Callable[[Counts, int], Counts] = part(share_budget, "Token budget", 7, SCHEDULING)
-    pages_to_evict: Callable[[Counts, Counts, int, int], Counts] = part(pages_to_evict, "Eviction", 7, SCHEDULING)
-    page_table: type[PageTable] = part(PageTable, "Page table", 6, SCHEDULING)
-    preempt: Callable[[Running, OrderedDict[Request, None], PageTable], Request] = part(
-        preempt, "Preemption", 7, SCHEDULING
+    gpt2_weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(
+        default=gpt2_weights, metadata=about("Weight map", 3, LOADING)
     )
-    admit: Admit = part(admit, "Admission", 7, SCHEDULING)
-    match_prefix: Callable[[Children, Int32[np.ndarray, " n"], int], list[int]] = part(
-        match_prefix, "Prefix match", 7, SCHEDULING
+    schedule: Callable[[Scheduler], Schedule | None] = field(
+        default=schedule_step, metadata=about("Scheduling loop", 7, SCHEDULING)
     )
-    copy_on_write: Callable[[PageTable, int, int, int], list[tuple[int, int]]] = part(
-        copy_on_write, "Copy on write", 7, SCHEDULING
+    share_budget: Callable[[Counts, int], Counts] = field(
+        default=share_budget, metadata=about("Token budget", 7, SCHEDULING)
     )
-    mask_mod: Callable[[int | None], MaskMod] = part(visible, "Mask", 5, PLANNING)
-    classify_blocks: ClassifyBlocks = part(classify_blocks, "Block classes", 5, PLANNING)
-    physical_blocks: Callable[[Tensor, Tensor, int], Tensor] = part(physical_blocks, "Physical blocks", 6, PLANNING)
-    physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = part(physical_mask, "Physical mask", 6, PLANNING)
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
-    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = part(apply_rope, "RoPE", 1, LAYER)
-    append_kv: AppendKV = part(append_kv, "Cache append", 4, LAYER)
-    masked_attention: MaskedAttention = part(sdpa_attention, "Attention", 1, LAYER)
-    merge_states: Callable[[AttentionState, AttentionState], AttentionState] = part(
-        merge_states, "State merge", 2, LAYER
+    pages_to_evict: Callable[[Counts, Counts, int, int], Counts] = field(
+        default=pages_to_evict, metadata=about("Eviction", 7, SCHEDULING)
     )
-    gated_mlp: GatedMLP = part(gated_mlp, "Gated MLP", 3, LAYER)
-    sample: Callable[[Tensor, SamplingBatch], Tensor] = part(sample, "Sampler", 4, SAMPLING)
+    page_table: type[PageTable] = field(default=PageTable, metadata=about("Page table", 6, SCHEDULING))
+    preempt: Callable[[Running, OrderedDict[Request, None], PageTable], Request] = field(
+        default=preempt, metadata=about("Preemption", 7, SCHEDULING)
+    )
+    admit: Admit = field(default=admit, metadata=about("Admission", 7, SCHEDULING))
+    match_prefix: Callable[[Children, Int32[np.ndarray, " n"], int], list[int]] = field(
+        default=match_prefix, metadata=about("Prefix match", 7, SCHEDULING)
+    )
+    copy_on_write: Callable[[PageTable, int, int, int], list[tuple[int, int]]] = field(
+        default=copy_on_write, metadata=about("Copy on write", 7, SCHEDULING)
+    )
+    mask_mod: Callable[[int | None], MaskMod] = field(default=visible, metadata=about("Mask", 5, PLANNING))
+    classify_blocks: ClassifyBlocks = field(default=classify_blocks, metadata=about("Block classes", 5, PLANNING))
+    physical_blocks: Callable[[Tensor, Tensor, int], Tensor] = field(
+        default=physical_blocks, metadata=about("Physical blocks", 6, PLANNING)
+    )
+    physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = field(
+        default=physical_mask, metadata=about("Physical mask", 6, PLANNING)
+    )
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = field(default=rms_norm, metadata=about("RMSNorm", 3, LAYER))
+    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = field(default=apply_rope, metadata=about("RoPE", 1, LAYER))
+    append_kv: AppendKV = field(default=append_kv, metadata=about("Cache append", 4, LAYER))
+    masked_attention: MaskedAttention = field(default=sdpa_attention, metadata=about("Attention", 1, LAYER))
+    merge_states: Callable[[AttentionState, AttentionState], AttentionState] = field(
+        default=merge_states, metadata=about("State merge", 2, LAYER)
+    )
+    gated_mlp: GatedMLP = field(default=gated_mlp, metadata=about("Gated MLP", 3, LAYER))
+    sample: Callable[[Tensor, SamplingBatch], Tensor] = field(default=sample, metadata=about("Sampler", 4, SAMPLING))

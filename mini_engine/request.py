@@ -70,7 +70,7 @@ class Running:
     Three counts say how far a request is:
 
     - `num_known`: tokens whose ids the host has;
-    - `num_scheduled`: tokens that exist once all launched steps are done: the known ones, and those still on the device;
+    - `num_scheduled`: tokens that exist once all launched steps are done, those still on the device included;
     - `num_computed`: tokens whose keys and values are in the cache once all launched steps are done.
 
     A token at a position before `num_known` is uploaded; a later one is read on the device, from the last token that
@@ -145,6 +145,10 @@ class Running:
     def row_of(self, request: Request) -> int | None:
         """The row of a request, None if it does not run."""
         return self._rows.get(request)
+
+    def requests_of(self, rows: Int[np.ndarray, " n"]) -> list[Request]:
+        """The requests of some rows in use."""
+        return [self.requests[row] for row in rows.tolist()]  # type: ignore[misc]
 
     def known_tokens(self, request: Request, start: int = 0) -> list[int]:
         """Prompt and output of a request from a position on, running or not, as far as the host knows them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
 
-# Of a computer's memory, by default; a GPU has nothing else to do with its own and gives 90 % of what the weights leave.
+# Default share of a computer's memory; a GPU gives 90 % of what the weights leave.
 MOST_CPU_CACHE_BYTES = 2 * 2**30
 
 

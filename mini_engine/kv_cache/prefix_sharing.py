@@ -29,12 +29,13 @@ def match_prefix(children: Children, token_ids: Tokens, page_size: int) -> list[
         The pages, in order of position.
     """
     pages: list[int] = []
-    page: int | None = ROOT
+    siblings = children.get(ROOT, {})
     for start in range(0, len(token_ids) - page_size + 1, page_size):
-        page = children.get(page, {}).get(token_ids[start : start + page_size].tobytes())
+        page = siblings.get(token_ids[start : start + page_size].tobytes())
         if page is None:
             break
         pages.append(page)
+        siblings = children.get(page, {})
     return pages
 
 
@@ -72,7 +73,7 @@ class PrefixIndex:
         for index, own in enumerate(pages[: len(token_ids) // size].tolist()):
             key = token_ids[index * size : (index + 1) * size].tobytes()
             listed = self._children.setdefault(parent, {}).get(key)
-            if listed != own and (listed is None or not self._valid(np.array([listed], dtype=np.int32))[0]):
+            if listed is None or (listed != own and not self._valid(np.array([listed], dtype=np.int32))[0]):
                 self._list(own, parent, key)
                 listed = own
             parent = listed

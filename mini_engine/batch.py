@@ -1,6 +1,6 @@
 """What one step of the engine computes, described once for every attention method and for the sampler.
 
-The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, without padding. Explained in chapter 04.
+The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, unpadded. Explained in chapter 04.
 """
 
 from collections.abc import Sequence

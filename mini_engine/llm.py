@@ -347,7 +347,7 @@ class LLM(TextEngine):
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
-        super().__init__(engine, tokenizer, SamplingParams())
+        super().__init__(engine, tokenizer, SamplingParams(**(checkpoint.generation_defaults or {})))
 
     @property
     def config(self) -> EngineConfig:
@@ -423,7 +423,7 @@ class Inference(TextEngine):
         longest = adapted.config.max_position_embeddings
         config = replace(config, max_model_len=min(longest, pool) if max_seq_length is None else max_seq_length)
         engine = LLMEngine(adapted, config, eos_token_ids=adapted.eos_token_ids, parts=parts, on_step=on_step)
-        super().__init__(engine, tokenizer, SamplingParams(temperature=0.0))
+        super().__init__(engine, tokenizer, adapted.default_params)
 
 
 def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:

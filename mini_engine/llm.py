@@ -347,7 +347,7 @@ class LLM(TextEngine):
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
-        super().__init__(engine, tokenizer, SamplingParams(**(checkpoint.generation_defaults or {})))
+        super().__init__(engine, tokenizer, replace(SamplingParams(), **(checkpoint.generation_defaults or {})))
 
     @property
     def config(self) -> EngineConfig:

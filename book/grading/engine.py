@@ -68,7 +68,7 @@ def compare_with_reference(
         outputs: what the reader's parts made of them.
         tokens_per_second: how fast, in decode steps.
     """
-    from mini_engine.metrics import Metrics
+    from mini_engine.observe.metrics import Metrics
 
     if llm.parts == Parts():
         return

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages
+from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages, free_memory
 from mini_engine.model_runner import Launched, ModelRunner
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import EngineMetrics, StepReport
@@ -32,6 +33,7 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
+HOST_BYTES_PER_ROW, HOST_BYTES_PER_PAGE = 256, 32
 NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 Sampled = tuple[list[Request], np.ndarray]  # requests, and one token of each
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -358,10 +360,18 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     if num_pages is None:
         most = config.max_batch_size * -(-length // config.page_size)
         num_pages = default_num_pages(model.attention_specs, config.page_size, model.dtype, model.device, most)
+    # Each row has its tokens, its pages and some numbers; each page has its count of owners.
+    needed = config.max_batch_size * (8 * length + HOST_BYTES_PER_ROW) + num_pages * HOST_BYTES_PER_PAGE
+    if needed > (free := free_memory(torch.device("cpu"))):
+        raise ConfigError(
+            f"{config.max_batch_size} requests of up to {length} tokens over {num_pages} pages take {needed} bytes of "
+            f"bookkeeping and {free} are free; lower max_batch_size, max_model_len or num_pages"
+        )
     return replace(
         config,
         max_model_len=length,
         num_pages=num_pages,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, config.max_batch_size * length),
         sliding_window=None if config.sliding_window is None else min(config.sliding_window, length),
         pipeline_depth=int(model.device.type == "cuda") if depth is None else depth,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from mini_engine.config import EngineConfig
@@ -40,6 +42,17 @@ Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
 def double_model(family: str) -> CausalLM:
     """A tiny model in float64, in which results do not depend on the order of additions."""
     return our_model(transformers_model(family, seed=2, dtype=torch.float64))
+
+
+def save_tiny_model(folder: Path, words: ListLike[str]) -> None:
+    """Write a checkpoint of a tiny random Llama. Its tokenizer splits text at spaces and has 61 words."""
+    transformers_model("llama", seed=2).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=template).save_pretrained(
+        folder
+    )
 
 
 def make_engine(

@@ -77,8 +77,8 @@ def compare_with_reference(
         model,
         dtype=dtype,
         device=llm.model.device.type,
-        attn_backend=llm.attn_backend,
-        sliding_window=llm.sliding_window,
+        attn_backend=llm.config.attn_backend,
+        sliding_window=llm.config.sliding_window,
     )
     metrics, expected = Metrics(reference.model), {}
     for piece in reference.stream_batch(prompts, params):

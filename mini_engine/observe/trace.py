@@ -124,7 +124,7 @@ class Trace:
         self.num_pages = self.page_size = 0
         self.steps: list[TraceStep] = []
         self._zero = 0.0
-        self._backend = None if tokenizer is None else tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
         self._special_ids = frozenset[int]() if self._backend is None else special_ids(self._backend)
         self._texts: dict[Request, Detokenizer | None] = {}  # requests that arrived and have not ended
         self._last_arrival = -1

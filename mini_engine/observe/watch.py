@@ -226,7 +226,8 @@ def watch_requests(
     """
     page_size = page_size_of(llm)
     if num_pages is None:
-        num_pages = sum(math.ceil(min(len(p) + params.max_tokens, _max_model_len(llm)) / page_size) for p in prompts)
+        lengths = [min(len(prompt) + params.max_tokens, _max_model_len(llm)) for prompt in prompts]
+        num_pages = sum(math.ceil(length / page_size) + 1 for length in lengths)  # admission leaves a page for each
     engine, trace = traced_engine(llm, num_pages=num_pages, page_size=page_size)
     names = [str(i) for i in range(1, len(prompts) + 1)]
     watch, outputs = Watch(trace), dict[int, RequestOutput]()

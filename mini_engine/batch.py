@@ -218,6 +218,7 @@ class StepBuffers:
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._device_name = device
+        self._tokens: tuple[Tensor, ...] = ()
         self._allocate(0)
 
     def reset(
@@ -260,7 +261,7 @@ class StepBuffers:
         self._numpy = self._host.numpy()
         self._on_device = torch.empty_like(self._host, device=self._device_name) if self._on_gpu else self._host
         self._device_int32 = self._on_device.view(torch.int32)
-        self._tokens: tuple[Tensor, ...] = (self._on_device[:0],)
+        self._tokens = (self._on_device[:0],)
 
 
 def _check(

@@ -104,28 +104,11 @@ def compare_with_reference(
     """
     if batch.llm.parts == Parts():
         return
-<<<<<<< HEAD
     reference = LLM(model, mine.engine.config)
     expected = reference.generate(batch.prompts, batch.params)
     wrong = [
         i for i, (own, other) in enumerate(zip(outputs, expected, strict=True)) if own.token_ids != other.token_ids
     ]
-=======
-    dtype = str(llm.model.dtype).removeprefix("torch.")
-    reference = LLM(
-        model,
-        dtype=dtype,
-        device=llm.model.device.type,
-        attn_backend=llm.config.attn_backend,
-        sliding_window=llm.config.sliding_window,
-    )
-    metrics, expected = Metrics(reference.model), {}
-    for piece in reference.stream_batch(prompts, params):
-        metrics.add(piece)
-        if piece.output:
-            expected[piece.index] = piece.output.token_ids
-    wrong = [i for i, output in enumerate(outputs) if output.token_ids != expected[i]]
->>>>>>> f
     if wrong:
         console.print(f"[bold red]Answer {wrong[0] + 1} differs from the reference's[/]: a part of yours is not right.")
     else:

@@ -52,7 +52,7 @@ class Setting:
 
 # On a GPU the torch backend launches its kernels for each sequence: 256 of them take half a second a step.
 SETTINGS = {
-    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch"), rounds=2),
+    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch_padded"), rounds=2),
     "cuda": Setting(GPU, (torch.bfloat16,), ("flex",), rounds=1),
 }
 

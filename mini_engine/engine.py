@@ -33,8 +33,7 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
-HOST_BYTES_PER_ROW, HOST_BYTES_PER_PAGE = 256, 32
-NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
 Sampled = tuple[list[Request], np.ndarray]  # requests, and one token of each
 OnStep = Callable[["LLMEngine", StepReport], None]
 
@@ -226,15 +225,16 @@ class LLMEngine:
         launched = self._in_flight[0]
         token_ids = self._runner.collect(launched)
         running = self.scheduler.running
-        live = running.admission[launched.rows] == launched.admissions
+        rows, requests = launched.rows, launched.sampled_by
+        live = running.admission[rows] == launched.admissions
+        if np.count_nonzero(live) < len(rows):
+            rows, token_ids = rows[live], token_ids[live]
+            requests = [request for request, is_live in zip(requests, live.tolist(), strict=True) if is_live]
         self._in_flight.popleft()
-        running.append(launched.rows[live], token_ids[live])
-        for request in running.requests_of(running.ended()):
+        running.append(rows, token_ids)
+        for request in running.requests_of(running.ended(rows)):
             self._end(request, request.end_of(running.known_tokens(request)) or "length")
-        requests = launched.sampled_by
-        if not live.all():
-            requests = [q for q, ok in zip(requests, live.tolist(), strict=True) if ok]
-        return requests, token_ids[live]
+        return requests, token_ids
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -246,13 +246,16 @@ class LLMEngine:
         self, schedule: Schedule, launched: Launched | None, sampled: list[Sampled], start: float
     ) -> StepReport:
         finished, self._finished = self._finished, []
+        sampled_by, token_ids = sampled[0] if sampled else ([], NOTHING.rows)
+        for more_requests, more_token_ids in sampled[1:]:
+            sampled_by, token_ids = sampled_by + more_requests, np.append(token_ids, more_token_ids)
         report = StepReport(
             schedule,
             launched.requests if launched else [],
             launched.num_computed if launched else NOTHING.rows,
             launched.batch if launched else None,
-            [request for requests, _ in sampled for request in requests],
-            np.concatenate([token_ids for _, token_ids in sampled] or [NOTHING.rows]),
+            sampled_by,
+            token_ids,
             finished,
             start,
             time.perf_counter() - start,
@@ -356,22 +359,23 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
+    # Of each row: its tokens and its pages. Of each page: three numbers.
+    bookkeeping = config.max_batch_size * (4 * length + 4 * -(-length // config.page_size)) + 16 * (
+        config.num_pages or 0
+    )
+    if bookkeeping > free_memory(torch.device("cpu")):
+        raise ConfigError(
+            f"max_batch_size={config.max_batch_size} and num_pages={config.num_pages} need {bookkeeping} bytes of "
+            "bookkeeping, more than this machine has free; lower them"
+        )
     num_pages, depth = config.num_pages, config.pipeline_depth
     if num_pages is None:
         most = config.max_batch_size * -(-length // config.page_size)
         num_pages = default_num_pages(model.attention_specs, config.page_size, model.dtype, model.device, most)
-    # Each row has its tokens, its pages and some numbers; each page has its count of owners.
-    needed = config.max_batch_size * (8 * length + HOST_BYTES_PER_ROW) + num_pages * HOST_BYTES_PER_PAGE
-    if needed > (free := free_memory(torch.device("cpu"))):
-        raise ConfigError(
-            f"{config.max_batch_size} requests of up to {length} tokens over {num_pages} pages take {needed} bytes of "
-            f"bookkeeping and {free} are free; lower max_batch_size, max_model_len or num_pages"
-        )
     return replace(
         config,
         max_model_len=length,
         num_pages=num_pages,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, config.max_batch_size * length),
         sliding_window=None if config.sliding_window is None else min(config.sliding_window, length),
         pipeline_depth=int(model.device.type == "cuda") if depth is None else depth,
     )

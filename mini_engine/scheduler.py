@@ -237,6 +237,8 @@ class Scheduler:
         num_new: list[int] = []
         num_shared = 0
         earlier = running.order
+        # Leave a page for each running request to grow into; with none, they would soon preempt each other.
+        held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
             num_tokens = len(request.token_ids)

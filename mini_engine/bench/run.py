@@ -234,8 +234,8 @@ def num_outputs(requests: Sequence[BenchRequest]) -> int:
 
 
 def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -> int:
-    """Count the pages that hold all requests at once, to their ends, and one for each that admission leaves free."""
-    return sum(-(-(len(prompt) + params.max_tokens) // page_size) + 1 for prompt, params in requests)
+    """Count the pages that hold all requests at once, to their ends."""
+    return sum(-(-(len(prompt) + params.max_tokens) // page_size) for prompt, params in requests)
 
 
 def json_lines(comparisons: Sequence[Comparison]) -> list[str]:

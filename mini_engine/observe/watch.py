@@ -12,11 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-<<<<<<< HEAD
 from mini_engine.chat_template import Message
 from mini_engine.errors import RequestError
-=======
->>>>>>> f
 from mini_engine.llm import LLM
 from mini_engine.observe.trace import Queue, Trace, TraceStep, tokens_per_second, traced_engine
 from mini_engine.outputs import RequestOutput

@@ -1,4 +1,4 @@
-"""Streaming text: never half a character, never half a stop string, bounded work per token, and in the end all of it."""
+"""Streaming text: never half a character, never half a stop string, and in the end all of it; bounded work per token."""
 
 from __future__ import annotations
 

@@ -220,6 +220,7 @@ class StepBuffers:
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._device_name = device
+        self._tokens: tuple[Tensor, ...] = ()
         self._allocate(0)
 
     def reset(

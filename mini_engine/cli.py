@@ -15,9 +15,10 @@ from rich.text import Text
 
 from mini_engine.cli_options import EngineOptions, SamplingOptions, command
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
-from mini_engine.terminal import TerminalConsole, make_console, printable
+from mini_engine.terminal import TerminalConsole, make_console, printable, read_line
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
+    from mini_engine.chat_template import Message
     from mini_engine.llm import LLM, TextEngine
     from mini_engine.observe.metrics import Metrics
     from mini_engine.outputs import RequestOutput
@@ -69,7 +70,7 @@ def generate(
         return
     from mini_engine.observe.watch import watch_requests
 
-    outputs, trace = watch_requests(console, batch.llm, batch.prompts, batch.params, engine.options.get("num_pages"))
+    outputs, trace = watch_requests(console, batch.llm, batch.prompts, batch.params, **_pool(engine))
     for text, output in zip(batch.texts, outputs, strict=True):
         _print_answer(console, text, output.text)
     console.print(trace.summary(), highlight=False, soft_wrap=True)
@@ -89,13 +90,15 @@ def chat(
     template = _read_template(chat_template)
     llm = engine.load(console)
     params = sampling.params(llm.default_params, temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=512)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if watch:
         from mini_engine.observe.watch import watch_chat
 
-        watch_chat(console, llm, messages, params, template, engine.options.get("num_pages"))
+        watch_chat(console, llm, messages, params, template, **_pool(engine))
         return
-    while line := _read_line(console):
+    while line := read_line(console, "[bold cyan]you[/] "):
+        if not sys.stdin.isatty():  # a line that was typed is on the screen already
+            console.print(Text(printable(line)), soft_wrap=True)
         messages.append({"role": "user", "content": line})
         try:
             text = _stream_answer(console, llm, llm.chat_prompt(messages, chat_template=template), params)
@@ -104,6 +107,7 @@ def chat(
             messages.pop()  # the conversation goes on without the message
         else:
             messages.append({"role": "assistant", "content": text})
+    console.print()
 
 
 @command(app)
@@ -130,10 +134,10 @@ def bench(
         make_console(),
         workload=workload,
         model=engine.model,
-        attn_backend="torch",
-        device="auto",
+        options=engine.options,
+        parts=engine.parts,
         peers=peer or (),
-        dtypes=dtype or ("float32", "bfloat16"),
+        dtypes=dtype or ([engine.options["dtype"]] if "dtype" in engine.options else ["float32", "bfloat16"]),
         batch_sizes=batch_size or (1, 8),
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
@@ -219,7 +223,7 @@ def answer(console: TerminalConsole, engine: "TextEngine", batch: Batch) -> "lis
 
     answers = [""] * len(batch.texts)
     outputs: dict[int, RequestOutput] = {}
-    model = engine.engine.model
+    model = batch.llm.model
     metrics = Metrics(model)
     with Live(console=console, refresh_per_second=12, transient=True, vertical_overflow="visible") as live:
         for piece in engine.stream_batch(batch.prompts, batch.params):
@@ -262,6 +266,11 @@ def main(app: typer.Typer = app) -> None:
         sys.exit(1)
 
 
+def _pool(engine: EngineOptions) -> dict[str, int]:
+    """Return the size of the pool, as far as it was given."""
+    return {name: engine.options[name] for name in ("num_pages", "page_size") if name in engine.options}
+
+
 def _raise_first_error(outputs: "list[RequestOutput]") -> None:
     for output in outputs:
         if output.error:
@@ -273,21 +282,6 @@ def _read_template(path: Path | None) -> str | None:
         return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: bad UTF-8, or a null byte in the path
         raise RequestError(f"cannot read the chat template {path}: {error}; give a Jinja file") from error
-
-
-def _read_line(console: TerminalConsole) -> str:
-    """Read what the user says: nothing but spaces, or the end of the input, ends the conversation."""
-    console.print("[bold cyan]you[/] ", end="")
-    try:
-        line = console.input().strip()
-    except EOFError:
-        line = ""
-    except (OSError, RuntimeError, ValueError) as error:  # no standard input, a folder, bytes that are not text
-        console.print()
-        raise RequestError(f"cannot read standard input: {error}; type or pipe text, in UTF-8") from error
-    if not sys.stdin.isatty():  # nobody has typed the line on the screen
-        console.print(Text(printable(line)), soft_wrap=True)
-    return line
 
 
 def _stream_answer(console: TerminalConsole, llm: "LLM", prompt: list[int], params: "SamplingParams") -> str:

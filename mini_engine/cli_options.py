@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
+from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -53,7 +53,8 @@ class EngineOptions:
         """Build from the values of the options. Those of the command line override those of `--config`."""
         given = _given(values)
         model, file, parts = given.pop("model"), given.pop("config", None), given.pop("parts", None)
-        return cls(model, ({} if file is None else read_options(file)) | given, None if parts is None else load_parts(parts))
+        from_file = {} if file is None else read_options(file)
+        return cls(model, from_file | given, None if parts is None else load_parts(parts))
 
     def load(self, console: TerminalConsole, **defaults: Any) -> "LLM":
         """Load the model, and say which and how.
@@ -192,14 +193,14 @@ def _option(name: str, kind: Any, help: str | None, default: Any = None) -> insp
     names = f"--{name.replace('_', '-')}"
     names += f"/--no-{names[2:]}" if kind is bool else ""
     info = typer.Option(names, *SHORT.get(name, ()), help=help)
-    annotation = Annotated[kind | None, info]
+    annotation = Annotated[kind | None, info]  # type: ignore[misc]  # the type is known at run time only
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _option_type(hint: Any) -> Any:
     """Return a type for the command line: of a union the first that has one, of a sequence a list."""
     members = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    listed = [list[typing.get_args(member)] for member in members if typing.get_origin(member) is Sequence]
+    listed = [GenericAlias(list, typing.get_args(m)) for m in members if typing.get_origin(m) is Sequence]
     return listed[0] if listed else members[0]
 
 

@@ -33,8 +33,6 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
-# Bytes of the page table and of the columns of running requests, besides the tokens.
-HOST_BYTES_PER_ROW, HOST_BYTES_PER_PAGE = 256, 32
 NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
 Sampled = tuple[list[Request], np.ndarray]  # requests, and one token of each
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -361,22 +359,23 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
+    # Of each row: its tokens and its pages. Of each page: three numbers.
+    bookkeeping = config.max_batch_size * (4 * length + 4 * -(-length // config.page_size)) + 16 * (
+        config.num_pages or 0
+    )
+    if bookkeeping > free_memory(torch.device("cpu")):
+        raise ConfigError(
+            f"max_batch_size={config.max_batch_size} and num_pages={config.num_pages} need {bookkeeping} bytes of "
+            "bookkeeping, more than this machine has free; lower them"
+        )
     num_pages, depth = config.num_pages, config.pipeline_depth
     if num_pages is None:
         most = config.max_batch_size * -(-length // config.page_size)
         num_pages = default_num_pages(model.attention_specs, config.page_size, model.dtype, model.device, most)
-    # Each row has its tokens, its pages and some numbers; each page has its count of owners.
-    needed = config.max_batch_size * (8 * length + HOST_BYTES_PER_ROW) + num_pages * HOST_BYTES_PER_PAGE
-    if needed > (free := free_memory(torch.device("cpu"))):
-        raise ConfigError(
-            f"{config.max_batch_size} requests of up to {length} tokens over {num_pages} pages take {needed} bytes of "
-            f"bookkeeping and {free} are free; lower max_batch_size, max_model_len or num_pages"
-        )
     return replace(
         config,
         max_model_len=length,
         num_pages=num_pages,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, config.max_batch_size * length),
         sliding_window=None if config.sliding_window is None else min(config.sliding_window, length),
         pipeline_depth=int(model.device.type == "cuda") if depth is None else depth,
     )

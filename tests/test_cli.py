@@ -231,11 +231,9 @@ def test_names_and_prompts_cannot_control_the_terminal(run, model, tmp_path):
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_terminals_that_are_not_utf_8(run, model, monkeypatch, encoding, command):
-    streams = {
-        name: io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for name in ("stdout", "stderr")
-    }
-    for name, stream in streams.items():
-        monkeypatch.setattr(sys, name, stream)
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, both are terminals
     arguments = ["generate", "été 你好", "--raw"] if command == "generate" else ["chat"]
     code, _, _ = run(*arguments, "-m", model, "-n", "2", lines="été 你好\n")

@@ -187,9 +187,9 @@ def test_an_engine_without_requests_steps_in_place():
         ({"max_model_len": 1}, "max_model_len is 1; this model takes 2 to 128"),
         ({"max_model_len": 129}, "max_model_len is 129"),
         ({"page_size": 2**40}, "takes .* bytes and .* are free"),
-        ({"num_pages": 10**14}, "of bookkeeping"),
+        ({"num_pages": 10**14}, "bytes of bookkeeping"),
         ({"num_pages": 10**9}, "takes .* bytes and .* are free"),
-        ({"max_batch_size": 10**12, "max_num_batched_tokens": 10**12}, "of bookkeeping"),
+        ({"max_batch_size": 10**12, "max_num_batched_tokens": 10**12}, "bytes of bookkeeping"),
     ],
 )
 def test_options_that_the_model_or_the_machine_does_not_allow_are_refused(options, message):

@@ -98,9 +98,7 @@ def draw(recording: dict[str, Any], to: Path) -> None:
             spans = [(a / 1e3, (b - a) / 1e3) for a, b in run[name]]
             ax.broken_barh(spans, (lane - 0.35, 0.7), color=color, linewidth=0.3, edgecolor="white")
         ax.set(yticks=[0, 1], yticklabels=["device", "host"], xlabel="ms", xlim=(0, run["steps"][-1][1] / 1e3))
-        ax.set_title(
-            f"depth {run['depth']}: {run['milliseconds_per_step']:.1f} ms a step, device busy {busy(run):.0%} of the time"
-        )
+        ax.set_title(f"depth {run['depth']}: {run['milliseconds_per_step']:.1f} ms a step, device busy {busy(run):.0%}")
     figure.savefig(to, bbox_inches="tight")
 
 

@@ -3,9 +3,10 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM, pick_device
 from mini_engine.loading.checkpoint import open_checkpoint
+from mini_engine.parts import Parts
 from mini_engine.roofline import measure_machine
 
 WORKLOADS = ("batches", "throughput", "host")
@@ -44,6 +46,7 @@ class Comparison:
 
     Attributes:
         dtype: of the weights.
+        attn_backend: of our engine.
         num_requests: requests of the workload.
         bound: output tokens per second that the machine's measured rates allow.
         machine: name of the device.
@@ -51,6 +54,7 @@ class Comparison:
     """
 
     dtype: str
+    attn_backend: str
     num_requests: int
     bound: float
     machine: str
@@ -62,8 +66,8 @@ def run_bench(
     *,
     workload: str = "batches",
     model: str = "smollm2-135m-instruct",
-    attn_backend: str = "torch_padded",
-    device: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    parts: Parts | None = None,
     peers: Sequence[str] = (),
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     batch_sizes: Sequence[int] = (1, 8),
@@ -79,8 +83,8 @@ def run_bench(
         workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths) or "host"
             (host time per step without a model; the other options do not apply to it).
         model: as for `LLM`.
-        attn_backend: our attention backend.
-        device: as for `LLM`.
+        options: fields of `EngineConfig` for our engine, other than its dtype.
+        parts: our engine's replaceable parts.
         peers: names of PEERS to measure too.
         dtypes: the dtypes to measure in.
         batch_sizes: numbers of requests of "batches".
@@ -101,13 +105,14 @@ def run_bench(
         raise ConfigError("batch sizes, prompt tokens and max tokens must be 1 or more")
     workloads = [batch_of(size, prompt_tokens, max_tokens) for size in batch_sizes]
     if workload == "throughput":
+        device = EngineConfig.of(options or {}).device
         workloads = [GPU if pick_device(device).type == "cuda" else CPU]
     comparisons = compare(
         console,
         workloads,
         model=model,
-        attn_backend=attn_backend,
-        device=device,
+        options=options or {},
+        parts=parts,
         peers=peers,
         dtypes=dtypes,
         rounds=rounds,
@@ -116,7 +121,9 @@ def run_bench(
         for line in json_lines(comparisons):
             console.out(line, highlight=False)
     else:
-        console.print(comparison_table(comparisons, f"{model}, {attn_backend}, {comparisons[0].machine}"))
+        console.print(
+            comparison_table(comparisons, f"{model}, {comparisons[0].attn_backend}, {comparisons[0].machine}")
+        )
 
 
 def compare(
@@ -124,8 +131,8 @@ def compare(
     workloads: Sequence[Workload],
     *,
     model: str,
-    attn_backend: str,
-    device: str,
+    options: Mapping[str, Any],
+    parts: Parts | None,
     peers: Sequence[str],
     dtypes: Sequence[str],
     rounds: int,
@@ -139,14 +146,9 @@ def compare(
         raise ConfigError(f"unknown peer {unknown[0]!r}; choose one of: {', '.join(PEERS)}")
     if rounds < 1 or not dtypes:
         raise ConfigError("give at least one round and one dtype")
+    most = max(workload.num_requests for workload in workloads)
     configs = [
-        EngineConfig(
-            dtype=dtype,
-            device=device,
-            attn_backend=attn_backend,
-            max_batch_size=max(workload.num_requests for workload in workloads),
-            page_size=PAGE_SIZE,
-        )
+        EngineConfig.of({"max_batch_size": most, "page_size": PAGE_SIZE} | dict(options) | {"dtype": dtype})
         for dtype in dtypes
     ]
     # Checked before any prompt is built: the sizes come from the command line.
@@ -160,7 +162,8 @@ def compare(
     comparisons = []
     for config in configs:
         # Room for all requests and no more: on a GPU the peers' caches share the memory with ours.
-        llm = LLM(model, replace(config, num_pages=max(map(pages_needed, requests))))
+        num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
+        llm = LLM(model, replace(config, num_pages=num_pages), parts=parts)
         servers: list[Server] = [MiniEngine(llm.engine)]
         if peers:
             theirs = load_transformers(model, llm.model.dtype, llm.model.device)
@@ -170,7 +173,7 @@ def compare(
             with console.status(f"{config.dtype}, {len(own)} requests"):
                 measured = measure(servers, own, rounds)
             bound = num_outputs(own) / least_seconds(llm.model.config, machine, own, llm.model.dtype.itemsize)
-            comparisons.append(Comparison(config.dtype, len(own), bound, machine.name, measured))
+            comparisons.append(Comparison(config.dtype, config.attn_backend, len(own), bound, machine.name, measured))
     return comparisons
 
 
@@ -231,8 +234,8 @@ def num_outputs(requests: Sequence[BenchRequest]) -> int:
 
 
 def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -> int:
-    """Count the pages that hold all requests at once, to their ends, and one for each that admission leaves free."""
-    return sum(-(-(len(prompt) + params.max_tokens) // page_size) + 1 for prompt, params in requests)
+    """Count the pages that hold all requests at once, to their ends."""
+    return sum(-(-(len(prompt) + params.max_tokens) // page_size) for prompt, params in requests)
 
 
 def json_lines(comparisons: Sequence[Comparison]) -> list[str]:

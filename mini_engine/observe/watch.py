@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from mini_engine.chat_template import Message
+from mini_engine.errors import RequestError
 from mini_engine.llm import LLM
 from mini_engine.observe.trace import Queue, Trace, TraceStep, tokens_per_second, traced_engine
 from mini_engine.outputs import RequestOutput
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.terminal import printable
+from mini_engine.terminal import printable, read_line
 
 # Distinguishable on dark and light terminals; requests take them in turn.
 COLORS = ("#3b8ea5", "#d9822b", "#4f9d5d", "#b55d9b", "#c9a227", "#5b73c4", "#c4524f", "#2f9e8f", "#8f6fc0", "#93733f")
@@ -206,7 +207,12 @@ class Watch:
 
 
 def watch_requests(
-    console: Console, llm: LLM, prompts: ListLike[list[int]], params: SamplingParams, num_pages: int | None = None
+    console: Console,
+    llm: LLM,
+    prompts: ListLike[list[int]],
+    params: SamplingParams,
+    num_pages: int | None = None,
+    page_size: int | None = None,
 ) -> tuple[list[RequestOutput], Trace]:
     """Serve requests by continuous batching and draw the pages after every step that gives tokens.
 
@@ -216,6 +222,7 @@ def watch_requests(
         prompts: tokens of each request.
         params: for all of them.
         num_pages: pages of the pool; default as many as all requests together may need.
+        page_size: tokens of a page; default small, so that pages fill up.
 
     Returns:
         One output for each prompt, and the trace of the run. A request that cannot be served has
@@ -224,7 +231,7 @@ def watch_requests(
     Raises:
         ConfigError: for an impossible pool.
     """
-    page_size = page_size_of(llm)
+    page_size = page_size or page_size_of(llm)
     if num_pages is None:
         lengths = [min(len(prompt) + params.max_tokens, _max_model_len(llm)) for prompt in prompts]
         num_pages = sum(math.ceil(length / page_size) + 1 for length in lengths)  # admission leaves a page for each
@@ -245,10 +252,11 @@ def watch_requests(
 def watch_chat(
     console: Console,
     llm: LLM,
-    messages: list[Message],
+    messages: list[dict[str, str]],
     params: SamplingParams,
     chat_template: str | None = None,
     num_pages: int | None = None,
+    page_size: int | None = None,
 ) -> None:
     """Chat with the model over a view of its pages, on a screen of its own. An empty line ends the chat.
 
@@ -260,12 +268,13 @@ def watch_chat(
         chat_template: a Jinja template; default the model's own.
         num_pages: pages of the pool; default enough for the longest conversation, or for 4,096 tokens if the model
             takes more.
+        page_size: tokens of a page; default small, so that pages fill up.
 
     Raises:
         ConfigError: for an impossible pool.
-        RequestError: for a message that cannot be answered.
+        RequestError: if the input cannot be read. A message that cannot be answered is dropped, and the chat goes on.
     """
-    page_size = page_size_of(llm)
+    page_size = page_size or page_size_of(llm)
     engine, trace = traced_engine(
         llm,
         num_pages=math.ceil(min(_max_model_len(llm), CHAT_TOKENS) / page_size) if num_pages is None else num_pages,
@@ -287,23 +296,26 @@ def watch_chat(
         with console.screen(hide_cursor=False) as screen:
             for turn in itertools.count(1):
                 draw()
-                try:
-                    line = console.input("\r[bold cyan]you[/] ")
-                except EOFError:
-                    line = ""
-                if not line.strip():
+                line = read_line(console, "\r[bold cyan]you[/] ")
+                if not line:
                     return
                 messages.append({"role": "user", "content": line})
                 conversation.append("you ", "bold cyan").append(f"{printable(line)}\n").append("model ", "bold green")
-                prompt, answer = llm.chat_prompt(messages, chat_template=chat_template), ""
-                for piece in engine.stream_batch([prompt], params, [str(turn)]):
-                    if piece.output and piece.output.error:
-                        raise piece.output.error
-                    answer += piece.text
-                    conversation.append(printable(piece.text))
-                    draw()
+                answer = ""
+                try:
+                    prompt = llm.chat_prompt(messages, chat_template=chat_template)
+                    for piece in engine.stream_batch([prompt], params, [str(turn)]):
+                        if piece.output and piece.output.error:
+                            raise piece.output.error
+                        answer += piece.text
+                        conversation.append(printable(piece.text))
+                        draw()
+                except RequestError as error:
+                    conversation.append(f"error: {printable(str(error))}", "bold red")
+                    messages.pop()  # the conversation goes on without the message
+                else:
+                    messages.append({"role": "assistant", "content": answer})
                 conversation.append("\n\n")
-                messages.append({"role": "assistant", "content": answer})
     finally:
         console.print(conversation)  # the screen is gone, the conversation remains
 

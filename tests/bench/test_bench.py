@@ -103,12 +103,12 @@ def test_what_is_counted_by_hand(monkeypatch):
 
 
 COMPARISON = Comparison(
-    "bfloat16", 256, 400.0, "a machine", [Measurement("mini_engine", 100.0, 256), Measurement("other", 50.0, 2)]
+    "bfloat16", "torch", 256, 400.0, "m", [Measurement("mini_engine", 100.0, 256), Measurement("other", 50.0, 2)]
 )
 
 
 def test_the_table_by_hand_fits_eighty_columns():
-    long = Comparison("bfloat16", 256, 9e4, "m", [Measurement("transformers-continuous", 88888.8, 256)])
+    long = Comparison("bfloat16", "torch", 256, 9e4, "m", [Measurement("transformers-continuous", 88888.8, 256)])
     out = io.StringIO()
     Console(file=out, width=80).print(comparison_table([COMPARISON, long], "title"))
     rows = [line.split() for line in out.getvalue().splitlines()[2:]]
@@ -184,8 +184,9 @@ def test_mistakes_are_refused_before_any_prompt_is_built(monkeypatch, options, m
 
 def test_all_engines_in_one_comparison():
     (own,) = compare(
-        Console(file=io.StringIO()), [FEW], model="smollm2-135m-instruct", attn_backend="torch", device="cpu",
-        peers=["transformers"], dtypes=["float32"], rounds=1,
+        Console(file=io.StringIO()), [FEW], model="smollm2-135m-instruct",
+        options={"attn_backend": "torch", "device": "cpu"}, parts=None, peers=["transformers"],
+        dtypes=["float32"], rounds=1,
     )  # fmt: skip
     assert [m.engine for m in own.measured] == ["mini_engine", "transformers"]
     assert (own.dtype, own.num_requests) == ("float32", 5) and own.bound > 0

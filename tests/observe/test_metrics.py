@@ -26,7 +26,7 @@ def report(num_new: list[int], kv_lens: list[int], seconds: float) -> StepReport
     requests = [
         Request(str(i), [5], SamplingParams(), seed=0, max_len=9, end_token_ids=(), arrival=i) for i in range(len(lens))
     ]
-    schedule = Schedule(np.arange(len(lens)), np.array(num_new))
+    schedule = Schedule(np.arange(len(lens)), np.array(num_new), sum(num_new))
     return StepReport(schedule, requests, lens, batch, [], np.zeros(0, dtype=np.int64), [], 0.0, seconds, 100)
 
 
@@ -66,7 +66,7 @@ def test_the_time_of_a_step_that_only_collects_counts() -> None:
     """At depth 1 the last call launches nothing."""
     metrics = Metrics(our_model(transformers_model("llama")))
     nothing = np.zeros(0, dtype=np.int64)
-    last = StepReport(Schedule(nothing, nothing), [], nothing, None, [], nothing, [], 0.0, 0.75, 100)
+    last = StepReport(Schedule(nothing, nothing, 0), [], nothing, None, [], nothing, [], 0.0, 0.75, 100)
     for step in (report([1], [6], 0.25), last):
         metrics.add(Piece(0, "", 1, None, step))
     assert metrics.decode_rate == 1 / 1.0

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int32, Shaped, UInt8
+from jaxtyping import Int, Int32, Int64, UInt8
 from torch import Tensor
-
-ALIGNMENT = 16  # bytes: vector loads of a kernel need aligned arrays
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class StepBatch:
         slot_mapping: [T] where its key and value go: page * page_size + offset in the page.
         token_source: [T] page-table row whose last sampled token is this token, or -1 if `token_ids` has it.
         logit_rows: [R] tokens whose logits are needed.
+        sampled_positions: [R] position of the token that each of them predicts.
         kv_page_indices: [P] pages of all requests, in order.
         page_positions: [P] position of each page's first key, or None while every request still has all its pages.
         kv_lens: [B] host. Keys of each request once this step's are stored.
@@ -68,6 +67,7 @@ class StepBatch:
     slot_mapping: Int[Tensor, " T"]
     token_source: Int[Tensor, " T"]
     logit_rows: Int[Tensor, " R"]
+    sampled_positions: Int[Tensor, " R"]
     kv_page_indices: Int32[Tensor, " P"]
     page_positions: Int[Tensor, " P"] | None
     kv_lens: Int32[Tensor, " B"]
@@ -116,48 +116,60 @@ class StepBatch:
             ValueError: if the arrays contradict each other.
         """
         new, lens = np.asarray(num_new, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
-        page_counts = -(-lens // page_size)
-        _check(len(token_ids), len(pages), new, lens, page_counts)
-        is_long = new > max_decode_tokens
-        num_decodes = int(is_long.argmax()) if is_long.any() else len(new)
-        if not is_long[num_decodes:].all():
-            raise ValueError("decodes must come first")
-        num_tokens, num_pages = len(token_ids), len(pages)
-        qo_indptr = np.zeros(len(new) + 1, dtype=np.int64)
-        page_indptr = np.zeros(len(new) + 1, dtype=np.int64)
-        np.cumsum(new, out=qo_indptr[1:])
-        np.cumsum(page_counts, out=page_indptr[1:])
-        if num_tokens == len(new):  # one new token each: the last key of each request
+        num_tokens, num_pages, num_requests = len(token_ids), len(pages), len(new)
+        if not num_requests == len(lens) > 0:
+            raise ValueError(f"num_new has {num_requests} requests, kv_lens {len(lens)}")
+        qo_indptr, page_indptr = np.zeros((2, num_requests + 1), dtype=np.int64)
+        new.cumsum(out=qo_indptr[1:])
+        (-(-lens // page_size)).cumsum(out=page_indptr[1:])
+        _check(num_tokens, num_pages, new, lens, qo_indptr, page_indptr)
+        last = qo_indptr[1:] - 1
+        if num_tokens == num_requests:  # one new token each, the last key of each request
+            num_decodes = num_requests
             key_index, first_page = lens - 1, page_indptr[:-1]
         else:  # the new keys are the last ones of each request
+            num_decodes = int(np.count_nonzero(new <= max_decode_tokens))
+            if new[:num_decodes].max(initial=0) > max_decode_tokens:
+                raise ValueError("decodes must come first")
             key_index = np.arange(num_tokens) + np.repeat(lens - qo_indptr[1:], new)
             first_page = np.repeat(page_indptr[:-1], new)
-        page_index, offset = np.divmod(key_index, page_size)
+        if num_logits is None:
+            logits_of, logit_rows = np.ones_like(new), last
+        else:
+            logits_of = np.asarray(num_logits, dtype=np.int64)
+            ends = logits_of.cumsum()
+            logit_rows = np.arange(ends[-1]) + np.repeat(last + 1 - ends, logits_of)
+        page_index = key_index // page_size
+        offset = key_index - page_index * page_size
         entry = first_page + page_index
 
         buffers = into or StepBuffers(device)
-        buffers.reset(8 * (5 * num_tokens + 2 * num_pages) + 16 * ALIGNMENT)
-        host_pages, device_pages = buffers.put(pages, np.int32)
-        slots = host_pages[entry].astype(np.int64) * page_size + offset
-        first = device_first = None
+        tokens, host_pages, host_first = buffers.reset(num_tokens, num_pages)
+        host_pages[:] = pages
+        positions = key_index
         if page_positions is not None:
-            first, device_first = buffers.put(page_positions, np.int64)
-        last = qo_indptr[1:] - 1
-        if num_logits is None:
-            logits_of, logit_rows = np.ones(len(new), dtype=np.int64), last
-        else:
-            logits_of = np.asarray(num_logits, dtype=np.int64)
-            ends = np.cumsum(logits_of)
-            logit_rows = np.arange(int(ends[-1])) + np.repeat(last + 1 - ends, logits_of)
-        source = np.full(num_tokens, -1) if token_source is None else token_source
-        batch = cls(
-            token_ids=buffers.put(token_ids, np.int64)[1],
-            positions=buffers.put(key_index if first is None else first[entry] + offset, np.int64)[1],
-            slot_mapping=buffers.put(slots, np.int64)[1],
-            token_source=buffers.put(source, np.int64)[1],
-            logit_rows=buffers.put(logit_rows, np.int64)[1],
+            host_first[:] = page_positions
+            positions = host_first[entry] + offset
+        tokens[TOKEN_IDS] = token_ids
+        tokens[POSITIONS] = positions
+        tokens[SLOTS] = host_pages[entry].astype(np.int64) * page_size + offset
+        tokens[SOURCES] = -1 if token_source is None else token_source
+        tokens[LOGIT_ROWS, : len(logit_rows)] = logit_rows
+        # A row of logits is the distribution of the token behind the one that it belongs to.
+        tokens[SAMPLED_POSITIONS, : len(logit_rows)] = positions[logit_rows] + 1
+        on_device, device_pages, device_first = buffers.upload()
+        of_logits = on_device[LOGIT_ROWS:]
+        if len(logit_rows) < num_tokens:
+            of_logits = tuple(array[: len(logit_rows)] for array in of_logits)
+        return cls(
+            token_ids=on_device[TOKEN_IDS],
+            positions=on_device[POSITIONS],
+            slot_mapping=on_device[SLOTS],
+            token_source=on_device[SOURCES],
+            logit_rows=of_logits[0],
+            sampled_positions=of_logits[1],
             kv_page_indices=device_pages,
-            page_positions=device_first,
+            page_positions=None if page_positions is None else device_first,
             kv_lens=_host(lens),
             qo_indptr=_host(qo_indptr),
             kv_page_indptr=_host(page_indptr),
@@ -168,8 +180,6 @@ class StepBatch:
             page_size=page_size,
             has_sources=token_source is not None,
         )
-        buffers.upload()
-        return batch
 
     @property
     def num_sequences(self) -> int:
@@ -190,12 +200,16 @@ class StepBatch:
         return torch.where(self.token_source >= 0, last_token[self.token_source.clamp(min=0)], self.token_ids)
 
 
+# Rows of the array that holds everything with one entry per token.
+TOKEN_IDS, POSITIONS, SLOTS, SOURCES, LOGIT_ROWS, SAMPLED_POSITIONS = range(6)
+ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, for the vector loads of kernels
+
+
 class StepBuffers:
     """Memory for the arrays of one step: pinned on the host, and on the device, filled by one copy.
 
-    `put` writes an array to the host's half; `upload` copies everything written so far. On a CPU both halves are the
-    same memory and nothing is copied. The host may write a step's arrays only when the device has read the previous
-    ones, so an engine whose host runs ahead of the device alternates between several buffers.
+    On a CPU both are the same memory and nothing is copied. The host may write a step's arrays only when the device has
+    read the previous ones, so an engine whose host runs ahead of the device alternates between several buffers.
 
     Args:
         device: where the model runs.
@@ -204,58 +218,57 @@ class StepBuffers:
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._device_name = device
-        self._used = 0
         self._allocate(0)
 
-    def reset(self, num_bytes: int) -> None:
-        """Begin a step that needs at most `num_bytes`. Views of the previous step are overwritten from now on."""
-        self._used = 0
-        if num_bytes > self._host.nbytes:
-            self._allocate(2 * num_bytes)
-
-    def put(
-        self, values: Sequence[int] | np.ndarray, dtype: type[np.generic]
-    ) -> tuple[Shaped[np.ndarray, " n"], Shaped[Tensor, " n"]]:
-        """Write an array.
-
-        Args:
-            values: [n].
-            dtype: the dtype in which it is stored.
+    def reset(
+        self, num_tokens: int, num_pages: int
+    ) -> tuple[Int64[np.ndarray, "6 T"], Int32[np.ndarray, " P"], Int64[np.ndarray, " P"]]:
+        """Begin a step. Views of the previous one are overwritten from now on.
 
         Returns:
-            The array on the host, and on the device, where it is valid after `upload`.
+            Arrays on the host, to be filled: what there is of each token, the pages, and the position of each page.
         """
-        start, end = self._used, self._used + len(values) * np.dtype(dtype).itemsize
-        self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        view = self._host_bytes[start:end].view(dtype)
-        view[:] = values
-        return view, self._on_device[start:end].view(TORCH_DTYPES[dtype])
+        stride = -(-num_tokens // ALIGNMENT) * ALIGNMENT
+        first_page = (SAMPLED_POSITIONS + 1) * stride
+        first_position = first_page + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
+        self._used = first_position + num_pages
+        if self._used > len(self._host):
+            self._allocate(2 * self._used)
+        self._layout = stride, num_tokens, first_page, first_position, num_pages
+        tokens = self._numpy[:first_page].reshape(-1, stride)[:, :num_tokens]
+        pages = self._numpy[first_page:first_position].view(np.int32)[:num_pages]
+        return tokens, pages, self._numpy[first_position : self._used]
 
-    def upload(self) -> None:
-        """Start copying what was written to the device."""
+    def upload(self) -> tuple[tuple[Int64[Tensor, " T"], ...], Int32[Tensor, " P"], Int64[Tensor, " P"]]:
+        """Start copying the arrays to the device, and return them there."""
         if self._on_gpu:
             self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+        stride, num_tokens, first_page, first_position, num_pages = self._layout
+        if len(self._tokens[0]) != num_tokens:  # in a steady decode the views stay the same
+            tokens = self._on_device.as_strided((SAMPLED_POSITIONS + 1, num_tokens), (stride, 1))
+            self._tokens = tokens.unbind()
+        pages = self._device_int32[2 * first_page : 2 * first_page + num_pages]
+        return self._tokens, pages, self._on_device[first_position : self._used]
 
-    def _allocate(self, num_bytes: int) -> None:
-        self._host: UInt8[Tensor, " bytes"] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
-        self._host_bytes = self._host.numpy()
+    def _allocate(self, size: int) -> None:
+        self._host: Int64[Tensor, " size"] = torch.empty(size, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._numpy = self._host.numpy()
         self._on_device = torch.empty_like(self._host, device=self._device_name) if self._on_gpu else self._host
+        self._device_int32 = self._on_device.view(torch.int32)
+        self._tokens = (self._on_device[:0],)
 
 
-TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64}
-
-
-def _check(num_tokens: int, num_pages: int, new: np.ndarray, lens: np.ndarray, page_counts: np.ndarray) -> None:
-    if not len(new) == len(lens) > 0:
-        raise ValueError(f"num_new has {len(new)} requests, kv_lens {len(lens)}")
-    if new.min() < 1:
-        raise ValueError("every request of a step needs at least one new token")
-    if (lens < new).any():
+def _check(
+    num_tokens: int, num_pages: int, new: np.ndarray, lens: np.ndarray, qo_indptr: np.ndarray, page_indptr: np.ndarray
+) -> None:
+    if np.count_nonzero((new < 1) | (lens < new)):
+        if new.min() < 1:
+            raise ValueError("every request of a step needs at least one new token")
         raise ValueError("a request has more new tokens than keys after the step")
-    if num_tokens != new.sum():
-        raise ValueError(f"{num_tokens} tokens given, num_new adds up to {new.sum()}")
-    if num_pages != page_counts.sum():
-        raise ValueError(f"{num_pages} pages given, kv_lens needs {page_counts.sum()}")
+    if num_tokens != qo_indptr[-1]:
+        raise ValueError(f"{num_tokens} tokens given, num_new adds up to {qo_indptr[-1]}")
+    if num_pages != page_indptr[-1]:
+        raise ValueError(f"{num_pages} pages given, kv_lens needs {page_indptr[-1]}")
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

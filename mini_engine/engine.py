@@ -32,7 +32,7 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
-NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
 Sampled = tuple[list[Request], np.ndarray]  # requests, and one token of each
 OnStep = Callable[["LLMEngine", StepReport], None]
 
@@ -224,15 +224,16 @@ class LLMEngine:
         launched = self._in_flight[0]
         token_ids = self._runner.collect(launched)
         running = self.scheduler.running
-        live = running.admission[launched.rows] == launched.admissions
+        rows, requests = launched.rows, launched.sampled_by
+        live = running.admission[rows] == launched.admissions
+        if np.count_nonzero(live) < len(rows):
+            rows, token_ids = rows[live], token_ids[live]
+            requests = [request for request, is_live in zip(requests, live.tolist(), strict=True) if is_live]
         self._in_flight.popleft()
-        running.append(launched.rows[live], token_ids[live])
-        for request in running.requests_of(running.ended()):
+        running.append(rows, token_ids)
+        for request in running.requests_of(running.ended(rows)):
             self._end(request, request.end_of(running.known_tokens(request)) or "length")
-        requests = launched.sampled_by
-        if not live.all():
-            requests = [q for q, ok in zip(requests, live.tolist(), strict=True) if ok]
-        return requests, token_ids[live]
+        return requests, token_ids
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -244,13 +245,16 @@ class LLMEngine:
         self, schedule: Schedule, launched: Launched | None, sampled: list[Sampled], start: float
     ) -> StepReport:
         finished, self._finished = self._finished, []
+        sampled_by, token_ids = sampled[0] if sampled else ([], NOTHING.rows)
+        for more_requests, more_token_ids in sampled[1:]:
+            sampled_by, token_ids = sampled_by + more_requests, np.append(token_ids, more_token_ids)
         report = StepReport(
             schedule,
             launched.requests if launched else [],
             launched.num_computed if launched else NOTHING.rows,
             launched.batch if launched else None,
-            [request for requests, _ in sampled for request in requests],
-            np.concatenate([token_ids for _, token_ids in sampled] or [NOTHING.rows]),
+            sampled_by,
+            token_ids,
             finished,
             start,
             time.perf_counter() - start,

@@ -7,7 +7,7 @@ the device still computes this one. Explained in chapter 07.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -107,10 +107,11 @@ class ModelRunner:
         rows, kv_lens = schedule.rows, running.num_computed[schedule.rows] + schedule.num_new
         # A request in the middle of its prompt has computed fewer tokens than it has, and samples none.
         samples = kv_lens == running.num_scheduled[rows]
-        batch = self._build(schedule, samples, running, page_table)
+        sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
+        num_logits = None if sampling_rows is rows else samples
+        batch = self._build(schedule, num_logits, running, page_table)
         self.backend.plan(batch)
         hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
-        sampling_rows = rows[samples]
         tokens = self._last_token[:0]
         if len(sampling_rows):
             tokens = self._sample_tokens(hidden, batch, sampling_rows, running)
@@ -138,21 +139,23 @@ class ModelRunner:
         self._sampling, self._seen = None, None
         self._sampling_admissions = np.zeros(0, dtype=np.int64)
 
-    def _build(self, schedule: Schedule, samples: np.ndarray, running: Running, page_table: PageTable) -> StepBatch:
+    def _build(
+        self, schedule: Schedule, num_logits: np.ndarray | None, running: Running, page_table: PageTable
+    ) -> StepBatch:
         rows, num_new = schedule.rows, schedule.num_new
         start, evicted, size = running.num_computed[rows], running.num_evicted[rows], page_table.page_size
-        num_tokens = int(num_new.sum())
+        num_tokens = schedule.num_tokens
         if num_tokens == len(rows):
             token_rows, positions = rows, start
         else:
             first = np.cumsum(num_new) - num_new
             token_rows = np.repeat(rows, num_new)
             positions = np.arange(num_tokens) + np.repeat(start - first, num_new)
-        on_device = positions >= running.num_known[token_rows]
+        on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
         kv_lens = start + num_new - evicted
         page_counts = -(-kv_lens // size)
         page_positions = None
-        if evicted.any():
+        if running.has_evicted:
             first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
             page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * size
         self._num_launched += 1
@@ -162,8 +165,8 @@ class ModelRunner:
             kv_lens=kv_lens,
             pages=page_table.pages_of(rows, page_counts),
             page_size=size,
-            num_logits=samples,
-            token_source=np.where(on_device, token_rows, -1) if on_device.any() else None,
+            num_logits=num_logits,
+            token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
             page_positions=page_positions,
             into=self._buffers[self._num_launched % len(self._buffers)],
         )
@@ -175,11 +178,13 @@ class ModelRunner:
         if not np.array_equal(running.admission[rows], self._sampling_admissions):
             self._sampling = self._sampling_of(rows, running)
         assert self._sampling is not None
-        logits = self.model.compute_logits(hidden[batch.logit_rows])
-        # A row samples the token behind the one whose logits it has.
-        sampling = replace(self._sampling, positions=batch.positions[batch.logit_rows] + 1)
+        if len(rows) < batch.num_tokens:
+            hidden = hidden[batch.logit_rows]
+        logits = self.model.compute_logits(hidden)
+        sampling = self._sampling
+        sampling.positions = batch.sampled_positions
         if self._seen is not None and sampling.seen is not None:
-            sampling = replace(sampling, seen=self._seen.of(self._sampling_rows[sampling.penalized_rows]))
+            sampling.seen = self._seen.of(self._sampling_rows[sampling.penalized_rows])
         tokens = self._sample(logits, sampling)
         self._last_token.index_copy_(0, self._sampling_rows, tokens)
         if self._seen is not None:

@@ -70,7 +70,7 @@ class StepReport:
     @property
     def num_tokens(self) -> int:
         """Tokens launched, those of prompts included."""
-        return int(self.schedule.num_new.sum())
+        return self.schedule.num_tokens
 
     @property
     def is_decode(self) -> bool:

@@ -84,9 +84,9 @@ class Running:
         order: rows in use, oldest request first.
         tokens: [rows, max_len] token ids of each request.
         num_evicted: tokens at the front whose pages were returned because no window reaches them.
+        has_evicted: whether any request has ever returned such pages.
         max_len: where each request ends.
         end_tokens: [rows, n] end tokens of each request, filled up with -1.
-        num_prompt: tokens of the prompt.
         sampling: parameters of the sampler.
         seed: seed of each request.
         admission: serial number of the admission that filled the row, so that what was launched for an earlier
@@ -101,7 +101,8 @@ class Running:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
         self.num_known, self.num_scheduled, self.num_computed = column(), column(), column()
-        self.num_evicted, self.num_prompt, self.max_len = column(), column(), column()
+        self.num_evicted, self.max_len = column(), column()
+        self.has_evicted = False
         self.end_tokens = np.full((max_rows, 1), -1, dtype=np.int64)
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
         self.seed, self.admission = column(), column()
@@ -118,7 +119,7 @@ class Running:
         self.tokens[row, :num_tokens] = request.token_ids
         self.num_known[row] = self.num_scheduled[row] = num_tokens
         self.num_computed[row] = self.num_evicted[row] = 0
-        self.num_prompt[row], self.max_len[row] = len(request.prompt_token_ids), request.max_len
+        self.max_len[row] = request.max_len
         if len(ends) > self.end_tokens.shape[1]:
             more = ((0, 0), (0, len(ends) - self.end_tokens.shape[1]))
             self.end_tokens = np.pad(self.end_tokens, more, constant_values=-1)
@@ -158,7 +159,7 @@ class Running:
     @property
     def has_tokens_in_flight(self) -> bool:
         """Whether a token that exists on the device is not known to the host yet."""
-        return bool((self.num_scheduled[self.order] > self.num_known[self.order]).any())
+        return bool(np.count_nonzero(self.num_scheduled[self.order] > self.num_known[self.order]))
 
     def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> None:
         """Add one sampled token to each of some distinct rows."""
@@ -166,11 +167,10 @@ class Running:
         self.tokens[rows, known] = token_ids
         self.num_known[rows] = known + 1  # from here on the tokens count, whatever interrupts the step
 
-    def ended(self) -> Int64[np.ndarray, " n"]:
-        """Rows whose last known token ends their request: at an end token, or at the limit on length."""
-        rows, known = self.order, self.num_known[self.order]
-        last = self.tokens[rows, known - 1]
-        at_end_token = (last[:, None] == self.end_tokens[rows]).any(1) & (known > self.num_prompt[rows])
+    def ended(self, rows: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
+        """Those of some rows that have just got a token whose request ends with it: an end token, or the last one."""
+        known = self.num_known[rows]
+        at_end_token = (self.tokens[rows, known - 1, None] == self.end_tokens[rows]).any(1)
         return rows[(known >= self.max_len[rows]) | at_end_token]
 
 

@@ -67,12 +67,11 @@ class FilteredRows:
     max_candidates: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingBatch:
     """Sampling parameters of the R rows of logits of one step.
 
-    Only `positions` changes from one step to the next while the same requests run:
-    `replace(batch, positions=...)` reuses the rest.
+    While the same requests run, only `positions` and `seen` change from one step to the next.
 
     Attributes:
         temperature: [R] divides the logits; 0 takes the largest logit.

@@ -49,6 +49,7 @@ class Schedule:
     Attributes:
         rows: [B] row of each request in the page table.
         num_new: [B] tokens that the step computes of each.
+        num_tokens: their sum.
         admitted: requests that were waiting before.
         preempted: requests that lost their pages for this step, newest first.
         num_shared: tokens of the admitted requests that need not be computed, because pages that hold them are shared.
@@ -57,6 +58,7 @@ class Schedule:
 
     rows: Rows
     num_new: Int[np.ndarray, " B"]
+    num_tokens: int
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     num_shared: int = 0
@@ -173,8 +175,10 @@ class Scheduler:
 
         A row whose last token is already being sampled has none.
         """
-        running = self.running
-        rows = running.order[running.num_scheduled[running.order] < running.max_len[running.order]]
+        running, rows = self.running, self.running.order
+        unfinished = running.num_scheduled[rows] < running.max_len[rows]
+        if np.count_nonzero(unfinished) < len(rows):
+            rows = rows[unfinished]
         return rows, running.num_scheduled[rows] - running.num_computed[rows]
 
     def reserve(self, rows: Rows, num_new: Rows, copies: list[tuple[int, int]]) -> bool:
@@ -194,7 +198,7 @@ class Scheduler:
         if self._window is not None:
             self._evict(rows)
         first = running.num_computed[rows] - running.num_evicted[rows]
-        missing = table.missing(rows, first + num_new)
+        missing, num_missing = table.missing(rows, first + num_new)
         shared = rows[:0]
         if self._prefixes is not None:
             # Only the page that a row writes to first can have other owners: those behind it were taken for the row.
@@ -202,9 +206,10 @@ class Scheduler:
             has_page = index < table.counts[rows]
             page = table.table[rows, np.where(has_page, index, 0)]
             shared = np.flatnonzero(has_page & (table.refcounts[page] > 1))
-        if missing.sum() + len(shared) > table.num_free_pages:
+        if num_missing + len(shared) > table.num_free_pages:
             return False
-        table.take(rows, missing)
+        if num_missing:
+            table.take(rows, missing)
         for b in shared.tolist():
             copies += self.parts.copy_on_write(table, int(rows[b]), int(first[b]), int(first[b] + num_new[b]))
         if self._prefixes is not None:  # pages of prompts that this step fills can be shared from now on
@@ -274,8 +279,8 @@ class Scheduler:
         rows = np.array([row])
         reserved = self.reserve(rows, np.array([num_new]), copies)
         held = self._tokens_at_most(int(running.num_known[row] - running.num_evicted[row]))
-        missing = table.missing(rows, np.array([held]))
-        assert reserved and missing[0] <= table.num_free_pages, "admitted without pages"
+        missing, num_missing = table.missing(rows, np.array([held]))
+        assert reserved and num_missing <= table.num_free_pages, "admitted without pages"
         table.take(rows, missing)
 
     def _match(self, request: Request, earlier: Rows) -> tuple[np.ndarray, int]:
@@ -315,6 +320,7 @@ class Scheduler:
         for b in np.flatnonzero(counts).tolist():
             self.page_table.drop_front(int(rows[b]), int(counts[b]))
         running.num_evicted[rows] += counts * size
+        running.has_evicted = True
 
     def _drop_suspect(self, suspect: Request) -> None:
         self.suspects.remove(suspect)
@@ -331,12 +337,12 @@ class Scheduler:
             num_new = np.minimum(pending, self.budget)
             reserved = self.reserve(rows, num_new, copies)
             assert reserved, "a request that cannot run alone is refused"
-            return Schedule(rows, num_new)
+            return Schedule(rows, num_new, int(num_new[0]))
         suspect = self.suspects[0]
         del self.waiting[suspect]
         share = min(len(suspect.token_ids), self.budget)
         self._enter(suspect, np.zeros(0, dtype=np.int32), 0, share, copies)
-        return Schedule(running.order, np.array([share]), admitted=[suspect])
+        return Schedule(running.order, np.array([share]), share, admitted=[suspect])
 
     def _tokens_at_most(self, num_tokens: int) -> int:
         """Tokens in pages at one time of a request that grows to `num_tokens`: fewer, if it has a window."""
@@ -360,22 +366,25 @@ def schedule_step(scheduler: Scheduler) -> Schedule | None:
     preempted: list[Request] = []
     copies: list[tuple[int, int]] = []
     while True:
-        rows, pending = scheduler.pending()
-        num_new = scheduler.parts.share_budget(pending, scheduler.budget)
-        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        rows, num_new = scheduler.pending()
+        num_tokens = len(rows)
+        if np.count_nonzero(num_new > 1):  # decodes alone always have room
+            num_new = scheduler.parts.share_budget(num_new, scheduler.budget)
+            rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+            num_tokens = int(num_new.sum())
         if scheduler.reserve(rows, num_new, copies):
             break
         if scheduler.running.has_tokens_in_flight:
             return None
         preempted.append(scheduler.preempt())
-    admitted: list[Request] = []
-    num_shared = 0
-    if not preempted:  # a request admitted now would be the first to be preempted again
-        admitted, shares, num_shared = scheduler.admit(scheduler.budget - int(num_new.sum()), copies)
-        if admitted:
-            rows = np.append(rows, scheduler.running.order[-len(admitted) :])
-            num_new = np.append(num_new, shares)
-    if len(rows) and num_new.max() > 1:
+    if preempted or not scheduler.waiting:  # a request admitted now would be the first to be preempted again
+        admitted, shares, num_shared = list[Request](), list[int](), 0
+    else:
+        admitted, shares, num_shared = scheduler.admit(scheduler.budget - num_tokens, copies)
+        num_tokens += sum(shares)
+        rows = np.append(rows, scheduler.running.order[len(scheduler.running) - len(admitted) :])
+        num_new = np.append(num_new, shares).astype(np.int64)
+    if num_tokens > len(rows):
         order = np.argsort(num_new > 1, kind="stable")  # decodes first, otherwise by age
         rows, num_new = rows[order], num_new[order]
-    return Schedule(rows, num_new, admitted, preempted, num_shared, copies)
+    return Schedule(rows, num_new, num_tokens, admitted, preempted, num_shared, copies)

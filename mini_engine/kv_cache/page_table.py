@@ -66,9 +66,13 @@ class PageTable:
         self.truncate(row, 0)
         self._free_rows.append(row)
 
-    def missing(self, rows: Rows, num_tokens: Int[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
-        """Pages that each row lacks to hold `num_tokens` tokens in all."""
-        return np.maximum(-(-num_tokens // self.page_size) - self.counts[rows], 0)
+    def missing(self, rows: Rows, num_tokens: Int[np.ndarray, " B"]) -> tuple[Int64[np.ndarray, " B"], int]:
+        """Pages that each row lacks to hold `num_tokens` tokens in all, and their sum."""
+        missing = -(-num_tokens // self.page_size) - self.counts[rows]
+        if np.count_nonzero(missing > 0) == 0:
+            return np.zeros_like(missing), 0
+        missing = np.maximum(missing, 0)
+        return missing, int(missing.sum())
 
     def take(self, rows: Rows, num_pages: Int[np.ndarray, " B"]) -> None:
         """Append `num_pages[b]` free pages to row `rows[b]`, for all rows in one assignment.

@@ -27,6 +27,7 @@ class PagedKVCache:
 
     Attributes:
         layers: for each KV layer its (k, v), each [pages, *layout].
+        bytes_per_token: bytes that one token's keys and values take, over all layers.
 
     Raises:
         ConfigError: for an unknown layout, or a cache that does not fit into memory.
@@ -59,11 +60,7 @@ class PagedKVCache:
             shape, stored = (num_pages, *page, spec.head_dim), spec.kv_dtype or dtype
             k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
             self.layers.append((k, v))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token's keys and values take, over all layers."""
-        return sum(t[0].nbytes for pair in self.layers for t in pair) // self.page_size
+        self.bytes_per_token = page_bytes(specs, 1, dtype)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, in every layer.

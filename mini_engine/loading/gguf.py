@@ -103,7 +103,7 @@ class _BoundedReader(gguf.GGUFReader):
         self.limit, self.num_values = MAX_HEADER_BYTES, 0
         super().__init__(path)
 
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         self.num_values += 1
         if end > min(self.limit, self.data.size) or self.num_values > MAX_HEADER_VALUES:
@@ -112,7 +112,7 @@ class _BoundedReader(gguf.GGUFReader):
             )
         return np.frombuffer(self.data, dtype, int(count), int(offset))
 
-    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
+    def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:
         self.limit = self.data.size  # the header ends here; tensors may be anywhere behind it
         super()._build_tensors(start_offs, fields)
 

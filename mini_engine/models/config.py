@@ -36,6 +36,8 @@ _LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**2
 _LARGEST |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**10)
 _LARGEST |= dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**30)
 
+_NUMBERS = ("norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
 # For each architecture, its model type and its configuration class in transformers.
 _FAMILIES = {
     "LlamaForCausalLM": ("llama", "LlamaConfig"),
@@ -135,13 +137,16 @@ class ModelConfig:
             "architecture": architecture,
             "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
         }
+        for name in _NUMBERS:
+            if values.get(name) is not None:
+                values[name] = _check_positive(name, values[name])
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def __post_init__(self) -> None:
         for name, largest in _LARGEST.items():
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), largest)
-        for name in ("norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        for name in _NUMBERS:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from mini_engine.models.gpt2_weights import gpt2_weights
 from torch import Tensor
 
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
+from mini_engine.models.gpt2 import gpt2_weights
 from mini_engine.models.registry import build_model
 from mini_engine.parts import Parts
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_config, transformers_model, whole
@@ -74,10 +74,21 @@ def test_every_element_of_every_parameter_is_filled_once(family: str, tied: bool
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_tensor_is_read_once(family: str) -> None:
     tensors = Lazy(checkpoint(family))
-    empty_model(family).load_weights(tensors)
+    empty_model(family).load_weights(tensors, tensors.tensors)
     first, *rest = tensors.reads.values()
     assert set(rest) == {1}
     assert first >= 1  # the run-time type checker looks at the first tensor too
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_nothing_is_read_if_a_header_is_wrong(family: str) -> None:
+    tensors = Lazy(checkpoint(family))
+    headers = {name: tensor.to("meta") for name, tensor in tensors.tensors.items()}
+    for wrong in (torch.empty(3, device="meta"), headers["model.norm.weight"].to(torch.int8)):
+        with pytest.raises(ModelLoadError, match=r"model\.norm\.weight"):
+            empty_model(family).load_weights(tensors, headers | {"model.norm.weight": wrong})
+    _, *rest = tensors.reads.values()
+    assert set(rest) == {0}  # the run-time type checker looks at the first tensor
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import resource
+import subprocess
+import sys
 import warnings
 import weakref
 from dataclasses import replace
@@ -16,18 +18,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mini_engine.models.safetensors_file import open_safetensors
-from mini_engine.models.tensors import LazyTensor, LazyTensors
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
+from mini_engine.loading import checkpoint as loading
+from mini_engine.loading import hub
+from mini_engine.loading.checkpoint import StoredTensors, load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
+from mini_engine.sampling_params import SamplingParams
 from tests.models.families import FAMILIES, our_model, transformers_model
-from tests.models.limits import memory_limit
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +80,14 @@ def test_loading_holds_one_copy_and_one_tensor(tmp_path: Path) -> None:
     alive: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
     most_alive: dict[str, int] = {}
 
-    def watched(name: str, entry: LazyTensor) -> LazyTensor:
-        def read() -> torch.Tensor:
-            alive[name] = tensor = entry.read()
-            most_alive[name] = len(alive)
-            return tensor
+    def read(name: str) -> torch.Tensor:
+        alive[name] = tensor = checkpoint.tensors[name]
+        most_alive[name] = len(alive)
+        return tensor
 
-        return replace(entry, read=read)
-
-    entries = open_safetensors(tmp_path / "model.safetensors")
-    tensors = LazyTensors({name: watched(name, entry) for name, entry in entries.items()})
-    load_model(replace(checkpoint, tensors=tensors), Parts(), torch.float32)
-    assert most_alive.keys() == entries.keys() and max(most_alive.values()) <= 2
+    headers = checkpoint.tensors.headers
+    load_model(replace(checkpoint, tensors=StoredTensors(headers, read)), Parts(), torch.float32)
+    assert most_alive.keys() == headers.keys() and max(most_alive.values()) <= 2
 
 
 def test_the_tokenizer_and_its_template_come_along(folder: Path) -> None:
@@ -159,7 +157,7 @@ class Bomb:
 def test_a_pickle_is_refused_unread(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin, a pickle.*convert it to safetensors"):
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin', a pickle.*convert it to safetensors"):
         open_checkpoint(folder)
     assert not (tmp_path / "boom").exists()
 
@@ -203,6 +201,172 @@ def test_an_index_cannot_lead_out_of_the_folder(folder: Path, tmp_path: Path) ->
             open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("place", ["additional_chat_templates/default.jinja", "additional_chat_templates", "a/b/c"])
+def test_a_nested_link_out_of_the_folder_is_refused(place: str, folder: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "default.jinja").write_text("a secret")
+    (folder / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder / place).symlink_to(outside / "default.jinja" if place.endswith("jinja") else outside)
+    with pytest.raises(WeightFileError, match="link out of its folder"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_fast_tokenizer_files_are_refused(relative: bool, folder: Path, tmp_path: Path) -> None:
+    """transformers would open a file anywhere, if it has a name like this."""
+    other = tmp_path / "tokenizer.4.0.0.json"
+    other.write_text((folder / "tokenizer.json").read_text().replace("<e>", "<outside>"))
+    edit(folder / "tokenizer_config.json", fast_tokenizer_files=["../tokenizer.4.0.0.json" if relative else str(other)])
+    with pytest.raises(ModelLoadError, match="fast_tokenizer_files"):
+        load_tokenizer(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("entry", ["tokenizer_file", "vocab", "vocab_file", "gguf_file"])
+def test_no_entry_of_a_configuration_chooses_a_file(
+    entry: str, file: str, named: str, folder: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside.json"
+    outside.write_text((folder / "tokenizer.json").read_text().replace("<e>", "<outside>"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = {key: value for key, value in settings.items() if key != "added_tokens_decoder"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": named}))
+    edit(folder / file, **{entry: str(outside)})
+    assert "<outside>" not in load_tokenizer(open_checkpoint(folder)).get_vocab()
+
+
+def test_links_that_lead_nowhere_are_typed_errors(tmp_path: Path, folder: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.mkdir()
+    (loop / "self").symlink_to("self")
+    for model in (loop, loop / "self"):
+        with pytest.raises(ModelLoadError):
+            open_checkpoint(model)
+    (folder / "self").symlink_to("self")
+    open_checkpoint(folder)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["a/" * 3000, "~nosuchuser/x", "x" * 6000, "a\0b", "o/" + "x" * 5000])
+def test_a_name_that_cannot_be_a_path_is_a_typed_error(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="There is no model") as caught:
+        open_checkpoint(name)
+    assert len(str(caught.value)) < 400
+
+
+def test_what_is_no_name_is_a_typed_error() -> None:
+    code = """
+from mini_engine.errors import ModelLoadError
+from mini_engine.loading.checkpoint import open_checkpoint
+for model in (None, 5, b"smollm2-135m-instruct", ["a"]):
+    try:
+        open_checkpoint(model)
+    except ModelLoadError as error:
+        assert "give its name or path" in str(error)
+    else:
+        raise AssertionError(model)
+"""
+    command = [sys.executable, "-c", code]  # without the type checker of the tests
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_hostile_names_are_cut_in_messages(folder: Path) -> None:
+    edit(folder / "config.json", architectures=["a" * 5000])
+    with pytest.raises(ModelLoadError, match="unknown architecture") as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value)) < 400
+    edit(folder / "config.json", architectures=["LlamaForCausalLM"], hidden_act="b" * 5000)
+    with pytest.raises(ModelLoadError) as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_damaged_folder_that_was_converted_says_how_to_convert_it_again(folder: Path) -> None:
+    (folder / hub.MANIFEST).write_text("{}")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"Delete the folder .*; the next start converts"):
+        load_tokenizer(open_checkpoint(folder))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * 8)
+    with pytest.raises(ModelLoadError, match=r"Delete the folder .*; the next start converts"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"temperature": 0.6, "top_k": 20, "do_sample": True}, {"temperature": 0.6, "top_k": 20}),
+        ({"min_p": 0.1, "repetition_penalty": 1.1}, {"min_p": 0.1, "repetition_penalty": 1.1}),
+        ({"do_sample": True}, None),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
+        ({"max_new_tokens": 5, "num_beams": 4}, None),
+    ],
+)
+def test_generation_defaults_are_those_of_the_file(given: dict[str, Any], expected: Any, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    defaults = open_checkpoint(folder).generation_defaults
+    assert defaults == expected
+    if defaults is not None:
+        SamplingParams(**defaults)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            defaults["top_k"] = 1  # type: ignore[index]
+
+
+IMPOSSIBLE = """
+import json, sys
+from mini_engine.errors import ModelLoadError
+from mini_engine.loading.checkpoint import open_checkpoint
+folder = sys.argv[1]
+for name, value in [
+    ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("temperature", "x" * 5000),
+    ("top_k", 1.5), ("top_k", -1), ("top_p", 0), ("top_p", 10**400), ("min_p", True), ("repetition_penalty", []),
+    ("do_sample", "no"), ("do_sample", 0),
+]:
+    with open(folder + "/generation_config.json", "w") as file:
+        json.dump({name: value}, file)
+    try:
+        open_checkpoint(folder)
+    except ModelLoadError as error:
+        assert f"generation_config.json: {name} is " in str(error) and len(str(error)) < 400 + len(folder), error
+    else:
+        raise AssertionError(f"accepted {name} = {value!r}")
+"""
+
+
+def test_impossible_generation_defaults_are_refused(folder: Path) -> None:
+    command = [sys.executable, "-c", IMPOSSIBLE, str(folder)]  # without the type checker of the tests
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_files_that_cannot_be_read_are_typed_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(folder)
+
+    def read(name: str) -> torch.Tensor:
+        if name == "model.norm.weight":
+            raise OSError(5, "Input/output error", "model.safetensors")
+        return checkpoint.tensors[name]
+
+    tensors = StoredTensors(checkpoint.tensors.headers, read)
+    with pytest.raises(WeightFileError, match=r"model\.safetensors cannot be read \(Input/output error\)"):
+        load_model(replace(checkpoint, tensors=tensors), Parts(), torch.float32)
+
+    def denied(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(loading, "read_json", denied)
+    with pytest.raises(WeightFileError, match=r"config\.json cannot be read \(Permission denied\)"):
+        open_checkpoint(folder)
+
+
 def test_a_linked_folder_and_a_link_inside_are_fine(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     (folder / "model.safetensors").symlink_to("weights.safetensors")
@@ -214,7 +378,7 @@ def test_one_file_of_another_name_will_do_but_not_two(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     load_model(open_checkpoint(folder), Parts(), torch.float32)
     save_file({"x": torch.ones(1)}, folder / "more.safetensors")
-    with pytest.raises(ModelLoadError, match=r"2 safetensors files.*index\.json"):
+    with pytest.raises(ModelLoadError, match=r"several safetensors files.*index\.json"):
         open_checkpoint(folder)
 
 
@@ -227,7 +391,7 @@ def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_no_model_says_what_is_missing(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"no \.gguf file: give the folder"):
+    with pytest.raises(ModelLoadError, match=r"not a \.gguf file: give the folder"):
         open_checkpoint(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="no safetensors file"):
@@ -247,7 +411,7 @@ def test_what_is_no_model_says_what_is_missing(folder: Path) -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"architectures": ["NoSuchModel"]}, "NoSuchModel"),
         ({"hidden_size": "big"}, "hidden_size"),
-        ({"hidden_size": -1}, "hidden_size"),
+        ({"hidden_size": -1}, "hidden size"),
         ({"eos_token_id": "x"}, "eos_token_id"),
     ],
 )
@@ -257,9 +421,7 @@ def test_a_configuration_of_another_model_is_refused(change: dict[str, Any], pro
         load_model(open_checkpoint(folder), Parts(), torch.float32)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_damaged_json_is_refused(content: bytes, name: str, folder: Path) -> None:
     (folder / name).write_bytes(content)
@@ -267,10 +429,41 @@ def test_damaged_json_is_refused(content: bytes, name: str, folder: Path) -> Non
         open_checkpoint(folder)
 
 
-def test_a_huge_configuration_is_not_read(folder: Path) -> None:
-    os.truncate(folder / "config.json", 2**34)
-    with memory_limit(2**26), pytest.raises(WeightFileError, match="JSON has"):
+@pytest.mark.parametrize("content", [b'{"a": 1, "a": 2}', b'{"a": NaN}', b'{"hidden_size": NaN}'])
+def test_json_without_a_model_is_refused(content: bytes, folder: Path) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match="unknown architecture"):
         open_checkpoint(folder)
+
+
+def test_a_huge_configuration_is_not_read(folder: Path, memory_limit: Any) -> None:
+    os.truncate(folder / "config.json", 2**34)
+    with memory_limit(2**26), pytest.raises(WeightFileError, match="more than 8388608 bytes"):
+        open_checkpoint(folder)
+
+
+def test_a_huge_tokenizer_is_not_read(folder: Path, memory_limit: Any) -> None:
+    os.truncate(folder / "tokenizer.json", 2**34)
+    checkpoint = open_checkpoint(folder)
+    with memory_limit(2**28), pytest.raises(WeightFileError, match="more than 67108864 bytes"):
+        load_tokenizer(checkpoint)
+
+
+def test_a_sparse_tensor_of_the_wrong_shape_is_not_read(folder: Path) -> None:
+    """A file of 8 GiB that takes no space on the disk: its header is enough to refuse it."""
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, size = json.loads(raw[8 : 8 + length]), len(raw) - 8 - length
+    header["lm_head.weight"] = {"dtype": "F32", "shape": [2**21, 1024], "data_offsets": [size, size + 2**33]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+        file.truncate(8 + len(text) + size + 2**33)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelLoadError):
+        load_model(open_checkpoint(folder), Parts(), torch.float32)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
 def test_a_generation_configuration_with_bad_ids_is_refused(folder: Path) -> None:

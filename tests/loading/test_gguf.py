@@ -1,0 +1,543 @@
+"""GGUF files: what the gguf library and transformers say is what is loaded, and hostile files are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+
+from mini_engine.errors import ModelLoadError, WeightFileError
+from mini_engine.loading import gguf as our_gguf
+from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
+from mini_engine.loading.gguf import TENSOR_TYPES, build_tokenizer, read_gguf, unpermute
+from mini_engine.models.config import ModelConfig
+from mini_engine.parts import Parts
+from mini_engine.rope import Llama3, inverse_frequencies
+from tests.models.families import transformers_model
+
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+Q = gguf.GGMLQuantizationType
+QUANTIZED = sorted(TENSOR_TYPES - {"F32", "F16", "BF16"})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+# --- the header ------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, Any], alignment: int | None = None) -> Path:
+    """A file by the gguf library. A tensor is an array, or (rows of raw bytes, type)."""
+    writer = gguf.GGUFWriter(path, "llama")
+    if alignment:
+        writer.add_custom_alignment(alignment)
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            kinds.get(type(value), writer.add_string)(key, value)
+    for name, value in tensors.items():
+        raw, kind = value if isinstance(value, tuple) else (value, None)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+METADATA = {"llama.block_count": 3, "x.float": 1.5, "x.flag": True, "x.text": "naïve 🙂", "x.ints": [1, -2, 3]}
+METADATA |= {"x.floats": [0.5, 2.5], "x.strings": ["a", "", "🙂"], "x.flags": [True, False]}
+
+
+@pytest.mark.parametrize("alignment", [None, 64])
+def test_reads_what_the_library_wrote(path: Path, alignment: int | None) -> None:
+    rng = np.random.default_rng(0)
+    tensors: dict[str, np.ndarray] = {
+        "f32": rng.normal(size=(3, 5)).astype(np.float32),
+        "f16": rng.normal(size=(7,)).astype(np.float16),
+        "deep": rng.normal(size=(2, 3, 4, 5)).astype(np.float32),
+    }
+    file = read_gguf(write_file(path, METADATA, tensors, alignment))
+    alignments = {"general.alignment": 64} if alignment else {}
+    assert file.metadata == METADATA | {"general.architecture": "llama"} | alignments
+    assert file.tensors.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        assert file.tensors[name].shape == expected.shape
+        assert np.array_equal(file.tensor(name).numpy(), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_quantized_type_is_dequantized_as_by_the_library(name: str, path: Path) -> None:
+    kind = Q[name]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(1).integers(0, 256, (3, 2 * size), dtype=np.uint8)
+    file = read_gguf(write_file(path, {}, {"x": (blocks, kind)}))
+    assert file.tensors["x"].shape == (3, 2 * elements) and file.blocks("x").shape == (6, size)
+    with np.errstate(invalid="ignore"):  # random scales may be infinite
+        assert np.array_equal(file.tensor("x").numpy(), gguf.quants.dequantize(blocks, kind), equal_nan=True)
+
+
+def test_bfloat16_is_read_exactly(path: Path) -> None:
+    values = torch.randn(4, 6).bfloat16()
+    file = read_gguf(write_file(path, {}, {"x": (values.view(torch.uint8).numpy(), Q.BF16)}))
+    assert torch.equal(file.tensor("x"), values.float())
+
+
+def test_a_type_that_is_not_supported_is_refused_by_name(path: Path) -> None:
+    blocks = np.zeros((1, gguf.GGML_QUANT_SIZES[Q.IQ2_XXS][1]), np.uint8)
+    write_file(path, {}, {"x": (blocks, Q.IQ2_XXS)})
+    with pytest.raises(ModelLoadError, match=r"IQ2_XXS: use a file with .*Q4_1"):
+        open_checkpoint(path)
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def head(tensors: int, pairs: int, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs)
+
+
+def pair(key: bytes, kind: int, value: bytes) -> bytes:
+    return string(key) + struct.pack("<I", kind) + value
+
+
+def info(name: bytes = b"x", dims: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def padded(content: bytes, data: bytes = b"") -> bytes:
+    return content + bytes(-len(content) % 32) + data
+
+
+HUGE = 2**63 + 5
+LIES: dict[str, bytes] = {
+    "empty": b"",
+    "another format": b"PK\x03\x04" + bytes(100),
+    "three letters": b"GGU",
+    "ends after the magic": b"GGUF",
+    "version 1": head(0, 0, version=1),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "huge number of pairs": head(0, HUGE),
+    "huge number of tensors": head(HUGE, 0),
+    "pairs that are not there": head(0, 5),
+    "tensors that are not there": head(5, 0),
+    "huge key": head(0, 1) + struct.pack("<Q", HUGE),
+    "key is not UTF-8": head(0, 1) + pair(b"\xff", 4, bytes(4)),
+    "key twice": head(0, 2) + pair(b"a", 4, bytes(4)) * 2,
+    "unknown type": head(0, 1) + pair(b"a", 99, bytes(8)),
+    "huge string": head(0, 1) + pair(b"a", 8, struct.pack("<Q", HUGE)),
+    "huge array of bytes": head(0, 1) + pair(b"a", 9, struct.pack("<IQ", 0, HUGE)),
+    "huge array of numbers": head(0, 1) + pair(b"a", 9, struct.pack("<IQ", 12, HUGE)),
+    "huge array of strings": head(0, 1) + pair(b"a", 9, struct.pack("<IQ", 8, HUGE)),
+    "array of arrays": head(0, 1) + pair(b"a", 9, struct.pack("<IQ", 9, 1) + bytes(100)),
+    "alignment 0": head(0, 1) + pair(b"general.alignment", 4, struct.pack("<I", 0)),
+    "alignment 24": head(0, 1) + pair(b"general.alignment", 4, struct.pack("<I", 24)),
+    "alignment 2^31": head(0, 1) + pair(b"general.alignment", 4, struct.pack("<I", 2**31)),
+    "alignment is text": head(0, 1) + pair(b"general.alignment", 8, string(b"32")),
+    "no dimensions": padded(head(1, 0) + info(dims=()), bytes(64)),
+    "huge number of dimensions": head(1, 0) + string(b"x") + struct.pack("<I", 2**32 - 1),
+    "a dimension of 0": padded(head(1, 0) + info(dims=(0,)), bytes(64)),
+    "huge dimensions": padded(head(1, 0) + info(dims=(2**63, 2**63)), bytes(64)),
+    "product overflows to 0": padded(head(1, 0) + info(dims=(2**32, 2**32)), bytes(64)),
+    "half a block": padded(head(1, 0) + info(dims=(16,), kind=3), bytes(64)),
+    "unknown tensor type": padded(head(1, 0) + info(kind=77), bytes(64)),
+    "huge offset": padded(head(1, 0) + info(offset=2**64 - 32), bytes(64)),
+    "misaligned": padded(head(1, 0) + info(offset=4), bytes(64)),
+    "truncated data": padded(head(1, 0) + info(), bytes(31)),
+    "tensor twice": padded(head(2, 0) + info() + info(offset=32), bytes(64)),
+    "overlap": padded(head(2, 0) + info(dims=(16,)) + info(b"y", offset=32), bytes(96)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_in_little_memory(lie: str, path: Path, memory_limit: Any) -> None:
+    path.write_bytes(LIES[lie])
+    with memory_limit(2**26), pytest.raises(WeightFileError) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_HEADER_BYTES", 1000), ("MAX_HEADER_VALUES", 1000)])
+def test_a_header_without_end_is_given_up(limit: str, value: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(head(0, 1) + pair(b"a", 9, struct.pack("<IQ", 0, 2000) + bytes(2000)))
+    read_gguf(path)
+    monkeypatch.setattr(our_gguf, limit, value)
+    with pytest.raises(WeightFileError, match="of what a header may hold"):
+        read_gguf(path)
+
+
+def test_a_sparse_string_of_gigabytes_is_not_read(path: Path) -> None:
+    path.write_bytes(head(0, 1) + pair(b"a", 8, struct.pack("<Q", 2**33)))
+    os.truncate(path, 2**33 + 1000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WeightFileError, match="of what a header may hold"):
+        read_gguf(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_refused(path: Path) -> None:
+    file = read_gguf(write_file(path, {}, {"x": np.ones((2, 4), np.float32)}))
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(WeightFileError, match="shrank"):
+        file.tensor("x")
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    q4 = np.random.default_rng(2).integers(0, 256, (2, 20), dtype=np.uint8)
+    tensors = {"a": np.ones((2, 4), np.float32), "b": (q4, Q.Q4_1)}
+    return write_file(tmp_path_factory.mktemp("gguf") / "valid.gguf", METADATA, tensors).read_bytes()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_file_loads_or_is_refused(path: Path, valid: bytes, memory_limit: Any, data: st.DataObject) -> None:
+    content = bytearray(valid)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(content) - 9))
+        kind = data.draw(st.sampled_from(["flip", "cut", "u32", "u64"]))
+        if kind == "flip":
+            content[place] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del content[max(place, 16) :]
+        else:
+            size = 4 if kind == "u32" else 8
+            number = data.draw(st.sampled_from([0, 1, 3, 255, 2**31, 2**32 - 1]))
+            number = number << 32 | number if size == 8 else number
+            content[place : place + size] = number.to_bytes(size, "little")
+    path.write_bytes(content)
+    with memory_limit(2**26), contextlib.suppress(ModelLoadError):
+        file = read_gguf(path)
+        for name, tensor in file.tensors.items():
+            assert tuple(file.tensor(name).shape) == tensor.shape
+            assert tensor.end <= len(content)
+
+
+# --- configuration and weights ---------------------------------------------------------------------------------------
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to query and key weights: rows that rotate together become neighbors."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    theirs: Any, family: str, path: Path, kind: Q | None = None, rope_freqs: Any = None, **metadata: Any
+) -> Path:
+    """Write a model of transformers: names by the gguf library, matrices quantized to `kind`."""
+    config = theirs.config
+    writer = gguf.GGUFWriter(path, family)
+    layers = config.num_hidden_layers
+    writer.add_block_count(layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    for key, value in metadata.items():
+        getattr(writer, f"add_{key}")(value)
+
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, np.float32))
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
+    tied = config.tie_word_embeddings
+    for name, tensor in theirs.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        weight = tensor.float().numpy()
+        if family == "llama" and ".q_proj." in name:
+            weight = permute(weight, config.num_attention_heads)
+        elif family == "llama" and ".k_proj." in name:
+            weight = permute(weight, config.num_key_value_heads)
+        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert new_name is not None, name
+        weight = np.ascontiguousarray(weight)
+        if kind is not None and weight.ndim == 2:
+            writer.add_tensor(new_name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(new_name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_configuration_and_tensors_are_those_of_transformers(family: str, tied: bool, path: Path) -> None:
+    theirs = transformers_model(family, tie_word_embeddings=tied)
+    checkpoint = open_checkpoint(write_gguf(theirs, family, path))
+    expected = theirs.config.to_dict() | {"eos_token_id": None, "architectures": [type(theirs).__name__]}
+    assert checkpoint.config == ModelConfig.from_hf(expected)
+    assert checkpoint.dtype == torch.float32 and checkpoint.eos_token_ids == ()
+    assert checkpoint.generation_defaults is None
+
+    weights = theirs.state_dict()
+    if tied:
+        del weights["lm_head.weight"]
+    assert checkpoint.tensors.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(checkpoint.tensors[name], weight)
+        assert checkpoint.tensors.headers[name].shape == weight.shape
+    load_model(checkpoint, Parts(), torch.float32)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_1, Q.Q8_0, Q.F16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_quantized_weights_are_those_that_transformers_reads(family: str, kind: Q, tmp_path: Path) -> None:
+    # transformers 5 does not read the head size from a file and takes 128 for Qwen3.
+    changes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else {}
+    theirs = transformers_model(family, hidden_size=64, intermediate_size=64, vocab_size=64, **changes)
+    path = write_gguf(theirs, family, tmp_path / "model.gguf", kind, token_list=["x"] * 64)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    ).state_dict()
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.dtype == (torch.float16 if kind is Q.F16 else torch.bfloat16)
+    for name, tensor in checkpoint.tensors.items():
+        assert torch.equal(tensor.float(), oracle[name]), name
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_unpermute_undoes_the_converter(heads: int, pairs: int, columns: int) -> None:
+    weight = torch.randn(heads * 2 * pairs, columns)
+    assert torch.equal(unpermute(torch.from_numpy(permute(weight.numpy(), heads)), heads), weight)
+    assert torch.equal(unpermute(torch.from_numpy(permute(weight[:, 0].numpy(), heads)), heads), weight[:, 0])
+
+
+def test_scaled_rope_that_is_not_llama_3_is_refused(path: Path) -> None:
+    yarn: dict[str, Any] = {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0}
+    with pytest.raises(ModelLoadError, match="yarn"):
+        open_checkpoint(write_gguf(transformers_model("llama"), "llama", path, **yarn))
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, low: float = 1.0) -> np.ndarray:
+    """What each frequency is divided by, as llama.cpp's converter computes it."""
+    divisors = []
+    for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4.0:
+            divisors.append(1.0)
+        elif wavelength > 8192 / low:
+            divisors.append(factor)
+        else:
+            smooth = (8192 / wavelength - low) / (4.0 - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_scaling_is_recovered_from_its_divisors(factor: float, tmp_path: Path) -> None:
+    """Long contexts go wrong without it, and no metadata says it: only the tensor rope_freqs does."""
+    theirs = transformers_model(
+        "llama", hidden_size=256, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}
+    )
+    factors = llama3_factors(64, 500000.0, factor)
+    checkpoint = open_checkpoint(write_gguf(theirs, "llama", tmp_path / "model.gguf", rope_freqs=factors))
+    rope = checkpoint.config.rope
+    assert rope is not None and rope.scaling == Llama3(factor, 1.0, 4.0, 8192)
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
+    torch.testing.assert_close(inverse_frequencies(rope), plain / torch.from_numpy(factors), rtol=1e-5, atol=0)
+    assert "rope_freqs.weight" not in checkpoint.tensors
+
+
+def test_divisors_of_another_rule_are_refused(tmp_path: Path) -> None:
+    theirs = transformers_model("llama", hidden_size=256)
+    for factors in (np.linspace(1, 8, 32), np.ones(3)):
+        path = write_gguf(theirs, "llama", tmp_path / f"{len(factors)}.gguf", rope_freqs=factors)
+        with pytest.raises(ModelLoadError, match="rope_freqs"):
+            open_checkpoint(path)
+
+
+def test_huge_divisors_are_not_read(path: Path) -> None:
+    """Their size is compared with the head's before a byte of them is read."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_head_count(4)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tensor_info("token_embd.weight", (32, 32), np.dtype("float32"), 32 * 32 * 4)  # type: ignore[arg-type]
+    writer.add_tensor_info("rope_freqs.weight", (10**8,), np.dtype("float32"), 4 * 10**8)  # type: ignore[arg-type]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, path.stat().st_size + 4 * 10**8 + 2**14)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelLoadError, match="rope_freqs"):
+        open_checkpoint(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
+
+
+def test_a_tensor_of_the_wrong_shape_is_refused_before_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = transformers_model("llama")
+    theirs.config.intermediate_size = 40
+    checkpoint = open_checkpoint(write_gguf(theirs, "llama", path))
+    read: set[str] = set()
+    monkeypatch.setattr(our_gguf.GGUFFile, "tensor", lambda self, name: read.add(name) or torch.zeros(1))
+    with pytest.raises(ModelLoadError, match="shape"):
+        load_model(checkpoint, Parts(), torch.float32)
+    assert read <= {"token_embd.weight"}  # the type checker of the tests looks at a mapping's first value
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mamba"])
+def test_a_family_that_is_not_supported_names_the_folder_instead(family: str, path: Path) -> None:
+    write_tokenizer(path, "gpt2", ["a"], [1], architecture=family)
+    with pytest.raises(ModelLoadError, match=rf"{family}.*llama and qwen3.*folder with safetensors"):
+        open_checkpoint(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_damaged_metadata_loads_or_is_refused(family: str, tmp_path: Path, data: st.DataObject) -> None:
+    """Any metadata value replaced by any other of its size, any name changed by a letter: a model or a typed error."""
+    path = tmp_path / "model.gguf"
+    if not path.exists():
+        path = write_gguf(transformers_model(family, tie_word_embeddings=True), family, path, token_list=["a", "b"])
+    content = bytearray(path.read_bytes())
+    end = content.find(b"blk.1.")
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(24, end))
+        content[place] = data.draw(st.sampled_from([0, 1, 2, 4, 8, 32, 97, 127, 128, 255]))
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(content)
+    with contextlib.suppress(ModelLoadError):
+        load_model(open_checkpoint(damaged), Parts(), torch.float32)
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+TEXTS = [
+    "Hello world, it's 12345 and we'll see",
+    "  two  spaces   7  and\ttabs\n\n\nlines\r\n ",
+    "naïve café 日本語 🙂🙃 \u200b\u00a0",
+    "<|im_start|>user\nhi<|im_end|> <|endoftext|>x",
+    "½ Ⅻ ²³ ٣٤",
+    "CamelCase snake_case DON'T",
+    "",
+    " ",
+]
+
+
+def write_tokenizer(path: Path, model: str, tokens: list[str], types: list[int], **metadata: Any) -> Path:
+    writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for key, value in metadata.items():
+        if value is not None:
+            getattr(writer, f"add_{key}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def our_tokenizer(path: Path) -> Any:
+    tokenizer, options = build_tokenizer(read_gguf(path))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(embedded: Path) -> tuple[list[str], list[str]]:
+    """The first 3,000 tokens of the embedded model, and the merges that lead to them."""
+    model = json.loads((embedded / "tokenizer.json").read_text())["model"]
+    tokens = list(model["vocab"])[:3000]
+    merges = [(left, right) for left, right in model["merges"] if left + right in tokens]
+    return tokens, [f"{left} {right}" for left, right in merges]
+
+
+knows_bos = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="transformers before 5.23 does not see that a GGUF file asks for a BOS token",
+)
+
+
+@knows_bos
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_byte_level_tokenizers_are_those_of_transformers(
+    pre: str, vocabulary: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    tokens, merges = vocabulary
+    types = [3] * 17 + [1] * (len(tokens) - 17)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "pad_token_id": 2}
+    path = write_tokenizer(
+        tmp_path / "t.gguf", "gpt2", tokens, types, tokenizer_pre=pre, token_merges=merges, add_bos_token=True, **ids
+    )
+    ours, theirs = our_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    for text in TEXTS:
+        assert ours(text).input_ids == theirs(text).input_ids, text
+        assert ours.decode(ours(text).input_ids, skip_special_tokens=False).startswith("<|im_start|>")
+    assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model": "bert"}, "bert.*folder with tokenizer.json"),
+        ({"tokenizer_pre": "unheard-of"}, "unheard-of"),
+        ({"tokens": ["a", "a", "b"]}, "twice"),
+        ({"tokens": ["a", "b", "c" * 1000]}, "more than 256"),
+        ({"eos_token_id": 3}, "eos token 3"),
+        ({"model": "llama"}, "kind 'llama'.*folder with tokenizer.json"),
+        ({"token_merges": None}, "merges"),
+        ({"token_merges": ["a b"] * 11}, "more than any real tokenizer"),
+        ({"tokens": [str(i) for i in range(11)]}, "more than any real tokenizer"),
+        ({"token_merges": ["a z"]}, "tokenizer"),
+        ({"token_merges": ["ab"]}, "tokenizer"),
+        ({"chat_template": "{% for"}, None),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_built_is_refused(
+    change: dict[str, Any], problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(our_gguf, "MAX_TOKENS", 10)
+    monkeypatch.setattr(our_gguf, "MAX_MERGES", 10)
+    given: dict[str, Any] = {"model": "gpt2", "tokens": ["a", "b", "ab"], "types": [1, 1, 1], "tokenizer_pre": "gpt-2"}
+    given |= {"token_merges": ["a b"], "eos_token_id": 2} | change
+    path = write_tokenizer(tmp_path / "tokenizer.gguf", **given)
+    checkpoint = open_checkpoint(write_gguf(transformers_model("llama"), "llama", tmp_path / "model.gguf"))
+    checkpoint = replace(checkpoint, build_tokenizer=lambda: our_tokenizer(path))
+    if problem is None:  # a broken template is found when it is used
+        assert load_tokenizer(checkpoint).chat_template == "{% for"
+    else:
+        with pytest.raises(ModelLoadError, match=problem):
+            load_tokenizer(checkpoint)
+
+
+def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(transformers_model("llama"), "llama", tmp_path / "model.gguf"))
+    with pytest.raises(WeightFileError, match=r"tokenizer\.ggml\.model"):
+        load_tokenizer(checkpoint)

@@ -185,7 +185,8 @@ def test_missing_pages_are_those_that_a_length_lacks(page_size, held, num_tokens
     table = PageTable(80, page_size, 2)
     rows = array(table.allocate(), table.allocate())
     table.take(rows, array(held, 0))
-    missing = table.missing(rows, array(num_tokens, num_tokens))
+    missing, total = table.missing(rows, array(num_tokens, num_tokens))
+    assert total == missing.sum()
     table.take(rows, missing)
     for row in rows.tolist():
         capacity = page_size * int(table.counts[row])

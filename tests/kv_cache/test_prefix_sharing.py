@@ -50,8 +50,8 @@ class PrefixMachine(RuleBasedStateMachine):
         pages = self.index.match(tokens_of(prompt)) if shares else self.table.pages(row)
         self.table.share(row, pages.copy())
         prompt = prompt[: max(computed, len(pages) * PAGE_SIZE)]
-        missing = self.table.missing(np.array([row]), np.array([len(prompt)]))
-        if missing[0] > self.table.num_free_pages:
+        missing, total = self.table.missing(np.array([row]), np.array([len(prompt)]))
+        if total > self.table.num_free_pages:
             self.table.release(row)
             return
         self.table.take(np.array([row]), missing)
@@ -146,7 +146,7 @@ def test_matching_and_listing_read_each_token_once():
             assert CountedTokens.num_read <= num_tokens
             row = table.allocate()
             table.share(row, pages)
-            table.take(np.array([row]), table.missing(np.array([row]), np.array([num_tokens])))
+            table.take(np.array([row]), table.missing(np.array([row]), np.array([num_tokens]))[0])
             CountedTokens.num_read = 0
             index.insert(prompt, table.pages(row))
             assert CountedTokens.num_read <= num_tokens
@@ -161,7 +161,7 @@ def test_copies_are_made_of_shared_pages_that_are_written_and_of_no_others(data,
     for row in rows[1:]:
         shared = data.draw(st.integers(0, len(table.pages(rows[0]))))
         table.share(row, table.pages(rows[0])[:shared].copy())
-        table.take(np.array([row]), table.missing(np.array([row]), np.array([num_tokens])))
+        table.take(np.array([row]), table.missing(np.array([row]), np.array([num_tokens]))[0])
     for row in data.draw(st.permutations(rows)):
         first = data.draw(st.integers(0, num_tokens - 1))
         end = data.draw(st.integers(first + 1, num_tokens))

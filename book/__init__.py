@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from book.display import Table, mermaid, show
     from book.environment import device_name, setup, versions
     from book.experiment import on_gpu
+    from book.flops import count_flops
     from book.predictions import compare, predict
     from book.results import recorded, so_far
     from book.timing import measure
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MODULES = ("figures", "timing", "units")
 _HOMES = {
     "compare": "predictions",
+    "count_flops": "flops",
     "device_name": "environment",
     "measure": "timing",
     "mermaid": "display",
@@ -34,6 +36,7 @@ _HOMES = {
 __all__ = [
     "Table",
     "compare",
+    "count_flops",
     "device_name",
     "figures",
     "measure",

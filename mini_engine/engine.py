@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages
+from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages, free_memory
 from mini_engine.model_runner import Launched, ModelRunner
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import EngineMetrics, StepReport
@@ -358,6 +359,15 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
+    # Of each row: its tokens and its pages. Of each page: three numbers.
+    bookkeeping = config.max_batch_size * (4 * length + 4 * -(-length // config.page_size)) + 16 * (
+        config.num_pages or 0
+    )
+    if bookkeeping > free_memory(torch.device("cpu")):
+        raise ConfigError(
+            f"max_batch_size={config.max_batch_size} and num_pages={config.num_pages} need {bookkeeping} bytes of "
+            "bookkeeping, more than this machine has free; lower them"
+        )
     num_pages, depth = config.num_pages, config.pipeline_depth
     if num_pages is None:
         most = config.max_batch_size * -(-length // config.page_size)

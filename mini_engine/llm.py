@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mini_engine.chat_template import Message, render_chat
 from mini_engine.config import EngineConfig
@@ -347,7 +347,7 @@ class LLM(TextEngine):
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
-        super().__init__(engine, tokenizer, SamplingParams())
+        super().__init__(engine, tokenizer, replace(SamplingParams(), **(checkpoint.generation_defaults or {})))
 
     @property
     def config(self) -> EngineConfig:
@@ -423,7 +423,15 @@ class Inference(TextEngine):
         longest = adapted.config.max_position_embeddings
         config = replace(config, max_model_len=min(longest, pool) if max_seq_length is None else max_seq_length)
         engine = LLMEngine(adapted, config, eos_token_ids=adapted.eos_token_ids, parts=parts, on_step=on_step)
-        super().__init__(engine, tokenizer, SamplingParams(temperature=0.0))
+        super().__init__(engine, tokenizer, params_of_generation(getattr(model, "generation_config", None)))
+
+
+def params_of_generation(config: GenerationConfig | None) -> SamplingParams:
+    """The sampling parameters with which transformers' own `generate` runs: greedy, unless `do_sample` is set."""
+    if config is None or not config.do_sample:
+        return SamplingParams(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return SamplingParams(**{n: value for n in names if (value := getattr(config, n, None)) is not None})
 
 
 def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:

@@ -89,3 +89,406 @@ def test_tokens_do_not_depend_on_the_schedule(data, family, attn_backend):
 @given(st.data(), st.sampled_from(sorted(FAMILIES)))
 def test_tokens_do_not_depend_on_the_schedule_with_flex(data, family):
     check_tokens(data, double_model(family), "flex", most=3, longest=12)
+
+
+def tight_traffic(engine: LLMEngine, family: str, seed: int) -> None:
+    """Requests that share prefixes, in a pool so small that some are preempted."""
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(3, 60, 9).tolist()
+    arrivals: dict[int, list[Arrival]] = {}
+    for i in range(7):
+        prompt = stem[: rng.integers(0, 10)] + rng.integers(3, 60, rng.integers(1, 5)).tolist()
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=int(rng.integers(6, 14)), ignore_eos=True)
+        arrivals.setdefault(int(rng.integers(0, 6)), []).append((str(i), prompt, params))
+    got = serve(engine, arrivals)
+    for name, prompt, params in (request for several in arrivals.values() for request in several):
+        assert got[name] == alone(double_model(family), prompt, params), name
+
+
+TIGHT = {"num_pages": 14, "page_size": 2, "max_batch_size": 4, "max_num_batched_tokens": 9, "prefix_sharing": True}
+
+
+@DEPTHS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preemption_and_sharing_happen_and_change_nothing(family, depth):
+    preempted = shared = 0
+    for seed in range(4):
+        engine = make_engine(double_model(family), pipeline_depth=depth, **TIGHT)
+        tight_traffic(engine, family, seed)
+        preempted += engine.metrics.preemptions
+        shared += engine.metrics.shared_tokens
+    assert preempted >= 4 and shared >= 4
+
+
+@pytest.mark.gpu
+@DEPTHS
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attn_backend", ["torch", "torch_padded", "chunked"])
+def test_tokens_on_the_gpu_are_those_of_a_run_alone_on_the_host(family, attn_backend, depth):
+    """In float64, exactly: sampled and greedy, preempted, in chunks and with shared prefixes, at both depths."""
+    theirs = transformers_model(family, seed=2, dtype=torch.float64)
+    on_gpu = build_model(ModelConfig.from_hf(theirs.config.to_dict()), Parts(), torch.float64, torch.device("cuda"))
+    on_gpu.load_weights(theirs.state_dict())
+    engine = make_engine(on_gpu, attn_backend=attn_backend, pipeline_depth=depth, **TIGHT)
+    for seed in range(3):
+        tight_traffic(engine, family, seed)
+    assert engine.metrics.preemptions > 0 and engine.metrics.shared_tokens > 0
+
+
+@DEPTHS
+def test_an_end_found_late_drops_the_token_behind_it(depth):
+    """With a depth of 1 the next step is launched before the host sees the end token."""
+    model = double_model("qwen3")
+    free = alone(model, PROMPTS[0], replace(GREEDY, max_tokens=12))
+    params = replace(GREEDY, max_tokens=12, stop_token_ids=[free[3]])
+    end = free.index(free[3]) + 1
+    engine = roomy(pipeline_depth=depth)
+    assert serve(engine, {0: [("a", PROMPTS[0], params)]})["a"] == free[:end]
+    # The late token was computed for nothing: one more than the tokens that needed computing.
+    assert engine.metrics.computed_tokens == len(PROMPTS[0]) + end - 1 + depth
+
+
+# --- requests and options that are refused ---------------------------------------------------------------------------
+
+
+def test_bad_requests_are_refused_and_the_others_finish():
+    params = replace(GREEDY, max_tokens=4)
+    engine = roomy(num_pages=4, page_size=2, max_batch_size=2, max_num_batched_tokens=8)
+    engine.add_request("good", [5, 9], params)
+    for request_id, prompt, own, message in (
+        ("good", [1], params, "still running"),
+        ("empty", [], params, "empty"),
+        ("alien", [61], params, "outside 0 to 60"),
+        ("truth", [True, False], params, "outside 0 to 60"),
+        ("long", [1] * 128, params, "the model takes 128"),
+        ("large", [1] * 5, params, "fill 5 pages"),
+        ("text", [1], replace(params, stop="."), "stop strings"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request(request_id, prompt, own)
+    engine.add_request("doomed", [4, 4], params)
+    engine.step()
+    engine.abort("doomed")
+    engine.abort("never heard of")
+    got = serve(engine, {0: [("late", [7], params)]})
+    assert got["late"] == alone(engine.model, [7], params)
+
+
+def test_an_engine_without_requests_steps_in_place():
+    engine = roomy()
+    report = engine.step()
+    assert not report.requests and not report.finished and not engine.has_unfinished
+    assert engine.metrics == replace(EngineMetrics(), seconds=engine.metrics.seconds)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 1}, "max_model_len is 1; this model takes 2 to 128"),
+        ({"max_model_len": 129}, "max_model_len is 129"),
+        ({"page_size": 2**40}, "takes .* bytes and .* are free"),
+        ({"num_pages": 10**14}, "bytes of bookkeeping"),
+        ({"num_pages": 10**9}, "takes .* bytes and .* are free"),
+        ({"max_batch_size": 10**12, "max_num_batched_tokens": 10**12}, "bytes of bookkeeping"),
+    ],
+)
+def test_options_that_the_model_or_the_machine_does_not_allow_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        roomy(**options)
+
+
+def test_a_window_of_any_size_is_accepted():
+    assert roomy(sliding_window=10**30).config.sliding_window == 128
+
+
+def test_a_request_larger_than_the_pool_is_refused_unless_its_window_is_small():
+    long = ("long", [5] * 20, GREEDY)
+    with pytest.raises(RequestError, match="26 tokens, which fill 7 pages"):
+        roomy(num_pages=6).add_request(*long)
+    small = {"num_pages": 6, "sliding_window": 4, "max_num_batched_tokens": 8}
+    assert serve(roomy(**small), {0: [long]})["long"] == alone(double_model("qwen3"), long[1], GREEDY, window=4)
+
+
+# --- windows, sharing, limits ----------------------------------------------------------------------------------------
+
+
+@DEPTHS
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_a_window_holds_few_pages_of_a_long_request(attn_backend, depth):
+    held = []
+    engine = roomy(sliding_window=6, attn_backend=attn_backend, max_num_batched_tokens=8, pipeline_depth=depth)
+    request = engine.add_request("long", [5, 6, 7] * 10, replace(GREEDY, max_tokens=20))
+    while engine.has_unfinished:
+        engine.step()
+        held.append(engine.page_table.num_pages - engine.page_table.num_free_pages)
+    assert max(held) <= (6 + 8) // 4 + 2 < 50 // 4
+    assert request.output_token_ids == alone(engine.model, [5, 6, 7] * 10, replace(GREEDY, max_tokens=20), 6)
+
+
+@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+def test_a_page_evicted_from_one_request_serves_the_next(attn_backend):
+    """The second request gets the first one's pages, where they now hold other positions."""
+    engine = roomy(sliding_window=6, attn_backend=attn_backend)
+    for prompt in ([5, 6, 7, 8, 9, 10, 11, 12], [21, 22, 23, 24, 25, 26, 27]):
+        want = alone(engine.model, prompt, GREEDY, window=6)
+        assert serve(engine, {0: [("a", prompt, GREEDY)]})["a"] == want
+
+
+@DEPTHS
+@pytest.mark.parametrize("end", ["abort", "length"])
+def test_shared_pages_outlive_the_request_that_computed_them(depth, end):
+    engine = roomy(prefix_sharing=True, pipeline_depth=depth)
+    prompt = [9, 8, 7, 6, 5, 4, 3, 9, 8, 7]
+    engine.add_request("first", prompt, replace(GREEDY, max_tokens=3))
+    engine.step()
+    second = engine.add_request("second", [*prompt, 11], replace(GREEDY, max_tokens=9))
+    engine.step()
+    if end == "abort":
+        engine.abort("first")
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.metrics.shared_tokens == 10
+    assert second.output_token_ids == alone(engine.model, [*prompt, 11], replace(GREEDY, max_tokens=9))
+    check_nothing_leaked(engine)
+
+
+def test_a_page_is_returned_when_the_widest_window_has_passed_it():
+    """Gemma 2 has layers with a window of 5, and others that see as far as the engine lets them."""
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    engine = make_engine(double_model("gemma2"), num_pages=24, page_size=2, max_batch_size=2, sliding_window=12)
+    prompt = [5, 6, 7] * 5
+    assert serve(engine, {0: [("a", prompt, params)]})["a"] == alone(engine.model, prompt, params, 12)
+
+
+def test_the_engine_s_own_limit_ends_an_output():
+    engine = roomy(max_model_len=5)
+    request = engine.add_request("a", [5, 9, 33], replace(GREEDY, max_tokens=50))
+    serve(engine, {})
+    assert len(request.output_token_ids) == 2 and request.finish_reason == "length"
+
+
+def test_requests_without_a_seed_draw_one_each():
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    got = serve(roomy(), {0: [("a", [5, 9], params), ("b", [5, 9], params)]})
+    assert got["a"] != got["b"]
+
+
+def test_metrics_add_up():
+    engine = roomy(prefix_sharing=True)
+    arrivals = {0: [(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]}
+    got = serve(engine, arrivals)
+    metrics = engine.metrics
+    assert metrics.finished == 4 and metrics.output_tokens == sum(map(len, got.values())) == 24
+    assert metrics.computed_tokens == sum(map(len, PROMPTS)) + 4 * 5 and metrics.preemptions == 0
+    assert metrics.steps == 6 and metrics.seconds > 0
+
+
+def test_a_step_reports_the_bytes_of_its_keys_and_values():
+    engine = roomy()
+    engine.add_request("a", [5] * 9, GREEDY)
+    per_token = 3 * 2 * 2 * 16 * 8  # layers, keys and values, heads, their size, bytes of float64
+    assert [engine.step().kv_bytes for _ in range(2)] == [9 * per_token, 10 * per_token]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_of_the_tiny_models_depend_on_attention(family):
+    """Otherwise the tests of this file could not fail."""
+    outputs = {tuple(alone(double_model(family), [first, 9, 33, 7], GREEDY)) for first in (5, 6, 50, 60)}
+    assert len(outputs) > 1
+
+
+# --- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"top_p": 1e-50}, {"top_k": 2**63}, {"temperature": 1e-38}, {"temperature": 1e-300, "top_p": 0.9},
+        {"temperature": 1e300}, {"repetition_penalty": 1e-46, "top_p": 0.9}, {"repetition_penalty": 1e39, "min_p": 0.1},
+    ],
+)  # fmt: skip
+def test_values_that_float32_cannot_hold_harm_no_other_request(odd):
+    engine = roomy()
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "seed": 1} | odd)
+    strange = engine.add_request("odd", PROMPTS[2], params)
+    assert serve(engine, {0: [("beside", PROMPTS[0], GREEDY)]})["beside"] == alone(engine.model, PROMPTS[0], GREEDY)
+    assert len(strange.output_token_ids) == 6
+    if odd.get("temperature", 1) < 1 or ("top_p" in odd and "repetition_penalty" not in odd):  # next to greedy
+        assert strange.output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
+
+
+def test_logits_that_are_not_numbers_end_as_tokens():
+    """A broken model writes nonsense; it does not take the engine down."""
+    parts = replace(Parts(), sample=lambda logits, batch: sample(torch.full_like(logits, torch.nan), batch))
+    params = SamplingParams(top_p=0.9, top_k=5, max_tokens=6, ignore_eos=True)
+    got = serve(roomy(parts=parts), {0: [("a", PROMPTS[0], GREEDY), ("b", PROMPTS[1], params)]})
+    assert [len(tokens) for tokens in got.values()] == [6, 6]
+
+
+def failing_sampler(fails: Callable[[SamplingBatch], BaseException | None]) -> Parts:
+    def sampler(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        if error := fails(batch):
+            raise error
+        return sample(logits, batch)
+
+    return replace(Parts(), sample=sampler)
+
+
+@DEPTHS
+def test_a_request_whose_sampling_fails_ends_alone(depth):
+    """Every step with the seed 13 fails; its request ends with the error, and the others lose nothing."""
+    parts = failing_sampler(lambda batch: ArithmeticError("13") if (batch.seeds == 13).any() else None)
+    engine = roomy(parts=parts, pipeline_depth=depth, prefix_sharing=True)
+    good = [engine.add_request(str(i), prompt, replace(GREEDY, seed=i)) for i, prompt in enumerate(PROMPTS)]
+    engine.step()
+    bad = engine.add_request("bad", PROMPTS[2], replace(GREEDY, seed=13))
+    finished: list[Request] = []
+    for _ in range(100):
+        finished += engine.step().finished
+    assert bad.finish_reason == "error" and "ArithmeticError: 13" in str(bad.error)
+    assert len(finished) == 5 and set(finished) == {*good, bad}
+    for request, prompt in zip(good, PROMPTS, strict=True):
+        assert request.output_token_ids == alone(engine.model, prompt, GREEDY) and request.finish_reason == "length"
+    check_nothing_leaked(engine)
+
+
+@DEPTHS
+def test_a_step_that_runs_out_of_memory_once_loses_nothing(depth):
+    # The requests of the failed step first compute one token each alone: the second failure comes after that.
+    failures = iter([False, False, True, *[False] * 5, True])
+    parts = failing_sampler(lambda batch: torch.OutOfMemoryError() if next(failures, False) else None)
+    engine = roomy(parts=parts, pipeline_depth=depth, prefix_sharing=True)
+    got = serve(engine, {0: [(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]})
+    assert list(got.values()) == [alone(engine.model, prompt, GREEDY) for prompt in PROMPTS]
+    assert next(failures, None) is None
+
+
+@DEPTHS
+def test_an_interrupt_anywhere_in_a_step_loses_no_token(depth, monkeypatch):
+    """Ctrl-C at the n-th of everything that a step calls, in turn; the caller goes on stepping."""
+    import mini_engine.engine as module
+
+    doors = [
+        (module.ModelRunner, "launch"), (module.ModelRunner, "collect"), (module.ModelRunner, "_build"),
+        (module.Scheduler, "schedule"), (module.Scheduler, "reserve"), (module.Scheduler, "remove"),
+        (module.Scheduler, "preempt"), (Request, "end_of"), (module.LLMEngine, "_end"), (module.LLMEngine, "_report"),
+    ]  # fmt: skip
+    arrivals = [(str(i), prompt, replace(GREEDY, max_tokens=5 + i)) for i, prompt in enumerate(PROMPTS)]
+    want = {name: alone(double_model("qwen3"), prompt, params) for name, prompt, params in arrivals}
+    for owner, name in doors:
+        for when in (1, 2, 5, 9):
+            for before in (True, False):
+                engine = roomy(pipeline_depth=depth, num_pages=9, prefix_sharing=True)
+                handles = [engine.add_request(*arrival) for arrival in arrivals]
+                calls, interrupts = 0, 0
+                original = getattr(owner, name)
+
+                def interrupted(*args, _original=original, _before=before, _when=when, **kwargs):
+                    nonlocal calls
+                    calls += 1
+                    if calls == _when and _before:
+                        raise KeyboardInterrupt
+                    result = _original(*args, **kwargs)
+                    if calls == _when:
+                        raise KeyboardInterrupt
+                    return result
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, name, interrupted)
+                    for _ in range(80):  # a request that is stuck would never end
+                        try:
+                            engine.step()
+                        except KeyboardInterrupt:
+                            interrupts += 1
+                case = f"{name}, call {when}, {'before' if before else 'after'}"
+                assert interrupts == (calls >= when), case
+                assert not engine.has_unfinished, case
+                assert {h.request_id: h.output_token_ids for h in handles} == want, case
+                assert {h.finish_reason for h in handles} == {"length"}, case
+                check_nothing_leaked(engine)
+
+
+def test_scheduling_parts_that_compute_nothing_are_an_error_and_not_a_loop():
+    parts = replace(Parts(), admit=lambda num_tokens, num_pages, *, budget, free_pages, free_rows: 0)
+    engine = roomy(parts=parts)
+    engine.add_request("a", [5], GREEDY)
+    with pytest.raises(ScheduleError, match="1 requests wait"):
+        engine.step()
+
+
+def test_a_listener_that_fails_takes_no_token_away():
+    def fail(engine: LLMEngine, report: StepReport) -> None:
+        raise ZeroDivisionError
+
+    engine = roomy(on_step=fail)
+    request = engine.add_request("0", PROMPTS[0], GREEDY)
+    for _ in range(6):
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert not engine.has_unfinished and request.finish_reason == "length"
+    assert request.output_token_ids == alone(engine.model, PROMPTS[0], GREEDY)
+    check_nothing_leaked(engine)
+
+
+def test_a_listener_may_abort_and_add_requests():
+    """A chat whose next turn begins as soon as the last one has ended, while another request is aborted."""
+    turns: list[Request] = []
+
+    def next_turn(engine: LLMEngine, report: StepReport) -> None:
+        if any(request.request_id == "chat" for request in report.finished) and not turns:
+            engine.abort("other")
+            turns.append(engine.add_request("chat", PROMPTS[2], GREEDY))
+
+    engine = roomy(on_step=next_turn)
+    other = engine.add_request("other", PROMPTS[1], replace(GREEDY, max_tokens=50))
+    serve(engine, {0: [("chat", PROMPTS[0], GREEDY)]})
+    assert other.finish_reason == "abort" and turns[0].output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
+
+
+@pytest.mark.parametrize("attn_backend", list(BACKENDS))
+def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_backend):
+    parts, calls = counting_parts()
+    prompt = list(range(3, 36)) * 2  # longer than a chunk of keys of "chunked"
+    shared = {0: [("long", prompt, GREEDY)], 1: [("sharer", [*prompt[:11], 50], GREEDY)]}
+    tight = {0: [(str(i), [i] * 4, replace(GREEDY, max_tokens=8)) for i in range(2)]}
+    for family in ("llama", "gpt2"):
+        model = our_model(transformers_model(family, seed=2, dtype=torch.float64), parts=parts)
+        for arrivals, num_pages in ((shared, 50), (tight, 8)):
+            engine = make_engine(
+                model, attn_backend=attn_backend, parts=parts, num_pages=num_pages, page_size=2, max_batch_size=2,
+                prefix_sharing=True, sliding_window=66, max_num_batched_tokens=20,
+            )  # fmt: skip
+            got = serve(engine, arrivals)
+            for name, tokens, params in [request for several in arrivals.values() for request in several]:
+                assert got[name] == alone(double_model(family), tokens, params, window=66)
+    bypassed = engine.backend.bypasses
+    assert bypassed < {field.name for field in fields(Parts)}
+    unused = {field.name for field in fields(Parts) if calls[field.name] == 0}
+    assert unused <= bypassed | {"merge_states"}  # only "chunked" has chunks shorter than these requests
+
+
+# --- several threads -------------------------------------------------------------------------------------------------
+
+
+def test_threads_may_share_an_engine():
+    import threading
+
+    engine = roomy(max_batch_size=4, num_pages=60)
+    want = {i: alone(engine.model, PROMPTS[i], replace(GREEDY, max_tokens=12)) for i in range(4)}
+    wrong: list[str] = []
+
+    def work(i: int) -> None:
+        for turn in range(5):
+            request = engine.add_request(f"{i} {turn}", PROMPTS[i], replace(GREEDY, max_tokens=12))
+            while request.finish_reason is None:
+                engine.step()
+            if request.output_token_ids != want[i]:
+                wrong.append(request.request_id)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    check_nothing_leaked(engine)

@@ -323,6 +323,7 @@ def test_the_engine_gets_what_inference_is_given(llama):
 
 def test_logits_of_a_narrow_model_are_float32():
     model = HFModel(transformers_model("llama", dtype=torch.bfloat16))
+    assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
     assert model.compute_logits(torch.zeros(1, 32, dtype=torch.bfloat16)).dtype == torch.float32
 
 

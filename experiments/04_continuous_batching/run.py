@@ -1,6 +1,7 @@
 """Static against continuous batching, with and without chunked prefill, while requests arrive one after the other.
 
     python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/04_continuous_batching/run.py --predict
 
 On a CPU the model is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights.
 The result goes to experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
@@ -38,6 +39,7 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.sequence import Sequence as Running
 
 PAGE_SIZE = 16
+ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,43 @@ def bounds(shape: ModelShape, workload: Workload, requests: Sequence[Request], m
     return {
         "run": max(last, sum(map(prefill, prompts)) + steps * decode),
         "decode": decode,
+        "prompts": sum(map(prefill, prompts)),
         "median": prefill(round(statistics.median(prompts))),
         "long": prefill(workload.long_prompt),
+    }
+
+
+def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[str, str]:
+    """Derive what the README predicts: each quantity with its value, from the workload and the machine's rates.
+
+    A static batch is taken to be full and in the order of arrival, and every decode step to cost as much as a full one.
+    """
+    requests, size = arrivals(workload, shape.vocab_size), workload.max_batch_size
+    bound, dtype_bytes = bounds(shape, workload, requests, machine), getattr(torch, machine.dtype).itemsize
+    outputs = [request.num_tokens for request in requests]
+    static_steps = sum(max(outputs[begin : begin + size]) for begin in range(0, len(outputs), size))
+    full_steps = sum(outputs) / size
+    static, full = (bound["prompts"] + steps * bound["decode"] for steps in (static_steps, full_steps))
+    last = requests[-1].arrival - requests[0].arrival
+    slow, fast = (sum(outputs) / max(last, seconds) for seconds in (static, full))
+    # Both terms count the weights' bytes; arithmetic bounds their sum, so that the bytes do not matter.
+    rows = workload.chunk - (size - 1)
+    decodes = model_step_cost(shape, 1, workload.prompt[0], dtype_bytes, size - 1)
+    chunked = (decodes + model_step_cost(shape, rows, workload.long_prompt // 2, dtype_bytes)).seconds(machine)
+    return {
+        f"a decode step of {size} sequences": f"{1e3 * bound['decode']:.1f} ms",
+        "the median prompt": f"{1e3 * bound['median']:.0f} ms",
+        f"the long prompt of {workload.long_prompt} tokens": f"{1e3 * bound['long']:.0f} ms",
+        f"a step of {size - 1} decodes and a chunk of {rows} tokens": f"{1e3 * chunked:.0f} ms",
+        f"all {len(requests)} prompts": f"{bound['prompts']:.2f} s",
+        f"{sum(outputs)} tokens: decode steps, static": f"{static_steps}, {static_steps * bound['decode']:.1f} s",
+        "the same in full batches": f"{full_steps:.0f}, {full_steps * bound['decode']:.1f} s",
+        "offered load": f"{sum(outputs) / last:.0f} tokens/s",
+        "throughput, static": f"{slow:.0f} tokens/s",
+        "throughput, continuous": f"{fast:.0f} tokens/s, {fast / slow:.1f} times static",
+        "throughput, continuous, if requests never ran out": f"{sum(outputs) / full:.0f} tokens/s, "
+        f"{static / full:.1f} times static",
+        "pause beside the long prompt, in chunks": f"{chunked / bound['long']:.2f} of the pause without chunks",
     }
 
 
@@ -282,7 +319,13 @@ def draw_policies(result: results.Result) -> Figure:
 
 
 def main() -> None:
-    arguments = command_line(__doc__).parse_args()
+    parser = command_line(__doc__)
+    parser.add_argument("--predict", action="store_true", help="print what the README predicts for a CPU, and stop")
+    arguments = parser.parse_args()
+    if arguments.predict:
+        shape = model_shape(open_checkpoint("smollm2-135m-instruct").config)
+        print("\n".join(f"| {what} | {value} |" for what, value in prediction(shape, CPU, ASSUMED).items()))
+        return
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
     model = make_model(device)

@@ -7,7 +7,7 @@ import pytest
 
 from book import figures, results
 from book.grading.chapter import load_module
-from mini_engine.roofline import Machine
+from mini_engine.roofline import Machine, ModelShape
 from tests.models.families import our_model, transformers_model
 
 EXPERIMENT = "04_continuous_batching"
@@ -93,3 +93,19 @@ def test_what_is_recorded_can_be_drawn():
     assert recorded
     for result in recorded:
         assert figures.to_png(run.draw_policies(result)).startswith(b"\x89PNG")
+
+
+def test_the_readme_predicts_what_run_derives():
+    smollm2 = ModelShape(
+        hidden_size=576,
+        num_layers=30,
+        num_qo_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=49152,
+    )
+    predicted = run.prediction(smollm2, run.CPU, run.ASSUMED)
+    readme = (Path(run.__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = readme.partition("| quantity | predicted |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert rows == [f"| {what} | {value} |" for what, value in predicted.items()]

@@ -1,8 +1,8 @@
-"""Homework of chapter 07: how a step's tokens are divided, which requests are admitted and preempted, and who owns a page.
+"""Homework of chapter 07: dividing a step's tokens, admitting and preempting requests, and sharing pages.
 
 Seven of these functions are parts of the engine. Once their checks pass, `mini-engine generate --homework` runs a real
-model on them. None of them touches a tensor: they make decisions and keep track of pages. `make_scheduler` and `compute`
-are given, so that you can try your functions on a scheduler without a model.
+model on them. None of them touches a tensor: they make decisions and keep track of pages. `make_scheduler` and
+`compute` are given, so that you can try your functions on a scheduler without a model.
 """
 
 from collections import OrderedDict
@@ -227,10 +227,11 @@ def schedule(scheduler: Scheduler) -> Schedule | None:
 def match_prefix(children: Children, token_ids: Int32[np.ndarray, " n"], page_size: int) -> list[int]:
     """Find the pages that hold the beginning of a prompt.
 
-    The full pages of all requests form a tree. A page's key and value tensors depend on all tokens before it, so a page
-    is found by its parent, the page before it, and by its own tokens: `children[parent][tokens]`, where `tokens` are the
-    bytes of the page's token ids, as `token_ids[start:end].tobytes()` makes them. The first pages of requests are
-    children of `ROOT`. A page that nothing follows may have no entry in `children`, and neither may `ROOT`.
+    The full pages of all requests form a tree. The keys and values in a page depend on all tokens before it as well, so
+    a page is found by its parent, the page before it, and by its own tokens: `children[parent][tokens]`, where
+    `tokens` are the bytes of the page's token ids, as `token_ids[start:end].tobytes()` returns them. The first pages of
+    requests are children of `ROOT`. A page that nothing follows may have no entry in `children`, and in an empty tree
+    `ROOT` has none.
 
     Only full pages are in the tree, and the prompt may end inside a page. Read each token of the prompt at most once,
     and look up each page once: thousands of pages may have the same parent.
@@ -353,8 +354,8 @@ def reorder_beams(table: PageTable, rows: ListLike[int], parents: ListLike[int])
         >>> table.pages(a).tolist(), table.pages(b).tolist(), table.refcounts.tolist()
         ([0, 1], [0, 1], [2, 2, 0, 0, 0, 0])
     """
-    before = [table.pages(row).copy() for row in rows]  # copies: a view changes with its row
+    before = [table.pages(row) for row in rows]  # views of each row's old pages: `share` appends behind them
     for row, parent in zip(rows, parents, strict=True):
-        table.share(row, before[parent])  # behind the row's own pages, so nothing that is needed is ever without owner
-    for row, pages in zip(rows, before, strict=True):
+        table.share(row, before[parent])
+    for row, pages in zip(rows, before, strict=True):  # only now, so that no page is ever without an owner in between
         table.drop_front(row, len(pages))

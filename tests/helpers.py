@@ -93,7 +93,7 @@ def check_nothing_leaked(engine: LLMEngine) -> None:
 def alone(
     model: CausalLM, prompt: list[int], params: SamplingParams, window: int | None = None, limit: int | None = None
 ) -> list[int]:
-    """The tokens of one request by itself, by naive attention over all its keys: no pages, no batch, nothing evicted."""
+    """The tokens of one request by itself, by naive attention over all its keys: no pages, no batch, no eviction."""
     specs = model.attention_specs
     if window is not None:
         specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)

@@ -282,7 +282,9 @@ def run(scheduler: Scheduler, token: int = 1) -> list[tuple[int, int]]:
     """Compute one step at depth 0, where every sampled token is the same; return each request's number and share."""
     schedule, running = scheduler.schedule(), scheduler.running
     rows = schedule.rows
-    done = [(request.arrival, n) for request, n in zip(running.requests_of(rows), schedule.num_new.tolist(), strict=True)]
+    done = [
+        (request.arrival, n) for request, n in zip(running.requests_of(rows), schedule.num_new.tolist(), strict=True)
+    ]
     running.num_computed[rows] += schedule.num_new
     sampling = rows[running.num_computed[rows] == running.num_scheduled[rows]]
     running.num_scheduled[sampling] += 1

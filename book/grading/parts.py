@@ -23,7 +23,7 @@ class Part:
 
 LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = (
     "once, when the model is loaded",
-    "at the start of every step: who computes what, and where it is kept",
+    "at the start of every step: which request computes what, and where it is kept",
     "once per step: what each query sees",
     "in every layer, at every step",
     "at the end of every step",
@@ -36,12 +36,13 @@ _07 = "07_continuous_batching"
 
 PARTS = (
     Part("gpt2_weights", "Weight map", _03, "mini_engine/models/gpt2.py", LOADING),
-    Part("fuse", "Mixed step", _07, "mini_engine/policy.py", SCHEDULING),
-    Part("evict_pages", "Eviction", _07, "mini_engine/kv_cache/sliding_window.py", SCHEDULING),
+    Part("schedule", "Scheduling loop", _07, "mini_engine/scheduler.py", SCHEDULING),
+    Part("share_budget", "Token budget", _07, "mini_engine/policy.py", SCHEDULING),
+    Part("pages_to_evict", "Eviction", _07, "mini_engine/kv_cache/sliding_window.py", SCHEDULING),
     Part("page_table", "Page table", _06, "mini_engine/kv_cache/page_table.py", SCHEDULING),
     Part("preempt", "Preemption", _07, "mini_engine/policy.py", SCHEDULING),
     Part("admit", "Admission", _07, "mini_engine/policy.py", SCHEDULING),
-    Part("share_prefix", "Prefix sharing", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
+    Part("match_prefix", "Prefix match", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
     Part("copy_on_write", "Copy on write", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
     Part("mask_mod", "Mask", _05, "mini_engine/attention/masks.py", PLANNING),
     Part("classify_blocks", "Block classes", _05, "mini_engine/attention/block_mask.py", PLANNING),

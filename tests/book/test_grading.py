@@ -347,7 +347,9 @@ def test_the_diagram_lights_the_finished_parts() -> None:
 
 
 def test_the_parts_are_those_of_the_engine() -> None:
-    assert {part.name for part in PARTS} == {field.name for field in fields(Parts)}
+    """Listed once more, because importing the engine takes seconds and the grader starts without it."""
+    listed = [(p.name, p.title, int(p.chapter.split("_")[0]), p.stage) for p in PARTS]
+    assert listed == [(f.name, f.metadata["title"], f.metadata["chapter"], f.metadata["stage"]) for f in fields(Parts)]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)

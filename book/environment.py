@@ -31,7 +31,8 @@ def setup(seed: int = 0, threads: int | None = None) -> None:
     """Prepare a notebook and print what it runs on.
 
     Seeds torch, fixes the number of CPU threads where one is given, makes torch print plain decimals, silences
-    progress bars (they would be saved as noise) and sets the style of the figures.
+    progress bars (they would be saved as noise), sets the style of the figures, and lets the notebook show each
+    `StepBatch` as a table.
     """
     # transformers and huggingface_hub read these when they are first imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -40,8 +41,9 @@ def setup(seed: int = 0, threads: int | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from book import figures
+    from book import batch_html, figures
 
+    batch_html.register()
     torch.manual_seed(seed)
     if threads is not None:
         torch.set_num_threads(threads)

@@ -119,12 +119,12 @@ class StepBatch:
         num_tokens, num_pages, num_requests = len(token_ids), len(pages), len(new)
         if not num_requests == len(lens) > 0:
             raise ValueError(f"num_new has {num_requests} requests, kv_lens {len(lens)}")
-        qo_indptr, page_indptr = np.zeros((2, num_requests + 1), dtype=np.int64)
-        new.cumsum(out=qo_indptr[1:])
-        (-(-lens // page_size)).cumsum(out=page_indptr[1:])
+        one_token_each = num_tokens == num_requests
+        qo_indptr = np.arange(num_requests + 1) if one_token_each else _indptr(new)
+        page_indptr = _indptr(-(-lens // page_size))
         _check(num_tokens, num_pages, new, lens, qo_indptr, page_indptr)
         last = qo_indptr[1:] - 1
-        if num_tokens == num_requests:  # one new token each, the last key of each request
+        if one_token_each:  # the last key of each request
             num_decodes = num_requests
             key_index, first_page = lens - 1, page_indptr[:-1]
         else:  # the new keys are the last ones of each request
@@ -134,7 +134,7 @@ class StepBatch:
             key_index = np.arange(num_tokens) + np.repeat(lens - qo_indptr[1:], new)
             first_page = np.repeat(page_indptr[:-1], new)
         if num_logits is None:
-            logits_of, logit_rows = np.ones_like(new), last
+            logits_of, logit_rows = new if one_token_each else np.ones_like(new), last
         else:
             logits_of = np.asarray(num_logits, dtype=np.int64)
             ends = logits_of.cumsum()
@@ -157,7 +157,7 @@ class StepBatch:
         tokens[LOGIT_ROWS, : len(logit_rows)] = logit_rows
         # A row of logits is the distribution of the token behind the one that it belongs to.
         tokens[SAMPLED_POSITIONS, : len(logit_rows)] = positions[logit_rows] + 1
-        on_device, device_pages, device_first = buffers.upload()
+        on_device, device_pages = buffers.upload()
         of_logits = on_device[LOGIT_ROWS:]
         if len(logit_rows) < num_tokens:
             of_logits = tuple(array[: len(logit_rows)] for array in of_logits)
@@ -169,7 +169,7 @@ class StepBatch:
             logit_rows=of_logits[0],
             sampled_positions=of_logits[1],
             kv_page_indices=device_pages,
-            page_positions=None if page_positions is None else device_first,
+            page_positions=None if page_positions is None else buffers.page_positions(),
             kv_lens=_host(lens),
             qo_indptr=_host(qo_indptr),
             kv_page_indptr=_host(page_indptr),
@@ -218,6 +218,7 @@ class StepBuffers:
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._device_name = device
+        self._tokens: tuple[Tensor, ...] = ()
         self._allocate(0)
 
     def reset(
@@ -239,16 +240,21 @@ class StepBuffers:
         pages = self._numpy[first_page:first_position].view(np.int32)[:num_pages]
         return tokens, pages, self._numpy[first_position : self._used]
 
-    def upload(self) -> tuple[tuple[Int64[Tensor, " T"], ...], Int32[Tensor, " P"], Int64[Tensor, " P"]]:
-        """Start copying the arrays to the device, and return them there."""
+    def upload(self) -> tuple[tuple[Int64[Tensor, " T"], ...], Int32[Tensor, " P"]]:
+        """Start copying the arrays to the device, and return the rows of the first and the pages there."""
         if self._on_gpu:
             self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
-        stride, num_tokens, first_page, first_position, num_pages = self._layout
+        stride, num_tokens, first_page, _, num_pages = self._layout
         if len(self._tokens[0]) != num_tokens:  # in a steady decode the views stay the same
             tokens = self._on_device.as_strided((SAMPLED_POSITIONS + 1, num_tokens), (stride, 1))
             self._tokens = tokens.unbind()
         pages = self._device_int32[2 * first_page : 2 * first_page + num_pages]
-        return self._tokens, pages, self._on_device[first_position : self._used]
+        return self._tokens, pages
+
+    def page_positions(self) -> Int64[Tensor, " P"]:
+        """The position of each page, on the device."""
+        first_position, num_pages = self._layout[3:]
+        return self._on_device[first_position : first_position + num_pages]
 
     def _allocate(self, size: int) -> None:
         self._host: Int64[Tensor, " size"] = torch.empty(size, dtype=torch.int64, pin_memory=self._on_gpu)
@@ -311,6 +317,13 @@ def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> di
         views[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
         start += _padded(array)
     return views
+
+
+def _indptr(lengths: np.ndarray) -> Int64[np.ndarray, " n"]:
+    """Where each of some parts of these lengths begins, and the end."""
+    indptr = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=indptr[1:])
+    return indptr
 
 
 def _host(array: np.ndarray) -> Int32[Tensor, " n"]:

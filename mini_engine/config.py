@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from mini_engine.attention.backend import check_backend
 from mini_engine.errors import ConfigError, check_positive
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -53,10 +52,15 @@ class EngineConfig:
     pipeline_depth: int | None = None
 
     def __post_init__(self) -> None:
+        from mini_engine.attention.backend import check_backend  # imports torch, for which `--help` should not wait
+
         for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; choose one of: {', '.join(choices)}")
         check_backend(self.attn_backend)
+        for field in fields(self):
+            if getattr(self, field.name) is None and field.default is not None:
+                raise ConfigError(f"{field.name} has no value; give one, or leave it out for {field.default!r}")
         check_positive(
             max_batch_size=self.max_batch_size,
             max_model_len=self.max_model_len,
@@ -89,19 +93,9 @@ class EngineConfig:
         """Read a configuration from a YAML file with one option per line, such as `page_size: 16`.
 
         Raises:
-            ConfigError: if the file cannot be read, is not YAML, or holds anything but options.
+            ConfigError: if the file cannot be read, is not YAML, or holds anything but options with possible values.
         """
-        try:
-            if path.stat().st_size > MAX_CONFIG_BYTES:
-                raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes, so it is not a configuration")
-            options = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeError, RecursionError) as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(options, dict | None) or not all(isinstance(name, str) for name in options or ()):
-            raise ConfigError(f"{path} must hold options, one per line, such as `page_size: 16`")
-        return cls.of(options or {})
+        return cls.of(read_options(path))
 
     def with_options(self, options: Mapping[str, Any]) -> "EngineConfig":
         """Return the configuration with some options changed.
@@ -109,8 +103,38 @@ class EngineConfig:
         Raises:
             ConfigError: for an option that does not exist, or an impossible value.
         """
-        known = {field.name for field in fields(self)}
-        named = {ALIASES.get(name, name): value for name, value in options.items()}
-        if unknown := sorted(named.keys() - known):
-            raise ConfigError(f"unknown option {unknown[0][:40]!r}; the options are: {', '.join(sorted(known))}")
-        return replace(self, **named)
+        return replace(self, **_by_field(options))
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Read the options that a YAML file sets, under the names of `EngineConfig`'s fields. The values are not checked.
+
+    Raises:
+        ConfigError: if the file cannot be read, is not YAML, or holds anything but options.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes, so it is not a configuration")
+    try:
+        options = yaml.safe_load(data.decode())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, or a number or date
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(options, dict | None) or not all(isinstance(name, str) for name in options or ()):
+        raise ConfigError(f"{path} must hold options, one per line, such as `page_size: 16`")
+    return _by_field(options or {})
+
+
+def _by_field(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options under the names of the fields."""
+    known = {field.name for field in fields(EngineConfig)}
+    for alias, name in ALIASES.items():
+        if alias in options and name in options:
+            raise ConfigError(f"{alias} and {name} are two names of one option; give one of them")
+    named = {ALIASES.get(name, name): value for name, value in options.items()}
+    if unknown := sorted(named.keys() - known):
+        raise ConfigError(f"unknown option {unknown[0][:40]!r}; the options are: {', '.join(sorted(known))}")
+    return named

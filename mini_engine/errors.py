@@ -35,5 +35,7 @@ class TraceFileError(MiniEngineError):
 def check_positive(**options: int | None) -> None:
     """Raise ConfigError unless every given option is a positive integer; None means the default."""
     for name, value in options.items():
+        if isinstance(value, int) and value.bit_length() >= 64:  # numpy and torch count in 63 bits and a sign
+            raise ConfigError(f"{name} is a number of {value.bit_length()} bits; choose one closer to 0")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")

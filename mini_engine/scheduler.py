@@ -237,6 +237,8 @@ class Scheduler:
         num_new: list[int] = []
         num_shared = 0
         earlier = running.order
+        # Leave a page for each running request to grow into; with none, they would soon preempt each other.
+        held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
             num_tokens = len(request.token_ids)
@@ -245,13 +247,11 @@ class Scheduler:
             own_pages = self._pages_at_most(num_tokens) - (
                 shared_tokens // table.page_size if self._window is None else 0
             )
-            # Leave a page for each running request to grow into; with none, they would soon preempt each other.
-            free_pages = table.num_free_pages - len(running)
             share = self.parts.admit(
                 num_tokens - shared_tokens,
                 own_pages,
                 budget=budget,
-                free_pages=free_pages,
+                free_pages=table.num_free_pages - held_back,
                 free_rows=table.num_free_rows,
             )
             if share < 1:

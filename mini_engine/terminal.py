@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from mini_engine.errors import RequestError
+
 # C0 and C1 controls except newline and tab; bidirectional embeddings, overrides and isolates, which reorder the text on
 # screen; and surrogates, which cannot be encoded.
 _UNSAFE = (
@@ -46,3 +48,22 @@ def make_console(stderr: bool = False) -> TerminalConsole:
     if isinstance(stream, io.TextIOWrapper):  # not if it is closed, or a notebook's, which is UTF-8
         stream.reconfigure(errors="replace")
     return TerminalConsole(stderr=stderr)
+
+
+def read_line(console: Console, prompt: str) -> str:
+    """Read a line of standard input, without the spaces around it.
+
+    Returns:
+        The line; empty at the end of the input.
+
+    Raises:
+        RequestError: if the input cannot be read.
+    """
+    console.print(prompt, end="")
+    try:
+        return console.input().strip()
+    except EOFError:
+        return ""
+    except (OSError, RuntimeError, ValueError) as error:  # a folder, no standard input, bytes that are not text
+        console.print()
+        raise RequestError(f"cannot read standard input: {error}; type or pipe UTF-8 text") from error

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.llm import TextEngine
 from mini_engine.models.base import CausalLM, LanguageModel
+from mini_engine.observe.trace import Token, TraceStep, Work
 from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
 from mini_engine.request import Request
@@ -38,6 +43,17 @@ Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
 def double_model(family: str) -> CausalLM:
     """A tiny model in float64, in which results do not depend on the order of additions."""
     return our_model(transformers_model(family, seed=2, dtype=torch.float64))
+
+
+def save_tiny_model(folder: Path, words: ListLike[str]) -> None:
+    """Write a checkpoint of a tiny random Llama. Its tokenizer splits text at spaces and has 61 words."""
+    transformers_model("llama", seed=2).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=template).save_pretrained(
+        folder
+    )
 
 
 def make_engine(
@@ -93,7 +109,7 @@ def check_nothing_leaked(engine: LLMEngine) -> None:
 def alone(
     model: CausalLM, prompt: list[int], params: SamplingParams, window: int | None = None, limit: int | None = None
 ) -> list[int]:
-    """The tokens of one request by itself, by naive attention over all its keys: no pages, no batch, no eviction."""
+    """The tokens of one request alone, by naive attention over all its keys: no pages, no batch, nothing evicted."""
     specs = model.attention_specs
     if window is not None:
         specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
@@ -167,3 +183,41 @@ def _counting_class(default: type, calls: Counter[str], name: str) -> type:
         default.__init__(self, *args, **kwargs)
 
     return type(default.__name__, (default,), {"__init__": init})
+
+
+@dataclass(frozen=True)
+class SavedTrace:
+    """What a trace's file says; `waiting` has the queue of each step."""
+
+    num_pages: int
+    page_size: int
+    steps: list[TraceStep]
+    waiting: list[list[str]]
+
+
+def read_trace(path: Path) -> SavedTrace:
+    """Read a file that `Trace.save` wrote, as the player does."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    steps: list[TraceStep] = []
+    waiting: list[list[str]] = []
+    pages: dict[str, list[int]] = {}
+    for event in data["traceEvents"]:
+        if event.get("cat") != "step":
+            continue
+        args = event["args"]
+        pages = {name: own for name, own in (pages | args["pages"]).items() if own}
+        waiting.append(args["waiting"])
+        steps.append(
+            TraceStep(
+                start=event["ts"] / 1e6,
+                seconds=event["dur"] / 1e6,
+                batch=[Work(w["id"], w["kind"], w["new"], w["computed"]) for w in args["batch"]],
+                pages=pages,
+                arrived=args["arrived"],
+                admitted=args["admitted"],
+                preempted=args["preempted"],
+                left=dict.fromkeys(args["aborted"], "abort"),
+                outputs=[Token(t["id"], t["token"], t["text"], t["finish"]) for t in args["outputs"]],
+            )
+        )
+    return SavedTrace(data["otherData"]["num_pages"], data["otherData"]["page_size"], steps, waiting)

@@ -86,17 +86,6 @@ def test_feed_takes_the_previous_samples():
     assert alone.feed(torch.tensor([70, 71])).token_ids.tolist() == [3, 4]  # no token of it was sampled just now
 
 
-def test_html_shows_every_array_and_cuts_long_ones():
-    batch = StepBatch.build(
-        token_ids=np.arange(101), num_new=[1, 100], kv_lens=[3, 100], pages=range(1, 27), page_size=4
-    )
-    html = batch._repr_html_()
-    for name in ("token_ids", "slot_mapping", "qo_indptr", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"):
-        assert name in html
-    assert "53 more" in html
-    assert "101 tokens of 2 sequences, 1 of them decodes" in html
-
-
 @given(
     st.lists(
         st.tuples(

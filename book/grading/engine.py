@@ -1,19 +1,32 @@
-"""The engine on the reader's own parts: which are theirs, whether the output is still right, and how fast they are."""
+"""The engine on the reader's own parts: which they are, whether the output is still right, and how fast it is."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+import statistics
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from book.grading.chapter import ROOT
-from book.grading.parts import PARTS, changed_since, finished_parts
+from book.grading.parts import PARTS, Part, changed_since, finished_parts
 from book.grading.progress import Progress
-from mini_engine import LLM, Parts, RequestOutput, SamplingParams
+from mini_engine import LLM, Parts, RequestOutput
+from mini_engine.attention.backend import bypassed_parts
+from mini_engine.cli import Batch
+from mini_engine.llm import TextEngine
+from mini_engine.observe.metrics import Metrics
+from mini_engine.observe.watch import page_size_of
+
+WINDOW = 96  # keys; fewer than a short conversation has
+ROUNDS, TIMED_TOKENS = 3, 16
 
 
 def homework_parts(console: Console) -> Parts:
-    """The reader's finished parts, with the reference for the rest; says so if none is finished or counts no more."""
+    """Return the reader's finished parts, with the reference for the rest.
+
+    It says so if no part is finished, and if a chapter has changed since it was graded.
+    """
     mine = finished_parts()
     changed = changed_since()
     for chapter, graded in changed.items():
@@ -21,74 +34,102 @@ def homework_parts(console: Console) -> Parts:
             f"chapters/{chapter} passed on {graded} and has changed since: run [bold]pytest chapters/{chapter}[/]."
         )
     if not mine and not changed:
-        console.print("None is yours yet: a part counts once its grader is green. Begin with `make lab`, chapter 01.")
+        console.print(
+            "No part is yours yet: a part counts once its grader is green. Begin with `make lab`, chapter 01."
+        )
     return replace(Parts(), **mine)
 
 
-def print_parts(console: Console, parts: Parts, attn_backend: str, unused: Collection[str]) -> None:
-    """Print which parts of the engine are the reader's.
+def homework_options(parts: Parts) -> dict[str, Any]:
+    """Return options under which as many of the reader's parts as possible have something to do."""
+    mine = {field.name for field in fields(Parts) if getattr(parts, field.name) is not field.default}
+    options: dict[str, Any] = {"attn_backend": "torch", "dtype": "float32"}  # float32: outputs can be compared
+    if mine & bypassed_parts("torch"):
+        options["attn_backend"] = "flex"
+    elif "merge_states" in mine:
+        options["attn_backend"] = "chunked"  # others merge states only in sequences of thousands of tokens
+    if "pages_to_evict" in mine:
+        options["sliding_window"] = WINDOW
+    if mine & {"match_prefix", "copy_on_write"}:
+        options["prefix_sharing"] = True
+    return options
 
-    Args:
-        console: where to print.
-        parts: the reader's where finished, else the reference.
-        attn_backend: name of the attention backend.
-        unused: names of the parts that it bypasses.
-    """
-    table = Table(title="The engine's parts", title_justify="left")
+
+def print_parts(console: Console, llm: LLM) -> None:
+    """Print which parts of an engine are the reader's, and which of those it uses."""
+    mine = [part for part in PARTS if getattr(llm.parts, part.name) is not getattr(Parts(), part.name)]
+    if not mine:
+        return
+    table = Table(title="Your parts of the engine", title_justify="left")
     for column in ("part", "runs on", "from"):
         table.add_column(column)
-    for part in PARTS:
-        own = getattr(parts, part.name) is not getattr(Parts(), part.name)
-        runs_on = "[bold green]yours[/]" if own else "the reference"
-        if part.name in unused:
-            runs_on = f"[dim]not used by {attn_backend}[/]"
-        table.add_row(part.title, runs_on, f"chapters/{part.chapter}" if own else part.module)
+    for part in mine:
+        table.add_row(part.title, _runs_on(part, llm), f"chapters/{part.chapter}")
     console.print(table)
+    console.print(f"The other {len(PARTS) - len(mine)} parts are the reference's.")
+    if llm.config.sliding_window == WINDOW:
+        console.print(f"A sliding window of {WINDOW} keys gives your eviction something to do.")
+
+
+def _runs_on(part: Part, llm: LLM) -> str:
+    if part.name in bypassed_parts(llm.config.attn_backend):
+        return f"[dim]not used by {llm.config.attn_backend}[/]"
+    model = type(llm.model).__module__.replace(".", "/") + ".py"
+    if part.module.startswith("mini_engine/models/") and part.module not in ("mini_engine/models/layers.py", model):
+        return "[dim]not used by this model[/]"
+    return "[bold green]yours[/]"
+
+
+def small_engine(batch: Batch) -> TextEngine:
+    """Return an engine with pages for two thirds of the requests, so that some are preempted."""
+    page_size, longest = page_size_of(batch.llm), batch.llm.config.max_model_len
+    assert longest is not None
+    pages = [-(-min(len(prompt) + batch.params.max_tokens, longest) // page_size) for prompt in batch.prompts]
+    return batch.llm.with_options(num_pages=max(*pages, sum(pages) * 2 // 3), page_size=page_size)
 
 
 def compare_with_reference(
-    console: Console,
-    llm: LLM,
-    model: str,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    outputs: Sequence[RequestOutput],
-    tokens_per_second: float,
+    console: Console, model: str, batch: Batch, mine: TextEngine, outputs: Sequence[RequestOutput]
 ) -> None:
-    """Run the same requests on the reference parts, print both speeds and the first difference, and record the speeds.
+    """Run the same requests on the reference parts, print the first difference and both speeds, and record the speeds.
 
     Without a part of the reader's there is nothing to compare.
 
     Args:
         console: where to print.
-        llm: the engine on the reader's parts.
-        model: what it was loaded from.
-        prompts: the requests.
-        params: their parameters.
-        outputs: what the reader's parts made of them.
-        tokens_per_second: how fast, in decode steps.
+        model: what the model was loaded from.
+        batch: the requests.
+        mine: the engine on the reader's parts.
+        outputs: its outputs.
     """
-    from mini_engine.metrics import Metrics
-
-    if llm.parts == Parts():
+    if batch.llm.parts == Parts():
         return
-    dtype = str(llm.model.dtype).removeprefix("torch.")
-    reference = LLM(
-        model,
-        dtype=dtype,
-        device=llm.model.device.type,
-        attn_backend=llm.attn_backend,
-        sliding_window=llm.sliding_window,
-    )
-    metrics, expected = Metrics(reference.model), {}
-    for piece in reference.stream_batch(prompts, params):
-        metrics.add(piece)
-        if piece.output:
-            expected[piece.index] = piece.output.token_ids
-    wrong = [i for i, output in enumerate(outputs) if output.token_ids != expected[i]]
+    reference = LLM(model, mine.engine.config)
+    expected = reference.generate(batch.prompts, batch.params)
+    wrong = [
+        i for i, (own, other) in enumerate(zip(outputs, expected, strict=True)) if own.token_ids != other.token_ids
+    ]
     if wrong:
         console.print(f"[bold red]Answer {wrong[0] + 1} differs from the reference's[/]: a part of yours is not right.")
     else:
         console.print("[bold green]Every token equals the reference's.[/]")
-    console.print(f"Yours: {tokens_per_second:.1f} tokens/s, the reference: {metrics.decode_rate:.1f} tokens/s.")
-    Progress(ROOT).record_speed(tokens_per_second, metrics.decode_rate)
+    # Both engines are warm now: what they compile is compiled. They take turns, so a busy machine slows both down.
+    rates = [(_decode_rate(mine, batch), _decode_rate(reference, batch)) for _ in range(ROUNDS)]
+    yours, theirs = zip(*rates, strict=True)
+    if not all(yours + theirs):
+        return  # outputs of one token have no decode step
+    console.print(
+        f"Decode, median of {ROUNDS} runs: yours {_spread(yours)} tokens/s, the reference {_spread(theirs)} tokens/s."
+    )
+    Progress(ROOT).record_speed(statistics.median(yours), statistics.median(theirs))
+
+
+def _decode_rate(engine: TextEngine, batch: Batch) -> float:
+    metrics = Metrics(batch.llm.model)
+    for piece in engine.stream_batch(batch.prompts, replace(batch.params, max_tokens=TIMED_TOKENS)):
+        metrics.add(piece)
+    return metrics.decode_rate
+
+
+def _spread(rates: Sequence[float]) -> str:
+    return f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"

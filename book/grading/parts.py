@@ -1,18 +1,27 @@
 """The parts of the engine that a reader writes in the homework, and which of them are finished."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from book.grading.chapter import ROOT, load_chapter
+from book.grading.chapter import ROOT, find_chapter, load_chapter
 from book.grading.progress import Progress, source_hash
 from book.grading.submission import load_submission
+from mini_engine.parts import STAGES, Parts
 
 
 @dataclass(frozen=True)
 class Part:
-    """A function of the engine that a graded answer can replace. The exercise that it comes from names it as `part`."""
+    """A part of the engine that a graded answer can replace. The exercise that it comes from names it as `part`.
+
+    Attributes:
+        name: field of `mini_engine.Parts`.
+        title: what the part is called.
+        chapter: folder of the chapter whose homework it is.
+        module: file of the engine that has the default.
+        stage: when in a step it runs, one of STAGES.
+    """
 
     name: str
     title: str
@@ -21,41 +30,13 @@ class Part:
     stage: str
 
 
-LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = (
-    "once, when the model is loaded",
-    "at the start of every step: which request computes what, and where it is kept",
-    "once per step: what each query sees",
-    "in every layer, at every step",
-    "at the end of every step",
-)
-STAGES = (LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING)
+def _part(field: Field[Any]) -> Part:
+    about = field.metadata
+    module = field.default.__module__.replace(".", "/") + ".py"
+    return Part(field.name, about["title"], find_chapter(str(about["chapter"])).name, module, about["stage"])
 
-_01, _02, _03 = "01_naive_attention", "02_online_softmax", "03_language_model"
-_04, _05, _06 = "04_kv_cache_and_sampling", "05_flexattention", "06_paged_kv_cache"
-_07 = "07_continuous_batching"
 
-PARTS = (
-    Part("gpt2_weights", "Weight map", _03, "mini_engine/models/gpt2.py", LOADING),
-    Part("schedule", "Scheduling loop", _07, "mini_engine/scheduler.py", SCHEDULING),
-    Part("share_budget", "Token budget", _07, "mini_engine/policy.py", SCHEDULING),
-    Part("pages_to_evict", "Eviction", _07, "mini_engine/kv_cache/sliding_window.py", SCHEDULING),
-    Part("page_table", "Page table", _06, "mini_engine/kv_cache/page_table.py", SCHEDULING),
-    Part("preempt", "Preemption", _07, "mini_engine/policy.py", SCHEDULING),
-    Part("admit", "Admission", _07, "mini_engine/policy.py", SCHEDULING),
-    Part("match_prefix", "Prefix match", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
-    Part("copy_on_write", "Copy on write", _07, "mini_engine/kv_cache/prefix_sharing.py", SCHEDULING),
-    Part("mask_mod", "Mask", _05, "mini_engine/attention/masks.py", PLANNING),
-    Part("classify_blocks", "Block classes", _05, "mini_engine/attention/block_mask.py", PLANNING),
-    Part("physical_blocks", "Physical blocks", _06, "mini_engine/attention/block_mask.py", PLANNING),
-    Part("physical_mask", "Physical mask", _06, "mini_engine/attention/block_mask.py", PLANNING),
-    Part("rms_norm", "RMSNorm", _03, "mini_engine/models/layers.py", LAYER),
-    Part("apply_rope", "RoPE", _01, "mini_engine/rope.py", LAYER),
-    Part("append_kv", "Cache append", _04, "mini_engine/kv_cache/paged.py", LAYER),
-    Part("masked_attention", "Attention", _01, "mini_engine/attention/naive.py", LAYER),
-    Part("merge_states", "State merge", _02, "mini_engine/attention/state.py", LAYER),
-    Part("gated_mlp", "Gated MLP", _03, "mini_engine/models/layers.py", LAYER),
-    Part("sample", "Sampler", _04, "mini_engine/sampling.py", SAMPLING),
-)
+PARTS = tuple(_part(field) for field in fields(Parts))
 """In the order in which a step passes through them."""
 
 

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from book.grading.chapter import Chapter, Exercise
 from book.grading.grade import Grading, Result
-from book.grading.parts import LOADING, PARTS, STAGES
+from book.grading.parts import PARTS
 from book.grading.progress import Grade, Progress, source_hash
+from mini_engine.parts import LOADING, STAGES
 
 
 def title(chapter: Chapter) -> str:

@@ -6,7 +6,7 @@ The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,16 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from book import results
 from book.contiguous import ContiguousKVCache
 from book.experiment import command_line, record
-from book.static_batching import generate_steps
-from mini_engine import LLM, SamplingParams, throughput
+from book.static_batching import generate_steps, make_requests
+from mini_engine import LLM
 from mini_engine.attention.naive import attention_mask, sdpa_attention
-from mini_engine.bench import Measurement, alternate, bound_seconds, random_prompts, run_bench
-from mini_engine.detokenizer import Detokenizer
+from mini_engine.bench.peers import MiniEngine
+from mini_engine.bench.run import Comparison, alternate, compare, comparison_table, num_outputs
+from mini_engine.bench.workloads import CPU, BenchRequest, batch_of, least_seconds
 from mini_engine.engine import LLMEngine
-from mini_engine.metrics import weight_bytes_per_step
+from mini_engine.observe.metrics import weight_bytes_per_step
 from mini_engine.parts import Parts
 from mini_engine.roofline import measure_machine
-from mini_engine.sequence import Sequence
 
 MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
@@ -53,20 +53,19 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     """Tokens/s and bytes per token of chapters 03 to 07, one request, in turns."""
     llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
     page_size = 128 if device == "cuda" else 16
-    paged = llm.make_engine(num_pages=SLABS * 256 // page_size, page_size=page_size)
+    paged = llm.with_options(num_pages=SLABS * 256 // page_size, page_size=page_size).engine
     machine = measure_machine(llm.model.device, llm.model.dtype)
-    prompts = random_prompts(1, PROMPT_TOKENS, llm.model.config.vocab_size)
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    assert without_cache(llm, prompts[0]) == paged.generate(prompts, params)[0].token_ids  # the same text
-    request = [(prompts[0], params)]
+    request = batch_of(1, PROMPT_TOKENS, MAX_TOKENS).requests(llm.model.config.vocab_size)
+    prompt = request[0].prompt
+    assert without_cache(llm, prompt) == MiniEngine(paged).serve(request)[0]  # the same tokens
     runs: list[Callable[[], object]] = [
-        lambda: without_cache(llm, prompts[0]),
+        lambda: without_cache(llm, prompt),
         lambda: serve_static(llm, request, "torch_padded", 1),
         lambda: serve_static(llm, request, "flex", 1),
         lambda: serve_paged(paged, request, continuous=True),
     ]
     seconds = alternate(runs, ROUNDS)
-    bound = MAX_TOKENS / bound_seconds(llm.model.config, machine, prompts, MAX_TOKENS, llm.model.dtype.itemsize)
+    bound = MAX_TOKENS / least_seconds(llm.model.config, machine, request, llm.model.dtype.itemsize)
     weights = weight_bytes_per_step(llm.model)
     cache = ContiguousKVCache(llm.model.attention_specs, 1, 1, llm.model.dtype)
     # A decode reads the keys and values of the tokens before it: on average the prompt and half of the output.
@@ -85,28 +84,19 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     return rows
 
 
-def serve_static(llm: LLM, requests: list[tuple[list[int], SamplingParams]], attn_backend: str, slabs: int) -> int:
-    """Chapter 04's loop: as many requests at a time as there are slabs. Returns the tokens that came out."""
+def serve_static(llm: LLM, requests: Sequence[BenchRequest], attn_backend: str, slabs: int) -> int:
+    """Serve as many requests at a time as there are slabs, in chapter 04's loop. Returns the tokens generated."""
     tokens = 0
     for first in range(0, len(requests), slabs):
-        group = [
-            Sequence(
-                prompt,
-                params,
-                seed=0,
-                eos_token_ids=(),
-                max_model_len=llm.max_model_len,
-                detokenizer=Detokenizer(llm.tokenizer, ()),
-            )
-            for prompt, params in requests[first : first + slabs]
-        ]
+        prompts, params = zip(*requests[first : first + slabs], strict=True)
+        group = make_requests(prompts, params, max_model_len=llm.model.config.max_position_embeddings)
         for step in generate_steps(llm.model, group, attn_backend, Parts()):
-            tokens += len(step.new_text)
+            tokens += len(step.new_tokens)
     return tokens
 
 
-def serve_paged(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]], *, continuous: bool) -> int:
-    """Over pages. Not continuous: as many at a time as fit to their ends, and nobody joins before all have ended."""
+def serve_paged(engine: LLMEngine, requests: Sequence[BenchRequest], *, continuous: bool) -> int:
+    """Serve over pages. Not continuous: as many requests at a time as fit to their ends; none joins before all end."""
     waiting, tokens = list(requests), 0
     while waiting:
         count, pages = 0, 0
@@ -115,8 +105,7 @@ def serve_paged(engine: LLMEngine, requests: list[tuple[list[int], SamplingParam
             if pages > engine.page_table.num_pages and not continuous:
                 break
             count += 1
-        outputs = engine.generate([prompt for prompt, _ in waiting[:count]], [params for _, params in waiting[:count]])
-        tokens += sum(len(output.token_ids) for output in outputs)
+        tokens += sum(map(len, MiniEngine(engine).serve(waiting[:count])))
         waiting = waiting[count:]
     return tokens
 
@@ -124,20 +113,20 @@ def serve_paged(engine: LLMEngine, requests: list[tuple[list[int], SamplingParam
 def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     """Tokens/s of chapters 04 to 07 in the memory of eight slabs, in turns."""
     llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
-    requests = throughput.CPU.requests()
+    requests = CPU.requests(llm.model.config.vocab_size)
     page_size = 128 if device == "cuda" else 16
     longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
-    engine = llm.make_engine(num_pages=SLABS * -(-longest // page_size), page_size=page_size)
+    engine = llm.with_options(num_pages=SLABS * -(-longest // page_size), page_size=page_size).engine
     runs = {
         4: lambda: serve_static(llm, requests, "torch_padded", SLABS),
         5: lambda: serve_static(llm, requests, "flex", SLABS),
         6: lambda: serve_paged(engine, requests, continuous=False),
         7: lambda: serve_paged(engine, requests, continuous=True),
     }
-    expected = sum(params.max_tokens for _, params in requests)
+    expected = num_outputs(requests)
     assert all(run() == expected for run in runs.values())
     machine = measure_machine(llm.model.device, llm.model.dtype)
-    bound = expected / throughput.least_seconds(llm.model.config, machine, requests, llm.model.dtype.itemsize)
+    bound = expected / least_seconds(llm.model.config, machine, requests, llm.model.dtype.itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the measured rates"
     seconds = alternate(list(runs.values()), ROUNDS - 1)
     return [
@@ -148,15 +137,14 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     ]
 
 
-def peer_rows(measurements: list[Measurement]) -> list[results.Row]:
+def peer_rows(comparisons: Sequence[Comparison]) -> list[results.Row]:
     """The engine and transformers, side by side."""
     rows = []
-    for m in measurements:
-        case: dict[str, results.Setting] = {"dtype": m.dtype, "batch": m.batch_size}
+    for own in comparisons:
+        case: dict[str, results.Setting] = {"dtype": own.dtype, "batch": own.num_requests}
         source = "prefill and decode steps at the measured rates"
-        for engine, rate in (("mini_engine", m.ours), ("transformers", m.peer)):
-            assert rate is not None
-            rows.append(results.Row(engine, rate, "tokens/s", m.bound, source, case))
+        for m in own.measured:
+            rows.append(results.Row(m.engine, m.rate, "tokens/s", own.bound, source, case))
     return rows
 
 
@@ -166,21 +154,21 @@ def main() -> None:
     # of transformers is one. Ours does without it, and theirs is served better so.
     torch.backends.cuda.enable_cudnn_sdp(False)
     rows = chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
-    measurements = run_bench(
-        Console(),
+    console = Console()
+    comparisons = compare(
+        console,
+        [batch_of(size, PROMPT_TOKENS, MAX_TOKENS) for size in (1, 8)],
         model=MODEL,
         attn_backend="torch_padded",
         device=arguments.device,
-        peer="transformers",
-        batch_sizes=[1, 8],
+        peers=["transformers"],
         dtypes=["float32", "bfloat16"],
-        prompt_tokens=PROMPT_TOKENS,
-        max_tokens=MAX_TOKENS,
         rounds=ROUNDS,
     )
+    console.print(comparison_table(comparisons, MODEL))
     parameters: dict[str, results.Setting] = {"model": MODEL, "prompt_tokens": PROMPT_TOKENS}
     parameters |= {"max_tokens": MAX_TOKENS, "rounds": ROUNDS}
-    result = results.new_result("00_engine_so_far", rows + peer_rows(measurements), parameters, arguments.device)
+    result = results.new_result("00_engine_so_far", rows + peer_rows(comparisons), parameters, arguments.device)
     record(result, arguments.out, {results.ENGINE_SPEED, results.ENGINE_THROUGHPUT, "mini_engine", "transformers"})
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,23 +23,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
 from book.experiment import command_line, record
+from book.static_batching import make_requests
 from book.timing import measure
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
-from mini_engine.detokenizer import Detokenizer
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, measure_machine
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
-from mini_engine.sequence import Sequence as Request
 
 MAX_LEN = 2048  # longest prompt and output together
 POOL = 16 * MAX_LEN  # tokens: sixteen slabs of the longest request
 PAGE_SIZES = (1, 16, 64, 128)
 NUM_REQUESTS = 2000
+MAX_ROWS = 256  # requests that run at once
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def trace(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 class Slabs(PageTable):
-    """Contiguous memory: a request gets one slab of slots that lie side by side, at the first place where it fits.
+    """Contiguous memory: a request gets one slab of neighboring slots, in the first gap that is long enough.
 
     Args:
         num_tokens: slots of the pool.
@@ -65,59 +65,49 @@ class Slabs(PageTable):
     """
 
     def __init__(self, num_tokens: int, lengths: Sequence[int]) -> None:
-        super().__init__(num_tokens, page_size=1, max_sequences=1)  # its table stays empty
+        super().__init__(num_tokens, page_size=1, max_rows=MAX_ROWS, max_pages_per_row=1)  # its table stays empty
         self._lengths = deque(lengths)
-        self._rows = 0
         self.slabs: dict[int, tuple[int, int]] = {}  # row: first slot, and the one after the last
 
     def allocate(self) -> int:
-        self._rows += 1
-        return self._rows
+        """Take a row and its slab, which holds everything that the request will ever need."""
+        start, length = self._gap(self._lengths[0]), self._lengths.popleft()
+        assert start is not None, "admitted without a gap"
+        row = super().allocate()
+        self.slabs[row] = (start, start + length)
+        self.num_free_pages -= length
+        return row
 
-    def reserve(self, row: int, num_tokens: int) -> bool:
-        if row not in self.slabs:  # else it holds all that it will ever need
-            start = self._gap(self.slabs.values(), self._lengths[0])
-            if start is None:
-                return False
-            self.slabs[row] = (start, start + self._lengths.popleft())
-        return True
+    def missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, int]:
+        return np.zeros(len(rows), dtype=np.int64), 0
 
-    def admit(self, num_tokens: Sequence[int], num_pages: Sequence[int], *, budget: int, **_: int) -> int:
-        """The scheduler's part of that name: for slabs it does not count how much is free, but in how long a piece."""
-        taken = list(self.slabs.values())
-        for admitted, (tokens, length) in enumerate(zip(num_tokens, self._lengths, strict=False)):
-            start = self._gap(taken, length)
-            if budget < 1 or start is None:
-                return admitted
-            budget -= tokens
-            taken.append((start, start + length))
-        return len(num_tokens)
+    def release(self, row: int) -> None:
+        start, end = self.slabs.pop(row)
+        self.num_free_pages += end - start
+        super().release(row)
 
-    def _gap(self, taken: Collection[tuple[int, int]], length: int) -> int | None:
-        """The first place with so many free slots in a row."""
+    def admit(self, num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int:
+        """The scheduler's part of that name: a slab needs a gap of its length, however many slots are free in all."""
+        return min(num_tokens, budget) if free_rows and self._gap(self._lengths[0]) is not None else 0
+
+    def _gap(self, length: int) -> int | None:
+        """The first slot of the first gap of that length."""
         start = 0
-        for first, end in sorted(taken):
+        for first, end in sorted(self.slabs.values()):
             if first - start >= length:
                 break
             start = end
         return start if self.num_pages - start >= length else None
 
-    def erase(self, row: int) -> None:
-        self.slabs.pop(row, None)
-
-    @property
-    def num_free_pages(self) -> int:
-        return self.num_pages - sum(end - first for first, end in self.slabs.values())
-
 
 @dataclass(frozen=True)
 class Usage:
-    """What the pool held, in tokens, on average over the steps in which somebody waited for memory.
+    """What the pool held, in tokens, on average over the steps in which a request waited for memory.
 
     Attributes:
         keys: slots with a key in them.
         empty: slots that are reserved and hold none.
-        free: slots that nobody has, and nobody who waits could take.
+        free: slots without an owner that no waiting request could take.
         at_once: requests that ran.
         recomputed: tokens computed again after preemptions, in the whole run.
     """
@@ -129,44 +119,37 @@ class Usage:
     recomputed: int
 
 
-class NoText(Detokenizer):
-    """For requests whose text nobody reads."""
-
-    def __init__(self) -> None:
-        self.text, self.stopped = "", False
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 def serve(table: PageTable, lengths: Sequence[tuple[int, int]]) -> Usage:
     """Run requests that all wait at the start to their ends: an engine's bookkeeping without its model."""
-    parts = replace(Parts(), admit=table.admit) if isinstance(table, Slabs) else Parts()
-    scheduler = Scheduler(table, max_batch_size=256, max_num_batched_tokens=2048, parts=parts)
-    for prompt, output in lengths:
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
-        scheduler.add(
-            Request([1] * prompt, params, seed=0, eos_token_ids=(), max_model_len=MAX_LEN, detokenizer=NoText())
-        )
-    pool = table.num_pages * table.page_size
+    scheduler = Scheduler(
+        table,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=2048,
+        window=None,
+        prefix_sharing=False,
+        parts=replace(Parts(), admit=table.admit) if isinstance(table, Slabs) else Parts(),
+    )
+    prompts = [[1] * prompt for prompt, _ in lengths]
+    params = [SamplingParams(max_tokens=output, ignore_eos=True) for _, output in lengths]
+    for request in make_requests(prompts, params, max_model_len=MAX_LEN):
+        scheduler.add(request)
+    pool, running = table.num_pages * table.page_size, scheduler.running
     samples, computed = [], 0
-    while scheduler.waiting or scheduler.running:
+    while scheduler.waiting or len(running):
         schedule = scheduler.schedule()
-        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
-            sequence.num_computed += num_new
-        computed += sum(schedule.num_new)
+        assert schedule is not None, "every token is known at once"
+        rows = schedule.rows
+        running.num_computed[rows] += schedule.num_new
+        computed += int(schedule.num_new.sum())
         if scheduler.waiting:
-            keys = sum(sequence.num_computed for sequence in scheduler.running)
+            keys = int(running.num_computed[running.order].sum())
             free = table.num_free_pages * table.page_size
-            samples.append((keys, pool - free - keys, free, len(scheduler.running)))
-        for sequence in schedule.sequences:
-            if sequence.num_computed == len(sequence.token_ids):
-                sequence.append(1)
-                if sequence.finish_reason:
-                    scheduler.finish(sequence)
+            samples.append((keys, pool - free - keys, free, len(running)))
+        sampling = rows[running.num_computed[rows] == running.num_scheduled[rows]]
+        running.num_scheduled[sampling] += 1
+        running.append(sampling, np.ones(len(sampling), dtype=np.int64))
+        for request in running.requests_of(running.ended(sampling)):
+            scheduler.remove(request)
     needed = sum(prompt + output - 1 for prompt, output in lengths)  # the last token is never fed back
     keys, empty, free, at_once = np.mean(samples, axis=0).tolist()
     return Usage(keys, empty, free, at_once, computed - needed)
@@ -180,7 +163,10 @@ def mean_size(lengths: Sequence[tuple[int, int]]) -> float:
 
 def allocations(lengths: Sequence[tuple[int, int]], pool: int = POOL) -> dict[str, Callable[[], PageTable]]:
     """Every way to divide the pool."""
-    paged = {f"pages of {size}": lambda size=size: PageTable(pool // size, size, 256) for size in PAGE_SIZES}
+    paged = {
+        f"pages of {size}": lambda size=size: PageTable(pool // size, size, MAX_ROWS, -(-MAX_LEN // size))
+        for size in PAGE_SIZES
+    }
     return {
         "slabs of the maximum": lambda: Slabs(pool, [MAX_LEN] * len(lengths)),
         "slabs of the true length": lambda: Slabs(pool, [prompt + output for prompt, output in lengths]),

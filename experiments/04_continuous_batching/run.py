@@ -26,17 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
 from book.experiment import command_line, record
-from book.random_models import NO_WORDS, QWEN3_0_6B, random_model
-from book.static_batching import generate_steps
-from mini_engine.bench import model_shape
-from mini_engine.detokenizer import Detokenizer
+from book.random_models import QWEN3_0_6B, random_model
+from book.static_batching import generate_steps, make_requests
+from mini_engine.bench.workloads import model_shape
+from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.sequence import Sequence as Running
 
 PAGE_SIZE = 16
 ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
@@ -109,29 +108,25 @@ Times = list[list[float]]
 
 
 def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: int) -> Times:
-    """A batch of whoever waits runs to its end; then the next."""
+    """Run the requests that wait as one batch to its end, and then the next batch."""
     now, times = 0.0, [[] for _ in requests]  # type: float, Times
     waiting = deque(enumerate(requests))
     while waiting:
         now = max(now, waiting[0][1].arrival)
-        batch: dict[Running, int] = {}
+        batch: list[int] = []
         while waiting and waiting[0][1].arrival <= now and len(batch) < max_batch_size:
-            index, request = waiting.popleft()
-            sequence = Running(
-                request.prompt,
-                request.params,
-                seed=0,
-                eos_token_ids=(),
-                max_model_len=model.config.max_position_embeddings,
-                detokenizer=Detokenizer(NO_WORDS, ()),
-            )
-            batch[sequence] = index
-        steps = generate_steps(model, batch.keys(), "torch_padded", Parts())
+            batch.append(waiting.popleft()[0])
+        group = make_requests(
+            [requests[index].prompt for index in batch],
+            [requests[index].params for index in batch],
+            max_model_len=model.config.max_position_embeddings,
+        )
+        steps = generate_steps(model, group, "torch_padded", Parts())
         start = time.perf_counter()
         for step in steps:
             now += time.perf_counter() - start
-            for sequence, _ in step.new_text:
-                times[batch[sequence]].append(now)
+            for request, _ in step.new_tokens:
+                times[batch[request.arrival]].append(now)
             start = time.perf_counter()
     return times
 
@@ -139,17 +134,16 @@ def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: i
 def serve_continuous(
     model: CausalLM, requests: Sequence[Request], max_batch_size: int, max_num_batched_tokens: int
 ) -> Times:
-    """Whoever arrives joins at the next step, if there is room."""
+    """Let each request join at the first step after its arrival, if there is room."""
     pages = sorted(-(-(len(request.prompt) + request.num_tokens) // PAGE_SIZE) for request in requests)
-    engine = LLMEngine(
-        model,
-        NO_WORDS,
-        (),
-        num_pages=sum(pages[-max_batch_size:]),  # enough for any batch: nobody is preempted
+    config = EngineConfig(
+        # Enough for any batch, so no request is preempted; admission leaves a page free for each running request.
+        num_pages=sum(pages[-max_batch_size:]) + max_batch_size,
         page_size=PAGE_SIZE,
         max_batch_size=max_batch_size,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+    engine = LLMEngine(model, config)
     now, times, arrived = 0.0, [[] for _ in requests], 0  # type: float, Times, int
     while arrived < len(requests) or engine.has_unfinished:
         if not engine.has_unfinished:
@@ -160,8 +154,8 @@ def serve_continuous(
         start = time.perf_counter()
         report = engine.step()
         now += time.perf_counter() - start
-        for output in report.outputs:
-            times[int(output.request_id)].append(now)
+        for request in report.sampled_by:
+            times[int(request.request_id)].append(now)
     return times
 
 

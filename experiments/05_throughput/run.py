@@ -22,15 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, ledger, results
 from book.experiment import command_line, record
-from book.random_models import NO_WORDS, QWEN3_0_6B, random_model, random_transformers_model
-from mini_engine.bench import load_transformers
+from book.random_models import QWEN3_0_6B, random_model, random_transformers_model
+from mini_engine.bench.peers import PEERS, MiniEngine, Server, load_transformers
+from mini_engine.bench.run import Measurement, measure, num_outputs, pages_needed
+from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, least_seconds
+from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, measure_machine
-from mini_engine.throughput import CPU, GPU, PEERS, Request, Throughput, Workload, least_seconds, measure, serve
 
 MODEL = "smollm2-135m-instruct"
 PAGE_SIZE = 128
@@ -50,7 +52,7 @@ class Setting:
 
 # On a GPU the torch backend launches its kernels for each sequence: 256 of them take half a second a step.
 SETTINGS = {
-    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch"), rounds=2),
+    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch_padded"), rounds=2),
     "cuda": Setting(GPU, (torch.bfloat16,), ("flex",), rounds=1),
 }
 
@@ -63,36 +65,34 @@ def make_models(device: torch.device, dtype: torch.dtype) -> tuple[CausalLM, Pre
     return random_model(QWEN3_0_6B, dtype, device), random_transformers_model(QWEN3_0_6B, dtype, device)
 
 
-def make_engine(model: CausalLM, attn_backend: str, requests: Sequence[Request]) -> LLMEngine:
-    """An engine whose pool holds all requests at once: nobody waits and nobody is preempted."""
-    pages = sum(-(-(len(prompt) + params.max_tokens) // PAGE_SIZE) for prompt, params in requests)
-    return LLMEngine(
-        model,
-        NO_WORDS,
-        (),
+def make_engine(model: CausalLM, attn_backend: str, requests: Sequence[BenchRequest]) -> LLMEngine:
+    """An engine whose pool holds all requests at once: none waits and none is preempted."""
+    config = EngineConfig(
         attn_backend=attn_backend,
-        num_pages=pages,
+        num_pages=pages_needed(requests, PAGE_SIZE),
         page_size=PAGE_SIZE,
         max_batch_size=len(requests),
         max_num_batched_tokens=STEP_TOKENS,
     )
+    return LLMEngine(model, config)
 
 
 def compare(
-    ours: CausalLM, theirs: PreTrainedModel, backends: Sequence[str], requests: Sequence[Request], rounds: int
-) -> list[Throughput]:
+    ours: CausalLM, theirs: PreTrainedModel, backends: Sequence[str], requests: Sequence[BenchRequest], rounds: int
+) -> list[Measurement]:
     """Each engine serves the same requests, in turns."""
-    engines = {f"mini_engine, {backend}": serve(make_engine(ours, backend, requests)) for backend in backends}
-    engines |= {peer: make(theirs, STEP_TOKENS) for peer, make in PEERS.items()}
-    return measure(engines, requests, rounds)
+    servers: list[Server] = [
+        MiniEngine(make_engine(ours, backend, requests), f"mini_engine, {backend}") for backend in backends
+    ]
+    servers += [make(theirs, STEP_TOKENS) for make in PEERS.values()]
+    return measure(servers, requests, rounds)
 
 
 def rows_of(
-    measured: Sequence[Throughput], config: ModelConfig, machine: Machine, requests: Sequence[Request]
+    measured: Sequence[Measurement], config: ModelConfig, machine: Machine, requests: Sequence[BenchRequest]
 ) -> list[results.Row]:
     """Tokens/s of each engine beside the bound, how many times ours gives, and how many requests got equal tokens."""
-    tokens = sum(params.max_tokens for _, params in requests)
-    bound = tokens / least_seconds(config, machine, requests, getattr(torch, machine.dtype).itemsize)
+    bound = num_outputs(requests) / least_seconds(config, machine, requests, getattr(torch, machine.dtype).itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
     greedy = requests[0][1].temperature == 0
     rows = []
@@ -127,7 +127,8 @@ def main() -> None:
     options.add_argument("--change", help="add the run to the engine's ledger: what is new, in a few words")
     arguments = options.parse_args()
     device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
-    requests = setting.workload.requests()
+    vocab_size = open_checkpoint(MODEL).config.vocab_size if device.type == "cpu" else QWEN3_0_6B.vocab_size
+    requests = setting.workload.requests(vocab_size)
     # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds: each step
     # of transformers is one. Ours does without it, and theirs is served better so.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -141,7 +142,7 @@ def main() -> None:
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
         "requests": len(requests),
         "tokens in": sum(len(prompt) for prompt, _ in requests),
-        "tokens out": sum(params.max_tokens for _, params in requests),
+        "tokens out": num_outputs(requests),
         "rounds": setting.rounds,
     }
     result = results.new_result("05_throughput", rows, parameters, arguments.device)

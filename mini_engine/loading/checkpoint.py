@@ -98,7 +98,7 @@ class Checkpoint:
     tensors: StoredTensors
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
-    generation_defaults: Mapping[str, float] | None
+    generation_defaults: Mapping[str, Any] | None
     build_tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
@@ -266,7 +266,7 @@ def _token_ids(folder: Path, value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _generation_defaults(folder: Path, generation: Mapping[str, Any]) -> Mapping[str, float] | None:
+def _generation_defaults(folder: Path, generation: Mapping[str, Any]) -> Mapping[str, Any] | None:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation[name] for name in names if generation.get(name) is not None}
     do_sample = generation.get("do_sample")

@@ -12,11 +12,12 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
-from mini_engine.trace import EXAMPLE, Trace, TraceStep
+from mini_engine.observe.trace import EXAMPLE, TraceStep
 from tests.book.site_under_test import PHONE, ROOT, Tab, needs_browser
+from tests.helpers import read_trace
 
 FILE = ROOT / "docs" / "traces" / "example.json"
-TRACE = Trace.load(FILE)
+TRACE = read_trace(FILE)
 pytestmark = needs_browser
 
 LABELS = "() => [...document.querySelectorAll('.trace-page')].map((cell) => cell.textContent)"
@@ -91,15 +92,15 @@ def test_the_example_is_small_and_shows_what_the_page_promises() -> None:
 
 def test_every_step_shows_the_grid_the_queues_and_the_text_of_the_trace(player: sync_api.Page) -> None:
     text = {name: "" for _, name, _, _ in EXAMPLE}
-    for index, step in enumerate(TRACE.steps):
+    for index, (step, waiting) in enumerate(zip(TRACE.steps, TRACE.waiting, strict=True)):
         assert shown(player) == index
         assert player.evaluate(LABELS) == labels(step)
         assert chips(player, "Running") == list(step.pages)
-        assert chips(player, "Waiting") == step.waiting
+        assert chips(player, "Waiting") == waiting
         sentence = player.locator(".trace-says").inner_text()
         assert [f"{name} is preempted" in sentence for name in text] == [name in step.preempted for name in text]
-        for output in step.outputs:
-            text[output.request_id] += output.text
+        for token in step.outputs:
+            text[token.request_id] += token.text
         player.keyboard.press("ArrowRight")
     rows = player.locator(".trace-text").all_text_contents()
     assert rows == [" ".join(f"|{answer[-300:]}|".split())[1:-1] for answer in text.values()]

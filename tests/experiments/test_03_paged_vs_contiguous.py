@@ -41,16 +41,19 @@ def test_every_slot_is_counted_and_given_back(name):
 
 def test_slabs_never_overlap_and_take_the_first_gap_that_fits():
     slabs = run.Slabs(10, [4, 4, 2, 3, 2])
-    rows = [slabs.allocate() for _ in range(4)]
-    assert [slabs.reserve(row, 1) for row in rows] == [True, True, True, False]
-    assert [slabs.slabs[row] for row in rows[:3]] == [(0, 4), (4, 8), (8, 10)]
-    slabs.erase(rows[1])
-    assert slabs.num_free_pages == 4
-    assert slabs.reserve(rows[3], 1) and slabs.slabs[rows[3]] == (4, 7)
-    last = slabs.allocate()
-    assert not slabs.reserve(last, 1)  # one slot is free, and not two
-    slabs.erase(rows[0])
-    assert slabs.reserve(last, 1) and slabs.slabs[last] == (0, 2)
+
+    def fits() -> bool:
+        return slabs.admit(1, 1, budget=9, free_pages=slabs.num_free_pages, free_rows=slabs.num_free_rows) > 0
+
+    rows = [slabs.allocate() for _ in range(3)]
+    assert [slabs.slabs[row] for row in rows] == [(0, 4), (4, 8), (8, 10)]
+    assert not fits()
+    slabs.release(rows[1])
+    assert slabs.num_free_pages == 4 and fits()
+    assert slabs.slabs[slabs.allocate()] == (4, 7)
+    assert not fits()  # one slot is free, and the next slab needs two
+    slabs.release(rows[0])
+    assert fits() and slabs.slabs[slabs.allocate()] == (0, 2)
     ordered = sorted(slabs.slabs.values())
     assert all(end <= first for (_, end), (first, _) in pairwise(ordered))
 

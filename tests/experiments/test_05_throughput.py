@@ -6,20 +6,21 @@ import pytest
 
 from book import figures, results
 from book.grading.chapter import load_module
+from mini_engine.bench.peers import PEERS
+from mini_engine.bench.run import Measurement
+from mini_engine.bench.workloads import Workload
 from mini_engine.roofline import Machine
-from mini_engine.throughput import PEERS, Throughput, Workload
 from tests.models.families import our_model, transformers_model
 
 EXPERIMENT = "05_throughput"
 run = load_module(f"experiment_{EXPERIMENT}", Path(__file__).parents[2] / "experiments" / EXPERIMENT / "run.py")
 
-FEW = Workload(4, (3, 9), (2, 7), temperature=0.0)
+FEW = Workload(4, (3, 9), (2, 7))
 
 
 @pytest.fixture(scope="module")
 def requests():
-    vocab = 61
-    return [([token % vocab for token in prompt], params) for prompt, params in FEW.requests()]
+    return FEW.requests(vocab_size=61)
 
 
 def test_engines_and_peers_give_the_same_tokens(requests):
@@ -40,7 +41,7 @@ def test_the_pool_holds_all_requests_to_their_ends(requests):
 def test_rows_by_hand(requests):
     config = our_model(transformers_model("qwen3", seed=1)).config
     machine = Machine("a machine", "float32", bandwidth=1e9, flops=1e9)
-    measured = [Throughput("mini_engine, flex", 30.0, 4), Throughput("transformers", 12.0, 3)]
+    measured = [Measurement("mini_engine, flex", 30.0, 4), Measurement("transformers", 12.0, 3)]
     ours, theirs, ratio, equal = run.rows_of(measured, config, machine, requests)
     assert (ours.value, theirs.value, ratio.value, equal.value, equal.bound) == (30.0, 12.0, 2.5, 3, 4)
     assert ours.bound == theirs.bound > 0

@@ -370,7 +370,8 @@ def by_recursion(scheduler):
     if found is None:
         return None
     rows, num_new, preempted = found
-    admitted, shares, shared = ([], [], 0) if preempted else scheduler.admit(scheduler.budget - int(num_new.sum()), copies)
+    left = scheduler.budget - int(num_new.sum())
+    admitted, shares, shared = ([], [], 0) if preempted else scheduler.admit(left, copies)
     new_rows = [scheduler.running.row_of(request) for request in admitted]
     rows, num_new = np.array([*rows, *new_rows], dtype=int), np.array([*num_new, *shares], dtype=int)
     first = np.concatenate([np.flatnonzero(num_new == 1), np.flatnonzero(num_new != 1)])

@@ -1,18 +1,21 @@
-"""What a run cost: time to first token, tokens/s, bytes read per token, and the share of the machine's bandwidth."""
+"""The cost of a run: time to first token, tokens/s, bytes read per token, and the share of the machine's bandwidth."""
 
 import time
 
 from rich.table import Table
 
 from mini_engine.models.base import CausalLM
-from mini_engine.outputs import Piece
+from mini_engine.outputs import Piece, StepReport
 from mini_engine.roofline import Machine
 
 
 class Metrics:
-    """Adds up the steps of a run.
+    """The cost of a run, added up over the pieces of `stream_batch`.
 
-    A decode step reads every weight once for the whole batch, and the keys and values of each sequence.
+    A decode step reads every weight once for the whole batch, and the keys and values of each request.
+
+    Args:
+        model: the model that runs.
 
     Attributes:
         first_token_seconds: time from the start to the first token of each request.
@@ -21,43 +24,42 @@ class Metrics:
     def __init__(self, model: CausalLM) -> None:
         self._weight_bytes = weight_bytes_per_step(model)
         self._start = time.perf_counter()
-        self._last_step: object = None
-        self._finished = 0
-        self._decode_tokens = self._decode_steps = self._kv_bytes = self._output_tokens = self._prompt_tokens = 0
-        self._decode_seconds = self._prefill_seconds = 0.0
+        self._last_step: StepReport | None = None
+        self._decode_tokens = self._decode_steps = self._kv_bytes = 0
+        self._finished = self._output_tokens = self._prompt_tokens = 0
+        self._decode_seconds = 0.0
         self.first_token_seconds: dict[int, float] = {}
 
     def add(self, piece: Piece) -> None:
         """Count one piece; the pieces of one step arrive one after the other."""
-        self._finished += piece.output is not None
-        if piece.step is None:
+        if piece.output:
+            self._finished += 1
+            self._prompt_tokens += len(piece.output.prompt_token_ids)
+        self._output_tokens += piece.num_tokens
+        if piece.num_tokens:
+            self.first_token_seconds.setdefault(piece.index, time.perf_counter() - self._start)
+        step = piece.step
+        if step is None or step is self._last_step:
             return
-        self._output_tokens += 1
-        self.first_token_seconds.setdefault(piece.index, time.perf_counter() - self._start)
-        if piece.step is self._last_step:
-            return
-        self._last_step = piece.step
-        if piece.step.is_decode:
-            self._decode_steps += 1
-            self._decode_tokens += piece.step.num_tokens
-            self._decode_seconds += piece.step.seconds
-            self._kv_bytes += piece.step.kv_bytes
-        else:
-            self._prompt_tokens += piece.step.num_tokens
-            self._prefill_seconds += piece.step.seconds
+        self._last_step = step
+        if step.is_decode:
+            self._decode_steps += step.num_tokens > 0
+            self._decode_tokens += step.num_tokens
+            self._decode_seconds += step.seconds
+            self._kv_bytes += step.kv_bytes
 
     def progress(self, num_requests: int) -> str:
-        """One line: how far the run is."""
+        """Return one line that says how far the run is."""
         rate = f", {self.decode_rate:.0f} tokens/s" if self._decode_tokens else ""
         return f"{self._finished} of {num_requests} requests done, {self._output_tokens} tokens{rate}"
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second in decode steps, over all sequences."""
+        """Tokens per second in decode steps, over all requests."""
         return self._decode_tokens / self._decode_seconds if self._decode_seconds else 0.0
 
     def table(self, machine: Machine) -> Table:
-        """A table of the run, beside the bandwidth of the machine it ran on."""
+        """Return a table of the run, with the bandwidth of the machine for comparison."""
         table = Table(title="What it cost", title_justify="left", show_header=False, title_style="bold")
         table.add_column("quantity")
         table.add_column("value", justify="right")
@@ -79,14 +81,14 @@ class Metrics:
 
 
 def num_parameters(model: CausalLM) -> int:
-    """Numbers in the model's weights; tied weights count once."""
+    """Count the model's parameters; tied weights count once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
 def weight_bytes_per_step(model: CausalLM) -> int:
-    """Bytes of weights that one decode step reads: all but the embeddings, of which it reads a row for each token.
+    """Count the bytes of weights that one decode step reads: all but the embeddings, of which it reads a row per token.
 
-    Embeddings tied to the output projection are read whole, as that.
+    Embeddings that are tied to the LM head are read in full, as the LM head.
     """
     weights = list(model.parameters())
     unread = [] if model.lm_head is model.embed_tokens else [model.embed_tokens]

@@ -1,4 +1,4 @@
-"""A live view of the engine in the terminal: who owns which page, who runs, who waits, and what each step does."""
+"""A live view of the engine in the terminal: owners of pages, states of requests, and the work of each step."""
 
 import itertools
 import math
@@ -12,28 +12,34 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from mini_engine.chat_template import Message
+from mini_engine.errors import RequestError
 from mini_engine.llm import LLM
+from mini_engine.observe.trace import Queue, Trace, TraceStep, tokens_per_second, traced_engine
 from mini_engine.outputs import RequestOutput
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.trace import Trace, TraceStep, traced_engine
+from mini_engine.terminal import printable, read_line
 
-# Told apart on dark and light terminals alike; requests take them in turn.
-COLOURS = ("#3b8ea5", "#d9822b", "#4f9d5d", "#b55d9b", "#c9a227", "#5b73c4", "#c4524f", "#2f9e8f", "#8f6fc0", "#93733f")
+# Distinguishable on dark and light terminals; requests take them in turn.
+COLORS = ("#3b8ea5", "#d9822b", "#4f9d5d", "#b55d9b", "#c9a227", "#5b73c4", "#c4524f", "#2f9e8f", "#8f6fc0", "#93733f")
 BARS = "▁▂▃▄▅▆▇█"
 LABELLED_ROWS = 8
-RATE_STEPS = 16  # tokens/s over so many steps
+RATE_STEPS = 16  # the steps over which tokens/s is averaged
+CHAT_TOKENS = 4096  # that the pool of a watched chat holds at most
 
 
 class Watch:
     """Draws the last step of a trace that is being recorded.
 
     Args:
-        trace: grows by itself; `view` reads what is new.
+        trace: it grows while the engine runs; `view` reads the new steps.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._seen = 0
+        self._queue = Queue()
+        self._waiting: list[str] = []
         self._order: list[str] = []
         self._computed: dict[str, int] = defaultdict(int)
         self._preemptions: Counter[str] = Counter()
@@ -43,12 +49,13 @@ class Watch:
         self._news = Text(" ")
 
     def _take(self, index: int, step: TraceStep) -> None:
-        for name in step.aborted:
-            self._state[name] = "aborted"
+        self._waiting = self._queue.after(step)
+        for name, reason in step.left.items():
+            self._state[name] = {"abort": "aborted", "error": "failed"}.get(reason, "done")
         self._order += [name for name in step.arrived if name not in self._state]
-        for name in step.arrived:  # one that has ended may have had the name before
+        for name in step.arrived:  # an earlier request may have had the name
             self._text[name], self._computed[name] = "", 0
-        for name in step.waiting:
+        for name in self._waiting:
             self._state[name] = "waiting"
         for name in step.pages:
             self._state[name] = "running"
@@ -57,38 +64,38 @@ class Watch:
             self._state[work.request_id] = work.kind if work.num_new == 1 else f"{work.kind} of {work.num_new}"
         for name, count in step.hits.items():
             self._hits += count
-            self._tell(index, name, f"begins with {count} tokens that others have computed")
-        for output in step.outputs:
-            self._text[output.request_id] += output.text
-            if output.finish_reason:
-                self._state[output.request_id] = "done"
-                count = len(step.pages[output.request_id])
-                self._tell(index, output.request_id, f"has ended: its {count} pages are free again")
+            self._tell(index, name, f"begins with {count} tokens that other requests have computed")
+        for token in step.outputs:
+            self._text[token.request_id] += token.text
+            if token.finish_reason:
+                self._state[token.request_id] = "done"
+                count = len(step.pages.get(token.request_id, ()))
+                self._tell(index, token.request_id, f"has ended: its {count} pages are free again")
         for name in step.preempted:
             self._computed[name] = 0
             self._preemptions[name] += 1
-            self._tell(index, name, "was preempted: older requests get its pages, and it will be computed again")
+            self._tell(index, name, "was preempted: older requests get its pages, and it is computed again later")
 
     def _tell(self, index: int, name: str, what: str) -> None:
         self._news = Text.assemble((f"step {index}: ", "dim"), self._name(name), f" {what}")
 
     def pages(self, width: int, rows: int) -> Panel:
-        """The page grid: a cell for each page of the pool, in the colour of its owner; ×2 is a page that two share.
+        """Draw the page grid: one cell per page of the pool, in the color of its owner; ×2 is a page with two owners.
 
         Args:
             width: columns of the terminal.
-            rows: most lines of cells; what does not fit is counted.
+            rows: most lines of cells; pages that do not fit are counted.
         """
         trace = self._trace
         owner: dict[int, str] = {}
         owners: Counter[int] = Counter()
         for name, pages in trace.steps[-1].pages.items():
             owners.update(pages)
-            owner = dict.fromkeys(pages, name) | owner  # a shared page has the colour of its oldest owner
+            owner = dict.fromkeys(pages, name) | owner  # a shared page has the color of its oldest owner
         before = trace.steps[-2].pages if len(trace.steps) > 1 else {}
         owned_before = {page for pages in before.values() for page in pages}
         columns = max(3, width - 4)
-        # Otherwise a cell is one column, and has no room.
+        # Otherwise a cell is one column wide, too narrow for a label.
         labelled = trace.num_pages * 3 <= min(LABELLED_ROWS, rows) * columns
         in_a_row = columns // 3 if labelled else columns
         num_shown = trace.num_pages
@@ -105,9 +112,9 @@ class Watch:
             elif labelled:
                 new = "" if page in owned_before else " bold underline"
                 label = f"×{owners[page]}" if owners[page] > 1 else self._label(owner[page])
-                grid.append(f"{label:>2}", f"white on {self._colour(owner[page])}{new}")
+                grid.append(f"{label:>2}", f"white on {self._color(owner[page])}{new}")
             else:
-                grid.append("■", self._colour(owner[page]))
+                grid.append("■", self._color(owner[page]))
         if num_shown < trace.num_pages:
             grid.append(f"\nand {trace.num_pages - num_shown} more", "dim")
         title = Text.assemble(
@@ -116,7 +123,7 @@ class Watch:
         return Panel(grid, title=title, title_align="left", border_style="dim", width=width)
 
     def requests(self, width: int, rows: int) -> Table:
-        """The requests: those that run or wait first, then those that ended last, as many as fit.
+        """Draw a table of the requests, as many as fit: running, then waiting, then the latest to end.
 
         Args:
             width: columns of the terminal.
@@ -131,14 +138,14 @@ class Watch:
         table.add_column("text", ratio=1, no_wrap=True)
         pages = self._trace.steps[-1].pages
         running = [name for name in self._order if name in pages and self._state[name] != "done"]
-        waiting = self._trace.steps[-1].waiting
-        over = [name for name in reversed(self._order) if self._state[name] in ("done", "aborted")]
-        for name in [*running, *waiting, *over][:rows]:
-            quiet = "dim" if name in over else ""
-            tail = " ".join(self._text[name].split())[-max(1, width - 52) :]
+        over = [name for name in reversed(self._order) if self._state[name] in ("done", "aborted", "failed")]
+        for name in [*running, *self._waiting, *over][:rows]:
+            state = self._state[name]
+            quiet = "dim" if state in ("done", "aborted", "failed") else ""
+            tail = printable(" ".join(self._text[name].split()))[-max(1, width - 52) :]
             table.add_row(
                 self._name(name),
-                Text(self._state[name], "yellow" if name in waiting else quiet),
+                Text(state, "yellow" if state == "waiting" else quiet),
                 Text(str(self._computed[name] or ""), quiet),
                 Text(str(len(pages[name])) if name in running else "", quiet),
                 Text(str(self._preemptions[name] or ""), quiet),
@@ -147,7 +154,7 @@ class Watch:
         return table
 
     def status(self, width: int) -> Text:
-        """One line of numbers, one of the last steps' tokens, and the last preemption.
+        """Return one line of numbers, one of the latest steps' tokens, and the latest event.
 
         Args:
             width: columns of the terminal.
@@ -157,19 +164,19 @@ class Watch:
         parts = [
             f"step {len(steps) - 1}",
             f"{running} running",
-            f"{len(steps[-1].waiting)} waiting",
+            f"{len(self._waiting)} waiting",
             f"{sum(self._preemptions.values())} preempted",
             *([f"{self._hits} tokens shared"] if self._hits else []),
-            f"{self.tokens_per_second():.0f} tokens/s",
+            f"{tokens_per_second(steps[-RATE_STEPS:]):.0f} tokens/s",
         ]
         counts = [step.num_tokens for step in steps[-(width - 17) :]]
-        # On a logarithmic scale: a prompt has a hundred times the tokens of a decode.
+        # On a logarithmic scale, because a prompt has a hundred times the tokens of a decode.
         bars = "".join(BARS[min(count.bit_length(), len(BARS)) - 1] for count in counts)
         line = Text("  ·  ").join(Text(part, "bold") for part in parts)
         return Text.assemble(line, "\n", ("tokens per step ", "dim"), (bars, "cyan"), "\n", self._news)
 
     def view(self, width: int, height: int, with_requests: bool = True) -> RenderableType:
-        """The last step, as high as the terminal at most.
+        """Draw the latest step, no higher than the terminal.
 
         Args:
             width: columns of the terminal.
@@ -188,53 +195,58 @@ class Watch:
         table: list[RenderableType] = [self.requests(width, max(1, rows)), Text()] if with_requests else []
         return Group(grid, *table, status)
 
-    def tokens_per_second(self) -> float:
-        """Tokens sampled per second, over the last steps."""
-        last = self._trace.steps[-RATE_STEPS:]
-        seconds = last[-1].start + last[-1].seconds - last[0].start
-        return sum(len(step.outputs) for step in last) / seconds if seconds else 0.0
-
     def _label(self, name: str) -> str:
-        return name if len(name) <= 2 else str(self._order.index(name) + 1)[-2:]
+        shown = printable(name)
+        return shown if len(shown) <= 2 else str(self._order.index(name) + 1)[-2:]
 
-    def _colour(self, name: str) -> str:
-        return COLOURS[self._order.index(name) % len(COLOURS)]
+    def _color(self, name: str) -> str:
+        return COLORS[self._order.index(name) % len(COLORS)]
 
     def _name(self, name: str) -> Text:
-        return Text(f"{self._label(name):>3} ", f"bold white on {self._colour(name)}")
+        return Text(f"{self._label(name):>3} ", f"bold white on {self._color(name)}")
 
 
 def watch_requests(
-    console: Console, llm: LLM, prompts: ListLike[list[int]], params: SamplingParams, num_pages: int | None = None
+    console: Console,
+    llm: LLM,
+    prompts: ListLike[list[int]],
+    params: SamplingParams,
+    num_pages: int | None = None,
+    page_size: int | None = None,
 ) -> tuple[list[RequestOutput], Trace]:
-    """Serve requests by continuous batching and draw every step.
+    """Serve requests by continuous batching and draw the pages after every step that gives tokens.
 
     Args:
         console: where to draw.
         llm: the model.
         prompts: tokens of each request.
         params: for all of them.
-        num_pages: pages of `llm.small_page_size` tokens; default as many as all requests together may need.
+        num_pages: pages of the pool; default as many as all requests together may need.
+        page_size: tokens of a page; default small, so that pages fill up.
 
     Returns:
-        One output for each prompt, and the trace of the run.
+        One output for each prompt, and the trace of the run. A request that cannot be served has
+        `finish_reason="error"`.
 
     Raises:
-        ConfigError: for a pool that cannot be.
-        RequestError: for a request that cannot be served.
+        ConfigError: for an impossible pool.
     """
-    page_size = llm.small_page_size
+    page_size = page_size or page_size_of(llm)
     if num_pages is None:
-        num_pages = sum(math.ceil(min(len(p) + params.max_tokens, llm.max_model_len) / page_size) for p in prompts)
+        lengths = [min(len(prompt) + params.max_tokens, _max_model_len(llm)) for prompt in prompts]
+        num_pages = sum(math.ceil(length / page_size) + 1 for length in lengths)  # admission leaves a page for each
     engine, trace = traced_engine(llm, num_pages=num_pages, page_size=page_size)
-    sequences = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts, 1)]
-    watch = Watch(trace)
+    names = [str(i) for i in range(1, len(prompts) + 1)]
+    watch, outputs = Watch(trace), dict[int, RequestOutput]()
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
-        while engine.has_unfinished:
-            engine.step()
-            if console.is_terminal:
+        drawn = 0
+        for piece in engine.stream_batch(prompts, params, names):
+            if piece.output:
+                outputs[piece.index] = piece.output
+            if console.is_terminal and len(trace.steps) > drawn:  # a step has several pieces
+                drawn = len(trace.steps)
                 live.update(watch.view(console.width, console.height - 1), refresh=True)
-    return [RequestOutput.of(prompt, sequence) for prompt, sequence in zip(prompts, sequences, strict=True)], trace
+    return [outputs[index] for index in range(len(prompts))], trace
 
 
 def watch_chat(
@@ -244,26 +256,28 @@ def watch_chat(
     params: SamplingParams,
     chat_template: str | None = None,
     num_pages: int | None = None,
+    page_size: int | None = None,
 ) -> None:
-    """Talk with the model over the pages of its cache, on a screen of its own. An empty line ends.
+    """Chat with the model over a view of its pages, on a screen of its own. An empty line ends the chat.
 
     Args:
         console: the terminal.
         llm: the model.
-        messages: of the conversation so far; grows.
+        messages: the conversation so far; new messages are appended.
         params: for every answer.
         chat_template: a Jinja template; default the model's own.
-        num_pages: pages of `llm.small_page_size` tokens; default enough for the model, or for 4,096 tokens if it takes
-            more.
+        num_pages: pages of the pool; default enough for the longest conversation, or for 4,096 tokens if the model
+            takes more.
+        page_size: tokens of a page; default small, so that pages fill up.
 
     Raises:
-        ConfigError: for a pool that cannot be.
-        RequestError: for a message that cannot be answered.
+        ConfigError: for an impossible pool.
+        RequestError: if the input cannot be read. A message that cannot be answered is dropped, and the chat goes on.
     """
-    page_size = llm.small_page_size
+    page_size = page_size or page_size_of(llm)
     engine, trace = traced_engine(
         llm,
-        num_pages=math.ceil(min(llm.max_model_len, 4096) / page_size) if num_pages is None else num_pages,
+        num_pages=math.ceil(min(_max_model_len(llm), CHAT_TOKENS) / page_size) if num_pages is None else num_pages,
         page_size=page_size,
     )
     watch = Watch(trace)
@@ -282,22 +296,35 @@ def watch_chat(
         with console.screen(hide_cursor=False) as screen:
             for turn in itertools.count(1):
                 draw()
-                try:
-                    line = console.input("\r[bold cyan]you[/] ")
-                except EOFError:
-                    line = ""
-                if not line.strip():
+                line = read_line(console, "\r[bold cyan]you[/] ")
+                if not line:
                     return
                 messages.append({"role": "user", "content": line})
-                conversation.append("you ", "bold cyan").append(f"{line}\n").append("model ", "bold green")
-                engine.add_request(str(turn), llm.chat_prompt(messages, chat_template=chat_template), params)
+                conversation.append("you ", "bold cyan").append(f"{printable(line)}\n").append("model ", "bold green")
                 answer = ""
-                while engine.has_unfinished:
-                    for output in engine.step().outputs:
-                        answer += output.text
-                        conversation.append(output.text)
-                    draw()
+                try:
+                    prompt = llm.chat_prompt(messages, chat_template=chat_template)
+                    for piece in engine.stream_batch([prompt], params, [str(turn)]):
+                        if piece.output and piece.output.error:
+                            raise piece.output.error
+                        answer += piece.text
+                        conversation.append(printable(piece.text))
+                        draw()
+                except RequestError as error:
+                    conversation.append(f"error: {printable(str(error))}", "bold red")
+                    messages.pop()  # the conversation goes on without the message
+                else:
+                    messages.append({"role": "assistant", "content": answer})
                 conversation.append("\n\n")
-                messages.append({"role": "assistant", "content": answer})
     finally:
-        console.print(conversation)  # the screen is gone, what was said stays
+        console.print(conversation)  # the screen is gone, the conversation remains
+
+
+def page_size_of(llm: LLM) -> int:
+    """Return the smallest page size that the model's backend takes and that shows pages filling up."""
+    return 128 if llm.config.attn_backend == "flex" and llm.model.device.type == "cuda" else 16
+
+
+def _max_model_len(llm: LLM) -> int:
+    assert llm.config.max_model_len is not None
+    return llm.config.max_model_len

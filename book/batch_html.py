@@ -1,24 +1,30 @@
-"""How a `StepBatch` shows itself in a notebook: its arrays, coloured by the sequence that owns each entry."""
+"""How a notebook shows a `StepBatch`: its arrays, each entry in the color of the request that it belongs to."""
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mini_engine.batch import StepBatch
+from mini_engine.batch import StepBatch
 
-# Light colours that dark text can be read on, told apart by colour-blind eyes (after Okabe and Ito).
-COLOURS = ("#bfe3f7", "#fbd9a5", "#bfe8d7", "#f5cfe2", "#f7ef9f", "#c9d3f2", "#f6c8b6", "#dcdcdc")
+# Light colors under dark text, distinguishable by color-blind readers (after Okabe and Ito).
+COLORS = ("#bfe3f7", "#fbd9a5", "#bfe8d7", "#f5cfe2", "#f7ef9f", "#c9d3f2", "#f6c8b6", "#dcdcdc")
 MOST_CELLS = 48  # longer arrays are cut in the middle
 
 
-def render(batch: "StepBatch") -> str:
-    """Return an HTML table of the batch: one row per array, one cell per entry, one colour per sequence."""
+def register() -> None:
+    """Let the notebook that runs this show every `StepBatch` as a table; outside a notebook, do nothing."""
+    ipython = sys.modules.get("IPython")
+    if ipython and (shell := ipython.get_ipython()):
+        shell.display_formatter.formatters["text/html"].for_type(StepBatch, render)
+
+
+def render(batch: StepBatch) -> str:
+    """Return an HTML table of the batch: one row per array, one cell per entry, one color per request."""
     lens = batch.qo_indptr.diff().tolist()
     page_counts = batch.kv_page_indptr.diff().tolist()
-    sequences = list(range(batch.num_sequences))
-    tokens = [b for b in sequences for _ in range(lens[b])]
-    pages = [b for b in sequences for _ in range(page_counts[b])]
-    bounds = [*sequences, None]
+    requests = list(range(batch.num_sequences))
+    tokens = [b for b in requests for _ in range(lens[b])]
+    pages = [b for b in requests for _ in range(page_counts[b])]
+    bounds = [*requests, None]
     owners_of_rows = [tokens[row] for row in batch.logit_rows.tolist()]
     rows = [
         _row("token_ids", "T", batch.token_ids.tolist(), tokens),
@@ -26,18 +32,18 @@ def render(batch: "StepBatch") -> str:
         _row("slot_mapping", "T", batch.slot_mapping.tolist(), tokens),
         _row("logit_rows", "R", batch.logit_rows.tolist(), owners_of_rows),
         _row("qo_indptr", "B+1", batch.qo_indptr.tolist(), bounds),
-        _row("kv_lens", "B", batch.kv_lens.tolist(), sequences),
+        _row("kv_lens", "B", batch.kv_lens.tolist(), requests),
         _row("kv_page_indptr", "B+1", batch.kv_page_indptr.tolist(), bounds),
         _row("kv_page_indices", "P", batch.host_page_indices.tolist(), pages),
-        _row("kv_last_page_len", "B", batch.kv_last_page_len.tolist(), sequences),
+        _row("kv_last_page_len", "B", batch.kv_last_page_len.tolist(), requests),
     ]
     if batch.page_positions is not None:
         rows.insert(-1, _row("page_positions", "P", batch.page_positions.tolist(), pages))
     caption = (
-        f"{batch.num_tokens} tokens of {batch.num_sequences} sequences, {batch.num_decodes} of them decodes; "
+        f"{batch.num_tokens} tokens of {batch.num_sequences} requests, {batch.num_decodes} of them decodes; "
         f"pages of {batch.page_size} tokens"
     )
-    legend = " ".join(_cell(f"sequence {b}", b, tag="span") for b in sequences[: len(COLOURS)])
+    legend = " ".join(_cell(f"request {b}", b, tag="span") for b in requests[: len(COLORS)])
     return (
         f'<div class="step-batch" style="overflow-x:auto"><p>{caption} &nbsp; {legend}</p>'
         '<table style="border-collapse:separate;border-spacing:2px;font-family:monospace">'
@@ -54,6 +60,6 @@ def _row(name: str, shape: str, values: Sequence[int], owners: Sequence[int | No
 
 
 def _cell(text: str, owner: int | None, tag: str = "td") -> str:
-    colour = "#ffffff" if owner is None else COLOURS[owner % len(COLOURS)]
-    style = f"background:{colour};color:#1a1a1a;padding:1px 6px;text-align:right;border-radius:3px"
+    color = "#ffffff" if owner is None else COLORS[owner % len(COLORS)]
+    style = f"background:{color};color:#1a1a1a;padding:1px 6px;text-align:right;border-radius:3px"
     return f'<{tag} style="{style}">{text}</{tag}>'

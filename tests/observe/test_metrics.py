@@ -1,0 +1,79 @@
+"""The cost of a run, counted by hand."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from mini_engine.batch import StepBatch
+from mini_engine.observe.metrics import Metrics, num_parameters, weight_bytes_per_step
+from mini_engine.outputs import Piece, RequestOutput, StepReport
+from mini_engine.request import Request
+from mini_engine.roofline import Machine
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Schedule
+from tests.models.families import our_model, transformers_model
+
+
+def report(num_new: list[int], kv_lens: list[int], seconds: float) -> StepReport:
+    """A step of requests, each with one page; a token's keys and values take 100 bytes."""
+    tokens, lens = [0] * sum(num_new), np.array(kv_lens)
+    batch = StepBatch.build(token_ids=tokens, num_new=num_new, kv_lens=lens, pages=range(len(lens)), page_size=16)
+    requests = [
+        Request(str(i), [5], SamplingParams(), seed=0, max_len=9, end_token_ids=(), arrival=i) for i in range(len(lens))
+    ]
+    schedule = Schedule(np.arange(len(lens)), np.array(num_new), sum(num_new))
+    return StepReport(schedule, requests, lens, batch, [], np.zeros(0, dtype=np.int64), [], 0.0, seconds, 100)
+
+
+def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = our_model(transformers_model("llama", tie_word_embeddings=True))
+    clock = iter([10.0, 10.25, 10.5, 11.0, 11.5])
+    monkeypatch.setattr("mini_engine.observe.metrics.time.perf_counter", lambda: next(clock))
+    metrics = Metrics(model)
+    prompts, decodes = report([4, 3], [4, 3], 0.5), report([1, 1], [6, 4], 0.25)
+    done = RequestOutput("", [5, 6, 7, 8], [7, 7], "", "length")
+    refused = RequestOutput("", [], [], "", "error")
+    for index, step, output in ((0, prompts, None), (1, prompts, None), (0, decodes, done), (1, decodes, None)):
+        metrics.add(Piece(index, "", 1, output, step))
+    metrics.add(Piece(2, "", 0, refused, None))
+    assert metrics.first_token_seconds == {0: 0.25, 1: 0.5}
+    assert metrics.progress(3) == "2 of 3 requests done, 4 tokens, 8 tokens/s"
+    out = io.StringIO()
+    Console(file=out, width=100).print(metrics.table(Machine("a machine", "float32", bandwidth=1e9, flops=1e9)))
+    rows = dict(
+        [cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines() if "│" in line
+    )
+    weights = weight_bytes_per_step(model)
+    assert rows == {
+        "time to first token (median request)": "500 ms",
+        "prompt tokens": "4",
+        "output tokens": "4",
+        "decode, all requests together": "8.0 tokens/s",
+        "weights read per token": f"{weights / 2 / 1e6:.1f} MB",
+        "keys and values read per token": "0.00 MB",
+        "bytes read per second": f"{(weights + 1000) / 0.25 / 1e9:.1f} GB/s",
+        "measured bandwidth of a machine": "1.0 GB/s",
+        "share of the bandwidth used": f"{(weights + 1000) / 0.25 / 1e9:.0%}",
+    }
+
+
+def test_the_time_of_a_step_that_only_collects_counts() -> None:
+    """At depth 1 the last call launches nothing."""
+    metrics = Metrics(our_model(transformers_model("llama")))
+    nothing = np.zeros(0, dtype=np.int64)
+    last = StepReport(Schedule(nothing, nothing, 0), [], nothing, None, [], nothing, [], 0.0, 0.75, 100)
+    for step in (report([1], [6], 0.25), last):
+        metrics.add(Piece(0, "", 1, None, step))
+    assert metrics.decode_rate == 1 / 1.0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_read_as_the_lm_head(tied: bool) -> None:
+    model = our_model(transformers_model("llama", dtype=torch.float64, tie_word_embeddings=tied))
+    unread = 0 if tied else 61 * 32
+    assert weight_bytes_per_step(model) == 8 * (num_parameters(model) - unread)

@@ -1,0 +1,212 @@
+"""The live view shows the owner of each page, and the watched engine answers like the engine itself."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from mini_engine.errors import RequestError
+from mini_engine.llm import LLM
+from mini_engine.observe.trace import EXAMPLE, Token, Trace, TraceStep, Work, record_example, tokens_per_second
+from mini_engine.observe.watch import COLORS, Watch, watch_chat, watch_requests
+from mini_engine.sampling_params import SamplingParams
+
+
+def drawn(watch: Watch, width: int = 80, height: int = 30) -> str:
+    console = Console(width=width, height=height, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(watch.view(width, height))
+    return capture.get()
+
+
+def test_it_shows_owners_queues_and_preemptions_of_the_last_step(run):
+    whole = run.trace
+    trace = Trace()
+    trace.num_pages, trace.page_size = whole.num_pages, whole.page_size
+    watch = Watch(trace)
+    assert "appear here" in drawn(watch)
+    preempted = 0
+    for step, queue in zip(whole.steps, whole.queues(), strict=True):
+        trace.steps.append(step)
+        text = drawn(watch)
+        owners = {page: name for name, pages in step.pages.items() for page in pages}
+        labels = [name if len(name) <= 2 else "4" for name in (owners.get(p, "··") for p in range(whole.num_pages))]
+        grid = text.splitlines()[1].strip("│ ").split()
+        assert grid == labels
+        preempted += len(step.preempted)
+        left = len(set(step.pages) - set(step.ended))
+        assert f"{left} running  ·  {len(queue)} waiting  ·  {preempted} preempted" in text
+        assert text.count("waiting") == 1 + len(queue)
+
+
+def test_it_shows_shared_pages_and_hits():
+    trace = Trace()
+    trace.num_pages, trace.page_size = 4, 4
+    batch = [Work("A", "decode", 1, 8), Work("B", "chunk", 2, 6)]
+    pages = {"A": [0, 1], "B": [0, 2]}
+    step = TraceStep(0.0, 0.1, batch, pages, {"A": 7, "B": 6}, ["B"], [], {}, [])
+    trace.steps = [step]
+    assert step.hits == {"B": 4} and step.num_pages_in_use == 3
+    text = drawn(Watch(trace))
+    assert text.splitlines()[1].strip("│ ").split() == ["×2", "A", "B", "··"]
+    assert "4 tokens shared" in text and "begins with 4 tokens" in text and "4 tokens shared" in trace.summary()
+
+
+def test_colours_columns_and_news_of_a_run_by_hand():
+    """A runs and shares a page with B; B was preempted and admitted again; C has ended."""
+    trace = Trace()
+    trace.num_pages, trace.page_size = 8, 4
+    first = TraceStep(
+        0.0, 1.0, [Work("A", "prefill", 7, 7), Work("B", "prefill", 6, 6), Work("C", "prefill", 4, 4)],
+        {"A": [0, 1], "B": [3, 4], "C": [5]}, {"A": 7, "B": 6, "C": 4}, ["A", "B", "C"], [], {},
+        [Token("A", 1, "one", None), Token("C", 2, "bye", "stop")],
+    )  # fmt: skip
+    second = TraceStep(
+        1.0, 1.0, [Work("A", "decode", 1, 8)], {"A": [0, 1]}, {}, [], ["B"], {}, [Token("A", 1, " two", None)]
+    )
+    third = TraceStep(
+        2.0, 2.0, [Work("A", "decode", 1, 9), Work("B", "chunk", 2, 6)], {"A": [0, 1, 6], "B": [0, 2]}, {}, ["B"], [],
+        {}, [Token("A", 1, " three", None)],
+    )  # fmt: skip
+    trace.steps = [first, second]
+    watch = Watch(trace)
+    text = drawn(watch)
+    assert "was preempted" in text and "2 of 8 in use" in text
+    waiting = next(line for line in text.splitlines() if " waiting " in line and line.split()[0] == "B").split()
+    assert waiting == ["B", "waiting", "1"]  # nothing cached, no pages, one preemption
+
+    trace.steps.append(third)
+    watch.view(80, 30)
+    grid = watch.pages(80, 8).renderable
+    assert isinstance(grid, Text)
+    styles = {grid.plain[span.start : span.end]: str(span.style) for span in grid.spans}
+    assert COLORS[0] in styles["×2"] and COLORS[0] in styles[" A"] and COLORS[1] in styles[" B"]
+    new = [grid.plain[span.start : span.end] for span in grid.spans if "underline" in str(span.style)]
+    assert new == [" B", " A"]  # pages 2 and 6
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(watch.requests(80, 9))
+    rows = [line.split() for line in capture.get().splitlines()[1:]]
+    assert rows == [
+        ["A", "decode", "9", "3", "one", "two", "three"], ["B", "chunk", "of", "2", "6", "2", "1"],
+        ["C", "done", "4", "bye"],
+    ]  # fmt: skip
+    assert tokens_per_second(trace.steps) == 4 / 4
+
+
+def test_states_of_requests_that_left():
+    trace = Trace()
+    trace.num_pages, trace.page_size = 4, 4
+    first = TraceStep(0.0, 1.0, [], {"A": [0]}, {"A": 1, "B": 1, "C": 1}, ["A"], [], {}, [Token("A", 1, "x", None)])
+    last = TraceStep(1.0, 1.0, [], {}, {}, [], [], {"A": "stop", "B": "abort", "C": "error"}, [])
+    trace.steps = [first, last]
+    text = drawn(Watch(trace))
+    assert [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["A"], ["B"], ["C"])] == [
+        ["C", "failed"], ["B", "aborted"], ["A", "done"]
+    ]  # fmt: skip
+    assert "0 running  ·  0 waiting" in text
+
+
+def test_no_text_controls_the_terminal():
+    trace = Trace()
+    trace.num_pages, trace.page_size = 4, 4
+    token = Token("\x1b", 1, "\x1b]0;title\x07 text\x9b2J", None)
+    trace.steps = [
+        TraceStep(0.0, 1.0, [Work("\x1b", "prefill", 1, 1)], {"\x1b": [0]}, {"\x1b": 1}, [], [], {}, [token])
+    ]
+    text = drawn(Watch(trace))
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+    assert r"\x1b]0;title\x07 text\x9b2J" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+@pytest.mark.parametrize("num_pages", [1, 100, 2000])
+def test_it_fits_the_terminal(run, width, num_pages):
+    whole = run.trace
+    trace = Trace()
+    trace.num_pages, trace.page_size, trace.steps = max(num_pages, whole.num_pages), 2, whole.steps
+    text = drawn(Watch(trace), width, 80)
+    assert max(map(len, text.splitlines())) <= width
+    cells = "".join(line for line in text.splitlines() if line.startswith("│"))
+    in_use = whole.steps[-1].num_pages_in_use
+    assert cells.count("·") in (trace.num_pages - in_use, 2 * (trace.num_pages - in_use))
+
+
+@pytest.mark.parametrize("width", [4, 6, 7, 40, 80])
+@pytest.mark.parametrize("height", [12, 24])
+@pytest.mark.parametrize("num_pages", [20, 300, 6000])
+def test_it_is_no_higher_than_the_terminal(run, width, height, num_pages):
+    whole = run.trace
+    trace = Trace()
+    trace.num_pages, trace.page_size, trace.steps = max(num_pages, whole.num_pages), 2, whole.steps
+    console = Console(width=width, height=height, file=io.StringIO())
+    with_table, without = (
+        len(console.render_lines(Watch(trace).view(width, height, with_requests=shown), pad=False))
+        for shown in (True, False)
+    )
+    if width >= 40:  # narrower ones break the lines of the status
+        assert with_table <= height and without <= height
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(dtype="float32", device="cpu", num_pages=8)
+
+
+def test_watched_requests_get_the_answers_of_generate(llm):
+    questions = ("What is the capital of France?", "Say hello.")
+    prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
+    params = SamplingParams(temperature=0.0, max_tokens=9, stop=" is")
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    outputs, trace = watch_requests(console, llm, prompts, params, num_pages=4)
+    expected = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert [output.text for output in outputs] == [output.text for output in expected]
+    assert outputs[0].text == "The capital of France" and outputs[0].finish_reason == "stop"
+    assert trace.num_pages == 4 and trace.page_size == 16
+    assert "4 in use" in console.file.getvalue()
+
+
+def test_a_request_that_does_not_fit_is_refused_alone(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    long, short = watch_requests(Console(file=io.StringIO()), llm, [[5] * 40, [5] * 4], params, num_pages=1)[0]
+    assert isinstance(long.error, RequestError) and "more pages" in str(long.error)
+    assert len(short.token_ids) == 2
+
+
+class Talker(Console):
+    """A console whose user says certain lines."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(file=io.StringIO(), width=80, height=24)
+        self._lines = iter(lines)
+
+    def input(self, *args, **kwargs):
+        return next(self._lines)
+
+
+def test_a_watched_chat_remembers_and_leaves_the_conversation(llm):
+    console, messages = Talker("My name is Ada.", "What is my name?", ""), []
+    watch_chat(console, llm, messages, SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.1))
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    out = console.file.getvalue()
+    assert "you What is my name?" in out and "Ada" in out.rsplit("model", 1)[1]
+
+
+def test_a_chat_goes_on_after_a_message_that_is_refused(llm):
+    console, messages = Talker("Hello.", "word " * 200, "Goodbye.", ""), []
+    watch_chat(console, llm, messages, SamplingParams(temperature=0.0, max_tokens=4), num_pages=8)
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    out = console.file.getvalue()
+    assert "more pages" in " ".join(out.split()) and out.index("you Hello.") < out.index("you Goodbye.")
+
+
+def test_the_example_has_preemptions_and_chunks(llm):
+    shorter = [(at, name, question, min(limit, 8)) for at, name, question, limit in EXAMPLE]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mini_engine.observe.trace.EXAMPLE", shorter)
+        trace = record_example(llm, num_pages=36, page_size=8, max_num_batched_tokens=64)
+    assert any(step.preempted for step in trace.steps)
+    assert any(work.kind == "chunk" for step in trace.steps for work in step.batch)
+    assert sorted(name for step in trace.steps for name in step.ended) == [name for _, name, _, _ in EXAMPLE]

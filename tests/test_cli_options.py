@@ -1,0 +1,175 @@
+"""Options of commands: one for each field, and the command line over the file over the command's own defaults."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mini_engine import cli
+from mini_engine.cli_options import EngineOptions, SamplingOptions, command, load_parts
+from mini_engine.config import EngineConfig
+from mini_engine.errors import ConfigError, RequestError
+from mini_engine.parts import Parts
+from mini_engine.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def seen():
+    """Runs a command line of a command that has all options; returns what it got."""
+    app, got = cli.make_app(), []
+
+    @command(app)
+    def show(engine: EngineOptions, sampling: SamplingOptions, page: int = 3) -> None:
+        """Show."""
+        got.append((engine, sampling, page))
+
+    def run(*arguments: str) -> tuple[EngineOptions, SamplingOptions, int]:
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return got.pop()
+
+    return run
+
+
+def test_options_that_are_not_given_have_no_value(seen):
+    assert seen() == (EngineOptions("smollm2-135m-instruct", {}), SamplingOptions({}), 3)
+
+
+def test_every_field_can_be_given(seen):
+    engine = {
+        "dtype": "float32", "device": "cpu", "attn_backend": "flex", "max_batch_size": 3, "max_model_len": 64,
+        "num_pages": 7, "page_size": 16, "max_num_batched_tokens": 99, "sliding_window": 8, "prefix_sharing": True,
+        "pipeline_depth": 1,
+    }  # fmt: skip
+    sampling = {
+        "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "max_tokens": 5,
+        "seed": 0, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True,
+    }  # fmt: skip
+    assert engine.keys() == {field.name for field in fields(EngineConfig)}
+    assert sampling.keys() == {field.name for field in fields(SamplingParams)}
+    arguments = ["--page", "4"]
+    for name, value in (engine | sampling).items():
+        for one in value if isinstance(value, list) else [value]:
+            arguments += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
+    assert seen("-m", "folder", *arguments) == (EngineOptions("folder", engine), SamplingOptions(sampling), 4)
+
+
+def test_short_names(seen):
+    engine, sampling, _ = seen("-m", "x", "-b", "flex", "-n", "5", "-t", "0.5")
+    assert (engine.model, engine.options) == ("x", {"attn_backend": "flex"})
+    assert sampling.options == {"max_tokens": 5, "temperature": 0.5}
+
+
+def test_the_command_line_overrides_the_file(seen, tmp_path):
+    file = tmp_path / "engine.yaml"
+    file.write_text("page_size: 16\nmax_seq_len: 64\nprefix_sharing: true\nnum_pages: 9\n")
+    engine, _, _ = seen("--config", str(file), "--num-pages", "7", "--no-prefix-sharing", "--max-model-len", "32")
+    assert engine.options == {"page_size": 16, "max_model_len": 32, "prefix_sharing": False, "num_pages": 7}
+
+
+def test_the_commands_own_defaults_are_overridden_by_all(monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def llm(model: object, config: EngineConfig, parts: object) -> None:
+        raise Loaded(config)
+
+    monkeypatch.setattr("mini_engine.llm.LLM", llm)
+    with pytest.raises(Loaded) as loaded:
+        EngineOptions("x", {"page_size": 16}).load(cli.make_console(), page_size=8, num_pages=36)
+    assert loaded.value.args == (EngineConfig(page_size=16, num_pages=36),)
+
+
+def test_sampling_options_override_the_commands_and_those_the_models():
+    model = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
+    options = SamplingOptions.of({"top_p": 0.5, "seed": None, "stop": []})
+    assert options.params(model, temperature=0.0, top_p=0.9) == replace(model, temperature=0.0, top_p=0.5)
+    assert SamplingOptions.of({"temperature": 1.5}).params(model, temperature=0.0).temperature == 1.5
+    with pytest.raises(RequestError, match="top_p"):
+        SamplingOptions.of({"top_p": 0.0})
+
+
+def test_a_parameter_takes_the_place_of_a_field():
+    app, got = cli.make_app(), []
+
+    @command(app)
+    def show(engine: EngineOptions, dtype: list[str] | None = None) -> None:
+        got.append((engine.options, dtype))
+
+    CliRunner().invoke(app, ["--dtype", "a", "--dtype", "b", "--page-size", "8"], catch_exceptions=False)
+    assert got == [({"page_size": 8}, ["a", "b"])]
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "bench", "trace"])
+def test_every_option_has_help(name):
+    group = typer.main.get_command(cli.app)
+    options = group.commands[name].params
+    assert group.commands[name].help
+    assert {field.name for field in fields(EngineConfig)} <= {option.name for option in options}
+    for option in options:
+        assert re.match(r"[A-Z\"\w].*\.$", option.help or ""), f"{name} --{option.name}: {option.help}"
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    check = (
+        "import sys; from mini_engine.cli import main; sys.argv = ['mini-engine', 'generate', '--help']\n"
+        "try: main()\n"
+        "except SystemExit: assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, cwd=ROOT)
+
+
+PARTS = """
+from dataclasses import replace
+from mini_engine.parts import Parts
+
+def mine(x, weight, eps):
+    return x
+
+value = replace(Parts(), rms_norm=mine)
+number = 5
+def function():
+    return value
+def broken():
+    raise ZeroDivisionError("no")
+"""
+
+
+@pytest.fixture
+def parts_file(tmp_path, monkeypatch):
+    (tmp_path / "parts_of_a_test.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+
+
+def test_parts_are_an_object_or_a_function(parts_file):
+    mine = load_parts("parts_of_a_test:value")
+    assert mine.rms_norm.__name__ == "mine" and mine.sample is Parts().sample
+    assert load_parts("parts_of_a_test:function") is mine
+    assert load_parts("mini_engine.parts:Parts") == Parts()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "MODULE:OBJECT"),
+        ("parts_of_a_test", "MODULE:OBJECT"),
+        (":value", "MODULE:OBJECT"),
+        ("no_such_module:value", "no_such_module"),
+        (".relative:value", "relative"),
+        ("parts_of_a_test:missing", "missing"),
+        ("parts_of_a_test:number", "int"),
+        ("parts_of_a_test:broken", "ZeroDivisionError: no"),
+        ("parts_of_a_test:mine", "TypeError"),
+    ],
+)
+def test_parts_that_cannot_be_loaded_are_named(parts_file, path, message):
+    with pytest.raises(ConfigError, match=message):
+        load_parts(path)

@@ -1,0 +1,162 @@
+"""`EngineConfig`: the same options in Python and in a file, checked in one place."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mini_engine.attention.backend import BACKENDS
+from mini_engine.config import ALIASES, DEVICES, DTYPES, MAX_CONFIG_BYTES, EngineConfig, read_options
+from mini_engine.errors import ConfigError
+from tests.helpers import GREEDY, double_model, make_engine, serve
+
+SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> EngineConfig:
+    """Any configuration that a file can state."""
+    size, optional = st.integers(1, 4096), st.none() | st.integers(1, 2**40)
+    return EngineConfig(
+        dtype=draw(st.sampled_from(DTYPES)), device=draw(st.sampled_from(DEVICES)),
+        attn_backend=draw(st.sampled_from(list(BACKENDS))), max_batch_size=draw(size), max_model_len=draw(optional),
+        num_pages=draw(optional), page_size=draw(size), max_num_batched_tokens=4096 + draw(size),
+        sliding_window=draw(optional), prefix_sharing=draw(st.booleans()),
+        pipeline_depth=draw(st.sampled_from([None, 0, 1])),
+    )  # fmt: skip
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "engine.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+@given(configs())
+def test_a_file_states_every_option(tmp_path_factory, config):
+    lines = [f"{field.name}: {getattr(config, field.name)}" for field in fields(EngineConfig)]
+    path = written(tmp_path_factory.mktemp("config"), "\n".join(lines).replace("None", "null"))
+    assert EngineConfig.read(path) == config
+
+
+def test_what_a_file_leaves_out_has_its_default(tmp_path):
+    assert EngineConfig.read(written(tmp_path, "")) == EngineConfig()
+    path = written(tmp_path, "# few pages\nnum_pages: 18  # of 16 tokens\npage_size: 16\n")
+    assert EngineConfig.read(path) == EngineConfig(num_pages=18, page_size=16)
+    assert read_options(path) == {"num_pages": 18, "page_size": 16}
+
+
+def test_another_name_of_an_option(tmp_path):
+    assert ALIASES["max_seq_len"] == "max_model_len"
+    assert EngineConfig.read(written(tmp_path, "max_seq_len: 512")).max_model_len == 512
+    assert EngineConfig.of({"max_seq_len": 512}) == EngineConfig(max_model_len=512)
+    with pytest.raises(ConfigError, match="two names"):
+        EngineConfig.of({"max_seq_len": 512, "max_model_len": 256})
+
+
+WRONG = """
+from dataclasses import fields
+
+from mini_engine.config import EngineConfig
+from mini_engine.errors import ConfigError
+
+for field in fields(EngineConfig):
+    for value in ("magic", -1, 2.5, [1], {}, 2**64, None):
+        if value is None and field.default is None:
+            assert EngineConfig.of({field.name: None}) == EngineConfig()
+            continue
+        try:
+            EngineConfig.of({field.name: value})
+        except ConfigError as error:
+            assert field.name in str(error) or "attention backend" in str(error), error
+        else:
+            raise AssertionError(f"{field.name} may be {value!r}")
+"""
+
+
+def test_every_option_is_checked():
+    """In a process of its own, whose calls are not checked against their annotations."""
+    subprocess.run([sys.executable, "-c", WRONG], check=True, cwd=Path(__file__).parent.parent)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "value", [0, -1, True, 2**63, 10**5000, -(10**5000)], ids=["0", "-1", "true", "2^63", "huge", "-huge"]
+)
+def test_sizes_are_whole_numbers_of_one_or_more(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        EngineConfig.of({name: value})
+
+
+def test_options_must_fit_together():
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 8, less than max_batch_size"):
+        EngineConfig(max_num_batched_tokens=8, max_batch_size=9)
+    for depth in (-1, 2, True):
+        with pytest.raises(ConfigError, match="pipeline_depth"):
+            EngineConfig.of({"pipeline_depth": depth})
+
+
+def test_an_unknown_option_is_named_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"unknown option 'pages'; the options are: .*num_pages"):
+        EngineConfig.of({"pages": 3})
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.of({"x" * 10_000: 3})
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "page_size: [",
+        "page_size: 16\n\tx: 1",
+        b"\xff\xfe\x00page",
+        "- page_size",
+        "16",
+        "1: 2",
+        "page_size: !!python/object:os.system 1",
+        "[" * 20_000,
+        "a: &a [*a]",
+        "page_size: 2001-99-99",
+        "num_pages: " + "9" * 5000,
+        " " * (MAX_CONFIG_BYTES + 1),
+    ],
+    ids=lambda text: str(text)[:20],
+)
+def test_a_file_that_holds_no_options_is_refused(tmp_path, text):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError):
+        EngineConfig.read(path)
+
+
+@pytest.mark.parametrize("path", ["missing.yaml", ".", "engine.yaml/x", "null\0byte", "/dev/zero"])
+def test_a_path_that_is_no_file_is_refused(path):
+    with pytest.raises(ConfigError, match=r"cannot read|larger"):
+        read_options(Path(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 10**9},
+        {"num_pages": 2**62},
+        {"page_size": 2**40},
+        {"page_size": 2**40, "num_pages": 4},
+        {"max_batch_size": 10**10, "max_num_batched_tokens": 10**10},
+        {"max_model_len": 2**62},
+    ],
+    ids=str,
+)
+def test_sizes_are_checked_before_memory_is_taken(options):
+    with pytest.raises(ConfigError, match=r"lower|this model takes"):
+        make_engine(double_model("llama"), **options)
+
+
+def test_limits_beyond_the_model_are_those_of_the_model():
+    wide = make_engine(double_model("llama"), num_pages=32, sliding_window=2**62, max_num_batched_tokens=2**62)
+    plain = make_engine(double_model("llama"), num_pages=32)
+    arrivals = {0: [("a", [5, 6, 7], GREEDY), ("b", [8], GREEDY)]}
+    assert serve(wide, arrivals) == serve(plain, arrivals)

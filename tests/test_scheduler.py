@@ -245,14 +245,14 @@ TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadl
 def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
     """What the machine meets too rarely: many requests that share and are preempted, return, and share again."""
     met = Counter()
-    for seed in range(12):
+    for seed in range(20):
         random = Random(seed)
         machine = SchedulerMachine()
         machine.build(
-            num_pages=random.randint(4, 14),
+            num_pages=random.randint(4, 9),
             page_size=random.randint(1, 4),
-            batch=random.randint(2, 4),
-            extra=random.randint(0, 24),
+            batch=random.randint(2, 6),
+            extra=random.randint(0, 8),
             window=random.choice(windows),
             prefix_sharing=prefix_sharing,
             depth=depth,
@@ -269,10 +269,10 @@ def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
             machine.counts_and_pages_agree()
         machine.all_end()
         met += machine.met
-    assert met["preempted"] > 4 and met["returned"] > 2
+    assert met["preempted"] > 2 and met["returned"] > 2
     assert (met["shared"] > 20 and met["copied"] > 2) if prefix_sharing else met["shared"] == met["copied"] == 0
     assert met["evicted"] == 0 if windows == [None] else met["evicted"] > 20
-    assert (met["dropped"] > 4 and met["drained"] > 4) if depth else met["dropped"] == met["drained"] == 0
+    assert (met["dropped"] > 4 and met["drained"] > 2) if depth else met["dropped"] == met["drained"] == 0
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

@@ -1048,14 +1048,15 @@ def expected_step(
         alive.pop()
     preempted = "".join(str(number) for number in reversed(range(len(alive), len(running))))
     work = [(str(number), share) for number, share in enumerate(shares)]
-    free, left, count, admitted = num_pages - sum(used), budget - sum(shares), len(alive), ""
+    free, left, admitted = num_pages - sum(used), budget - sum(shares), ""
     for number, tokens in enumerate(waiting, len(running)):
         pages = -(-tokens // size)
-        if preempted or left < 1 or pages > free - count or count == 6:
+        # One page is held back for each request that ran before.
+        if preempted or left < 1 or pages > free - len(alive) or len(alive) + len(admitted) == 6:
             break
         admitted += str(number)
         work.append((str(number), min(tokens, left)))
-        left, free, count = left - work[-1][1], free - pages, count + 1
+        left, free = left - work[-1][1], free - pages
     work = [(name, share) for name, share in work if share]
     return sorted(work, key=lambda pair: pair[1] > 1), admitted, preempted
 

@@ -1,293 +1,361 @@
-"""Homework of chapter 07: who computes, who comes in, who gives way, and who shares pages with whom.
+"""Homework of chapter 07: dividing a step's tokens, admitting and preempting requests, and sharing pages.
 
-Six of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a
-real model on them. None of them touches a tensor: they decide, and keep the books of pages.
+Seven of these functions are parts of the engine. Once their checks pass, `mini-engine generate --homework` runs a real
+model on them. None of them touches a tensor: they make decisions and keep track of pages. `make_scheduler` and
+`compute` are given, so that you can try your functions on a scheduler without a model.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence as ListLike
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int32
 
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.sequence import Sequence
+from mini_engine.kv_cache.prefix_sharing import ROOT, Children
+from mini_engine.parts import Parts
+from mini_engine.request import Request, Running
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Schedule, Scheduler
 
 
-def fuse(pending: ListLike[int], budget: int) -> list[int]:
-    """Share out the tokens of one step among the running sequences: decodes and prompts in one batch.
-
-    `pending` says how many tokens of each sequence are not computed yet. A sequence with one such token is decoding,
-    any other is in its prompt (or, after a preemption, in its prompt and its old output). The rules:
-        1. Every decode gets its token, wherever it stands in the list. No answer waits for somebody else's prompt.
-        2. What is left of the budget goes to the prompts in the order of the list, as much as each can use.
-        3. So at most one prompt gets only a part, a chunk, and those behind it get nothing in this step.
+def make_scheduler(
+    prompts: ListLike[ListLike[int]],
+    *,
+    num_pages: int,
+    page_size: int = 4,
+    budget: int = 8,
+    max_tokens: int = 8,
+    **options: Any,
+) -> Scheduler:
+    """A scheduler with one waiting request for each prompt, named "0", "1" and so on.
 
     Args:
-        pending: at least 1 each, the oldest sequence first; there may be none.
-        budget: most tokens of the step; at least len(pending).
+        prompts: token ids, the oldest request first.
+        num_pages: pages in the pool.
+        page_size: tokens per page.
+        budget: most tokens in one step.
+        max_tokens: tokens of each output.
+        options: more options of the `Scheduler`.
+    """
+    defaults = {"max_model_len": 99, "window": None, "prefix_sharing": False, "parts": Parts()}
+    table = PageTable(num_pages, page_size, min(8, budget))
+    scheduler = Scheduler(table, max_num_batched_tokens=budget, **{**defaults, **options})
+    for number, prompt in enumerate(prompts):
+        length = len(prompt) + max_tokens
+        scheduler.add(Request(str(number), list(prompt), SamplingParams(max_tokens=max_tokens), 0, length, (), number))
+    return scheduler
+
+
+def compute(scheduler: Scheduler, step: Schedule, collect: bool = True) -> None:
+    """Count a step as computed, as the engine would do it; every sampled token is a 7.
+
+    Args:
+        scheduler: the scheduler.
+        step: the step.
+        collect: whether the host reads the sampled tokens at once; otherwise they stay on the device.
+    """
+    running, rows = scheduler.running, step.rows
+    running.num_computed[rows] += step.num_new
+    samples = rows[running.num_computed[rows] == running.num_scheduled[rows]]
+    running.num_scheduled[samples] += 1
+    if collect:
+        running.append(samples, np.full(len(samples), 7))
+
+
+def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray, " B"]:
+    """Divide the tokens of one step among the running requests: decodes and prompts in one batch.
+
+    `pending[b]` is the number of tokens of request b that are not computed yet. A request with one pending token
+    decodes; any other is in its prompt (after a preemption, in its prompt and its old output). What must hold:
+        - Every decode gets its token, wherever it stands in the array, so no output stalls behind a prompt.
+        - The rest of the budget goes to the prompts in the order of the array: none gets a token before the one in
+          front of it has all that it can use. So at most one prompt gets a part, a chunk.
+        - No token of the budget is left while a request could use it.
+
+    A step has up to hundreds of requests, so the engine's version has no loop over them; the grader accepts one. The
+    array belongs to the caller: leave it as it is.
+
+    Args:
+        pending: [B] at least 1 each, the oldest request first; B may be 0.
+        budget: most tokens of the step; at least B.
 
     Returns:
-        How many tokens the step computes of each sequence, in the order of `pending`.
+        [B] tokens of each request that the step computes, 0 for a prompt that has to wait.
 
-    Example: two decodes take a token each; of the other six, the older prompt gets five, and the younger one.
+    Example: two decodes take a token each; of the other six, the older prompt gets five and the younger one gets one.
 
-        >>> fuse([5, 1, 7, 1], budget=8)
-        [5, 1, 1, 1]
+        >>> share_budget(np.array([5, 1, 7, 1]), budget=8)
+        array([5, 1, 1, 1])
     """
-    left = budget - sum(n == 1 for n in pending)
-    num_new = []
-    for n in pending:
-        if n == 1:
-            num_new.append(1)  # paid for above: a decode behind a long prompt finds its token still there
-        else:
-            num_new.append(min(n, left))
-            left -= num_new[-1]
-    return num_new
+    decodes = pending == 1
+    prompts = np.where(decodes, 0, pending)
+    left = budget - int(decodes.sum())  # a decode behind a long prompt finds its token still there
+    taken = np.cumsum(prompts) - prompts  # by the prompts in front of each
+    return np.where(decodes, 1, np.clip(left - taken, 0, prompts))
 
 
-def admit(num_tokens: ListLike[int], num_pages: ListLike[int], *, budget: int, free_pages: int, free_rows: int) -> int:
-    """Decide how many of the waiting requests come in.
+def admit(num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int:
+    """Decide whether the oldest waiting request is admitted, and how many of its tokens the step computes.
 
-    A request comes in if it finds, after all before it have taken theirs:
-        1. a row of the page table;
-        2. all the pages that it needs;
-        3. at least one token of the step's budget. Its prompt may be longer than that: it begins with a chunk, takes
-           the whole rest of the budget, and nobody behind it comes in.
-    They come in strictly in order. The first that does not fit ends it, even if a smaller one behind it would fit:
-    a large request that is overtaken again and again would wait forever.
+    It needs a row of the page table, all its pages, and at least one token of the budget. A prompt that is longer than
+    the budget is admitted all the same, and begins with a chunk.
 
     Args:
-        num_tokens: tokens that each request has to compute, at least 1 each, oldest first.
-        num_pages: pages that each needs, at least 1 each.
-        budget: tokens of the step that the running sequences leave.
-        free_pages: pages that may be given away; the scheduler holds some back, so it may be negative.
-        free_rows: rows that may be given away.
+        num_tokens: tokens that the request has to compute, at least 1.
+        num_pages: free pages that it needs; 0 if it shares them all.
+        budget: tokens that the step has left; may be 0.
+        free_pages: pages that may be given away. The scheduler keeps one back for each running request, so this may
+            be negative.
+        free_rows: rows of the page table that are free.
 
     Returns:
-        How many requests come in, from the front.
+        Tokens of the request that the step computes; 0 if it has to wait.
 
-    Example: the second begins with the one token that is left; the third finds none.
+    Example: nine tokens fill three pages of four. Five tokens are left of the budget.
 
-        >>> admit([4, 9, 2], [1, 3, 1], budget=5, free_pages=6, free_rows=8)
-        2
-        >>> admit([4, 9, 2], [1, 7, 1], budget=99, free_pages=6, free_rows=8)
-        1
+        >>> admit(9, 3, budget=5, free_pages=6, free_rows=8)
+        5
+        >>> admit(9, 3, budget=5, free_pages=2, free_rows=8)
+        0
     """
-    count = 0
-    for tokens, pages in zip(num_tokens, num_pages, strict=True):
-        if count == free_rows or pages > free_pages or budget < 1:
-            break
-        count += 1
-        free_pages -= pages
-        budget -= tokens  # below 0 after a chunk: nobody else fits
-    return count
+    has_room = free_rows >= 1 and num_pages <= free_pages
+    return max(0, min(num_tokens, budget)) if has_room else 0
 
 
-def preempt(
-    running: list[Sequence], waiting: deque[Sequence], rows: dict[Sequence, int], page_table: PageTable
-) -> Sequence:
-    """Take the pages of the newest running sequence, and let it wait until there is room for it again.
+def preempt(running: Running, waiting: OrderedDict[Request, None], page_table: PageTable) -> Request:
+    """Preempt the newest running request: it waits without its pages until there is room for it again.
 
-    The scheduler calls this when an older sequence needs a page and none is free. Change all four arguments in place.
-    Afterwards the sequence
-        1. no longer runs, and has no row;
-        2. owns no page: those that nobody else owns are free;
-        3. has nothing computed (`num_computed`), since its keys and values are gone;
-        4. still has all its tokens (`token_ids`), those of its output too: they were sent to a user already. When it
-           comes back, all of them are computed like a prompt;
-        5. is the first to come back: whoever waits arrived later than it.
+    The scheduler calls this when an older request needs a page and none is free. Change all three arguments in place.
+    Afterwards
+        - the request has left its row: `Running.leave` describes what happens to its tokens;
+        - the page table has the row and its pages back. Pages that another row owns too are still in use;
+        - it waits in front of all other requests, because they arrived later;
+        - it has all its tokens, those of its output included, because they have been sent to a user. When it is
+          admitted again, all of them are computed as if they were its prompt.
 
     Args:
-        running: sequences with pages, oldest first; at least one.
-        waiting: sequences without pages, oldest first.
-        rows: the row of the page table of each running sequence.
+        running: the running requests; at least one. `running.order` has their rows, the oldest request first.
+        waiting: the requests without pages, the next one first. The keys are the queue; the values are None.
         page_table: the pages.
 
     Returns:
-        The sequence that was preempted.
+        The request that was preempted.
 
-    Example: the pool has 3 pages of 4 tokens, and two sequences hold all of them.
+    Example: two requests run. The newer one is preempted after the first token of its output.
 
-        >>> from mini_engine.sampling_params import SamplingParams
-        >>> def make(tokens):
-        ...     return Sequence(
-        ...         tokens, SamplingParams(), seed=0, eos_token_ids=(), max_model_len=99, detokenizer=None
-        ...     )
-        >>> old, new = make([5, 6, 7]), make([1, 2, 3, 4, 5])
-        >>> table = PageTable(num_pages=3, page_size=4, max_sequences=2)
-        >>> running, waiting, rows = [old, new], deque(), {old: table.allocate(), new: table.allocate()}
-        >>> all(table.reserve(rows[s], len(s.token_ids)) for s in running), table.num_free_pages
-        (True, 0)
-        >>> preempt(running, waiting, rows, table) is new
-        True
-        >>> running == [old], list(waiting) == [new], rows == {old: 0}, table.num_free_pages
-        (True, True, True, 2)
+        >>> scheduler = make_scheduler([[5, 6, 7], [1, 2, 3, 4, 5]], num_pages=5, max_tokens=2)
+        >>> compute(scheduler, scheduler.schedule())
+        >>> running, waiting, table = scheduler.running, scheduler.waiting, scheduler.page_table
+        >>> running.order.tolist(), list(waiting), table.num_free_pages
+        ([0, 1], [], 2)
+        >>> request = preempt(running, waiting, table)
+        >>> request.request_id, request.token_ids
+        ('1', [1, 2, 3, 4, 5, 7])
+        >>> running.order.tolist(), list(waiting) == [request], table.num_free_pages
+        ([0], True, 4)
     """
-    newest = running.pop()
-    page_table.erase(rows.pop(newest))  # counts owners down: a page that another row shares stays
-    newest.num_computed = 0
-    waiting.appendleft(newest)
-    return newest
+    row = int(running.order[-1])
+    request = running.leave(row)
+    page_table.release(row)  # counts owners down: a page that another row shares stays in use
+    waiting[request] = None
+    waiting.move_to_end(request, last=False)
+    return request
 
 
-def share_prefix(table: PageTable, row: int, donor: int, num_tokens: int) -> None:
-    """Let a row without pages begin with the pages that hold the first tokens of another row.
+def schedule(scheduler: Scheduler) -> Schedule | None:
+    """The scheduling loop: choose the tokens of the next step, and take their pages.
 
-    Both rows own these pages from now on, and neither knows who was first. If the last token is in the middle of a
-    page, that page is shared too: `copy_on_write` will part them when one of them writes. Pages of the donor behind
-    it are its own affair. Nothing is taken from the free list, and the donor's row stays as it is.
+    This is the function that the chapter is about. What must hold:
+        - Running requests come first. Those that have tokens to compute (`scheduler.pending`) divide the whole budget
+          among them, as `scheduler.parts.share_budget` says. A request that gets no token is not in the step.
+        - Every token of the step has a page (`scheduler.reserve`). If the pool is too small for that, the newest
+          running request is preempted, and then the next newest, until it is large enough. Only as many as necessary
+          are preempted. The requests that are left divide the whole budget anew.
+        - A preempted request is computed again from its tokens, so the host must know them all. While sampled tokens
+          are still on the device (`scheduler.running.has_tokens_in_flight`) nothing is preempted: return None. The
+          engine then collects those tokens, which may end requests, and calls you again.
+        - Waiting requests are admitted (`scheduler.admit`) with what the running ones leave of the budget, but not in
+          a step that preempted a request: the pool is too small already.
+        - In the step, requests with one new token come first, then those with more, and each group is in order of
+          age. This is the order that `StepBatch` needs.
 
-    The state of the table is public. You need of it:
-        table.pages(row): a view of the row's pages, in order of position
-        table.table[row, i], table.counts[row]: the row's page number i; how many pages it has
-        table.refcounts[page]: how many rows own a page
-        table.pages_for(num_tokens): the pages that so many tokens fill, the last perhaps in part
+    The docstrings of `Scheduler.pending`, `reserve`, `preempt` and `admit` and of `Schedule` say what they take and
+    return. `reserve` and `admit` append the pages that have to be copied to a list that you give them; it belongs into
+    the schedule.
 
     Args:
-        table: the page table.
-        row: a row from `allocate`, still without pages.
-        donor: the row whose first tokens are the same.
-        num_tokens: how many are, 1 or more; the donor has pages for them.
+        scheduler: the queues, the page table, the budget and the other parts.
 
-    Example: 6 tokens are 2 pages of 4, the second one half.
+    Returns:
+        The step. If nothing can be computed it has no requests. None if tokens have to be collected first.
 
-        >>> table = PageTable(num_pages=6, page_size=4, max_sequences=2)
-        >>> donor, row = table.allocate(), table.allocate()
-        >>> table.reserve(donor, 10)
-        True
-        >>> share_prefix(table, row, donor, num_tokens=6)
-        >>> table.pages(donor).tolist(), table.pages(row).tolist(), table.refcounts[:4].tolist()
-        ([0, 1, 2], [0, 1], [2, 2, 1, 0])
+    Example: the budget is 6. Request 0 has 3 tokens, and request 1 begins with a chunk; then request 0 decodes.
+
+        >>> scheduler = make_scheduler([[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]], num_pages=12, budget=6)
+        >>> step = schedule(scheduler)
+        >>> step.rows.tolist(), step.num_new.tolist(), [request.request_id for request in step.admitted]
+        ([0, 1], [3, 3], ['0', '1'])
+        >>> compute(scheduler, step)
+        >>> step = schedule(scheduler)
+        >>> step.rows.tolist(), step.num_new.tolist(), step.num_tokens
+        ([0, 1], [1, 5], 6)
     """
-    shared = table.pages(donor)[: table.pages_for(num_tokens)]
-    table.table[row, : len(shared)] = shared
-    table.counts[row] = len(shared)
-    table.refcounts[shared] += 1  # the pages of one row are all different, so no page is counted twice
+    preempted: list[Request] = []
+    copies: list[tuple[int, int]] = []
+    while True:
+        rows, pending = scheduler.pending()  # asked again after each preemption: both have changed
+        num_new = scheduler.parts.share_budget(pending, scheduler.budget)
+        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        if scheduler.reserve(rows, num_new, copies):
+            break
+        if scheduler.running.has_tokens_in_flight:
+            return None
+        preempted.append(scheduler.preempt())
+    admitted: list[Request] = []
+    num_shared = 0
+    if not preempted:
+        admitted, shares, num_shared = scheduler.admit(scheduler.budget - int(num_new.sum()), copies)
+        # Admitted requests are the newest: their rows are the last ones.
+        rows = np.append(rows, scheduler.running.order[len(scheduler.running) - len(admitted) :])
+        num_new = np.append(num_new, shares).astype(np.int64)  # an empty list would make it an array of floats
+    order = np.argsort(num_new > 1, kind="stable")
+    return Schedule(rows[order], num_new[order], int(num_new.sum()), admitted, preempted, num_shared, copies)
 
 
-def copy_on_write(table: PageTable, row: int, first: int, end: int) -> list[tuple[int, int]] | None:
+def match_prefix(children: Children, token_ids: Int32[np.ndarray, " n"], page_size: int) -> list[int]:
+    """Find the pages that hold the beginning of a prompt.
+
+    The full pages of all requests form a tree. The keys and values in a page depend on all tokens before it as well, so
+    a page is found by its parent, the page before it, and by its own tokens: `children[parent][tokens]`, where
+    `tokens` are the bytes of the page's token ids, as `token_ids[start:end].tobytes()` returns them. The first pages of
+    requests are children of `ROOT`. A page that nothing follows may have no entry in `children`, and in an empty tree
+    `ROOT` has none.
+
+    Only full pages are in the tree, and the prompt may end inside a page. Read each token of the prompt at most once,
+    and look up each page once: thousands of pages may have the same parent.
+
+    Args:
+        children: for each page, and for `ROOT`, the pages that follow it.
+        token_ids: [n] int32, the prompt.
+        page_size: tokens per page.
+
+    Returns:
+        The pages, in order of position: as many as the prompt and one request have in common from the beginning.
+
+    Example: pages of 2 tokens. Page 4 holds [5, 6], and the pages 9 and 1 follow it.
+
+        >>> first, second, third = (np.array(pair, dtype=np.int32).tobytes() for pair in ([5, 6], [7, 8], [5, 5]))
+        >>> children = {ROOT: {first: 4}, 4: {second: 9, third: 1}}
+        >>> match_prefix(children, np.array([5, 6, 5, 5, 5], dtype=np.int32), page_size=2)
+        [4, 1]
+        >>> match_prefix(children, np.array([7, 8, 5, 6], dtype=np.int32), page_size=2)
+        []
+    """
+    pages: list[int] = []
+    parent = ROOT
+    for end in range(page_size, len(token_ids) + 1, page_size):
+        page = children.get(parent, {}).get(token_ids[end - page_size : end].tobytes())
+        if page is None:
+            break
+        pages.append(page)
+        parent = page
+    return pages
+
+
+def copy_on_write(table: PageTable, row: int, first: int, end: int) -> list[tuple[int, int]]:
     """Before a row writes tokens, give it pages of its own where it shares them.
 
-    The row is about to write the tokens with indices first, first + 1, ..., end - 1. Index i is in its page number
-    i // page_size. Every page that it will write to and that has another owner is replaced in its row by a free page:
-    the shared page has one owner fewer, the new one has one. Pages that it owns alone stay, and so do shared pages
-    that it will only read. The other owners notice nothing.
-
-    You need of the table, beside what `share_prefix` needed:
-        table.free_pages: a list of the pages without an owner; pop from its end
-        table.release(page): one owner of the page fewer, and back on the free list without any
+    The row is about to write the tokens with indices first, first + 1, ..., end - 1, counted from the start of its
+    first page. Every page that it writes to and that has another owner is replaced in this row by a free page
+    (`table.replace`). Pages that it owns alone stay, and so do shared pages that it only reads. The other owners'
+    rows do not change.
 
     Args:
-        table: the page table.
+        table: the page table, with a free page for each page that has to be replaced. `table.pages(row)` are the row's
+            pages, and `table.refcounts[page]` is a page's number of owners.
         row: the row that writes. It has pages for `end` tokens.
         first: index of the first token written.
-        end: index behind the last one; more than first.
+        end: index behind the last one; more than `first`.
 
     Returns:
-        Pairs (old page, new page) in order of position; the engine copies their contents before the step writes. An
-        empty list if there is nothing to copy. None if fewer pages are free than it takes; then nothing has changed.
+        Pairs (old page, new page) in order of position. The engine copies their contents before the step writes.
 
-    Example: a page with two owners. The first who writes gets a copy; then the second owns the old page alone.
+    Example: two rows own one page. The first that writes gets a copy; then the other one owns the old page alone.
 
-        >>> table = PageTable(num_pages=4, page_size=4, max_sequences=2)
+        >>> table = PageTable(num_pages=4, page_size=4, max_rows=2)
         >>> a, b = table.allocate(), table.allocate()
-        >>> table.reserve(a, 3)
-        True
-        >>> table.table[b, 0], table.counts[b], table.refcounts[0] = 0, 1, 2
+        >>> table.take(np.array([a]), np.array([1]))
+        >>> table.share(b, table.pages(a))
         >>> copy_on_write(table, b, first=3, end=4), copy_on_write(table, a, first=3, end=4)
         ([(0, 1)], [])
-        >>> table.pages(a).tolist(), table.pages(b).tolist(), table.refcounts[:2].tolist()
-        ([0], [1], [1, 1])
+        >>> table.pages(a).tolist(), table.pages(b).tolist(), table.refcounts.tolist()
+        ([0], [1], [1, 1, 0, 0])
     """
     written = range(first // table.page_size, (end - 1) // table.page_size + 1)
-    shared = [index for index in written if table.refcounts[table.table[row, index]] > 1]
-    if len(shared) > table.num_free_pages:
-        return None  # before anything is taken: the scheduler preempts somebody, and asks again
-    copies = []
-    for index in shared:
-        old, new = int(table.table[row, index]), table.free_pages.pop()
-        table.table[row, index] = new
-        table.refcounts[new] = 1
-        table.release(old)
-        copies.append((old, new))
-    return copies
+    pages = table.pages(row).tolist()
+    # After a replacement the refcount is right at once, so the last of several owners that write keeps the old page.
+    return [table.replace(row, index) for index in written if table.refcounts[pages[index]] > 1]
 
 
-def evict_pages(table: PageTable, row: int, first_position: int, next_query: int, window: int) -> int:
-    """Give up the pages of a row that no query will ever see again.
+def pages_to_evict(
+    num_computed: Int[np.ndarray, " B"], num_evicted: Int[np.ndarray, " B"], window: int, page_size: int
+) -> Int[np.ndarray, " B"]:
+    """Count the pages at the front of each request that no query will see again.
 
-    Every layer has a sliding window: a query at position q sees the keys at q - window + 1 to q. Queries only move
-    on, so what the next query cannot see is lost to all. Pages go from the front of the row, and only whole ones:
-    a page stays as long as one of its keys is still seen. Those that stay move up in the row, in order, so that the
-    row begins with them. A page that has another owner stays with that owner.
+    Every layer has a sliding window: a query at position q sees the keys at q - window + 1 to q. Positions only grow,
+    so a key that the next query cannot see is never seen again. A page stays as long as one of its keys is visible.
 
     Args:
-        table: the page table; you need `pages`, `table`, `counts`, `page_size` and `release`.
-        row: the row of the sequence.
-        first_position: position of the first key in the row's first page; above 0 if pages were given up before.
-        next_query: position of the next token that will be computed, at least first_position.
-        window: keys that a query may see, its own included.
+        num_computed: [B] tokens of each request that are computed: the position of its next query.
+        num_evicted: [B] tokens of each request whose pages were returned before: the position of the first key in its
+            first page. A multiple of `page_size`, and at most `num_computed`.
+        window: keys that a query sees, its own included.
+        page_size: tokens per page.
 
     Returns:
-        How many pages were given up.
+        [B] pages that each request can return, 0 if none.
 
-    Example: pages of 4 hold positions 0 to 9. The query at position 10 sees the last 5 positions, 6 to 10: the page
-    with positions 4 to 7 is still needed, the one before it is not.
+    Example: pages of 4. The query at position 10 sees the last five positions, 6 to 10. The page with positions 0 to 3
+    is not needed any more, and the one with 4 to 7 is. A second request returned that first page before.
 
-        >>> table = PageTable(num_pages=6, page_size=4, max_sequences=1)
-        >>> row = table.allocate()
-        >>> table.reserve(row, 10), table.pages(row).tolist()
-        (True, [0, 1, 2])
-        >>> evict_pages(table, row, first_position=0, next_query=10, window=5)
-        1
-        >>> table.pages(row).tolist(), table.num_free_pages
-        ([1, 2], 4)
-        >>> evict_pages(table, row, first_position=4, next_query=10, window=5)
-        0
+        >>> pages_to_evict(np.array([10, 10]), np.array([0, 4]), window=5, page_size=4)
+        array([1, 0])
     """
-    hidden = next_query - window + 1 - first_position  # keys of the row that lie in front of the window
-    num_pages = max(0, hidden) // table.page_size
-    pages = table.pages(row).tolist()  # a list: the view would change under our hands
-    for page in pages[:num_pages]:
-        table.release(page)
-    kept = pages[num_pages:]
-    table.table[row, : len(kept)] = kept
-    table.counts[row] = len(kept)
-    return min(num_pages, len(pages))
+    oldest_visible = num_computed - window + 1
+    hidden = np.maximum(oldest_visible - num_evicted, 0)  # before the window is full nothing is hidden
+    return hidden // page_size
 
 
 def reorder_beams(table: PageTable, rows: ListLike[int], parents: ListLike[int]) -> None:
     """Challenge: the page table of beam search.
 
-    Beam search writes several texts at once, the beams, and after every token keeps the best continuations, whichever
-    beam they come from: one beam goes on twice, another is given up. Afterwards the row rows[i] holds the text that
-    rows[parents[i]] held before. All rows change at the same moment, so a row may be the parent of others and get a
-    parent of its own. No key is copied: the row gets its parent's pages, and `copy_on_write` parts them later.
+    Beam search extends several outputs at once, the beams. After every token it keeps the best continuations, whichever
+    beam they come from: one beam is continued twice, and another is dropped. Afterwards the row `rows[i]` holds the
+    output that `rows[parents[i]]` held before. All rows change at the same moment: two beams may even swap. No key is
+    copied; a row gets its parent's pages, and `copy_on_write` separates them later.
 
-    Every page ends with as many owners as there are rows that hold it, and is on the free list if that is none. A page
-    that is still needed is never on the free list in between. Rows that are not beams may share pages with them, and
-    keep them. No row is freed.
+    Use only the methods of the table: a page that is returned to the pool by its last owner cannot be shared any more,
+    even if it is needed a line later. No row is free, so you cannot allocate a spare one. A row has room for the pages
+    of two beams. Rows that are not beams may share pages with beams, and keep them.
 
     Args:
-        table: the page table; `refcounts`, `release`, `pages`, `table` and `counts` are what you need.
+        table: the page table.
         rows: the row of each beam; their numbers of pages may differ.
         parents: for each beam the index in `rows` of the beam that it continues.
 
-    Example: the first beam goes on twice, in its own row and in that of the second, whose last page is free then.
+    Example: the first beam is continued twice, in its own row and in the second one, whose page is free then.
 
-        >>> table = PageTable(num_pages=6, page_size=4, max_sequences=2)
+        >>> table = PageTable(num_pages=6, page_size=4, max_rows=2)
         >>> a, b = table.allocate(), table.allocate()
-        >>> table.reserve(a, 8), table.reserve(b, 4)
-        (True, True)
+        >>> table.take(np.array([a, b]), np.array([2, 1]))
         >>> reorder_beams(table, rows=[a, b], parents=[0, 0])
-        >>> table.pages(a).tolist(), table.pages(b).tolist(), table.refcounts[:3].tolist()
-        ([0, 1], [0, 1], [2, 2, 0])
+        >>> table.pages(a).tolist(), table.pages(b).tolist(), table.refcounts.tolist()
+        ([0, 1], [0, 1], [2, 2, 0, 0, 0, 0])
     """
-    before = [table.pages(row).copy() for row in rows]  # views would change as soon as the first row does
-    after = [before[parent] for parent in parents]
-    for pages in after:
-        table.refcounts[pages] += 1
-    for pages in before:  # only now, so that nothing that is still needed drops to 0
-        for page in pages.tolist():
-            table.release(page)
-    for row, pages in zip(rows, after, strict=True):
-        table.table[row, : len(pages)] = pages
-        table.counts[row] = len(pages)
+    before = [table.pages(row) for row in rows]  # views of each row's old pages: `share` appends behind them
+    for row, parent in zip(rows, parents, strict=True):
+        table.share(row, before[parent])
+    for row, pages in zip(rows, before, strict=True):  # only now, so that no page is ever without an owner in between
+        table.drop_front(row, len(pages))

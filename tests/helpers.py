@@ -25,6 +25,7 @@ from mini_engine.models.base import CausalLM, LanguageModel
 from mini_engine.observe.trace import Token, TraceStep, Work
 from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
+from mini_engine.request import Request
 from mini_engine.sampling import SamplingBatch, sample, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 from tests.models.families import ListAttend, our_model, transformers_model
@@ -129,6 +130,12 @@ def alone(
         if tokens[-1] in ends:
             break
     return tokens[len(prompt) :]
+
+
+def make_request(prompt: list[int], max_tokens: int, arrival: int = 0, end_token_ids: tuple[int, ...] = ()) -> Request:
+    """A request for a scheduler without an engine."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return Request(f"request {arrival}", prompt, params, 0, len(prompt) + max_tokens, end_token_ids, arrival)
 
 
 @st.composite

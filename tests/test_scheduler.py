@@ -1,6 +1,6 @@
-"""The scheduler under random arrivals, endings and aborts: nobody starves, no page leaks, budgets hold."""
+"""The scheduler under random arrivals, ends and aborts: no request starves, no page leaks, budgets hold."""
 
-from collections import Counter
+from collections import Counter, deque
 from random import Random
 
 import numpy as np
@@ -11,37 +11,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.prefix_sharing import common_prefix
-from mini_engine.sampling_params import SamplingParams
-from mini_engine.scheduler import Scheduler
-from mini_engine.sequence import Sequence
-from tests.test_generate import NoText
+from mini_engine.parts import Parts
+from mini_engine.request import Request
+from mini_engine.scheduler import Schedule, Scheduler
+from tests.helpers import make_request
+
+END = 2  # of the tokens 0, 1 and 2, the one that ends some requests
+LONGEST = 48
 
 
-def make_sequence(prompt: int | list[int], max_tokens: int) -> Sequence:
-    """A sequence with this prompt, or with one of so many ones."""
-    token_ids = [1] * prompt if isinstance(prompt, int) else prompt
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Sequence(token_ids, params, seed=0, eos_token_ids=(), max_model_len=1000, detokenizer=NoText())
-
-
-class WipedPageTable(PageTable):
-    """Tells the test which pages nobody owns any more."""
-
-    def release(self, page: int) -> None:
-        super().release(page)
-        if self.refcounts[page] == 0:
-            self.wipe(page)
-
-    def wipe(self, page: int) -> None:
-        for slot in range(page * self.page_size, (page + 1) * self.page_size):
-            self.cache.pop(slot, None)
-
-    cache: dict[int, tuple[int, ...]]  # what a slot's key was computed from: its token and all tokens before it
+def make_scheduler(
+    table: PageTable, budget: int = 64, window: int | None = None, prefix_sharing: bool = False
+) -> Scheduler:
+    return Scheduler(
+        table,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=budget,
+        window=window,
+        prefix_sharing=prefix_sharing,
+        parts=Parts(),
+    )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Steps of an engine that computes nothing, but knows of every slot which key stands there."""
+    """Steps of an engine without a model, of which every slot remembers what its key was computed from.
+
+    `texts` are the tokens of each request that exist, those still on the device included; a token is a function of all
+    tokens before it. The host learns the tokens of a step when it is collected, up to `depth` launches later.
+    """
 
     @initialize(
         num_pages=st.integers(2, 24),
@@ -50,313 +47,388 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra=st.integers(0, 40),
         window=st.none() | st.integers(1, 6),
         prefix_sharing=st.booleans(),
+        depth=st.integers(0, 1),
     )
-    def build(self, num_pages, page_size, batch, extra, window, prefix_sharing):
-        self.table = WipedPageTable(num_pages, page_size, batch)
-        self.cache = self.table.cache = {}
-        self.scheduler = Scheduler(
-            self.table,
-            max_batch_size=batch,
-            max_num_batched_tokens=batch + extra,
-            window=window,
-            prefix_sharing=prefix_sharing,
-        )
-        self.batch, self.budget, self.window = batch, batch + extra, window
-        self.arrived: list[Sequence] = []
+    def build(self, num_pages, page_size, batch, extra, window, prefix_sharing, depth):
+        self.table = PageTable(num_pages, page_size, batch)
+        self.scheduler = make_scheduler(self.table, batch + extra, window, prefix_sharing)
+        self.batch, self.budget, self.window, self.depth = batch, batch + extra, window, depth
+        self.slots: dict[int, tuple[int, ...]] = {}  # what each key was computed from: its token and all before it
+        self.in_flight: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
+        self.texts: dict[Request, list[int]] = {}
+        self.unfinished: list[Request] = []  # in order of arrival
         self.prompts: list[list[int]] = [[]]
+        self.met: Counter[str] = Counter()
 
-    @rule(data=st.data(), max_tokens=st.integers(1, 10))
-    def add(self, data, max_tokens):
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), max_tokens=st.integers(1, 10), has_end=st.booleans())
+    def add(self, data, max_tokens, has_end):
         before = data.draw(st.sampled_from(self.prompts))
         prompt = before[: data.draw(st.integers(0, len(before)))]
         prompt = prompt + data.draw(st.lists(st.integers(0, 2), min_size=not prompt, max_size=max(20 - len(prompt), 1)))
-        self.arrive(prompt, max_tokens)
+        self.arrive(prompt, max_tokens, has_end)
 
-    def arrive(self, prompt, max_tokens):
-        sequence = make_sequence(prompt, max_tokens)
+    def arrive(self, prompt, max_tokens, has_end=False):
+        request = make_request(prompt, max_tokens, len(self.texts), (END,) if has_end else ())
         pages = self.table.pages_for(len(prompt) + max_tokens)
         if pages <= self.table.num_pages:
-            self.scheduler.add(sequence)
-            self.arrived.append(sequence)
+            self.scheduler.add(request)
+            self.unfinished.append(request)
+            self.texts[request] = list(prompt)
             self.prompts.append(prompt)
         elif self.window is None:
             with pytest.raises(RequestError, match=f"fill {pages} pages"):
-                self.scheduler.add(sequence)
+                self.scheduler.add(request)
 
-    def leave(self, sequence):
-        self.scheduler.finish(sequence)
-        self.arrived.remove(sequence)
+    def leave(self, request):
+        assert self.scheduler.remove(request)
+        self.unfinished.remove(request)
 
-    @precondition(lambda self: self.arrived)
+    @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
     def abort(self, data):
-        self.leave(data.draw(st.sampled_from(self.arrived)))
+        request = data.draw(st.sampled_from(self.unfinished))
+        self.leave(request)
+        assert not self.scheduler.remove(request)
+
+    # --- one step ----------------------------------------------------------------------------------------------------
 
     @rule()
     def step(self):
-        decoding = [s for s in self.scheduler.running if len(s.token_ids) - s.num_computed == 1]
-        waiting = list(self.scheduler.waiting)
+        before = self.before()
         schedule = self.scheduler.schedule()
-        assert bool(schedule.sequences) == bool(self.arrived)
-        assert len(set(schedule.sequences)) == len(schedule.sequences) <= self.batch
-        assert sum(schedule.num_new) <= self.budget
-        assert all(n >= 1 for n in schedule.num_new)
-        assert sorted(schedule.num_new, key=lambda n: n > 1) == schedule.num_new
-        assert set(decoding) <= {*schedule.sequences, *schedule.preempted}, "a decode had to wait"
-        assert schedule.admitted == waiting[: len(schedule.admitted)]
-        for sequence in schedule.preempted:
-            assert sequence.num_computed == 0 and sequence not in schedule.sequences
-        if schedule.sequences:
-            oldest = min(schedule.sequences, key=self.arrived.index)
-            assert all(self.arrived.index(oldest) < self.arrived.index(s) for s in schedule.preempted)
-        self.compute(schedule)
-        for sequence in schedule.sequences:
-            if sequence.num_computed == len(sequence.token_ids):
-                sequence.append(sum(sequence.token_ids) % 3)  # equal prompts go on equally
-                if sequence.finish_reason:
-                    self.leave(sequence)
+        if schedule is None:
+            assert self.scheduler.running.has_tokens_in_flight
+            self.met["drained"] += 1
+            while self.in_flight:
+                self.collect()
+            before = self.before()
+            schedule = self.scheduler.schedule()
+            assert schedule is not None, "no token is on the device any more"
+        self.check_decisions(schedule, *before)
+        if len(schedule.rows):
+            self.launch(schedule)
+        while len(self.in_flight) > (self.depth if len(schedule.rows) else 0):
+            self.collect()
 
-    def compute(self, schedule):
-        """Copy and write what the schedule says, then look at every key that a query would see."""
-        size = self.table.page_size
+    def before(self) -> tuple[list[Request], list[Request], dict[Request, int]]:
+        """Running and waiting requests, and how many tokens each running one has to compute."""
+        running = self.scheduler.running
+        requests = running.requests_of(running.order)
+        pending = {
+            request: int(running.num_scheduled[row] - running.num_computed[row])
+            for request, row in zip(requests, running.order.tolist(), strict=True)
+            if running.num_scheduled[row] < request.max_len
+        }
+        return requests, list(self.scheduler.waiting), pending
+
+    def check_decisions(self, schedule: Schedule, was_running, waiting, pending):
+        running = self.scheduler.running
+        work = dict(zip(running.requests_of(schedule.rows), schedule.num_new.tolist(), strict=True))
+        shares = list(work.values())
+        assert schedule.num_tokens == sum(shares) <= self.budget
+        assert len(work) == len(schedule.rows) <= self.batch
+        assert all(share >= 1 for share in shares)
+        assert sorted(shares, key=lambda n: n > 1) == shares, "decodes come first"
+        kept = was_running[: len(was_running) - len(schedule.preempted)]
+        assert was_running == kept + schedule.preempted[::-1], "the newest are preempted, newest first"
+        assert schedule.admitted == waiting[: len(schedule.admitted)]
+        assert not (schedule.admitted and schedule.preempted)
+        assert running.requests_of(running.order) == kept + schedule.admitted
+        for request in kept:
+            if request in pending:
+                assert work.get(request, 0) <= pending[request]
+                assert pending[request] > 1 or work[request] == 1, "a decode had to wait"
+            else:
+                assert request not in work, "its last token is being sampled already"
+        oldest = next((request for request in self.unfinished if request in pending or request in waiting), None)
+        blocked = any(request not in pending for request in was_running)  # by a request that ends when collected
+        assert oldest is None or oldest in work or blocked, "the oldest request makes no progress"
+        self.met["preempted"] += len(schedule.preempted)
+        self.met["copied"] += len(schedule.copies)
+        self.met["shared"] += schedule.num_shared
+        self.met["returned"] += sum(len(request.output_token_ids) > 0 for request in schedule.admitted)
+        self.met["evicted"] += int(running.num_evicted[schedule.rows].any())
+
+    def launch(self, schedule: Schedule):
+        """Copy and write what the schedule says, look at every key that a query would see, and sample."""
+        running, size = self.scheduler.running, self.table.page_size
         for old, new in schedule.copies:
             for offset in range(size):
-                self.cache.pop(new * size + offset, None)
-                if old * size + offset in self.cache:
-                    self.cache[new * size + offset] = self.cache[old * size + offset]
-        writers: dict[int, Sequence] = {}
-        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
-            for position in range(sequence.num_computed, sequence.num_computed + num_new):
-                slot = self.slot(sequence, position)
-                self.cache[slot] = tuple(sequence.token_ids[: position + 1])
-                assert writers.setdefault(slot // size, sequence) is sequence, "two sequences write to one page"
-        for page in writers:
-            # Others may own it at once only if it is full after this step: then nobody writes to it again.
-            full = all(page * size + offset in self.cache for offset in range(size))
-            assert self.table.refcounts[page] == 1 or full, "a page that is still written to has several owners"
-        for sequence, num_new in zip(schedule.sequences, schedule.num_new, strict=True):
-            for query in range(sequence.num_computed, sequence.num_computed + num_new):
+                self.slots[new * size + offset] = self.slots.get(old * size + offset, ())
+        work = list(zip(schedule.rows.tolist(), schedule.num_new.tolist(), strict=True))
+        writer: dict[int, int] = {}
+        for row, num_new in work:
+            text = self.texts[running.requests[row]]
+            assert running.known_tokens(running.requests[row]) == text[: running.num_known[row]]
+            for position in range(running.num_computed[row], running.num_computed[row] + num_new):
+                slot = self.slot(row, position)
+                self.slots[slot] = tuple(text[: position + 1])
+                assert writer.setdefault(slot // size, row) == row, "two requests write to one page"
+        for page, row in writer.items():
+            # A page may have other owners at once only if it is full after this step: it is not written to again.
+            filled = running.num_computed[row] + dict(work)[row] - running.num_evicted[row]
+            full = self.table.pages(row)[: filled // size]
+            assert self.table.refcounts[page] == 1 or page in full, "a page that is written to has several owners"
+        sampled = []
+        for row, num_new in work:
+            text = self.texts[running.requests[row]]
+            end = int(running.num_computed[row]) + num_new
+            for query in range(end - num_new, end):
                 first = 0 if self.window is None else max(0, query - self.window + 1)
                 for key in range(first, query + 1):
-                    assert self.cache.get(self.slot(sequence, key)) == tuple(sequence.token_ids[: key + 1])
-            sequence.num_computed += num_new
-            assert sequence.num_computed <= len(sequence.token_ids)
+                    assert self.slots[self.slot(row, key)] == tuple(text[: key + 1]), "a key is not the request's own"
+            running.num_computed[row] = end
+            if end == running.num_scheduled[row]:
+                text.append((sum(text) + len(text) // 3) % 3)
+                running.num_scheduled[row] += 1
+                sampled.append((row, int(running.admission[row]), text[-1]))
+        self.in_flight.append(tuple(np.array(column, dtype=np.int64) for column in zip(*sampled, strict=True)) or NONE)
 
-    def slot(self, sequence, position):
+    def slot(self, row: int, position: int) -> int:
         """Where a token lies; its page must not have been given up."""
-        size, index = self.table.page_size, position - self.scheduler.evicted[sequence]
+        running, size = self.scheduler.running, self.table.page_size
+        index = position - int(running.num_evicted[row])
         assert index >= 0, "a visible page was evicted"
-        return int(self.table.pages(self.scheduler.rows[sequence])[index // size]) * size + index % size
+        return int(self.table.pages(row)[index // size]) * size + index % size
+
+    def collect(self):
+        running = self.scheduler.running
+        rows, admissions, tokens = self.in_flight.popleft()
+        live = running.admission[rows] == admissions
+        self.met["dropped"] += int((~live).sum())
+        rows = rows[live]
+        running.append(rows, tokens[live])
+        for request in running.requests_of(running.ended(rows)):
+            self.leave(request)
+            text = self.texts[request]
+            assert request.token_ids == text[: len(request.token_ids)]
+            assert request.end_of(request.token_ids) and len(text) - len(request.token_ids) <= self.depth
 
     @rule()
-    def everyone_ends(self):
-        """Nobody starves: with no new arrivals all end, in at most the steps that one at a time would take."""
-        most = sum(2 * s.max_len for s in self.arrived) + 1
-        for _ in range(most):
-            if not self.arrived:
-                break
-            self.step()
-        assert not self.arrived
-        assert self.table.num_free_pages == self.table.num_pages
-        assert not self.scheduler.evicted and not self.scheduler.rows
+    def all_end(self):
+        """Without new arrivals all end, in at most the steps that they take one at a time."""
+        for _ in range(sum(2 * request.max_len + 2 for request in self.unfinished)):
+            if self.unfinished:
+                self.step()
+        assert not self.unfinished
+        assert self.table.num_free_pages == self.table.num_pages and self.table.num_free_rows == self.batch
 
     @invariant()
-    def queues_are_by_age_and_pages_are_counted(self):
-        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        assert running + waiting == self.arrived
-        assert set(self.scheduler.rows) == set(running)
-        pages = [self.table.pages(self.scheduler.rows[s]).tolist() for s in running]
+    def counts_and_pages_agree(self):
+        running = self.scheduler.running
+        rows = running.order
+        assert running.requests_of(rows) + list(self.scheduler.waiting) == self.unfinished
+        assert len(self.in_flight) <= self.depth
+        flying = running.num_scheduled[rows] - running.num_known[rows]
+        assert ((flying >= 0) & (flying <= self.depth)).all()
+        assert (running.num_computed[rows] <= running.num_scheduled[rows]).all()
+        assert (running.num_scheduled[rows] <= running.max_len[rows]).all()
+        assert (running.num_evicted[rows] <= running.num_computed[rows]).all()
+        pages = [self.table.pages(row).tolist() for row in rows.tolist()]
         owners = np.bincount([page for held in pages for page in held], minlength=self.table.num_pages)
         assert self.table.refcounts.tolist() == owners.tolist()
-        assert sorted(self.table.free_pages) == np.flatnonzero(owners == 0).tolist()
         if self.window is not None:
             most = (self.window + self.budget) // self.table.page_size + 2
             assert all(len(held) <= most for held in pages)
 
 
+NONE = (np.zeros(0, dtype=np.int64),) * 3
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("prefix_sharing", [False, True])
 @pytest.mark.parametrize("windows", [[None], [1, 2, 3, 5, 8]], ids=["no window", "windows"])
-def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing):
-    """What the machine meets too rarely: many that share and are preempted, return, and share again."""
+def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
+    """What the machine meets too rarely: many requests that share and are preempted, return, and share again."""
     met = Counter()
-    for seed in range(60):
+    for seed in range(20):
         random = Random(seed)
         machine = SchedulerMachine()
         machine.build(
-            num_pages=random.randint(4, 14),
+            num_pages=random.randint(4, 9),
             page_size=random.randint(1, 4),
-            batch=random.randint(2, 4),
-            extra=random.randint(0, 24),
+            batch=random.randint(2, 6),
+            extra=random.randint(0, 8),
             window=random.choice(windows),
             prefix_sharing=prefix_sharing,
+            depth=depth,
         )
-        schedule_of = machine.scheduler.schedule
-
-        def schedule(schedule_of=schedule_of):
-            scheduled = schedule_of()
-            met["preempted"] += len(scheduled.preempted)
-            met["copied"] += len(scheduled.copies)
-            met["shared"] += sum(s.num_computed > 0 for s in scheduled.admitted)
-            met["returned"] += sum(len(s.token_ids) > s.num_prompt_tokens for s in scheduled.admitted)
-            return scheduled
-
-        machine.scheduler.schedule = schedule
         for _ in range(40):
-            while len(machine.arrived) < 6 and random.random() < 0.6:
+            while len(machine.unfinished) < 6 and random.random() < 0.6:
                 stem = random.choice(machine.prompts[-4:])
                 prompt = stem[: random.choice([len(stem), random.randint(0, len(stem))])]
                 prompt = prompt + [random.randint(0, 2) for _ in range(random.randint(not prompt, 8))]
-                machine.arrive(prompt[:24], random.randint(1, 12))
-            if machine.arrived and random.random() < 0.05:
-                machine.leave(random.choice(machine.arrived))
+                machine.arrive(prompt[:24], random.randint(1, 12), random.random() < 0.3)
+            if machine.unfinished and random.random() < 0.05:
+                machine.leave(random.choice(machine.unfinished))
             machine.step()
-            machine.queues_are_by_age_and_pages_are_counted()
-            met["evicted"] += any(machine.scheduler.evicted.values())
-        machine.everyone_ends()
-    assert met["preempted"] > 10 and met["returned"] > 5
-    assert (met["shared"] > 50 and met["copied"] > 20) if prefix_sharing else met["shared"] == met["copied"] == 0
-    assert met["evicted"] == 0 if windows == [None] else met["evicted"] > 50
+            machine.counts_and_pages_agree()
+        machine.all_end()
+        met += machine.met
+    assert met["preempted"] > 2 and met["returned"] > 2
+    assert (met["shared"] > 20 and met["copied"] > 2) if prefix_sharing else met["shared"] == met["copied"] == 0
+    assert met["evicted"] == 0 if windows == [None] else met["evicted"] > 20
+    assert (met["dropped"] > 4 and met["drained"] > 2) if depth else met["dropped"] == met["drained"] == 0
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def run(scheduler: Scheduler, token: int = 1) -> list[tuple[int, int]]:
+    """Compute one step at depth 0, where every sampled token is the same; return each request's number and share."""
+    schedule, running = scheduler.schedule(), scheduler.running
+    rows = schedule.rows
+    done = [
+        (request.arrival, n) for request, n in zip(running.requests_of(rows), schedule.num_new.tolist(), strict=True)
+    ]
+    running.num_computed[rows] += schedule.num_new
+    sampling = rows[running.num_computed[rows] == running.num_scheduled[rows]]
+    running.num_scheduled[sampling] += 1
+    running.append(sampling, np.full(len(sampling), token, dtype=np.int64))
+    for request in running.requests_of(running.ended(sampling)):
+        scheduler.remove(request)
+    return done
+
+
+def pages_of(scheduler: Scheduler, request: Request) -> list[int]:
+    return scheduler.page_table.pages(scheduler.running.row_of(request)).tolist()
 
 
 def test_a_long_prompt_does_not_stop_the_decodes():
-    scheduler = Scheduler(PageTable(100, 4, 4), max_batch_size=4, max_num_batched_tokens=8)
-    first, long = make_sequence(3, 20), make_sequence(40, 5)
-    scheduler.add(first)
-    schedule = scheduler.schedule()
-    assert (schedule.sequences, schedule.num_new) == ([first], [3])
-    first.num_computed = 3
-    first.append(7)
-    scheduler.add(long)
-    for chunk in range(3):
-        schedule = scheduler.schedule()
-        assert (schedule.sequences, schedule.num_new) == ([first, long], [1, 7])
-        first.num_computed += 1
-        first.append(7)
-        long.num_computed += 7
-        assert long.num_computed == 7 * (chunk + 1)
+    scheduler = make_scheduler(PageTable(100, 4, 4), budget=8)
+    scheduler.add(make_request([1] * 3, 20, 0))
+    assert run(scheduler) == [(0, 3)]
+    scheduler.add(make_request([1] * 40, 5, 1))
+    assert [run(scheduler) for _ in range(6)] == [[(0, 1), (1, 7)]] * 5 + [[(0, 1), (1, 5)]]
 
 
 def test_a_budget_too_small_for_the_batch_is_refused():
-    with pytest.raises(ConfigError, match="raise the one or lower the other"):
-        Scheduler(PageTable(4, 4, 4), max_batch_size=4, max_num_batched_tokens=3)
+    with pytest.raises(ConfigError, match="raise the first or lower the second"):
+        make_scheduler(PageTable(4, 4, 4), budget=3)
 
 
-def test_a_sequence_that_begins_behind_its_window_is_no_donor():
-    """All come in at once: the second begins with 16 tokens of the first, and evicts most of their pages at once."""
+def test_a_request_that_is_behind_its_window_cannot_be_shared_from():
+    """All arrive at once: the second begins with 16 tokens of the first, and evicts most of their pages at once."""
     machine = SchedulerMachine()
-    machine.build(num_pages=60, page_size=2, batch=4, extra=96, window=3, prefix_sharing=True)
+    machine.build(num_pages=60, page_size=2, batch=4, extra=96, window=3, prefix_sharing=True, depth=0)
     for common, own in ((16, 4), (26, 4), (26, 5)):
-        sequence = make_sequence([0] * 16 + [1] * (common - 16) + [2] * own, 5)
-        machine.scheduler.add(sequence)
-        machine.arrived.append(sequence)
+        machine.arrive([0] * 16 + [1] * (common - 16) + [2] * own, 5)
     machine.step()
-    assert [s.num_computed for s in machine.arrived] == [20, 30, 31]
-    machine.everyone_ends()
+    running = machine.scheduler.running
+    assert running.num_computed[running.order].tolist() == [20, 30, 31]
+    machine.all_end()
 
 
 def test_equal_prompts_that_arrive_together_share_what_the_first_computes_in_that_step():
-    table = PageTable(20, 4, 3)
-    scheduler = Scheduler(table, max_batch_size=3, max_num_batched_tokens=64, prefix_sharing=True)
-    sequences = [make_sequence(list(range(10)), 4) for _ in range(3)]
-    for sequence in sequences:
-        scheduler.add(sequence)
+    scheduler = make_scheduler(PageTable(20, 4, 3), prefix_sharing=True)
+    requests = [make_request(list(range(10)), 4, i) for i in range(3)]
+    for request in requests:
+        scheduler.add(request)
     schedule = scheduler.schedule()
-    assert dict(zip(schedule.sequences, schedule.num_new, strict=True)) == dict(zip(sequences, (10, 2, 2), strict=True))
-    first, *others = (table.pages(scheduler.rows[s]).tolist() for s in sequences)
+    assert schedule.num_new.tolist() == [10, 2, 2] and schedule.num_shared == 16
+    first, *others = (pages_of(scheduler, request) for request in requests)
     assert all(pages[:2] == first[:2] and pages[2] != first[2] for pages in others)
     assert schedule.copies == []  # what the step itself computes cannot be copied before it
-    assert table.refcounts[first].tolist() == [3, 3, 1]
+    assert scheduler.page_table.refcounts[first].tolist() == [3, 3, 1]
 
 
-def test_a_free_page_is_left_for_each_that_runs():
-    scheduler = Scheduler(PageTable(4, 4, 4), max_batch_size=4, max_num_batched_tokens=64)
-    running = make_sequence(8, 4)
-    scheduler.add(running)
-    scheduler.schedule()
-    running.num_computed = 8
-    running.append(7)
-    scheduler.add(make_sequence(4, 4))
-    assert not scheduler.schedule().admitted
+def test_a_free_page_is_left_for_each_running_request():
+    scheduler = make_scheduler(PageTable(4, 4, 4))
+    scheduler.add(make_request([1] * 8, 4, 0))
+    run(scheduler)
+    scheduler.add(make_request([1] * 8, 4, 1))
+    assert run(scheduler) == [(0, 1)]  # its third page leaves one, and that one is kept for it
 
 
-def test_a_prompt_comes_in_with_pages_for_all_of_it():
+def test_a_request_is_admitted_with_pages_for_its_whole_prompt():
     table = PageTable(8, 4, 4)
-    scheduler = Scheduler(table, max_batch_size=4, max_num_batched_tokens=8)
-    for _ in range(2):
-        scheduler.add(make_sequence(24, 4))
-    schedule = scheduler.schedule()
-    assert len(schedule.admitted) == 1 and schedule.num_new == [8] and table.num_free_pages == 2
-    schedule.sequences[0].num_computed = 8
-    assert not scheduler.schedule().admitted
+    scheduler = make_scheduler(table, budget=8)
+    for i in range(2):
+        scheduler.add(make_request([1] * 24, 4, i))
+    assert run(scheduler) == [(0, 8)] and table.num_free_pages == 2
+    assert run(scheduler) == [(0, 8)]
 
 
-def test_pages_that_are_shared_take_no_room():
-    scheduler = Scheduler(PageTable(8, 4, 4), max_batch_size=4, max_num_batched_tokens=64, prefix_sharing=True)
-    for _ in range(2):
-        scheduler.add(make_sequence(list(range(21)), 3))
+def test_shared_pages_need_no_room():
+    scheduler = make_scheduler(PageTable(8, 4, 4), prefix_sharing=True)
+    for i in range(2):
+        scheduler.add(make_request(list(range(21)), 3, i))
     assert len(scheduler.schedule().admitted) == 2
 
 
-def test_of_several_donors_the_one_with_most_in_common_is_taken():
-    scheduler = Scheduler(PageTable(20, 4, 4), max_batch_size=4, max_num_batched_tokens=64, prefix_sharing=True)
-    sequences = [make_sequence(prompt, 4) for prompt in ([1] * 12, [1] * 4 + [2] * 8, [1] * 13)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    scheduler.schedule()
-    assert sequences[2].num_computed == 12
-
-
-def test_nobody_is_compared_while_there_is_no_room(monkeypatch):
-    compared = []
-    monkeypatch.setattr("mini_engine.scheduler.common_prefix", lambda a, b: compared.append(1) or common_prefix(a, b))
-    scheduler = Scheduler(PageTable(12, 4, 64), max_batch_size=64, max_num_batched_tokens=64, prefix_sharing=True)
-    for _ in range(40):
-        scheduler.add(make_sequence(list(range(9)), 4))
-    admitted = len(scheduler.schedule().admitted)
-    # Each with those before it, and one more, for which there was no room.
-    assert admitted > 2 and len(compared) <= (admitted + 1) * admitted // 2
-    compared.clear()
-    for sequence in scheduler.running:
-        sequence.num_computed = 9
-        sequence.token_ids.append(1)
-    assert not scheduler.schedule().admitted and len(compared) <= admitted
+def test_the_request_with_most_tokens_in_common_is_shared_from():
+    scheduler = make_scheduler(PageTable(20, 4, 4), prefix_sharing=True)
+    for i, prompt in enumerate(([1] * 12, [1] * 4 + [2] * 8, [1] * 13)):
+        scheduler.add(make_request(prompt, 4, i))
+    assert scheduler.schedule().num_shared == 4 + 12
 
 
 def test_a_prefix_that_ends_inside_a_page_is_copied():
     table = PageTable(20, 4, 3)
-    scheduler = Scheduler(table, max_batch_size=3, max_num_batched_tokens=64, prefix_sharing=True)
-    donor, sharer = make_sequence([5] * 7, 4), make_sequence([5] * 7, 4)
-    scheduler.add(donor)
-    scheduler.schedule()
-    donor.num_computed = 7
-    donor.append(6)
-    scheduler.add(sharer)
+    scheduler = make_scheduler(table, prefix_sharing=True)
+    first, second = make_request([5] * 7, 4, 0), make_request([5] * 7, 4, 1)
+    scheduler.add(first)
+    run(scheduler)
+    scheduler.add(second)
     schedule = scheduler.schedule()
-    assert sharer.num_computed == 6  # the last token's logits are wanted
-    (old, new), *more = schedule.copies
-    assert not more
-    assert table.pages(scheduler.rows[donor]).tolist()[1] == old
-    assert table.pages(scheduler.rows[sharer]).tolist() == [table.pages(scheduler.rows[donor])[0], new]
-    scheduler.finish(donor)
+    assert schedule.num_shared == 6  # the last token is computed in any case, for its logits
+    ((old, new),) = schedule.copies
+    assert old == pages_of(scheduler, first)[1]
+    assert pages_of(scheduler, second) == [pages_of(scheduler, first)[0], new]
+    scheduler.remove(first)
     assert table.refcounts.sum() == 2
-    scheduler.finish(sharer)
+    scheduler.remove(second)
     assert table.num_free_pages == 20
 
 
 def test_without_prefix_sharing_nothing_is_shared():
     table = PageTable(20, 4, 3)
-    scheduler = Scheduler(table, max_batch_size=3, max_num_batched_tokens=64)
-    for _ in range(3):
-        scheduler.add(make_sequence([5] * 7, 4))
-    assert scheduler.schedule().num_new == [7, 7, 7]
+    scheduler = make_scheduler(table)
+    for i in range(3):
+        scheduler.add(make_request([5] * 7, 4, i))
+    assert run(scheduler) == [(0, 7), (1, 7), (2, 7)]
     assert table.refcounts.max() == 1
 
 
-@pytest.mark.parametrize("max_batch_size", [0, -1])
-def test_a_batch_without_sequences_is_refused(max_batch_size):
-    with pytest.raises(ConfigError, match="max_batch_size is"):
-        Scheduler(PageTable(4, 4, 4), max_batch_size=max_batch_size, max_num_batched_tokens=3)
+def test_a_request_is_preempted_only_when_all_its_tokens_are_known():
+    """Two decodes in a full pool at depth 1: nothing is scheduled before the tokens on the device are collected."""
+    machine = SchedulerMachine()
+    machine.build(num_pages=4, page_size=2, batch=2, extra=8, window=None, prefix_sharing=False, depth=1)
+    machine.arrive([1, 1, 1], 4)
+    machine.arrive([0], 6)
+    machine.all_end()
+    assert machine.met["drained"] > 0 and machine.met["preempted"] > 0
+
+
+def test_suspects_compute_one_token_each_alone_and_in_order():
+    """After an error all requests wait; those of the failed step go one by one, and only then the others."""
+    scheduler = make_scheduler(PageTable(20, 4, 3), budget=8)
+    requests = [make_request([1] * n, 4, i) for i, n in enumerate((3, 12, 2, 2))]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.isolate(requests[:3])
+    steps = []
+    while scheduler.suspects:
+        known = {request: len(scheduler.running.known_tokens(request)) for request in requests}
+        steps.append(run(scheduler))
+        suspect = scheduler.suspect
+        if len(scheduler.running.known_tokens(suspect)) > known[suspect]:
+            scheduler.clear(suspect)
+    assert steps == [[(0, 3)], [(1, 8)], [(1, 4)], [(2, 2)]]
+    assert [request.arrival for request in scheduler.waiting] == [0, 1, 2, 3]
+    assert run(scheduler) == [(0, 4), (1, 4)]
+
+
+def test_a_suspect_that_ends_makes_room_for_the_next():
+    scheduler = make_scheduler(PageTable(20, 4, 3))
+    requests = [make_request([1] * 3, 4, i) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.isolate(list(requests))
+    run(scheduler)
+    scheduler.remove(requests[0])
+    assert scheduler.suspect is None and run(scheduler) == [(1, 3)]

@@ -11,9 +11,7 @@ from rich.text import Text
 
 from book.grading.chapter import Chapter, Exercise
 from book.grading.grade import Grading, Result
-from book.grading.parts import PARTS
 from book.grading.progress import Grade, Progress, source_hash
-from mini_engine.parts import LOADING, STAGES
 
 
 def title(chapter: Chapter) -> str:
@@ -153,6 +151,11 @@ def _state(grade: Grade | None, now: str) -> Text:
 
 def engine_panel(done: Collection[str]) -> Panel:
     """The engine from prompt to text, with the reader's finished parts lit."""
+    # pytest loads this module before any test; importing the engine takes seconds, and the tests' type checks have to
+    # be installed before it.
+    from book.grading.parts import PARTS
+    from mini_engine.parts import LOADING, STAGES
+
     lines: list[RenderableType] = []
     for stage in STAGES:
         table = Table.grid(padding=(0, 2))

@@ -8,7 +8,7 @@ several owners is never written to: a request that is about to write takes a cop
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from mini_engine.kv_cache.page_table import PageTable
 
@@ -73,12 +73,12 @@ class PrefixIndex:
         for index, own in enumerate(pages[: len(token_ids) // size].tolist()):
             key = token_ids[index * size : (index + 1) * size].tobytes()
             listed = self._children.setdefault(parent, {}).get(key)
-            if listed is None or (listed != own and not self._valid(np.array([listed], dtype=np.int32))[0]):
+            if listed is None or not self._valid(listed):  # perhaps `own` itself, taken from the pool once more
                 self._list(own, parent, key)
                 listed = own
             parent = listed
 
-    def _valid(self, pages: Int32[np.ndarray, " m"]) -> np.ndarray:
+    def _valid(self, pages: int | Int32[np.ndarray, " m"]) -> np.bool_ | Bool[np.ndarray, " m"]:
         table = self._table
         return (table.refcounts[pages] > 0) & (table.generation[pages] == self._generation[pages])
 

@@ -1,21 +1,23 @@
 """Right and wrong answers to the homework of chapter 07. They test its grader."""
 
-from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
 from book.grading import right, solution, wrong
+from mini_engine.kv_cache.prefix_sharing import ROOT
+from mini_engine.scheduler import Schedule
 
 reference = solution("07_continuous_batching")
 
 
-# fuse ---------------------------------------------------------------------------------------------------------------
+# share_budget -------------------------------------------------------------------------------------------------------
 
 
-@right("fuse")
+@right("share_budget")
 def token_by_token(pending, budget):
     """Hands out one token at a time: to the first decode without one, then to the first prompt with a use for it."""
-    shares = [0] * len(pending)
+    shares = np.zeros_like(pending)
     for i in sorted(range(len(pending)), key=lambda i: pending[i] > 1):
         while budget and shares[i] < pending[i]:
             shares[i] += 1
@@ -23,378 +25,693 @@ def token_by_token(pending, budget):
     return shares
 
 
-@right("fuse")
-def by_cumulative_sums(pending, budget):
-    wants = np.array(pending, dtype=int)
-    decodes = wants == 1
-    upto = np.minimum(np.cumsum(np.where(decodes, 0, wants)), budget - decodes.sum())
-    return (np.diff(upto, prepend=0) + decodes).tolist()
+@right("share_budget")
+def by_differences_of_sums(pending, budget):
+    decodes = pending == 1
+    upto = np.minimum(np.cumsum(np.where(decodes, 0, pending)), budget - decodes.sum())
+    return np.diff(upto, prepend=0) + decodes
 
 
-@wrong("fuse", fails="test_decodes_get_a_token_each")
-def decodes_are_forgotten(pending, budget):
-    return [0 if n == 1 else share for n, share in zip(pending, reference.fuse(pending, budget), strict=True)]
-
-
-@wrong("fuse", fails="test_decodes_get_a_token_each")
-def all_that_is_left_for_everybody(pending, budget):
-    return [budget // len(pending)] * len(pending)
-
-
-@wrong("fuse", fails="test_a_prompt_is_cut")
-def whole_prompts_only(pending, budget):
-    left, shares = budget - sum(n == 1 for n in pending), []
-    for n in pending:
-        shares.append(n if n == 1 or n <= left else 0)
+@right("share_budget")
+def in_a_loop(pending, budget):
+    left, shares = budget - int(np.count_nonzero(pending == 1)), []
+    for n in pending.tolist():
+        shares.append(1 if n == 1 else min(n, left))
         left -= shares[-1] if n > 1 else 0
+    return np.array(shares, dtype=np.int32)
+
+
+@wrong("share_budget", fails="test_decodes_get_a_token_each")
+def a_list(pending, budget):
+    return reference.share_budget(pending, budget).tolist()
+
+
+@wrong("share_budget", fails="test_decodes_get_a_token_each")
+def decodes_are_forgotten(pending, budget):
+    return np.where(pending == 1, 0, reference.share_budget(pending, budget))
+
+
+@wrong("share_budget", fails="test_decodes_get_a_token_each")
+def an_equal_part_for_each(pending, budget):
+    return np.full(len(pending), budget // max(1, len(pending)))
+
+
+@wrong("share_budget", fails="test_decodes_get_a_token_each")
+def pending_is_used_up(pending, budget):
+    shares = reference.share_budget(pending, budget)
+    pending -= shares
     return shares
 
 
-@wrong("fuse", fails="test_a_prompt_is_cut")
+@wrong("share_budget", fails="test_a_prompt_is_cut")
+def whole_prompts_only(pending, budget):
+    shares, left = pending.copy(), budget - int((pending == 1).sum())
+    for i, n in enumerate(pending.tolist()):
+        shares[i] = n if n == 1 or n <= left else 0
+        left -= int(shares[i]) if n > 1 else 0
+    return shares
+
+
+@wrong("share_budget", fails="test_a_prompt_is_cut")
 def never_cut(pending, budget):
-    return list(pending)
+    return pending.copy()
 
 
-@wrong("fuse", fails="test_a_mixed_step")
+@wrong("share_budget", fails="test_a_mixed_step")
 def prefill_or_decode(pending, budget):
     """A step is one or the other."""
-    if max(pending, default=1) == 1:
-        return list(pending)
-    shares = []
-    for n in pending:
-        shares.append(min(n, budget) if n > 1 else 0)
-        budget -= shares[-1]
-    return shares
+    if pending.max(initial=1) == 1:
+        return pending.copy()
+    prompts = np.where(pending > 1, pending, 0)
+    return np.clip(budget - (np.cumsum(prompts) - prompts), 0, prompts)
 
 
-@wrong("fuse", fails="test_a_mixed_step")
+@wrong("share_budget", fails="test_a_mixed_step")
 def decode_or_prefill(pending, budget):
-    return [int(n == 1) for n in pending] if 1 in pending else reference.fuse(pending, budget)
+    return (pending == 1).astype(int) if (pending == 1).any() else reference.share_budget(pending, budget)
 
 
-@wrong("fuse", fails="test_a_mixed_step")
+@wrong("share_budget", fails="test_a_mixed_step")
 def decodes_for_free(pending, budget):
-    shares = []
-    for n in pending:
-        shares.append(1 if n == 1 else min(n, budget))
-        budget -= shares[-1] if n > 1 else 0
-    return shares
+    return np.where(pending == 1, 1, reference.share_budget(np.where(pending == 1, 0, pending), budget))
 
 
-@wrong("fuse", fails="test_a_decode_behind_a_prompt")
+@wrong("share_budget", fails="test_a_decode_behind_a_prompt")
 def in_order_of_age_alone(pending, budget):
-    shares = []
-    for n in pending:
-        shares.append(min(n, budget))
-        budget -= shares[-1]
+    return np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
+
+
+@wrong("share_budget", fails="test_a_decode_behind_a_prompt")
+def decodes_in_front(pending, budget):
+    """The right numbers in the wrong order."""
+    shares = reference.share_budget(pending, budget)
+    return shares[np.argsort(pending > 1, kind="stable")]
+
+
+@wrong("share_budget", fails="test_prompts_in_order_of_age")
+def short_prompts_first(pending, budget):
+    order, shares = np.argsort(pending, kind="stable"), pending.copy()
+    shares[order] = reference.share_budget(pending[order], budget)
     return shares
 
 
-@wrong("fuse", fails="test_a_decode_behind_a_prompt")
-def decodes_in_front(pending, budget):
-    """The right numbers in the wrong places."""
-    return sorted(reference.fuse(pending, budget), key=lambda n: n > 1)
-
-
-@wrong("fuse", fails="test_prompts_in_order_of_age")
-def short_prompts_first(pending, budget):
-    order = sorted(range(len(pending)), key=lambda i: pending[i])
-    shares = dict(zip(order, reference.fuse([pending[i] for i in order], budget), strict=True))
-    return [shares[i] for i in range(len(pending))]
-
-
-@wrong("fuse", fails="test_prompts_in_order_of_age")
+@wrong("share_budget", fails="test_prompts_in_order_of_age")
 def an_equal_chunk_for_each_prompt(pending, budget):
-    left, prompts = budget - sum(n == 1 for n in pending), sum(n > 1 for n in pending)
-    return [1 if n == 1 else min(n, left // prompts) for n in pending]
+    prompts = pending > 1
+    left = budget - int((~prompts).sum())
+    return np.where(prompts, np.minimum(pending, left // max(1, int(prompts.sum()))), 1)
 
 
-@wrong("fuse", fails="test_prompts_in_order_of_age")
+@wrong("share_budget", fails="test_prompts_in_order_of_age")
 def the_budget_for_each_prompt(pending, budget):
-    left = budget - sum(n == 1 for n in pending)
-    return [1 if n == 1 else min(n, left) for n in pending]
+    return np.where(pending == 1, 1, np.minimum(pending, budget - int((pending == 1).sum())))
 
 
-@wrong("fuse", fails="test_nothing_left")
-def at_least_one_for_everybody(pending, budget):
-    return [max(1, share) for share in reference.fuse(pending, budget)]
+@wrong("share_budget", fails="test_prompts_in_order_of_age")
+def the_prompt_itself_counts_as_taken(pending, budget):
+    """cumsum without taking the prompt's own tokens off."""
+    prompts = np.where(pending == 1, 0, pending)
+    left = budget - int((pending == 1).sum())
+    first = np.cumsum(prompts > 0) == 1
+    return np.where(
+        pending == 1, 1, np.where(first, np.minimum(prompts, left), np.clip(left - prompts.cumsum(), 0, prompts))
+    )
+
+
+@wrong("share_budget", fails="test_nothing_left")
+def at_least_one_for_each(pending, budget):
+    return np.maximum(1, reference.share_budget(pending, budget))
+
+
+@wrong("share_budget", fails="test_nothing_left")
+def negative_shares(pending, budget):
+    prompts = np.where(pending == 1, 0, pending)
+    left = budget - int((pending == 1).sum())
+    return np.where(pending == 1, 1, np.minimum(left - (np.cumsum(prompts) - prompts), prompts))
+
+
+@wrong("share_budget", fails="test_no_requests")
+def not_for_an_empty_array(pending, budget):
+    assert pending.max() > 0
+    return reference.share_budget(pending, budget)
 
 
 # admit --------------------------------------------------------------------------------------------------------------
 
 
 @right("admit")
-def one_more_as_long_as_it_fits(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    n = 0
-    while (
-        n < min(len(num_tokens), free_rows)
-        and sum(num_pages[: n + 1]) <= free_pages
-        and sum(num_tokens[:n]) <= budget - 1
-    ):
-        n += 1
-    return n
-
-
-@right("admit")
-def by_recursion(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    if not num_tokens or budget <= 0 or free_rows <= 0 or num_pages[0] > free_pages:
+def refusals_first(num_tokens, num_pages, *, budget, free_pages, free_rows):
+    if budget <= 0 or free_rows <= 0:
         return 0
-    left = {"budget": budget - num_tokens[0], "free_pages": free_pages - num_pages[0], "free_rows": free_rows - 1}
-    return 1 + by_recursion.definition(num_tokens[1:], num_pages[1:], **left)
+    if free_pages < num_pages:
+        return 0
+    return budget if num_tokens > budget else num_tokens
 
 
-def admitted(num_tokens, num_pages, budget, free_pages, free_rows, *, whole=False, keep_pages=False, skip=False):
-    """The reference with one thing changed: what the wrong answers below are made of."""
-    count = 0
-    for tokens, pages in zip(num_tokens, num_pages, strict=True):
-        if count >= free_rows or budget < (tokens if whole else 1):
-            break
-        if pages > free_pages:
-            if skip:
-                continue
-            break
-        count += 1
-        budget -= tokens
-        free_pages -= 0 if keep_pages else pages
-    return count
+@wrong("admit", fails="test_room_for_all_of_it")
+def yes_or_no(num_tokens, num_pages, *, budget, free_pages, free_rows):
+    return budget > 0 and free_rows > 0 and num_pages <= free_pages
 
 
-@wrong("admit", fails="test_room_for_all")
-def which_not_how_many(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return list(range(admitted(num_tokens, num_pages, budget, free_pages, free_rows)))
+@wrong("admit", fails="test_room_for_all_of_it")
+def all_that_is_left(num_tokens, num_pages, *, budget, free_pages, free_rows):
+    return budget if free_rows > 0 and num_pages <= free_pages else 0
 
 
-@wrong("admit", fails="test_room_for_all")
-def one_at_a_time(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return min(1, admitted(num_tokens, num_pages, budget, free_pages, free_rows))
-
-
-@wrong("admit", fails="test_rows_run_out")
+@wrong("admit", fails="test_no_row_is_free")
 def rows_forgotten(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, budget, free_pages, 10**9)
+    return reference.admit(num_tokens, num_pages, budget=budget, free_pages=free_pages, free_rows=1)
 
 
-@wrong("admit", fails="test_pages_run_out")
+@wrong("admit", fails="test_room_for_all_of_it")
 def the_last_page_is_never_given(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, budget, free_pages - 1, free_rows)
+    return reference.admit(num_tokens, num_pages + 1, budget=budget, free_pages=free_pages, free_rows=free_rows)
 
 
 @wrong("admit", fails="test_pages_run_out")
 def any_page_will_do(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    """Let it begin, it will find the others later."""
-    return admitted(num_tokens, [1] * len(num_pages), budget, free_pages, free_rows)
+    """Let it begin; it will find the others later."""
+    return reference.admit(num_tokens, min(1, num_pages), budget=budget, free_pages=free_pages, free_rows=free_rows)
 
 
-@wrong("admit", fails="test_pages_add_up")
-def each_sees_all_pages(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, budget, free_pages, free_rows, keep_pages=True)
+@wrong("admit", fails="test_no_page_is_needed")
+def a_page_must_be_free(num_tokens, num_pages, *, budget, free_pages, free_rows):
+    shares = reference.admit(num_tokens, num_pages, budget=budget, free_pages=free_pages, free_rows=free_rows)
+    return shares if free_pages > 0 else 0
 
 
-@wrong("admit", fails="test_a_long_prompt_comes_in")
+@wrong("admit", fails="test_a_long_prompt_begins_with_a_chunk")
 def whole_prompts(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, budget, free_pages, free_rows, whole=True)
+    if num_tokens > budget:
+        return 0
+    return reference.admit(num_tokens, num_pages, budget=budget, free_pages=free_pages, free_rows=free_rows)
 
 
-@wrong("admit", fails="test_tokens_run_out")
+@wrong("admit", fails="test_a_long_prompt_begins_with_a_chunk")
 def no_budget(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, 10**9, free_pages, free_rows)
+    return reference.admit(num_tokens, num_pages, budget=10**9, free_pages=free_pages, free_rows=free_rows)
 
 
-@wrong("admit", fails="test_tokens_run_out")
-def the_budget_may_be_nothing(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, budget + 1, free_pages, free_rows)
-
-
-@wrong("admit", fails="test_nobody_is_overtaken")
-def whoever_fits(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, num_pages, budget, free_pages, free_rows, skip=True)
-
-
-@wrong("admit", fails="test_nobody_is_overtaken")
-def as_many_as_possible(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    return admitted(num_tokens, sorted(num_pages), budget, free_pages, free_rows)
+@wrong("admit", fails="test_no_token_is_left")
+def always_a_token(num_tokens, num_pages, *, budget, free_pages, free_rows):
+    return reference.admit(num_tokens, num_pages, budget=max(1, budget), free_pages=free_pages, free_rows=free_rows)
 
 
 # preempt ------------------------------------------------------------------------------------------------------------
 
 
 @right("preempt")
-def page_by_page(running, waiting, rows, page_table):
-    sequence = running[-1]
-    del running[-1]
-    row = rows[sequence]
-    del rows[sequence]
-    for page in page_table.pages(row).tolist():
-        page_table.release(page)
-    page_table.counts[row] = 0
-    page_table.free_rows.append(row)
-    waiting.insert(0, sequence)
-    sequence.num_computed = 0
-    return sequence
+def the_queue_is_made_anew(running, waiting, page_table):
+    request = running.requests[running.order[-1]]
+    row = running.row_of(request)
+    later = list(waiting)
+    waiting.clear()
+    waiting.update(dict.fromkeys([request, *later]))
+    page_table.release(row)
+    return running.leave(row)
 
 
-def preempted(running, waiting, rows, page_table, *, which=-1, recompute=True, first=True):
-    """The reference with one thing changed: what the wrong answers below are made of."""
-    sequence = running.pop(which)
-    page_table.erase(rows.pop(sequence))
-    if recompute:
-        sequence.num_computed = 0
+def preempted(running, waiting, page_table, row, *, first=True):
+    """The reference for another row, or another end of the queue."""
+    request = running.leave(int(row))
+    page_table.release(int(row))
+    waiting[request] = None
     if first:
-        waiting.appendleft(sequence)
-    else:
-        waiting.append(sequence)
-    return sequence
+        waiting.move_to_end(request, last=False)
+    return request
 
 
 @wrong("preempt", fails="test_the_newest_goes")
-def the_oldest(running, waiting, rows, page_table):
-    return preempted(running, waiting, rows, page_table, which=0)
+def the_oldest(running, waiting, page_table):
+    return preempted(running, waiting, page_table, running.order[0])
 
 
 @wrong("preempt", fails="test_the_newest_goes")
-def the_one_with_most_pages(running, waiting, rows, page_table):
-    most = max(range(len(running)), key=lambda i: page_table.counts[rows[running[i]]])
-    return preempted(running, waiting, rows, page_table, which=most)
+def the_highest_row(running, waiting, page_table):
+    """Takes a row's number for its age."""
+    return preempted(running, waiting, page_table, running.order.max())
 
 
 @wrong("preempt", fails="test_the_newest_goes")
-def it_still_runs(running, waiting, rows, page_table):
-    sequence = preempted(running, waiting, rows, page_table)
-    running.append(sequence)
-    return sequence
+def the_one_with_most_pages(running, waiting, page_table):
+    return preempted(running, waiting, page_table, max(running.order, key=lambda row: page_table.counts[row]))
+
+
+@wrong("preempt", fails="test_the_newest_goes")
+def it_still_runs(running, waiting, page_table):
+    request = running.requests[running.order[-1]]
+    page_table.release(int(running.order[-1]))
+    waiting[request] = None
+    waiting.move_to_end(request, last=False)
+    return request
+
+
+@wrong("preempt", fails="test_the_newest_goes")
+def nothing_returned(running, waiting, page_table):
+    preempted(running, waiting, page_table, running.order[-1])
 
 
 @wrong("preempt", fails="test_its_pages_are_free")
-def pages_kept(running, waiting, rows, page_table):
-    sequence = running.pop()
-    rows.pop(sequence)
-    sequence.num_computed = 0
-    waiting.appendleft(sequence)
-    return sequence
+def pages_kept(running, waiting, page_table):
+    request = running.leave(int(running.order[-1]))
+    waiting[request] = None
+    waiting.move_to_end(request, last=False)
+    return request
 
 
 @wrong("preempt", fails="test_its_pages_are_free")
-def row_remembered(running, waiting, rows, page_table):
-    remembered = dict(rows)
-    sequence = preempted(running, waiting, rows, page_table)
-    rows.update(remembered)
-    return sequence
-
-
-@wrong("preempt", fails="test_nothing_of_it_is_computed")
-def forgets_num_computed(running, waiting, rows, page_table):
-    return preempted(running, waiting, rows, page_table, recompute=False)
-
-
-@wrong("preempt", fails="test_nothing_of_it_is_computed")
-def prompt_still_computed(running, waiting, rows, page_table):
-    sequence = preempted(running, waiting, rows, page_table)
-    sequence.num_computed = sequence.num_prompt_tokens
-    return sequence
-
-
-@wrong("preempt", fails="test_it_keeps_its_tokens")
-def starts_over(running, waiting, rows, page_table):
-    sequence = preempted(running, waiting, rows, page_table)
-    del sequence.token_ids[sequence.num_prompt_tokens :]
-    return sequence
-
-
-@wrong("preempt", fails="test_it_keeps_its_tokens")
-def output_becomes_prompt(running, waiting, rows, page_table):
-    sequence = preempted(running, waiting, rows, page_table)
-    sequence.num_prompt_tokens = len(sequence.token_ids)
-    return sequence
-
-
-@wrong("preempt", fails="test_it_waits_first")
-def it_waits_last(running, waiting, rows, page_table):
-    return preempted(running, waiting, rows, page_table, first=False)
+def row_kept(running, waiting, page_table):
+    row = int(running.order[-1])
+    request = running.leave(row)
+    page_table.truncate(row, 0)
+    waiting[request] = None
+    waiting.move_to_end(request, last=False)
+    return request
 
 
 @wrong("preempt", fails="test_shared_pages_stay")
-def pages_freed_by_hand(running, waiting, rows, page_table):
-    sequence = running.pop()
-    row = rows.pop(sequence)
-    pages = page_table.pages(row).tolist()
-    page_table.free_pages += pages
-    page_table.refcounts[pages] = 0
-    page_table.counts[row] = 0
-    page_table.free_rows.append(row)
-    sequence.num_computed = 0
-    waiting.appendleft(sequence)
-    return sequence
+def shared_pages_freed(running, waiting, page_table):
+    """Makes itself the only owner, so that the pages really become free."""
+    page_table.refcounts[page_table.pages(int(running.order[-1]))] = 1
+    return preempted(running, waiting, page_table, running.order[-1])
 
 
-# share_prefix -------------------------------------------------------------------------------------------------------
+@wrong("preempt", fails="test_it_keeps_its_tokens")
+def starts_over(running, waiting, page_table):
+    request = preempted(running, waiting, page_table, running.order[-1])
+    request.token_ids = list(request.prompt_token_ids)
+    return request
 
 
-@right("share_prefix")
-def one_page_after_the_other(table, row, donor, num_tokens):
-    for index in range(table.pages_for(num_tokens)):
-        page = int(table.table[donor, index])
-        table.table[row, index] = page
-        table.refcounts[page] += 1
-        table.counts[row] += 1
+@wrong("preempt", fails="test_it_keeps_its_tokens")
+def output_becomes_prompt(running, waiting, page_table):
+    request = preempted(running, waiting, page_table, running.order[-1])
+    request.prompt_token_ids = request.token_ids
+    return request
 
 
-def shared(table, row, donor, count, owners=1):
-    """The reference with other numbers: what the wrong answers below are made of."""
-    pages = table.pages(donor)[:count]
-    table.table[row, : len(pages)] = pages
-    table.counts[row] = len(pages)
-    table.refcounts[pages] += owners
+@wrong("preempt", fails="test_it_keeps_its_tokens")
+def the_last_token_is_not_computed_yet(running, waiting, page_table):
+    request = preempted(running, waiting, page_table, running.order[-1])
+    request.token_ids.pop()
+    return request
 
 
-@wrong("share_prefix", fails="test_one_page")
-def pages_of_its_own(table, row, donor, num_tokens):
-    table.reserve(row, num_tokens)
+@wrong("preempt", fails="test_it_waits_first")
+def it_waits_last(running, waiting, page_table):
+    return preempted(running, waiting, page_table, running.order[-1], first=False)
 
 
-@wrong("share_prefix", fails="test_one_page")
-def count_forgotten(table, row, donor, num_tokens):
-    shared(table, row, donor, table.pages_for(num_tokens))
-    table.counts[row] = 0
+# schedule -----------------------------------------------------------------------------------------------------------
 
 
-@wrong("share_prefix", fails="test_one_owner_more")
-def owners_forgotten(table, row, donor, num_tokens):
-    shared(table, row, donor, table.pages_for(num_tokens), owners=0)
+@right("schedule")
+def with_lists(scheduler):
+    """The same in plain lists: one pair for each request."""
+    preempted, copies = [], []
+
+    def shares():
+        rows, pending = scheduler.pending()
+        given = scheduler.parts.share_budget(pending, scheduler.budget)
+        return [pair for pair in zip(rows.tolist(), given.tolist(), strict=True) if pair[1]]
+
+    def arrays(work):
+        return tuple(np.array([pair[i] for pair in work], dtype=np.int64) for i in (0, 1))
+
+    work = shares()
+    while not scheduler.reserve(*arrays(work), copies):
+        if scheduler.running.has_tokens_in_flight:
+            return None
+        preempted += [scheduler.preempt()]
+        work = shares()
+    admitted, num_shared = [], 0
+    if not preempted:
+        left = scheduler.budget - sum(n for _, n in work)
+        admitted, num_new, num_shared = scheduler.admit(left, copies)
+        work += [(scheduler.running.row_of(q), n) for q, n in zip(admitted, num_new, strict=True)]
+    work = [pair for pair in work if pair[1] == 1] + [pair for pair in work if pair[1] > 1]
+    return Schedule(*arrays(work), sum(n for _, n in work), admitted, preempted, num_shared, copies)
 
 
-@wrong("share_prefix", fails="test_no_more_than_the_prefix")
-def all_pages_of_the_donor(table, row, donor, num_tokens):
-    shared(table, row, donor, None)
+@right("schedule")
+def by_recursion(scheduler):
+    def fit(preempted, copies):
+        rows, pending = scheduler.pending()
+        num_new = reference.share_budget(pending, scheduler.budget)
+        chosen = num_new > 0
+        if scheduler.reserve(rows[chosen], num_new[chosen], copies):
+            return rows[chosen], num_new[chosen], preempted
+        if scheduler.running.has_tokens_in_flight:
+            return None
+        return fit([*preempted, scheduler.preempt()], copies)
+
+    copies = []
+    found = fit([], copies)
+    if found is None:
+        return None
+    rows, num_new, preempted = found
+    left = scheduler.budget - int(num_new.sum())
+    admitted, shares, shared = ([], [], 0) if preempted else scheduler.admit(left, copies)
+    new_rows = [scheduler.running.row_of(request) for request in admitted]
+    rows, num_new = np.array([*rows, *new_rows], dtype=int), np.array([*num_new, *shares], dtype=int)
+    first = np.concatenate([np.flatnonzero(num_new == 1), np.flatnonzero(num_new != 1)])
+    return Schedule(rows[first], num_new[first], int(num_new.sum()), admitted, preempted, shared, copies)
 
 
-@wrong("share_prefix", fails="test_no_more_than_the_prefix")
-def owners_of_all_its_pages(table, row, donor, num_tokens):
-    shared(table, row, donor, table.pages_for(num_tokens), owners=0)
-    table.refcounts[table.pages(donor)] += 1
+def scheduled(
+    scheduler,
+    *,
+    pending=None,
+    keep_zeros=False,
+    reserve=True,
+    in_flight=True,
+    again=True,
+    admit_after=False,
+    admit_first=False,
+    budget_left=True,
+    sort="stable",
+    rounds=10**9,
+):
+    """The reference with one thing changed: what most wrong answers below are made of."""
+    preempted, copies = [], []
+    early = scheduler.admit(scheduler.budget, copies) if admit_first else None
+    divided = None
+    while True:
+        rows, waiting = (pending or type(scheduler).pending)(scheduler)
+        if divided is None or again:
+            divided = dict(
+                zip(rows.tolist(), scheduler.parts.share_budget(waiting, scheduler.budget).tolist(), strict=True)
+            )
+        num_new = np.array([divided[row] for row in rows.tolist()], dtype=np.int64)
+        if not keep_zeros:
+            rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        if not reserve or scheduler.reserve(rows, num_new, copies):
+            break
+        if in_flight and scheduler.running.has_tokens_in_flight:
+            return None
+        if len(preempted) == rounds:
+            return None
+        preempted.append(scheduler.preempt())
+    admitted, num_shared = [], 0
+    if early:
+        admitted, _, num_shared = early
+    elif not preempted or admit_after:
+        left = scheduler.budget - (int(num_new.sum()) if budget_left else 0)
+        admitted, shares, num_shared = scheduler.admit(left, copies)
+        rows = np.append(rows, scheduler.running.order[len(scheduler.running) - len(admitted) :])
+        num_new = np.append(num_new, shares).astype(np.int64)
+    if sort == "stable":
+        order = np.argsort(num_new > 1, kind="stable")
+    elif sort == "by number":
+        order = np.argsort(num_new, kind="stable")
+    else:
+        order = np.arange(len(rows))
+    return Schedule(rows[order], num_new[order], int(num_new.sum()), admitted, preempted, num_shared, copies)
 
 
-@wrong("share_prefix", fails="test_no_more_than_the_prefix")
-def the_last_pages(table, row, donor, num_tokens):
-    pages = table.pages(donor)[-table.pages_for(num_tokens) :]
-    table.table[row, : len(pages)] = pages
-    table.counts[row] = len(pages)
-    table.refcounts[pages] += 1
+@wrong("schedule", fails="test_two_decodes")
+def pages_are_not_reserved(scheduler):
+    return scheduled(scheduler, reserve=False)
 
 
-@wrong("share_prefix", fails="test_a_page_in_part")
-def whole_pages_only(table, row, donor, num_tokens):
-    shared(table, row, donor, num_tokens // table.page_size)
+@wrong("schedule", fails="test_two_decodes")
+def the_number_of_tokens_is_forgotten(scheduler):
+    step = scheduled(scheduler)
+    return step and replace(step, num_tokens=0)
 
 
-@wrong("share_prefix", fails="test_no_more_than_the_prefix")
-def one_page_too_many(table, row, donor, num_tokens):
-    shared(table, row, donor, num_tokens // table.page_size + 1)
+@wrong("schedule", fails="test_waiting_requests_are_admitted")
+def no_request_is_admitted(scheduler):
+    rows, pending = scheduler.pending()
+    num_new = scheduler.parts.share_budget(pending, scheduler.budget)
+    scheduler.reserve(rows, num_new, [])
+    return Schedule(rows, num_new, int(num_new.sum()))
 
 
-@wrong("share_prefix", fails="test_three_owners")
-def two_owners(table, row, donor, num_tokens):
-    shared(table, row, donor, table.pages_for(num_tokens))
-    table.refcounts[table.pages(row)] = 2
+@wrong("schedule", fails="test_waiting_requests_are_admitted")
+def admitted_requests_start_in_the_next_step(scheduler):
+    step = scheduled(scheduler)
+    if step is None:
+        return None
+    old = np.array([scheduler.running.requests[row] not in step.admitted for row in step.rows.tolist()], dtype=bool)
+    return replace(step, rows=step.rows[old], num_new=step.num_new[old], num_tokens=int(step.num_new[old].sum()))
+
+
+@wrong("schedule", fails="test_nothing_to_do")
+def none_for_nothing(scheduler):
+    step = scheduled(scheduler)
+    return step if step and len(step.rows) else None
+
+
+@wrong("schedule", fails="test_two_decodes")
+def arrays_of_floats(scheduler):
+    """np.append of an empty list."""
+    step = scheduled(scheduler)
+    return step and replace(step, num_new=np.append(step.num_new, []))
+
+
+@wrong("schedule", fails="test_newcomers_get_what_is_left")
+def a_budget_of_their_own(scheduler):
+    return scheduled(scheduler, budget_left=False)
+
+
+@wrong("schedule", fails="test_a_prompt_that_has_to_wait")
+def shares_of_zero(scheduler):
+    return scheduled(scheduler, keep_zeros=True)
+
+
+@wrong("schedule", fails="test_a_prompt_that_has_to_wait")
+def by_age_alone(scheduler):
+    return scheduled(scheduler, sort="no")
+
+
+@wrong("schedule", fails="test_decodes_come_first")
+def by_number_of_tokens(scheduler):
+    return scheduled(scheduler, sort="by number")
+
+
+@wrong("schedule", fails="test_decodes_come_first")
+def admitted_requests_last(scheduler):
+    """Sorts before it admits."""
+    step = scheduled(scheduler)
+    if step is None:
+        return None
+    new = np.array([scheduler.running.requests[row] in step.admitted for row in step.rows.tolist()], dtype=bool)
+    order = np.argsort(new, kind="stable")
+    return replace(step, rows=step.rows[order], num_new=step.num_new[order])
+
+
+@wrong("schedule", fails="test_the_last_token_is_on_its_way")
+def every_running_request(scheduler):
+    def pending(scheduler):
+        rows = scheduler.running.order
+        return rows, scheduler.running.num_scheduled[rows] - scheduler.running.num_computed[rows]
+
+    return scheduled(scheduler, pending=pending)
+
+
+@wrong("schedule", fails="test_two_decodes")
+def only_tokens_that_the_host_knows(scheduler):
+    def pending(scheduler):
+        rows = scheduler.running.order
+        count = scheduler.running.num_known[rows] - scheduler.running.num_computed[rows] - 1
+        return rows[count > 0], count[count > 0]
+
+    return scheduled(scheduler, pending=pending)
+
+
+@wrong("schedule", fails="test_the_newest_gives_its_pages")
+def none_when_pages_are_short(scheduler):
+    return scheduled(scheduler, rounds=0)
+
+
+@wrong("schedule", fails="test_as_many_as_necessary")
+def all_but_the_oldest(scheduler):
+    """Makes room once and for all."""
+    if scheduled_fits(scheduler):
+        return scheduled(scheduler)
+    if scheduler.running.has_tokens_in_flight:
+        return None
+    gone = []
+    while len(scheduler.running) > 1:
+        gone.append(scheduler.preempt())
+    step = scheduled(scheduler, admit_after=True)
+    return replace(step, preempted=gone)
+
+
+def scheduled_fits(scheduler):
+    rows, pending = scheduler.pending()
+    num_new = scheduler.parts.share_budget(pending, scheduler.budget)
+    start = scheduler.running.num_computed[rows] - scheduler.running.num_evicted[rows]
+    return scheduler.page_table.missing(rows, start + num_new)[1] <= scheduler.page_table.num_free_pages
+
+
+@wrong("schedule", fails="test_as_many_as_necessary")
+def one_preemption_is_enough(scheduler):
+    return scheduled(scheduler, rounds=1)
+
+
+@wrong("schedule", fails="test_as_many_as_necessary")
+def preempted_oldest_first(scheduler):
+    step = scheduled(scheduler)
+    return step and replace(step, preempted=step.preempted[::-1])
+
+
+@wrong("schedule", fails="test_the_budget_is_divided_anew")
+def divided_once(scheduler):
+    return scheduled(scheduler, again=False)
+
+
+@wrong("schedule", fails="test_no_admission_after_a_preemption")
+def admits_after_a_preemption(scheduler):
+    """The preempted request is at the head of the queue, and might come straight back."""
+    return scheduled(scheduler, admit_after=True)
+
+
+@wrong("schedule", fails="test_tokens_on_the_device")
+def preempts_whatever_is_on_the_device(scheduler):
+    return scheduled(scheduler, in_flight=False)
+
+
+@wrong("schedule", fails="test_the_last_token_is_on_its_way")
+def waits_for_every_token(scheduler):
+    return None if scheduler.running.has_tokens_in_flight else scheduled(scheduler)
+
+
+@wrong("schedule", fails="test_newcomers_get_what_is_left")
+def newcomers_first(scheduler):
+    """Admits with the whole budget, and then divides it among all."""
+    return scheduled(scheduler, admit_first=True)
+
+
+@wrong("schedule", fails="test_copies_and_shared_tokens")
+def copies_forgotten(scheduler):
+    step = scheduled(scheduler)
+    return step and replace(step, copies=[])
+
+
+@wrong("schedule", fails="test_copies_and_shared_tokens")
+def shared_tokens_forgotten(scheduler):
+    step = scheduled(scheduler)
+    return step and replace(step, num_shared=0)
+
+
+# match_prefix -------------------------------------------------------------------------------------------------------
+
+
+@right("match_prefix")
+def by_recursion_from_a_parent(children, token_ids, page_size, parent=ROOT):
+    page = children.get(parent, {}).get(token_ids[:page_size].tobytes()) if len(token_ids) >= page_size else None
+    if page is None:
+        return []
+    return [page, *by_recursion_from_a_parent.definition(children, token_ids[page_size:], page_size, page)]
+
+
+@right("match_prefix")
+def until_a_key_is_missing(children, token_ids, page_size):
+    rows = token_ids[: len(token_ids) // page_size * page_size].reshape(-1, page_size)
+    pages = [ROOT]
+    try:
+        for row in rows:
+            pages.append(children[pages[-1]][row.tobytes()])
+    except KeyError:
+        pass
+    return pages[1:]
+
+
+def chunks(token_ids, page_size):
+    return [token_ids[start : start + page_size] for start in range(0, len(token_ids) - page_size + 1, page_size)]
+
+
+@wrong("match_prefix", fails="test_one_page")
+def only_the_last_page(children, token_ids, page_size):
+    return reference.match_prefix(children, token_ids, page_size)[-1:] or None
+
+
+@wrong("match_prefix", fails="test_one_page")
+def tokens_as_a_tuple(children, token_ids, page_size):
+    pages = []
+    for chunk in chunks(token_ids, page_size):
+        page = children.get(pages[-1] if pages else ROOT, {}).get(tuple(chunk.tolist()))
+        if page is None:
+            break
+        pages.append(page)
+    return pages
+
+
+@wrong("match_prefix", fails="test_a_chain")
+def always_under_the_root(children, token_ids, page_size):
+    found = [children.get(ROOT, {}).get(chunk.tobytes()) for chunk in chunks(token_ids, page_size)]
+    return found[: found.index(None)] if None in found else found
+
+
+@wrong("match_prefix", fails="test_a_chain")
+def any_page_with_these_tokens(children, token_ids, page_size):
+    """Equal tokens behind other tokens have other keys."""
+    everywhere = {}
+    for siblings in children.values():
+        for key, page in siblings.items():
+            everywhere.setdefault(key, page)
+    pages = []
+    for chunk in chunks(token_ids, page_size):
+        if chunk.tobytes() not in everywhere:
+            break
+        pages.append(everywhere[chunk.tobytes()])
+    return pages
+
+
+@wrong("match_prefix", fails="test_the_first_difference_ends_it")
+def what_comes_after_a_difference(children, token_ids, page_size):
+    pages, parent = [], ROOT
+    for chunk in chunks(token_ids, page_size):
+        siblings = children.get(parent, {})
+        page = siblings.get(chunk.tobytes())
+        parent = page if page is not None else next(iter(siblings.values()), ROOT)
+        if page is not None:
+            pages.append(page)
+    return pages
+
+
+@wrong("match_prefix", fails="test_only_full_pages")
+def the_last_page_in_part(children, token_ids, page_size):
+    pages, parent = [], ROOT
+    for start in range(0, len(token_ids), page_size):
+        key = token_ids[start : start + page_size].tobytes()
+        page = next((p for other, p in children.get(parent, {}).items() if other.startswith(key)), None)
+        if page is None:
+            break
+        pages.append(page)
+        parent = page
+    return pages
+
+
+@wrong("match_prefix", fails="test_one_page")
+def the_last_page_is_left_out(children, token_ids, page_size):
+    return reference.match_prefix(children, token_ids[:-1], page_size)
+
+
+@wrong("match_prefix", fails="test_missing_entries")
+def every_page_has_an_entry(children, token_ids, page_size):
+    pages, parent = [], ROOT
+    for chunk in chunks(token_ids, page_size):
+        page = children[parent].get(chunk.tobytes())
+        if page is None:
+            break
+        pages.append(page)
+        parent = page
+    return pages
+
+
+@wrong("match_prefix", fails="test_the_number_of_lookups")
+def compares_with_every_sibling(children, token_ids, page_size):
+    pages, parent = [], ROOT
+    for chunk in chunks(token_ids, page_size):
+        page = next((p for key, p in children.get(parent, {}).items() if key == chunk.tobytes()), None)
+        if page is None:
+            break
+        pages.append(page)
+        parent = page
+    return pages
 
 
 # copy_on_write ------------------------------------------------------------------------------------------------------
@@ -402,58 +719,25 @@ def two_owners(table, row, donor, num_tokens):
 
 @right("copy_on_write")
 def token_by_token_it_writes(table, row, first, end):
-    """Which pages are written is asked of each token; the copies are undone if they cannot all be made."""
-    before, copies = table.pages(row).copy(), list[tuple[int, int]]()
+    copies = []
     for position in range(first, end):
         index = position // table.page_size
-        old = int(table.table[row, index])
-        if table.refcounts[old] == 1:
-            continue
-        if not table.free_pages:
-            table.table[row, : len(before)] = before
-            for shared_page, own_page in reversed(copies):
-                table.refcounts[shared_page] += 1
-                table.release(own_page)
-            return None
-        new = table.free_pages.pop()
-        table.refcounts[old] -= 1
-        table.refcounts[new] = 1
-        table.table[row, index] = new
-        copies.append((old, new))
+        if table.refcounts[table.table[row, index]] > 1:
+            copies.append(table.replace(row, index))
     return copies
 
 
 @right("copy_on_write")
-def all_at_once(table, row, first, end):
+def by_arrays(table, row, first, end):
     indices = np.arange(first // table.page_size, -(-end // table.page_size))
-    indices = indices[table.refcounts[table.table[row, indices]] > 1]
-    old = table.table[row, indices].copy()
-    if len(old) > len(table.free_pages):
-        return None
-    new = [table.free_pages.pop() for _ in old]
-    table.table[row, indices] = new
-    table.refcounts[old] -= 1
-    table.refcounts[new] = 1
-    return list(zip(old.tolist(), new, strict=True))
+    shared = indices[table.refcounts[table.pages(row)[indices]] >= 2]
+    return list(map(table.replace, [row] * len(shared), shared.tolist()))
 
 
-def copied(table, row, indices, *, only_shared=True, count_first=True, release=True, own=True):
-    """The reference over other pages, or with one step left out: what the wrong answers below are made of."""
-    chosen = [i for i in indices if not only_shared or table.refcounts[table.table[row, i]] > 1]
-    if count_first and len(chosen) > len(table.free_pages):
-        return None
-    copies = []
-    for index in chosen:
-        if not table.free_pages:
-            return None
-        old, new = int(table.table[row, index]), table.free_pages.pop()
-        table.table[row, index] = new
-        if own:
-            table.refcounts[new] = 1
-        if release:
-            table.release(old)
-        copies.append((old, new))
-    return copies
+def copied(table, row, indices, *, only_shared=True):
+    """The reference over other pages: what the wrong answers below are made of."""
+    pages = table.pages(row).tolist()
+    return [table.replace(row, i) for i in indices if not only_shared or table.refcounts[pages[i]] > 1]
 
 
 def written(table, first, end):
@@ -466,7 +750,7 @@ def always_copies(table, row, first, end):
 
 
 @wrong("copy_on_write", fails="test_own_pages")
-def none_for_nothing(table, row, first, end):
+def none_for_nothing_to_copy(table, row, first, end):
     return copied(table, row, written(table, first, end)) or None
 
 
@@ -477,26 +761,31 @@ def never_copies(table, row, first, end):
 
 @wrong("copy_on_write", fails="test_a_shared_page")
 def pairs_turned_round(table, row, first, end):
-    copies = copied(table, row, written(table, first, end))
-    return copies and [(new, old) for old, new in copies]
+    return [(new, old) for old, new in copied(table, row, written(table, first, end))]
 
 
 @wrong("copy_on_write", fails="test_a_shared_page")
 def a_new_page_for_all_its_owners(table, row, first, end):
     copies = copied(table, row, written(table, first, end))
-    for old, new in copies or []:
+    for old, new in copies:
         table.table[table.table == old] = new
     return copies
 
 
 @wrong("copy_on_write", fails="test_owners_are_counted")
-def old_page_not_released(table, row, first, end):
-    return copied(table, row, written(table, first, end), release=False)
-
-
-@wrong("copy_on_write", fails="test_owners_are_counted")
-def new_page_without_an_owner(table, row, first, end):
-    return copied(table, row, written(table, first, end), own=False)
+def the_row_is_changed_by_hand(table, row, first, end):
+    """Takes a page for itself, swaps the two entries, and forgets the owners."""
+    copies = []
+    for index in written(table, first, end):
+        old = int(table.table[row, index])
+        if table.refcounts[old] > 1:
+            table.take(np.array([row]), np.array([1]))
+            last = int(table.counts[row]) - 1
+            new = int(table.table[row, last])
+            table.table[row, index] = new
+            table.counts[row] = last
+            copies.append((old, new))
+    return copies
 
 
 @wrong("copy_on_write", fails="test_pages_before_stay")
@@ -506,7 +795,7 @@ def the_whole_row(table, row, first, end):
 
 @wrong("copy_on_write", fails="test_end_is_not_written")
 def end_included(table, row, first, end):
-    return copied(table, row, range(first // table.page_size, min(end // table.page_size + 1, table.counts[row])))
+    return copied(table, row, range(first // table.page_size, min(end // table.page_size + 1, int(table.counts[row]))))
 
 
 @wrong("copy_on_write", fails="test_end_is_not_written")
@@ -515,225 +804,180 @@ def only_the_page_of_the_first_token(table, row, first, end):
 
 
 @wrong("copy_on_write", fails="test_three_owners_part")
-def the_last_of_three_leaves(table, row, first, end):
-    """Frees the old page, whoever else owns it."""
-    copies = copied(table, row, written(table, first, end), release=False)
-    for old, _ in copies or []:
-        table.refcounts[old] = 1
-    return copies
+def owned_by_exactly_two(table, row, first, end):
+    pages = table.pages(row).tolist()
+    return [table.replace(row, i) for i in written(table, first, end) if table.refcounts[pages[i]] == 2]
 
 
-@wrong("copy_on_write", fails="test_too_few_pages")
-def takes_before_it_counts(table, row, first, end):
-    return copied(table, row, written(table, first, end), count_first=False)
+# pages_to_evict -----------------------------------------------------------------------------------------------------
 
 
-@wrong("copy_on_write", fails="test_too_few_pages")
-def counts_pages_that_are_not_copied(table, row, first, end):
-    if len(written(table, first, end)) > len(table.free_pages):
-        needs = any(table.refcounts[table.table[row, i]] > 1 for i in written(table, first, end))
-        if needs or table.num_free_pages == 0:
-            return None
-    return copied(table, row, written(table, first, end))
-
-
-# evict_pages --------------------------------------------------------------------------------------------------------
-
-
-@right("evict_pages")
-def while_the_first_is_hidden(table, row, first_position, next_query, window):
+@right("pages_to_evict")
+def while_the_first_is_hidden(num_computed, num_evicted, window, page_size):
     """One page at a time, as long as the last key of the first page is behind the window."""
-    given_up = 0
-    while table.counts[row] and next_query - (first_position + table.page_size - 1) >= window:
-        table.release(int(table.table[row, 0]))
-        table.counts[row] -= 1
-        table.table[row, : table.counts[row]] = table.table[row, 1 : table.counts[row] + 1].copy()
-        first_position += table.page_size
-        given_up += 1
-    return given_up
+    counts = np.zeros(len(num_computed), dtype=np.int64)
+    while (gone := num_computed - (num_evicted + (counts + 1) * page_size - 1) >= window).any():
+        counts += gone
+    return counts
 
 
-def evicted(table, row, num_pages, *, front=True, move=True, release=True):
-    """The reference with another number of pages, or one step left out: what the wrong answers below are made of."""
-    pages = table.pages(row).tolist()
-    num_pages = min(max(0, int(num_pages)), len(pages))
-    first = 0 if front else len(pages) - num_pages
-    gone, kept = pages[first : first + num_pages], pages[:first] + pages[first + num_pages :]
-    if release:
-        for page in gone:
-            table.release(page)
-    if move:
-        table.table[row, : len(kept)] = kept
-    table.counts[row] = len(pages) - num_pages
-    return num_pages
+@right("pages_to_evict")
+def by_page_numbers(num_computed, num_evicted, window, page_size):
+    first_needed = np.maximum(num_computed - window + 1, 0) // page_size
+    return np.clip(first_needed - num_evicted // page_size, 0, None)
 
 
-def hidden(first_position, next_query, window):
-    return next_query - window + 1 - first_position
+def hidden(num_computed, num_evicted, window):
+    return np.maximum(num_computed - window + 1 - num_evicted, 0)
 
 
-@wrong("evict_pages", fails="test_nothing_to_give_up")
-def negative_hidden(table, row, first_position, next_query, window):
-    """Forgets that nothing may be hidden: a negative number of pages."""
-    gone = hidden(first_position, next_query, window) // table.page_size
-    return evicted(table, row, gone) and gone if gone >= 0 else gone
+@wrong("pages_to_evict", fails="test_nothing_is_hidden")
+def negative_pages(num_computed, num_evicted, window, page_size):
+    return (num_computed - window + 1 - num_evicted) // page_size
 
 
-@wrong("evict_pages", fails="test_nothing_to_give_up")
-def pages_in_part(table, row, first_position, next_query, window):
-    return evicted(table, row, -(-hidden(first_position, next_query, window) // table.page_size))
+@wrong("pages_to_evict", fails="test_nothing_is_hidden")
+def fractions_of_pages(num_computed, num_evicted, window, page_size):
+    return hidden(num_computed, num_evicted, window) / page_size
 
 
-@wrong("evict_pages", fails="test_nothing_to_give_up")
-def one_key_too_early(table, row, first_position, next_query, window):
-    return evicted(table, row, (hidden(first_position, next_query, window) + 1) // table.page_size)
+@wrong("pages_to_evict", fails="test_a_page_in_part_stays")
+def pages_in_part(num_computed, num_evicted, window, page_size):
+    return -(-hidden(num_computed, num_evicted, window) // page_size)
 
 
-@wrong("evict_pages", fails="test_the_first_page_goes")
-def one_key_too_late(table, row, first_position, next_query, window):
-    return evicted(table, row, (hidden(first_position, next_query, window) - 1) // table.page_size)
+@wrong("pages_to_evict", fails="test_a_page_in_part_stays")
+def one_key_too_early(num_computed, num_evicted, window, page_size):
+    return hidden(num_computed, num_evicted, window - 1) // page_size
 
 
-@wrong("evict_pages", fails="test_the_first_page_goes")
-def keys_for_pages(table, row, first_position, next_query, window):
-    num_pages = evicted(table, row, hidden(first_position, next_query, window) // table.page_size)
-    return num_pages * table.page_size
+@wrong("pages_to_evict", fails="test_the_first_page_goes")
+def one_key_too_late(num_computed, num_evicted, window, page_size):
+    return hidden(num_computed, num_evicted, window + 1) // page_size
 
 
-@wrong("evict_pages", fails="test_the_others_move_up")
-def only_the_count(table, row, first_position, next_query, window):
-    return evicted(table, row, hidden(first_position, next_query, window) // table.page_size, move=False)
+@wrong("pages_to_evict", fails="test_a_page_in_part_stays")
+def keys_for_pages(num_computed, num_evicted, window, page_size):
+    return hidden(num_computed, num_evicted, window)
 
 
-@wrong("evict_pages", fails="test_the_others_move_up")
-def the_newest_pages(table, row, first_position, next_query, window):
-    num_pages = max(0, hidden(first_position, next_query, window)) // table.page_size
-    return evicted(table, row, num_pages, front=False) if num_pages else 0
+@wrong("pages_to_evict", fails="test_several_pages")
+def at_most_one(num_computed, num_evicted, window, page_size):
+    return np.minimum(hidden(num_computed, num_evicted, window) // page_size, 1)
 
 
-@wrong("evict_pages", fails="test_the_pages_are_free")
-def never_released(table, row, first_position, next_query, window):
-    return evicted(table, row, hidden(first_position, next_query, window) // table.page_size, release=False)
+@wrong("pages_to_evict", fails="test_the_row_begins_later")
+def as_if_the_row_began_at_0(num_computed, num_evicted, window, page_size):
+    return hidden(num_computed, 0, window) // page_size
 
 
-@wrong("evict_pages", fails="test_the_row_begins_later")
-def as_if_the_row_began_at_0(table, row, first_position, next_query, window):
-    return evicted(table, row, hidden(0, next_query, window) // table.page_size)
+@wrong("pages_to_evict", fails="test_several_requests")
+def the_same_for_all(num_computed, num_evicted, window, page_size):
+    return np.full_like(num_computed, hidden(num_computed, num_evicted, window).min(initial=10**9) // page_size)
 
 
-@wrong("evict_pages", fails="test_a_shared_page_stays")
-def freed_by_hand(table, row, first_position, next_query, window):
-    pages = table.pages(row).tolist()
-    num_pages = evicted(table, row, hidden(first_position, next_query, window) // table.page_size, release=False)
-    table.free_pages += pages[:num_pages]
-    table.refcounts[pages[:num_pages]] = 0
-    return num_pages
+@wrong("pages_to_evict", fails="test_nothing_is_hidden")
+def a_list_of_counts(num_computed, num_evicted, window, page_size):
+    return (hidden(num_computed, num_evicted, window) // page_size).tolist()
 
 
 # reorder_beams ------------------------------------------------------------------------------------------------------
 
 
 @right("reorder_beams")
-def by_the_difference(table, rows, parents):
-    """Counts what each page gains and loses in all, and touches only those that change."""
-    before = [table.pages(row).tolist() for row in rows]
-    change = Counter(page for parent in parents for page in before[parent])
-    change.subtract(page for pages in before for page in pages)
-    for row, parent in zip(rows, parents, strict=True):
-        table.table[row, : len(before[parent])] = before[parent]
-        table.counts[row] = len(before[parent])
-    for page, by in change.items():
-        if by > 0:
-            table.refcounts[page] += by
-        for _ in range(-by):
-            table.release(page)
+def changed_beams_only(table, rows, parents):
+    """Beams that continue themselves are left alone; the others first gain pages, and then lose the old ones."""
+    pages = {row: table.pages(row).tolist() for row in rows}
+    moves = [(row, rows[parent]) for row, parent in zip(rows, parents, strict=True) if row != rows[parent]]
+    for row, source in moves:
+        table.share(row, np.array(pages[source], dtype=np.int32))
+    for row, _ in moves:
+        table.drop_front(row, len(pages[row]))
 
 
-def reordered(table, rows, parents, *, count=True, release=True, counts=True):
-    """The reference with one step left out: what the wrong answers below are made of."""
+def shared(table, rows, parents):
+    """Give each row its parent's pages behind its own, and return the pages that the rows had."""
     before = [table.pages(row).copy() for row in rows]
-    if count:
-        for parent in parents:
-            table.refcounts[before[parent]] += 1
-    if release:
-        for pages in before:
-            for page in pages.tolist():
-                table.release(page)
     for row, parent in zip(rows, parents, strict=True):
-        table.table[row, : len(before[parent])] = before[parent]
-        if counts:
-            table.counts[row] = len(before[parent])
+        table.share(row, before[parent])
+    return before
 
 
 @wrong("reorder_beams", fails="test_nothing_changes")
 def owners_only_added(table, rows, parents):
-    reordered(table, rows, parents, release=False)
+    shared(table, rows, parents)
 
 
 @wrong("reorder_beams", fails="test_nothing_changes")
 def owners_only_taken(table, rows, parents):
-    reordered(table, rows, parents, count=False)
+    before = [table.pages(row).copy() for row in rows]
+    for row, parent in zip(rows, parents, strict=True):
+        table.truncate(row, 0)
+        table.table[row, : len(before[parent])] = before[parent]
+        table.counts[row] = len(before[parent])
 
 
 @wrong("reorder_beams", fails="test_nothing_changes")
-def rows_erased(table, rows, parents):
-    """Erases each row and shares into it: the row is on the free list, and the pages were."""
+def returned_first(table, rows, parents):
     before = [table.pages(row).copy() for row in rows]
-    for parent in parents:
-        table.refcounts[before[parent]] += 1
     for row in rows:
-        table.erase(row)
+        table.truncate(row, 0)
     for row, parent in zip(rows, parents, strict=True):
-        table.table[row, : len(before[parent])] = before[parent]
-        table.counts[row] = len(before[parent])
+        table.share(row, before[parent])
 
 
 @wrong("reorder_beams", fails="test_nothing_changes")
-def released_first(table, rows, parents):
+def rows_released(table, rows, parents):
+    """Releases each row and gets another one."""
     before = [table.pages(row).copy() for row in rows]
-    for pages in before:
-        for page in pages.tolist():
-            table.release(page)
     for row, parent in zip(rows, parents, strict=True):
-        for page in before[parent].tolist():
-            if table.refcounts[page] == 0:
-                table.free_pages.remove(page)
-            table.refcounts[page] += 1
-        table.table[row, : len(before[parent])] = before[parent]
-        table.counts[row] = len(before[parent])
+        table.share(row, before[parent])
+    for row, pages in zip(rows, before, strict=True):
+        table.drop_front(row, len(pages))
+        table.release(row)
+
+
+@wrong("reorder_beams", fails="test_nothing_changes")
+def the_own_pages_stay_in_front(table, rows, parents):
+    before = shared(table, rows, parents)
+    for row, parent in zip(rows, parents, strict=True):
+        table.truncate(row, len(before[parent]) - 1)
+
+
+@wrong("reorder_beams", fails="test_one_is_continued_twice")
+def the_new_pages_are_returned(table, rows, parents):
+    before = shared(table, rows, parents)
+    for row, pages in zip(rows, before, strict=True):
+        table.truncate(row, len(pages))
 
 
 @wrong("reorder_beams", fails="test_two_swap")
 def one_row_after_the_other(table, rows, parents):
     for row, parent in zip(rows, parents, strict=True):
-        source = rows[parent]
-        if row == source:
-            continue
-        pages = table.pages(source).copy()
-        table.refcounts[pages] += 1
-        for page in table.pages(row).tolist():
-            table.release(page)
-        table.table[row, : len(pages)] = pages
-        table.counts[row] = len(pages)
+        count = len(table.pages(row))
+        table.share(row, table.pages(rows[parent]).copy())
+        table.drop_front(row, count)
 
 
 @wrong("reorder_beams", fails="test_beams_of_different_lengths")
-def counts_forgotten(table, rows, parents):
-    reordered(table, rows, parents, counts=False)
+def as_many_as_the_parent_had(table, rows, parents):
+    before = shared(table, rows, parents)
+    for row, parent in zip(rows, parents, strict=True):
+        table.drop_front(row, len(before[parent]))
 
 
 @wrong("reorder_beams", fails="test_beams_that_share")
-def owners_set_to_the_number_of_beams(table, rows, parents):
+def owners_set_by_hand(table, rows, parents):
     """Right as long as beams share all or nothing."""
     before = [table.pages(row).tolist() for row in rows]
-    reordered(table, rows, parents)
+    reference.reorder_beams(table, rows, parents)
     for parent in set(parents):
         for page in before[parent]:
-            table.refcounts[page] = parents.count(parent)
+            table.refcounts[page] = list(parents).count(parent)
 
 
 @wrong("reorder_beams", fails="test_rows_that_are_no_beams")
 def parents_are_rows(table, rows, parents):
-    everyone = range(len(table.counts))
     of_row = dict(zip(rows, parents, strict=True))
-    reordered(table, list(everyone), [of_row.get(row, row) for row in everyone])
+    everyone = [row for row in range(len(table.counts)) if len(table.pages(row))]
+    reference.reorder_beams(table, everyone, [everyone.index(of_row.get(row, row)) for row in everyone])

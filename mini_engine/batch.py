@@ -119,7 +119,7 @@ class StepBatch:
         num_tokens, num_pages, num_requests = len(token_ids), len(pages), len(new)
         if not num_requests == len(lens) > 0:
             raise ValueError(f"num_new has {num_requests} requests, kv_lens {len(lens)}")
-        one_token_each = num_tokens == num_requests
+        one_token_each = num_tokens == num_requests == np.count_nonzero(new == 1)
         qo_indptr = np.arange(num_requests + 1) if one_token_each else _indptr(new)
         page_indptr = _indptr(-(-lens // page_size))
         _check(num_tokens, num_pages, new, lens, qo_indptr, page_indptr)
@@ -137,6 +137,8 @@ class StepBatch:
             logits_of, logit_rows = new if one_token_each else np.ones_like(new), last
         else:
             logits_of = np.asarray(num_logits, dtype=np.int64)
+            if np.count_nonzero(logits_of > new):
+                raise ValueError("num_logits asks for logits of more tokens than a request has in the step")
             ends = logits_of.cumsum()
             logit_rows = np.arange(ends[-1]) + np.repeat(last + 1 - ends, logits_of)
         page_index = key_index // page_size

@@ -193,7 +193,7 @@ def _option(name: str, kind: Any, help: str | None, default: Any = None) -> insp
     names = f"--{name.replace('_', '-')}"
     names += f"/--no-{names[2:]}" if kind is bool else ""
     info = typer.Option(names, *SHORT.get(name, ()), help=help)
-    annotation = Annotated[kind | None, info]  # type: ignore[misc]  # the type is known at run time only
+    annotation = Annotated[kind | None, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

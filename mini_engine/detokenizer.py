@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-# Tokens without text after which the next ones can only be bytes of no character: a UTF-8 character has at most four.
-MAX_PENDING = 8
+REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
+MAX_BYTES = 4  # of a character in UTF-8
+MAX_PENDING = 2 * MAX_BYTES  # tokens whose text is not complete
 
 
 def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
@@ -36,7 +36,8 @@ class Detokenizer:
     """The text of one request, growing with its tokens.
 
     The work per token is bounded, whatever the tokens are: special tokens, which show nothing, are left out, and bytes
-    that do not become a character are shown as U+FFFD after a few tokens.
+    that do not become a character are shown as U+FFFD after a few tokens. The text is that of decoding all tokens at
+    once, except where a tokenizer would change text that has been shown.
 
     Args:
         tokenizer: the model's.
@@ -52,7 +53,10 @@ class Detokenizer:
         self.text = ""
         self.stopped = False
         self._tokenizer, self._special_ids, self._stop = tokenizer, special_ids, stop
-        self._stream = DecodeStream(skip_special_tokens=True)
+        # The last tokens that were shown, and their text. They are decoded again with the next ones, because some
+        # tokenizers write a word differently at the start of a text.
+        self._context: list[int] = []
+        self._known = ""
         self._pending: list[int] = []  # tokens whose text is not complete
         self._held = ""
 
@@ -60,28 +64,44 @@ class Detokenizer:
         """Add a token and return the text that can be shown now: possibly nothing, never half a character."""
         if token_id in self._special_ids:
             return ""
-        self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
-        if text is None:
-            if len(self._pending) < MAX_PENDING:
-                return ""
-            text = self._tokenizer.decode(self._pending)
-            self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
-        self._pending = []
-        return self._show(text)
+        pending = [*self._pending, token_id]
+        text = self._decode(pending)
+        count = len(pending) if text and not text.endswith(REPLACEMENT) else 0
+        if count == 0 and len(pending) == MAX_PENDING:
+            count, text = self._split(pending, text)
+        if count and text:
+            self._known, self._context = self._tokenizer.decode(pending[:count]), pending[:count]
+        self._pending = pending[count:]
+        return self._show(text) if count else ""
 
     def finish(self) -> str:
         """Return the text that was held back: no more tokens come."""
-        shown = self._show(self._tokenizer.decode(self._pending)) + self._held
+        shown = self._show(self._decode(self._pending)) + self._held
         self._pending = []
         self.text += self._held
         self._held = ""
         return shown
 
+    def _decode(self, token_ids: list[int]) -> str:
+        """The text of tokens that follow the context."""
+        text = self._tokenizer.decode(self._context + token_ids)
+        if text.startswith(self._known):
+            return text[len(self._known) :]
+        return self._tokenizer.decode(token_ids)  # these tokens change the text before them, which has been shown
+
+    def _split(self, pending: list[int], text: str) -> tuple[int, str]:
+        """How many of the pending tokens can be shown, and their text: the last ones may begin a character."""
+        for count in range(MAX_PENDING - MAX_BYTES + 1, 0, -1):
+            head = self._decode(pending[:count])
+            if text.startswith(head):  # otherwise a character is cut
+                return count, head
+        return MAX_PENDING, text
+
     def _show(self, new: str) -> str:
-        safe, self._held, self.stopped = scan_stop(self._held + new, self._stop)
-        self.text += safe
-        return safe
+        if self._stop:
+            new, self._held, self.stopped = scan_stop(self._held + new, self._stop)
+        self.text += new
+        return new
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:

@@ -120,6 +120,8 @@ class LLMEngine:
             raise RequestError(f"params is a {type(params).__name__}; give SamplingParams")
         if params.stop:
             raise RequestError("the engine's core has no text to search: use LLM for stop strings, or stop_token_ids")
+        if not isinstance(prompt_token_ids, ListLike):
+            raise RequestError(f"the prompt is a {type(prompt_token_ids).__name__}; give a list of token ids")
         prompt = list(prompt_token_ids)
         assert self.config.max_model_len is not None
         check_prompt(prompt, self.model.config.vocab_size, self.config.max_model_len)

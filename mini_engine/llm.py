@@ -7,10 +7,10 @@ them for stop strings. Explained in chapters 04 and 07.
 import operator
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator
 from collections.abc import Sequence as ListLike
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +25,7 @@ from mini_engine.chat_template import Message, render_chat
 from mini_engine.config import EngineConfig
 from mini_engine.detokenizer import Detokenizer, special_ids
 from mini_engine.engine import LLMEngine, OnStep
-from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.hf import HFModel
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
@@ -33,6 +33,7 @@ from mini_engine.parts import Parts
 from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
 
+BYTES = (bytes, bytearray, memoryview)  # lists of numbers for Python, but no token ids
 MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
 
 
@@ -48,6 +49,8 @@ class TextRequest:
         each_step: whether its text is needed at every step, to be shown or to be searched for stop strings.
         inbox: gets its pieces.
         num_read: tokens, prompt and output, that the detokenizer has got.
+        num_told: how many of them the pieces so far have counted.
+        num_shown: characters of the pieces so far.
     """
 
     index: int
@@ -56,7 +59,12 @@ class TextRequest:
     detokenizer: Detokenizer
     each_step: bool
     inbox: deque[Piece]
-    num_read: int
+    num_read: int = field(init=False)
+    num_told: int = field(init=False)
+    num_shown: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_read = self.num_told = len(self.request.prompt_token_ids)
 
 
 class TextEngine:
@@ -87,6 +95,7 @@ class TextEngine:
         self._backend, self._special_ids = backend, special_ids(backend)
         self._texts: dict[Request, TextRequest] = {}
         self._num_read_each_step = 0
+        self._num_finished = engine.metrics.finished
         self._numbers = count()
         self._lock = threading.RLock()
 
@@ -178,10 +187,11 @@ class TextEngine:
             RequestError: if it is neither, or longer than any prompt that the engine accepts.
         """
         if not isinstance(prompt, str):
-            if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+            numbers = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+            if isinstance(numbers, BYTES) or not isinstance(numbers, ListLike):
                 raise RequestError(f"the prompt is a {type(prompt).__name__}; give text or a list of token ids")
             try:
-                return [_token(token) for token in prompt]
+                return [_token(token) for token in numbers]
             except TypeError as error:
                 raise RequestError(f"the prompt is neither text nor a list of token ids: {error}") from error
         limit = self.engine.config.max_model_len
@@ -227,7 +237,7 @@ class TextEngine:
         finally:
             for text in unfinished.values():
                 self._forget(text)
-                self.engine.abort(text.request.request_id)
+                self.engine.finish(text.request, "abort")
 
     def _params_of_each(
         self, params: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
@@ -249,9 +259,7 @@ class TextEngine:
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
             request = self.engine.add_request(name, token_ids, replace(params, stop=()) if params.stop else params)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
-            text = TextRequest(
-                index, prompt, request, detokenizer, each_step or bool(params.stop), inbox, num_read=len(token_ids)
-            )
+            text = TextRequest(index, prompt, request, detokenizer, each_step or bool(params.stop), inbox)
             self._texts[request] = text
             self._num_read_each_step += text.each_step
         return text
@@ -267,48 +275,57 @@ class TextEngine:
             if inbox:
                 return
             report = self.engine.step()
+            finished, num_finished = report.finished, self.engine.metrics.finished
+            if num_finished != self._num_finished + len(finished):  # a step outside ended some, or this was interrupted
+                finished = [request for request in self._texts if request.finish_reason]
             if self._num_read_each_step:
                 for request in report.sampled_by:
                     text = self._texts.get(request)
                     if text and text.each_step and request.finish_reason is None:
-                        num_tokens, shown = self._read(text)
-                        text.inbox.append(Piece(text.index, shown, num_tokens, None, report))
-            for request in report.finished:
+                        self._read(text)
+                        self._deliver(text, None, report)
+            for request in finished:
                 if text := self._texts.get(request):
-                    self._forget(text)
-                    text.inbox.append(self._last_piece(text, report))
+                    self._deliver(text, self._output(text), report)
+            self._num_finished = num_finished
 
-    def _read(self, text: TextRequest) -> tuple[int, str]:
+    def _read(self, text: TextRequest) -> None:
         """Detokenize a request's new tokens, and end it at a stop string."""
         request, detokenizer = text.request, text.detokenizer
-        new, shown = self.engine.tokens_of(request, text.num_read), ""
-        before = text.num_read
         try:
-            for token_id in new:
-                text.num_read += 1
-                # A token that ends the output is not shown.
-                is_end = token_id in request.end_token_ids and text.num_read > len(request.prompt_token_ids)
-                shown += "" if is_end else detokenizer.push(token_id)
+            for token_id in self.engine.tokens_of(request, text.num_read):
                 if detokenizer.stopped:
-                    self.engine.finish(request, "stop")
                     break
+                if token_id not in request.end_token_ids:  # the token that ends the output is not shown
+                    detokenizer.push(token_id)
+                text.num_read += 1
+            if request.finish_reason and not detokenizer.stopped:
+                detokenizer.finish()
         except Exception as error:  # the tokenizer's own; the other requests go on
-            self.engine.finish(request, "error", _decoding_error(error))
-        return text.num_read - before, shown
+            failure = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.engine.finish(request, "error")
+            request.finish_reason, request.error = "error", failure
+        if detokenizer.stopped:
+            self.engine.finish(request, "stop")
 
-    def _last_piece(self, text: TextRequest, report: StepReport) -> Piece:
+    def _output(self, text: TextRequest) -> RequestOutput:
+        """The output of a request that has ended."""
         request, detokenizer = text.request, text.detokenizer
-        num_tokens, shown = 0, ""
-        if not detokenizer.stopped and request.finish_reason != "error":
-            num_tokens, shown = self._read(text)
-            try:
-                shown += "" if detokenizer.stopped else detokenizer.finish()
-            except Exception as error:
-                request.finish_reason, request.error = "error", _decoding_error(error)
-        if detokenizer.stopped:  # perhaps only in the text that had been held back
+        self._read(text)
+        if detokenizer.stopped and request.error is None:
             request.finish_reason = "stop"
             request.token_ids = request.token_ids[: text.num_read]
-        return Piece(text.index, shown, num_tokens, RequestOutput.of(text.prompt, request, detokenizer.text), report)
+        return RequestOutput.of(text.prompt, request, detokenizer.text)
+
+    def _deliver(self, text: TextRequest, output: RequestOutput | None, report: StepReport) -> None:
+        """Put what is new of a request into its inbox."""
+        shown = text.detokenizer.text[text.num_shown :]
+        piece = Piece(text.index, shown, text.num_read - text.num_told, output, report)
+        text.num_shown, text.num_told = text.num_shown + len(shown), text.num_read
+        if output:
+            self._forget(text)
+        text.inbox.append(piece)
 
 
 class LLM(TextEngine):
@@ -347,7 +364,8 @@ class LLM(TextEngine):
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
-        super().__init__(engine, tokenizer, replace(SamplingParams(), **(checkpoint.generation_defaults or {})))
+        defaults: dict[str, Any] = dict(checkpoint.generation_defaults or {})
+        super().__init__(engine, tokenizer, SamplingParams(**defaults))
 
     @property
     def config(self) -> EngineConfig:
@@ -428,10 +446,12 @@ class Inference(TextEngine):
 
 def params_of_generation(config: GenerationConfig | None) -> SamplingParams:
     """The sampling parameters with which transformers' own `generate` runs: greedy, unless `do_sample` is set."""
-    if config is None or not config.do_sample:
-        return SamplingParams(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return SamplingParams(**{n: value for n in names if (value := getattr(config, n, None)) is not None})
+    names = ["repetition_penalty"]
+    given: dict[str, Any] = {"temperature": 0.0}
+    if config is not None and config.do_sample:
+        names += ["temperature", "top_k", "top_p", "min_p"]
+        given = {"top_k": 50}  # what `generate` takes where the configuration says nothing
+    return SamplingParams(**given | {n: value for n in names if (value := getattr(config, n, None)) is not None})
 
 
 def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:
@@ -444,7 +464,7 @@ def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:
         return [prompts], True
     if isinstance(prompts, Tensor | np.ndarray):
         prompts = prompts.tolist()
-    if isinstance(prompts, bytes) or not isinstance(prompts, ListLike):
+    if isinstance(prompts, BYTES) or not isinstance(prompts, ListLike):
         raise RequestError(f"prompts is a {type(prompts).__name__}; give text, token ids, or a list of prompts")
     is_one = len(prompts) > 0 and isinstance(prompts[0], Integral)
     return ([prompts], True) if is_one else (list(prompts), False)  # type: ignore[list-item, arg-type]
@@ -471,9 +491,3 @@ def _token(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a truth value is not a token id")
     return operator.index(value)
-
-
-def _decoding_error(error: Exception) -> MiniEngineError:
-    wrapped = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

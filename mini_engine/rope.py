@@ -100,10 +100,10 @@ def apply_rope(
     Returns:
         `[T, H, D]` in the dtype of x, computed in float32 (float64 for float64).
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos[:, None, :].to(dtype), sin[:, None, :].to(dtype)
-    if interleaved:
-        a, b = x[..., 0::2].to(dtype), x[..., 1::2].to(dtype)
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
-    a, b = x.to(dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    cos, sin, out = cos[:, None, :], sin[:, None, :], torch.empty_like(x)
+    halves = [(t[..., 0::2], t[..., 1::2]) if interleaved else t.chunk(2, dim=-1) for t in (x, out)]
+    (a, b), (out_a, out_b) = halves
+    # The tables are float32, so the products are too; each sum is rounded to the dtype of x where it is written.
+    torch.sub(a * cos, b * sin, out=out_a)
+    torch.add(b * cos, a * sin, out=out_b)
+    return out

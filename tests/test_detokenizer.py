@@ -1,39 +1,180 @@
-"""Streaming text: never half a character, never half a stop string, and in the end all of it."""
+"""Streaming text: never half a character, never half a stop string, and in the end all of it; bounded work per token."""
+
+from __future__ import annotations
+
+from itertools import count
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mini_engine.detokenizer import Detokenizer, scan_stop
+from mini_engine.detokenizer import MAX_PENDING, Detokenizer, scan_stop, special_ids
 from mini_engine.loading.checkpoint import load_tokenizer, open_checkpoint
-from mini_engine.sampling_params import SamplingParams
-from mini_engine.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def embedded():
     return load_tokenizer(open_checkpoint("smollm2-135m-instruct"))
 
 
-@settings(deadline=None)
+@pytest.fixture(scope="module")
+def backend(embedded) -> Tokenizer:
+    return embedded.backend_tokenizer
+
+
+@pytest.fixture(scope="module")
+def halves(backend) -> list[int]:
+    """The tokens of the embedded tokenizer that hold a part of a character."""
+    return [i for i in range(backend.get_vocab_size()) if "\ufffd" in backend.decode([i])]
+
+
+def words(decoder, *tokens: str, special: tuple[str, ...] = ()) -> Tokenizer:
+    """A tokenizer of a few words."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([*special])
+    return tokenizer
+
+
+def every_byte() -> Tokenizer:
+    """A tokenizer whose token ids are bytes."""
+    tokenizer = Tokenizer(models.BPE(vocab={name: byte for byte, name in bytes_to_unicode().items()}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+    """What each token shows, and at last what had been held back."""
+    detokenizer = Detokenizer(tokenizer, special_ids(tokenizer), stop)
+    pieces = []
+    for token in token_ids:
+        pieces.append(detokenizer.push(token))
+        if detokenizer.stopped:
+            break
+    else:
+        pieces.append(detokenizer.finish())
+    assert "".join(pieces) == detokenizer.text
+    return pieces
+
+
+# --- all of the text -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_pieces_add_up_to_the_text_of_any_tokens(backend, halves, data):
+    """Special tokens, parts of characters that never end, and everything else, in any order."""
+    special = sorted(special_ids(backend))
+    kinds = [st.sampled_from(halves), st.sampled_from(special), st.integers(0, backend.get_vocab_size() - 1)]
+    runs = data.draw(st.lists(st.one_of([st.lists(kind, max_size=12) for kind in kinds]), max_size=6))
+    token_ids = [token for run in runs for token in run]
+    assert "".join(pieces_of(backend, token_ids)) == backend.decode(token_ids)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from([b"\x80", b"\xff", b"\xe4\xbd", b"\xf0\x9f", b"\xf0\x9f\x98\x80", b"\xc3\xa9", b"a"])))
+def test_pieces_add_up_to_the_text_of_any_bytes(written):
+    """A byte that ends no character takes none of the characters around it away, however many there are."""
+    text = b"".join(written)
+    assert "".join(pieces_of(every_byte(), list(text))) == text.decode(errors="replace")
+
+
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30))
-def test_pieces_add_up_to_the_text(tokenizer, text):
-    detokenizer = Detokenizer(tokenizer, ())
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    assume(tokenizer.decode(token_ids, skip_special_tokens=True) == text)  # it has no token for a few rare bytes
-    pieces = [detokenizer.push(token) for token in token_ids] + [detokenizer.finish()]
-    assert "".join(pieces) == text == detokenizer.text
+def test_valid_text_comes_without_a_replacement_character(backend, text):
+    token_ids = backend.encode(text, add_special_tokens=False).ids
+    assume(backend.decode(token_ids) == text)  # it has no token for a few rare bytes
+    pieces = pieces_of(backend, token_ids)
+    assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_character_of_several_tokens_comes_whole(tokenizer):
-    token_ids = tokenizer.encode("🦩", add_special_tokens=False)
+def test_a_character_of_several_tokens_comes_whole(backend):
+    token_ids = backend.encode("🦩", add_special_tokens=False).ids
     assert len(token_ids) > 1
-    detokenizer = Detokenizer(tokenizer, ())
-    assert [detokenizer.push(token) for token in token_ids] == [""] * (len(token_ids) - 1) + ["🦩"]
+    assert pieces_of(backend, token_ids) == [""] * (len(token_ids) - 1) + ["🦩", ""]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Metaspace(),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ],
+    ids=["Metaspace", "Llama 2"],
+)
+@pytest.mark.parametrize("between", [[], [1], [1, 1], [1] * 20, [4], [4] * 20])
+def test_a_word_keeps_its_space_whatever_comes_before_it(decoder, between):
+    """Special tokens and tokens without text do not make it the first word of a text, which has no space."""
+    tokenizer = words(decoder, "<unk>", "<tool>", "▁Hello", "▁world", "", special=("<unk>", "<tool>"))
+    for token_ids in ([2, *between, 3], [*between, 2, 3], [2, 3, *between]):
+        text = "".join(pieces_of(tokenizer, token_ids))
+        assert text == tokenizer.decode(token_ids) and text.strip() == "Hello world"
+
+
+def test_text_that_was_shown_is_not_taken_back():
+    """Llama 2's decoder replaces a whole run of bytes if one of them is wrong, after its characters were shown."""
+    bytes_of = [f"<0x{byte:02X}>" for byte in "你".encode() + b"\x80"]
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = words(decoder, "<unk>", *bytes_of, "x", special=("<unk>",))
+    assert tokenizer.decode([1, 2, 3, 4, 5]) == "\ufffd" * 4 + "x"
+    assert pieces_of(tokenizer, [1, 2, 3, 4, 5]) == ["", "", "你", "", "\ufffdx", ""]
+
+
+# --- bounded work ----------------------------------------------------------------------------------------------------
+
+
+def test_the_work_per_token_is_bounded(embedded):
+    """Runs of special tokens, and of bytes that never become a character, cost no more than text, and are shown."""
+    tokenizer = Tokenizer.from_str(embedded.backend_tokenizer.to_str())
+    calls: list[int] = []
+    decode = tokenizer.decode
+
+    def counting(token_ids: list[int]) -> str:
+        calls.append(len(token_ids))
+        return decode(token_ids)
+
+    tokenizer.decode = counting
+    byte, replacement = embedded.convert_tokens_to_ids("Ģ"), embedded.encode("\ufffd", add_special_tokens=False)
+    for run in ([embedded.eos_token_id], [byte], replacement, [byte, embedded.eos_token_id]):
+        detokenizer, unseen = Detokenizer(tokenizer, special_ids(tokenizer)), 0
+        for token in run * 500:
+            calls.clear()
+            unseen = 0 if detokenizer.push(token) else unseen + 1
+            assert len(calls) <= MAX_PENDING + 2 and sum(calls) <= 2 * MAX_PENDING * len(calls)
+            assert unseen < 2 * MAX_PENDING or run == [embedded.eos_token_id]
+        detokenizer.finish()
+        assert detokenizer.text == decode(run * 500)
+
+
+def test_a_token_whose_decoding_is_interrupted_can_be_pushed_again():
+    tokenizer = every_byte()
+    decode, calls = tokenizer.decode, count()
+    when = -1
+
+    def interrupted(token_ids: list[int]) -> str:
+        if next(calls) == when:
+            raise KeyboardInterrupt
+        return decode(token_ids)
+
+    tokenizer.decode = interrupted
+    while True:  # at each call of the tokenizer, in turn
+        when, calls = when + 1, count()
+        detokenizer, interrupts = Detokenizer(tokenizer, frozenset(), ("END",)), 0
+        for token in "é".encode() + b"\x80" * 9 + "😀 END".encode():
+            try:
+                detokenizer.push(token)
+            except KeyboardInterrupt:
+                interrupts += 1
+                detokenizer.push(token)
+        assert detokenizer.stopped and detokenizer.text == "é" + "\ufffd" * 9 + "😀 "
+        if not interrupts:
+            break
+    assert when > 20
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
 
 
 @given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
@@ -57,60 +198,18 @@ def test_the_stop_string_that_is_complete_first_counts():
     assert scan_stop("abc", ["bc", "abc"]) == ("", "", True)
 
 
-def test_a_stop_string_that_straddles_tokens_is_never_shown(tokenizer):
-    token_ids = tokenizer.encode("one two END three", add_special_tokens=False)
-    detokenizer = Detokenizer(tokenizer, ("two END",))
-    shown = []
-    for token in token_ids:
-        shown.append(detokenizer.push(token))
-        if detokenizer.stopped:
-            break
-    assert "".join(shown) == detokenizer.text == "one "
+def test_a_stop_string_that_straddles_tokens_is_never_shown(backend):
+    token_ids = backend.encode("one two END three", add_special_tokens=False).ids
+    pieces = pieces_of(backend, token_ids, stop=("two END",))
+    assert "".join(pieces) == "one " and len(pieces) < len(token_ids)
 
 
-def test_what_only_looked_like_a_stop_string_comes_at_the_end(tokenizer):
-    detokenizer = Detokenizer(tokenizer, ("two END",))
-    pieces = [detokenizer.push(t) for t in tokenizer.encode("one two", add_special_tokens=False)]
-    assert "".join(pieces) == "one "
-    assert detokenizer.finish() == "two"
-    assert detokenizer.text == "one two"
+def test_what_only_looked_like_a_stop_string_comes_at_the_end(backend):
+    token_ids = backend.encode("one two", add_special_tokens=False).ids
+    *pieces, last = pieces_of(backend, token_ids, stop=("two END",))
+    assert "".join(pieces) == "one " and last == "two"
 
 
-@pytest.mark.parametrize("stray", [b"\x80", b"\xff\xff", b"\xf0\x9f", b"\x80\x80\x80\x80\x80"])
-@pytest.mark.parametrize("then", ["😀", "€a", "é 😀"])
-def test_stray_bytes_take_no_character_with_them(stray, then):
-    names = bytes_to_unicode()
-    byte_level = Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
-    byte_level.decoder = decoders.ByteLevel()
-    every_byte = PreTrainedTokenizerFast(tokenizer_object=byte_level)
-    written = stray + then.encode()
-    token_ids = list(written)
-    detokenizer = Detokenizer(every_byte, ())
-    pieces = [detokenizer.push(token) for token in token_ids] + [detokenizer.finish()]
-    assert "".join(pieces) == detokenizer.text == every_byte.decode(token_ids) == written.decode(errors="replace")
-
-
-def test_a_word_after_a_special_token_keeps_its_space():
-    words = {"<unk>": 0, "<tool>": 1, "▁Hello": 2, "▁world": 3}
-    spaced = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    spaced.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=spaced, unk_token="<unk>", additional_special_tokens=["<tool>"]
-    )
-    for token_ids in ([2, 3], [2, 1, 3], [2, 1, 1, 3], [1, 2, 3], [2, 0, 3]):
-        detokenizer = Detokenizer(tokenizer, ())
-        pieces = [detokenizer.push(token) for token in token_ids] + [detokenizer.finish()]
-        assert "".join(pieces) == detokenizer.text == "Hello world"
-
-
-@pytest.mark.parametrize("end", ["stop", "length"])
-def test_what_is_held_back_comes_with_the_last_token(tokenizer, end):
-    token_ids = tokenizer.encode("one two", add_special_tokens=False)
-    limit = len(token_ids) if end == "length" else 9
-    sequence = Sequence(
-        [5], SamplingParams(max_tokens=limit), seed=0, eos_token_ids=(2,), max_model_len=99,
-        detokenizer=Detokenizer(tokenizer, ("two END",)),
-    )  # fmt: skip
-    pieces = [sequence.append(token) for token in (token_ids if end == "length" else [*token_ids, 2])]
-    assert "".join(pieces) == sequence.text == "one two"
-    assert sequence.finish_reason == end
+def test_a_stop_string_may_be_found_in_what_was_held_back():
+    """Only at the end is it known that a byte is not part of a character."""
+    assert "".join(pieces_of(every_byte(), [*b"ab\xc3"], stop=("b\ufffd",))) == "a"

@@ -653,17 +653,30 @@ def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
 
 @check("sample", mistake="the repetition penalty comes first, before temperature and filters, and for greedy rows too")
 def test_repetition_penalty(hw: Homework) -> None:
+    """Rows with a penalty stand between rows without: `seen` has rows for the former alone."""
     seen = torch.tensor([[True, False, False, False, False]])
     penalised = FIVE.clone()
     penalised[0, 0] /= 20.0  # FIVE is positive at token 0
-    params = SamplingParams(temperature=0.0, repetition_penalty=20.0)
-    got = hw.sample(FIVE.clone(), build([params], [1], [1], seen))
-    assert_equal(got, penalised.argmax(-1), name="the greedy token")
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=20.0)
+    batch = build([SamplingParams(temperature=0.0), greedy], [1, 1], [1, 1], seen)
+    got = hw.sample(FIVE.expand(2, -1).clone(), batch)
+    assert_equal(got, torch.stack([FIVE.argmax(), penalised.argmax()]), name="the greedy tokens without and with it")
     params = SamplingParams(repetition_penalty=20.0, top_k=2)
-    batch = build([params] * DRAWS, range(DRAWS), range(DRAWS), seen.expand(DRAWS, -1))
-    tokens = hw.sample(FIVE.expand(DRAWS, -1).clone(), batch)
+    batch = build([SamplingParams(), params] * DRAWS, range(2 * DRAWS), range(2 * DRAWS), seen.expand(DRAWS, -1))
+    tokens = hw.sample(FIVE.expand(2 * DRAWS, -1).clone(), batch)
     kept = penalised.masked_fill(torch.tensor([[True, True, False, True, False]]), -math.inf)
-    assert_follows(kept[0].softmax(-1), tokens)
+    assert_follows(kept[0].softmax(-1), tokens[1::2])
+    assert_follows(FIVE[0].softmax(-1), tokens[0::2])
+
+
+@check("sample", mistake="the penalty is applied twice: penalize_repetition does all of it")
+def test_the_penalty_counts_once(hw: Homework) -> None:
+    logits = FIVE + 3.0
+    once = logits.clone()
+    once[0, 0] /= 1.2
+    seen = torch.tensor([[True, False, False, False, False]]).expand(DRAWS, -1)
+    batch = build([SamplingParams(repetition_penalty=1.2)] * DRAWS, range(DRAWS), range(DRAWS), seen)
+    assert_follows(once[0].softmax(-1), hw.sample(logits.expand(DRAWS, -1).clone(), batch))
 
 
 # scan_stop ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Homework of chapter 06: a pool of pages, who owns them, and masks over slots instead of positions.
+"""Homework of chapter 06: a pool of pages, their owners, and masks over slots instead of positions.
 
-Three of these are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a real model
-on your `PageTable`, your `physical_blocks`, your `physical_mask`, or all of them.
+Three exercises are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a real
+model on your `PageTable`, your `physical_blocks`, your `physical_mask`, or all of them.
 
 Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
 helper functions of your own as you like. Then:
@@ -10,8 +10,9 @@ helper functions of your own as you like. Then:
     pytest chapters/06_paged_kv_cache --hint NAME       # the next of three hints for the exercise NAME
 """
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Int, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -23,22 +24,22 @@ from mini_engine.kv_cache import page_table
 def slots(
     table: Int[Tensor, "B W"], rows: Int[Tensor, " T"], positions: Int[Tensor, " T"], page_size: int
 ) -> Int[Tensor, " T"]:
-    """Find where tokens lie in the pool.
+    """Find the slots in which tokens are stored.
 
-    The pages of the pool lie end to end: slot = page * page_size + offset in the page. Row b of the table holds the
-    pages of one sequence in order of position: its first page_size tokens are in `table[b, 0]`, the next ones in
-    `table[b, 1]`, and so on. Do it without a loop: a step has thousands of tokens.
+    The pages of the pool are laid end to end: slot = page * page_size + offset in the page. Row b of the table lists
+    the pages of one sequence in order of position: `table[b, 0]` holds its first page_size tokens, `table[b, 1]` the
+    next ones, and so on. Use no Python loop: a step has thousands of tokens.
 
     Args:
         table: pages of each sequence, of dtype int32.
         rows: the row of each token's sequence.
-        positions: where each token stands in its sequence, in pages that the row owns.
+        positions: each token's position in its sequence, in pages that the row owns.
         page_size: slots of a page.
 
     Returns:
-        The slot of each token, of dtype int64.
+        The slot of each token, of dtype int64, which indexing requires.
 
-    Example: pages of 4. Position 9 is offset 1 of the sequence's third page.
+    Example: pages of 4. Position 9 is at offset 1 of the sequence's third page.
 
         >>> table = torch.tensor([[2, 0, 3], [1, 0, 0]], dtype=torch.int32)
         >>> slots(table, torch.tensor([0, 0, 1]), torch.tensor([0, 9, 2]), page_size=4)
@@ -48,93 +49,116 @@ def slots(
 
 
 class PageTable(page_table.PageTable):
-    """The pages of up to `max_sequences` sequences over a pool of `num_pages` pages of `page_size` tokens.
+    """The pages of up to `max_rows` requests over a pool of `num_pages` pages of `page_size` tokens.
 
-    You write the four methods below. The constructor is inherited and has made this state, which nothing else keeps:
+    Write the five methods below, which move pages between the pool and the rows. Everything else is inherited, such as
+    the constructor, which creates this state:
 
-        free_pages: list[int]         pages that nobody owns
-        free_rows: list[int]          rows that no sequence has
-        refcounts: int32 [num_pages]  owners of each page, a NumPy array like the next two
-        table: int32 [max_sequences, num_pages]   row b owns the pages table[b, :counts[b]], in order of position;
-                                      what stands behind them is left over from earlier owners
-        counts: int64 [max_sequences] pages of each row
+        table           int32 [max_rows, W]: row b owns the pages table[b, :counts[b]], in order of position; the
+                        entries behind those are stale
+        counts          int64 [max_rows]: pages of each row
+        refcounts       int32 [num_pages]: owners of each page
+        generation      int64 [num_pages]: how often each page has been taken from the pool
+        num_free_pages  int: pages without an owner
+        _free_pages     int32 [num_pages]: these pages are _free_pages[:num_free_pages], in any order; the entries
+                        behind them are stale
+        _free_rows      list[int]: rows without a request
 
-    Inherited too, and free to use: `pages(row)`, a view of the row's pages; `pages_for(num_tokens)`, the pages that so
-    many tokens fill; `slots(rows, positions)`, as in the first exercise. Other code of the engine raises the counts of
-    pages that two rows share, so a page may have more owners than one. Whatever is called in whatever order:
-        - the owners that `refcounts` counts are the rows whose pages it is in;
-        - every page is either owned or on the free list, once.
+    The arrays are NumPy's and keep their size. Also inherited: `allocate()` takes a row, which then has no pages;
+    `pages(row)` is a view of the row's pages; `drop_front(row, num_pages)` returns a row's first pages and relies on
+    the state being as described. Whatever methods are called, in whatever order, three invariants hold:
+        - refcounts[p] is the number of rows that own page p;
+        - a page is free exactly if it has no owner, and is listed once then;
+        - generation[p] has grown by one each time that page p was taken from the pool, and by nothing else. Prefix
+          sharing (chapter 07) relies on it to recognize that a page holds something else now.
 
-    Example: two sequences, pages of 4 tokens, 3 of them.
+    Example: two requests in a pool of four pages.
 
-        >>> table = PageTable(num_pages=3, page_size=4, max_sequences=2)
+        >>> table = PageTable(num_pages=4, page_size=16, max_rows=2)
         >>> a, b = table.allocate(), table.allocate()
-        >>> table.reserve(a, 5), len(table.pages(a)), table.num_free_pages
-        (True, 2, 1)
-        >>> table.reserve(b, 8), len(table.pages(b)), table.num_free_pages
-        (False, 0, 1)
-        >>> table.erase(a)
-        >>> table.reserve(b, 8), table.num_free_pages
-        (True, 1)
+        >>> table.take(np.array([a, b]), np.array([2, 1]))
+        >>> len(table.pages(a)), len(table.pages(b)), table.num_free_pages
+        (2, 1, 1)
+        >>> table.release(b)
+        >>> b = table.allocate()
+        >>> table.share(b, table.pages(a)[:1])
+        >>> table.refcounts[table.pages(a)].tolist(), table.num_free_pages
+        ([2, 1], 2)
+        >>> old, new = table.replace(b, 0)
+        >>> [old] == table.pages(a)[:1].tolist(), [new] == table.pages(b).tolist(), table.num_free_pages
+        (True, True, 1)
+        >>> table.truncate(a, 1)
+        >>> len(table.pages(a)), table.num_free_pages, int(table.generation.sum())
+        (1, 2, 4)
     """
 
-    def allocate(self) -> int:
-        """Take a free row. It has no pages. Raises IndexError if every row is taken."""
-        raise NotImplementedError
+    def take(self, rows: Int[np.ndarray, " B"], num_pages: Int[np.ndarray, " B"]) -> None:
+        """Append `num_pages[b]` free pages to row `rows[b]`, for all rows at once.
 
-    def reserve(self, row: int, num_tokens: int) -> bool:
-        """Make sure that the row has pages for `num_tokens` tokens in all, those that it has already included.
-
-        New pages come after the old ones, which stay where they are: they hold keys. A row that has enough keeps all.
-
-        Returns:
-            True; or False if too few pages are free, and then nothing at all has changed.
-        """
-        raise NotImplementedError
-
-    def erase(self, row: int) -> None:
-        """Give up the row and its pages. A page is free again when its last owner has given it up."""
-        raise NotImplementedError
-
-    def assign(
-        self,
-        rows: Int[Tensor, " B"],
-        positions: Int[Tensor, "B S"],
-        k: Float[Tensor, "B Hk S D"],
-        v: Float[Tensor, "B Hk S D"],
-        k_cache: Float[Tensor, "1 Hk N D"],
-        v_cache: Float[Tensor, "1 Hk N D"],
-    ) -> None:
-        """Write the keys and values of S tokens of each of B sequences to their slots, in place.
-
-        This is FlexAttention's order of axes: heads come before tokens, in the new keys and in the cache, whose N
-        slots are the whole pool. All other slots keep what they hold.
+        A row's old pages stay where they are, because they hold keys; the new ones come behind them. Use no Python loop
+        over rows or pages: a step may take pages for hundreds of requests.
 
         Args:
-            rows: the row of each sequence.
-            positions: where each token stands in its sequence, in pages that the row owns.
-            k: new keys.
-            v: new values.
-            k_cache: all keys of one layer.
-            v_cache: all values of that layer.
+            rows: distinct rows.
+            num_pages: pages for each, 0 or more.
+
+        Raises:
+            IndexError: if fewer pages are free than the rows take together; then nothing at all has changed.
         """
+        raise NotImplementedError
+
+    def share(self, row: int, pages: Int32[np.ndarray, " n"]) -> None:
+        """Append pages that other rows own to a row, which becomes one more owner of each.
+
+        Args:
+            row: a row.
+            pages: distinct pages in use, in order of position; none is the row's own yet.
+        """
+        raise NotImplementedError
+
+    def replace(self, row: int, index: int) -> tuple[int, int]:
+        """Put a free page in the place of one of a row's pages, so that the row can write without harm to other owners.
+
+        The caller copies the keys and values. Other owners of the old page keep it.
+
+        Args:
+            row: a row.
+            index: which of its pages.
+
+        Returns:
+            The old page and the new one.
+
+        Raises:
+            IndexError: if no page is free; then nothing has changed.
+        """
+        raise NotImplementedError
+
+    def truncate(self, row: int, num_pages: int) -> None:
+        """Take a row's pages away from it, except its first `num_pages`. A row that has no more keeps all of them.
+
+        A page returns to the pool when its last owner loses it.
+        """
+        raise NotImplementedError
+
+    def release(self, row: int) -> None:
+        """Return a row and its pages. The row is free for the next request, which finds it without pages."""
         raise NotImplementedError
 
 
 def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], width: int) -> Int32[Tensor, "B H Q m"]:
-    """Turn the lists of blocks of a BlockMask from logical to physical.
+    """Turn the block indices of a BlockMask from logical to physical.
 
-    Block j of a sequence is its j-th page, which is block `table[b, j]` of the pool. The order of a list stays.
-    FlexAttention wants each list as long as the pool has blocks, so fill it up with 0.
+    Block j of a sequence is block `table[b, j]` of the pool. The order of each list stays. FlexAttention requires lists
+    as long as the pool has blocks, so pad them with 0.
 
     Args:
-        blocks: for each row of the batch, head and block of queries, the numbers of logical blocks. How many of them
-            count is not your concern: what stands behind those is some number below W, and is turned like the others.
-        table: the pages of each row's sequence; W pages at most.
+        blocks: for each row of the batch, head and block of queries, indices of logical blocks. How many of them count
+            is not your concern: the entries behind those are indices below W and are translated like the others.
+        table: the physical blocks of each row's sequence, W at most.
         width: m, blocks of the pool, n or more.
 
     Returns:
-        The lists in physical numbers, of dtype int32, which is what the kernel reads.
+        The lists in physical indices, of dtype int32, which the kernel reads.
 
     Example: the first sequence has its blocks in pages 2, 0 and 3, the second in page 1.
 
@@ -146,29 +170,30 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
     raise NotImplementedError
 
 
-# Given: first_keys(pages, starts, num_pages) reads the table backwards. pages [B, W] are those of each row's sequence,
-# starts [B, W] the positions of their first keys, -1 for an entry that does not count. It returns [B, num_pages]: the
-# position of the first key of each page of the pool, -1 for a page that is not the row's own.
+# Given: first_keys(pages, starts, num_pages) inverts the page table. pages [B, W] are those of each row's sequence,
+# starts [B, W] the positions of their first keys, -1 for padding. It returns [B, num_pages]: the position of the first
+# key of each page of the pool, -1 for a page that does not belong to the row's sequence.
 first_keys = block_mask.first_keys
 
 
 def physical_mask(mask_mod: MaskMod, first_keys: Int[Tensor, "B num_pages"], page_size: int) -> MaskMod:
-    """Turn a mask over the positions of keys into one over slots of the pool.
+    """Turn a mask over positions of keys into one over slots of the pool.
 
     A mask_mod is a function (b, h, q_idx, kv_idx) of four integer tensors that says whether a query sees a key. In the
-    one you get, kv_idx is the position of a key in the sequence of row b. In the one you return, kv_idx is a slot of
-    the pool, b, h and q_idx are the same. A slot in a page that is not the row's own is hidden, whatever it holds.
+    one that you get, kv_idx is the position of a key in the sequence of row b. In the one that you return, kv_idx is a
+    slot of the pool; b, h and q_idx mean the same. It hides every slot of a page that does not belong to the row's
+    sequence.
 
-    FlexAttention traces the function, and calls it with single numbers and with whole grids: no `if`, `and` or `or` on
-    its tensors.
+    FlexAttention traces the function, and calls it with single numbers and with whole grids: use no `if`, `and` or `or`
+    on its tensors.
 
     Args:
         mask_mod: over positions.
-        first_keys: the position of each page's first key in the sequence of row b, -1 for the pages of others. It need
-            not be a multiple of page_size.
+        first_keys: position of each page's first key in the sequence of row b, -1 for a page that does not belong to
+            it. It need not be a multiple of page_size.
         page_size: slots of a page.
 
-    Example: two pages of 2 slots. The sequence begins in page 1 and goes on in page 0. Its query stands at position 2.
+    Example: two pages of 2 slots. The sequence begins in page 1 and continues in page 0. Its query is at position 2.
 
         >>> mask = physical_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, torch.tensor([[2, 0]]), page_size=2)
         >>> zero = torch.tensor(0)
@@ -183,31 +208,39 @@ def convert_block_mask(
 ) -> BlockMask:
     """Turn a whole BlockMask over each sequence's own keys into one over the pool.
 
-    The lists of partial blocks and of full blocks turn physical, the numbers of blocks in each stay, and the mask_mod
-    becomes one over slots. `physical_blocks`, `first_keys` and `physical_mask` do the parts. A mask without lists of
-    full blocks (`mask.full_kv_indices` is None) stays without. `BlockMask.from_kv_blocks` makes the result; its
-    `seq_lengths` are the queries of the mask (`mask.seq_lengths[0]`) and the slots of the pool.
+    A block of keys is a page or an equal part of one: a mask with blocks of 16 keys can be converted for pages of 16 or
+    of 64. The result visits as many blocks as the mask does, in the same order, and hides and shows the same keys,
+    wherever their pages are. Its keys are all slots of the pool. `BlockMask.from_kv_blocks` builds it.
 
     Args:
-        mask: [B, H, queries, keys of a sequence], its key blocks `mask.BLOCK_SIZE[1]` long.
-        table: pages of each row's sequence in order. Behind the first counts[b] stands anything.
+        mask: [B, H, queries, keys of a sequence]. It may lack lists of full blocks (`mask.full_kv_indices` is None),
+            and then the result lacks them too. It covers W * page_size keys at most, which may be more than any
+            sequence has pages for; it visits none of the blocks beyond.
+        table: pages of each row's sequence in order. The entries behind the first counts[b] are stale.
         counts: pages of each row.
         num_pages: pages of the pool.
         page_size: slots of a page.
 
     Raises:
-        ValueError: a block of keys is not a page. A larger one would hold keys of several sequences.
+        ValueError: if a page cannot be divided into whole blocks. A larger block would hold keys of several sequences.
 
     Example: a query that sees six keys, in pages 1 and 0 of four slots: page 1 in full, page 0 in part.
 
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> mask = create_block_mask(lambda b, h, q, k: k < 6, 1, 1, 1, 8, device="cpu", BLOCK_SIZE=(1, 4))
         >>> table, counts = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([2])
-        >>> turned = convert_block_mask(mask, table, counts, num_pages=3, page_size=4)
-        >>> turned.full_kv_num_blocks.item(), turned.full_kv_indices.tolist()
-        (1, [[[[1, 0, 0]]]])
-        >>> turned.kv_num_blocks.item(), turned.kv_indices[..., :1].tolist(), turned.seq_lengths
+        >>> physical = convert_block_mask(mask, table, counts, num_pages=3, page_size=4)
+        >>> physical.full_kv_num_blocks.item(), physical.full_kv_indices[..., :1].tolist()
+        (1, [[[[1]]]])
+        >>> physical.kv_num_blocks.item(), physical.kv_indices[..., :1].tolist(), physical.seq_lengths
         (1, [[[[0]]]], (1, 12))
+
+    The same mask in blocks of two keys, which are halves of pages: blocks 2 and 3 are page 1, blocks 0 and 1 page 0.
+
+        >>> mask = create_block_mask(lambda b, h, q, k: k < 6, 1, 1, 1, 8, device="cpu", BLOCK_SIZE=(1, 2))
+        >>> physical = convert_block_mask(mask, table, counts, num_pages=3, page_size=4)
+        >>> physical.full_kv_num_blocks.item(), physical.full_kv_indices[..., :3].tolist()
+        (3, [[[[2, 3, 0]]]])
     """
     raise NotImplementedError
 
@@ -215,25 +248,27 @@ def convert_block_mask(
 def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
     """Challenge: move pages to the front of the pool, so that the memory behind them can be given back.
 
-    With n pages in use, afterwards these are pages 0 to n - 1 and all others are free. As few pages move as possible:
-    one that is among the first n already stays. A page that several rows share moves once, and all of them follow.
+    With n pages in use, afterwards these are pages 0 to n - 1, and all others are free. As few pages move as possible:
+    one that is among the first n already stays. A page that several rows share moves once, and all its owners follow.
     Nothing else changes: each row has as many pages as before, in the same order of position.
 
-    Only the table is yours: change its state (see PageTable), and say what has to be copied. The caller copies the
-    keys and values of these pages, in every layer, in the order that you give.
+    Change the table through its methods only (`allocate`, `take`, `share`, `replace`, `drop_front`, `truncate`,
+    `release`), and read its arrays as you like. At least one row is free, and a row can hold the whole pool.
+
+    The caller copies the keys and values of the pages that move, in every layer, in the order of your list.
 
     Returns:
         (old, new) for each page that moves.
 
-    Example: the first of three sequences ends. One page moves into the gap.
+    Example: the first of three requests ends. One page moves into the gap.
 
-        >>> table = page_table.PageTable(num_pages=5, page_size=4, max_sequences=3)
+        >>> table = page_table.PageTable(num_pages=5, page_size=4, max_rows=3)
         >>> rows = [table.allocate() for _ in range(3)]
-        >>> [table.reserve(row, 4) for row in rows]
-        [True, True, True]
-        >>> [table.pages(row).tolist() for row in rows], table.erase(rows[0])
-        ([[0], [1], [2]], None)
-        >>> compact(table), [table.pages(row).tolist() for row in rows[1:]], sorted(table.free_pages)
-        ([(2, 0)], [[1], [0]], [2, 3, 4])
+        >>> table.take(np.array(rows), np.array([1, 1, 1]))
+        >>> [table.pages(row).tolist() for row in rows]
+        [[0], [1], [2]]
+        >>> table.release(rows[0])
+        >>> compact(table), [table.pages(row).tolist() for row in rows[1:]], table.num_free_pages
+        ([(2, 0)], [[1], [0]], 3)
     """
     raise NotImplementedError

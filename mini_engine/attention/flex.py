@@ -120,7 +120,10 @@ class FlexBackend(AttentionBackend):
         self._kv_block = kv_block_size(cache.page_size, on_gpu)
         self._tile_len = 128 if on_gpu else 32  # on a CPU short tiles waste less of the diagonal (measured)
         self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
-        self._score_mods = {kind: _score_mod(kind, keys) for kind in {LayerKind.of(spec) for spec in specs}}
+        # The same memory as FlexAttention reads it, [1, heads, slots, head_dim]. Made once: a view costs host time.
+        self._attended = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in self._layers]
+        self._kinds = [LayerKind.of(spec) for spec in specs]
+        self._score_mods = {kind: _score_mod(kind, keys) for kind in set(self._kinds)}
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, MAX_KERNELS)
         self._attention: Callable = flex_attention
@@ -174,12 +177,11 @@ class FlexBackend(AttentionBackend):
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         spec = self.specs[layer]
-        kind = LayerKind.of(spec)
-        k, v = (x.transpose(0, 1)[None] for x in self._layers[spec.kv_layer])
-        out = torch.empty_like(q)
+        k, v = self._attended[spec.kv_layer]
+        parts = []
         for tiles, mods in self._tile_plans:
-            block_mask, score_mod = mods[kind]
-            queries = q[tiles.token_of_slot].unflatten(0, (-1, tiles.length))
+            block_mask, score_mod = mods[self._kinds[layer]]
+            queries = q.index_select(0, tiles.token_of_slot).unflatten(0, (-1, tiles.length))
             # The heads of a decode become rows, grouped by KV head; a longer tile has enough rows without them.
             packed = tiles.length == 1
             queries = queries[:, 0].unflatten(1, (spec.num_kv_heads, -1)) if packed else queries.transpose(1, 2)
@@ -195,8 +197,8 @@ class FlexBackend(AttentionBackend):
             )
             if not packed:
                 result = result.transpose(1, 2)
-            out[tiles.tokens] = result.reshape(-1, *q.shape[1:])[tiles.slot_of_token]
-        return out
+            parts.append(result.reshape(-1, *q.shape[1:]).index_select(0, tiles.slot_of_token))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)  # decodes come first, as in the step
 
     def block_mask(self, tiles: QueryTiles, kind: LayerKind) -> BlockMask:
         """The physical BlockMask of one kind of layer: row b lists the blocks of the cache that tile b visits."""

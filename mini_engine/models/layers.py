@@ -47,6 +47,8 @@ def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: flo
     Returns:
         The rows in the dtype of `x`, computed in float32 (float64 for float64).
     """
+    if x.dtype == weight.dtype:  # on a GPU even a conversion that does nothing costs host time
+        return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 

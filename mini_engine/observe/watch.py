@@ -252,7 +252,7 @@ def watch_requests(
 def watch_chat(
     console: Console,
     llm: LLM,
-    messages: list[dict[str, str]],
+    messages: list[Message],
     params: SamplingParams,
     chat_template: str | None = None,
     num_pages: int | None = None,

@@ -598,6 +598,22 @@ def penalty_after_the_filters(logits, batch):
     return sampled(kept, batch, filters=False)
 
 
+@wrong("sample", fails="test_the_penalty_counts_once")
+def penalty_twice(logits, batch):
+    return sampled(reference.penalize_repetition(logits, batch), batch)
+
+
+@wrong("sample", fails="test_repetition_penalty")
+def penalty_for_the_first_rows(logits, batch):
+    """`seen` read as if it had a row for each row of logits."""
+    if batch.seen is None:
+        return sampled(logits, batch)
+    n = len(batch.seen)
+    factor = batch.repetition_penalty[batch.penalized_rows][:, None]
+    head = torch.where(batch.seen, torch.where(logits[:n] > 0, logits[:n] / factor, logits[:n] * factor), logits[:n])
+    return sampled(torch.cat([head, logits[n:]]), batch, penalty=False)
+
+
 # scan_stop ----------------------------------------------------------------------------------------------------------
 
 

@@ -364,6 +364,26 @@ def test_a_step_that_runs_out_of_memory_once_loses_nothing(depth):
 
 
 @DEPTHS
+def test_a_step_whose_tokens_cannot_be_read_counts_as_not_launched(depth, monkeypatch):
+    engine = roomy(pipeline_depth=depth)
+    request = engine.add_request("a", PROMPTS[0], GREEDY)
+    collect, failures = engine._runner.collect, iter([False, True])
+
+    def fails_once(launched):
+        if next(failures, False):
+            raise RuntimeError("the device reports an error")
+        return collect(launched)
+
+    monkeypatch.setattr(engine._runner, "collect", fails_once)
+    while engine.has_unfinished:
+        report = engine.step()
+        assert len(report.requests) == len(report.schedule.rows) == len(report.num_computed)
+        assert (report.batch is None) == (len(report.requests) == 0)
+    assert next(failures, None) is None
+    assert request.output_token_ids == alone(engine.model, PROMPTS[0], GREEDY)
+
+
+@DEPTHS
 def test_an_interrupt_anywhere_in_a_step_loses_no_token(depth, monkeypatch):
     """Ctrl-C at the n-th of everything that a step calls, in turn; the caller goes on stepping."""
     import mini_engine.engine as module

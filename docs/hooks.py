@@ -25,7 +25,7 @@ from notebook_page import tidy
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
-from book import ledger  # noqa: E402
+from book import code_lines, ledger  # noqa: E402
 from book.grading.parts import engine_diagram, finished_part_names  # noqa: E402
 from book.results import results_page_markdown  # noqa: E402
 
@@ -262,6 +262,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace("<!-- all results -->", results_page_markdown(ROOT))
     if "<!-- ledger -->" in markdown:
         markdown = markdown.replace("<!-- ledger -->", ledger.markdown(ROOT))
+    if "<!-- code lines -->" in markdown:
+        markdown = markdown.replace("<!-- code lines -->", code_lines.markdown(ROOT))
     if "<!-- parts -->" in markdown:
         markdown = markdown.replace("<!-- parts -->", engine_diagram(finished_part_names(ROOT)))
     return markdown

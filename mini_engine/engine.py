@@ -199,7 +199,7 @@ class LLMEngine:
                         sampled.append(self._collect())
                     self._clear_suspect(sampled)
                 except Exception as error:
-                    schedule = replace(NOTHING, preempted=self._isolate(error))
+                    schedule, launched = replace(NOTHING, preempted=self._isolate(error)), None
             except BaseException:
                 self._recover()
                 raise

@@ -321,8 +321,9 @@ class TextEngine:
     def _deliver(self, text: TextRequest, output: RequestOutput | None, report: StepReport) -> None:
         """Put what is new of a request into its inbox."""
         shown = text.detokenizer.text[text.num_shown :]
-        piece = Piece(text.index, shown, text.num_read - text.num_told, output, report)
-        text.num_shown, text.num_told = text.num_shown + len(shown), text.num_read
+        num_tokens = len(output.prompt_token_ids + output.token_ids) if output else text.num_read
+        piece = Piece(text.index, shown, num_tokens - text.num_told, output, report)
+        text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
         if output:
             self._forget(text)
         text.inbox.append(piece)

@@ -17,7 +17,7 @@ def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray,
 
     Every decode gets its token, so no output stalls behind another request's prompt. What is left of the budget goes to
     prompts, the last of them in part (chunked prefill, stall-free batching: Agrawal et al. 2024, "Sarathi-Serve",
-    section 4.1).
+    sections 4.1 and 4.2).
 
     Args:
         pending: [B] tokens of each request that are not computed yet, at least 1, oldest request first; 1 is a decode.

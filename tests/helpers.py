@@ -22,6 +22,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.llm import TextEngine
 from mini_engine.models.base import CausalLM, LanguageModel
+from mini_engine.models.hf import HFModel
 from mini_engine.observe.trace import Token, TraceStep, Work
 from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
@@ -34,6 +35,7 @@ from tests.models.families import ListAttend, our_model, transformers_model
 WORDS = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0")), unk_token="w0"
 )
+WORDS.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
 EOS = 2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
@@ -43,6 +45,12 @@ Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
 def double_model(family: str) -> CausalLM:
     """A tiny model in float64, in which results do not depend on the order of additions."""
     return our_model(transformers_model(family, seed=2, dtype=torch.float64))
+
+
+@cache
+def adapted_model(family: str) -> HFModel:
+    """The model of `double_model` as transformers computes it."""
+    return HFModel(transformers_model(family, seed=2, dtype=torch.float64))
 
 
 def save_tiny_model(folder: Path, words: ListLike[str]) -> None:

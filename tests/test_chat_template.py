@@ -13,7 +13,7 @@ from mini_engine import chat_template as module
 from mini_engine.chat_template import render_chat
 from mini_engine.chat_template_worker import OUTPUT_CHARS
 from mini_engine.errors import RequestError
-from mini_engine.models import hub
+from mini_engine.loading import hub
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
@@ -208,7 +208,7 @@ WRONG = """
 from transformers import AutoTokenizer
 from mini_engine.chat_template import render_chat
 from mini_engine.errors import RequestError
-from mini_engine.models import hub
+from mini_engine.loading import hub
 
 tokenizer = AutoTokenizer.from_pretrained(hub.embedded_folder())
 user = {"role": "user", "content": "x"}

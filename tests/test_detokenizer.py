@@ -1,4 +1,4 @@
-"""Streaming text: never half a character, never half a stop string, and in the end all of it; bounded work per token."""
+"""Streaming text: never half a character or stop string, all of it in the end, and bounded work per token."""
 
 from __future__ import annotations
 

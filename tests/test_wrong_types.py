@@ -14,7 +14,7 @@ import torch
 
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.sampling_params import SamplingParams
-from tests.test_engine import DOUBLES, GREEDY, make_engine
+from tests.helpers import GREEDY, check_nothing_leaked, double_model, make_engine, make_text_engine
 
 
 def refused(error, message, function, *args, **options):
@@ -39,22 +39,52 @@ for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
     assert type(getattr(SamplingParams(**{name: 1}), name)) is float
 
 pool = {"num_pages": 8, "page_size": 4, "max_batch_size": 2}
+model = double_model("llama")
 for name, value in [
     ("num_pages", 8.0), ("page_size", "4"), ("page_size", True), ("max_batch_size", 2.5), ("max_model_len", 9.5),
     ("max_num_batched_tokens", 7.5), ("sliding_window", "8"),
 ]:
-    refused(ConfigError, f"{name} is {value!r}", make_engine, DOUBLES["llama"], **pool | {name: value})
-refused(ConfigError, "choose one of", make_engine, DOUBLES["llama"], **pool | {"attn_backend": ["torch"]})
+    refused(ConfigError, f"{name} is {value!r}", make_engine, model, **pool | {name: value})
+refused(ConfigError, "choose one of", make_engine, model, **pool | {"attn_backend": ["torch"]})
 
-engine = make_engine(DOUBLES["llama"], **pool)
-want = engine.generate([[5, 9]], GREEDY)[0].token_ids
-several = engine.generate([[5, 9], None, 7, [1.5], ["w1"], np.array([5, 9]), torch.tensor([5, 9])], GREEDY)
-for output in several[1:5]:
-    assert "neither valid text nor a list of token ids" in str(output.error)
-assert [output.token_ids for output in (several[0], *several[5:])] == [want] * 3
-assert engine.generate(np.array([5, 9]), GREEDY)[0].token_ids == want
+llm = make_text_engine(model, **pool)
+want = llm.generate([5, 9], GREEDY)[0].token_ids
+
+# One prompt.
+for prompt in ([5, 9], (5, 9), range(5, 10, 4), np.array([5, 9]), torch.tensor([5, 9]), [np.int64(5), np.uint8(9)]):
+    (output,) = llm.generate(prompt, GREEDY)
+    assert output.token_ids == want and output.prompt_token_ids == [5, 9], prompt
+# Several.
+for prompts in (torch.tensor([[5, 9], [5, 9]]), np.array([[5, 9], [5, 9]]), [torch.tensor([5, 9]), np.array([5, 9])]):
+    assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == [want] * 2
+# Neither.
+for prompts in (None, 5, 1.5, iter([5]), (token for token in [5]), {5}, {"a": 1}, {0: 5}, b"ab", bytearray(b"ab"),
+                memoryview(b"ab"), torch.tensor(5), np.array(5), object()):
+    refused(RequestError, "give text, token ids, or a list of prompts", llm.generate, prompts, GREEDY)
+    refused(RequestError, "give text, token ids, or a list of prompts", llm.stream_batch, prompts, GREEDY)
+# A prompt that is none, beside one that is.
+for prompt in (None, 7.5, iter([5]), {5}, {"a": 1}, b"ab", bytearray(b"ab"), torch.tensor(5), [1.5], ["w1"], [None],
+               [True, False], [5, True], [[5]], torch.tensor([1.5]), np.array([True])):
+    good, bad = llm.generate([[5, 9], prompt], GREEDY)
+    assert good.token_ids == want and bad.finish_reason == "error" and not bad.token_ids, prompt
+    assert "text" in str(bad.error) and "list of token ids" in str(bad.error), bad.error
+    refused(RequestError, "list of token ids", lambda: list(llm.stream(prompt, GREEDY)))
+    refused(RequestError, "list of token ids", llm.tokens_of, prompt)
+refused(RequestError, "list of token ids", llm.generate, [True, False], GREEDY)
+
+for params in ({"temperature": 0}, 5, "greedy", [GREEDY, None], [{}], {GREEDY}):
+    refused(RequestError, "give SamplingParams", llm.generate, [[5], [9]], params)
+assert "the request's name is 7" in str(next(llm.stream_batch([[5]], names=[7])).output.error)
+engine = llm.engine
 refused(RequestError, "the request's name is 7", engine.add_request, 7, [5, 9], GREEDY)
+refused(RequestError, "params is a dict", engine.add_request, "a", [5, 9], {"temperature": 0})
+for prompt in (None, 5, iter([5]), {5}, np.array([5])):
+    refused(RequestError, "give a list of token ids", engine.add_request, "a", prompt, GREEDY)
+refused(RequestError, "outside 0 to 60", engine.add_request, "a", [True], GREEDY)
+for name in (None, 5, [], {}):
+    engine.abort(name)
 assert not engine.has_unfinished
+check_nothing_leaked(engine)
 """
 
 

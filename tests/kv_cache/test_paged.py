@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.paged import PagedKVCache, append_kv
+from mini_engine.kv_cache.paged import MOST_CPU_CACHE_BYTES, PagedKVCache, append_kv, default_num_pages
 
 SPEC = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
 
@@ -53,3 +55,19 @@ def test_pages_are_copied_in_order() -> None:
             x.copy_(torch.arange(3.0)[:, None, None, None].expand_as(x))
     cache.copy_pages([(0, 1), (1, 2)])
     assert all(not x.any() for pair in cache.layers for x in pair)
+
+
+def test_pages_by_default_are_as_many_as_can_be_used_or_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_page = 16 * 2 * 2 * 8 * 4  # tokens, keys and values, heads, size, bytes
+    pages = partial(default_num_pages, [SPEC], 16, torch.float32, torch.device("cpu"))
+
+    def free(num_bytes: int) -> None:
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * num_bytes))
+
+    free(10 * one_page + one_page // 2)
+    assert pages(7) == 7 and pages(10**6) == 10
+    free(one_page - 1)
+    with pytest.raises(ConfigError, match=f"takes {one_page} bytes and {one_page - 1} are free; lower page_size"):
+        pages(7)
+    free(100 * MOST_CPU_CACHE_BYTES)
+    assert pages(10**9) == MOST_CPU_CACHE_BYTES // one_page

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedTokenizerFast
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from book.random_models import GEMMA2_2B, NO_WORDS, QWEN3_0_6B, random_transformers_model
 from mini_engine import Inference, RequestOutput, SamplingParams
@@ -22,22 +17,16 @@ from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_tokenizer, open_checkpoint
 from mini_engine.models.hf import HFModel
+from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
-from mini_engine.sequence import Sequence
+from mini_engine.sampling import SamplingBatch, apply_filters, sampling_columns
+from tests.helpers import WORDS, check_nothing_leaked
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
-from tests.test_engine import check_tokens, make_engine, serve
-from tests.test_generate import PROMPTS, sequence
-from tests.test_generate import run as run_alone
 
+PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-# A pool so small that sequences are preempted, a budget so small that prompts are cut into chunks.
-TIGHT = {"n_pages": 16, "page_size": 2, "max_batch_size": 3, "max_num_batched_tokens": 5}
-
-# A tokenizer for text: one word, one token.
-TEXT = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-TEXT.pre_tokenizer = WhitespaceSplit()
-TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=TEXT, unk_token="w0")
-
+# A pool so small that requests are preempted, a budget so small that prompts are cut into chunks.
+TIGHT = {"n_pages": 8, "page_size": 2, "max_batch_size": 3, "max_num_batched_tokens": 5}
 EMBEDDED = "smollm2-135m-instruct"
 
 
@@ -73,73 +62,50 @@ def llama() -> Any:
     return transformers_model("llama", seed=3)
 
 
-@pytest.mark.parametrize("attn_backend", ["torch", "chunked"])
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
-def test_greedy_tokens_equal_transformers(theirs, options, attn_backend):
-    preempted, chunks = [], []
+@pytest.mark.parametrize(
+    ("family", "attn_backend"), [*((family, "torch_padded") for family in FAMILIES), ("gemma2", "flex")]
+)
+def test_greedy_tokens_equal_transformers(family, attn_backend):
+    """What else the schedule may do is in tests/test_engine.py, where these models are served too."""
+    chunks: list[int] = []
 
-    def watch(_, report):
-        preempted.extend(report.schedule.preempted)
-        chunks.extend(n for n in report.schedule.num_new if n > 1)
+    def watch(_, report: StepReport) -> None:
+        chunks.extend(report.schedule.num_new.tolist())
 
-    inference = Inference(theirs, TOKENIZER, attn_backend=attn_backend, on_step=watch, **options)
-    outputs = inference.generate(PROMPTS, GREEDY)
-    assert [o.prompt_token_ids for o in outputs] == PROMPTS
-    assert all(o.finish_reason == "length" for o in outputs)
-    assert_tokens_of_transformers(theirs, outputs)
-    assert inference.engine.page_table.num_free_pages == inference.engine.page_table.num_pages
-    if options:
-        assert preempted and max(chunks) < max(map(len, PROMPTS))
-
-
-DOUBLES = {family: transformers_model(family, seed=2, dtype=torch.float64) for family in FAMILIES}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_by_flex(family):
-    """In float64, where FlexAttention is computed in plain PyTorch: slowly, but without a compiler."""
-    theirs = DOUBLES[family]
-    inference = Inference(theirs, TOKENIZER, attn_backend="flex", **TIGHT | {"n_pages": 8})
-    outputs = inference.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
-    assert inference.engine.metrics.preemptions > 0
+    theirs = transformers_model(family, seed=2, dtype=torch.float64)
+    inference = Inference(theirs, WORDS, attn_backend=attn_backend, on_step=watch, **TIGHT)
+    outputs = inference.generate(PROMPTS, replace(GREEDY, max_tokens=5))
+    assert [(o.prompt_token_ids, o.finish_reason) for o in outputs] == [(prompt, "length") for prompt in PROMPTS]
     assert_tokens_of_transformers(theirs, outputs, max_new_tokens=5)
+    assert inference.engine.metrics.preemptions > 0 and 1 < max(chunks) < max(map(len, PROMPTS))
+    check_nothing_leaked(inference.engine)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.data())
-def test_tokens_equal_those_of_our_own_model_whatever_the_schedule(data):
-    """In float64, exactly: arrivals at any step, pools that run dry, prompts in chunks, sampled and greedy."""
-    theirs = DOUBLES[data.draw(st.sampled_from(sorted(DOUBLES)))]
-    arrivals: dict[int, list] = {}
-    for i in range(data.draw(st.integers(1, 4))):
-        prompt = data.draw(st.lists(st.integers(3, 60), min_size=1, max_size=16))
-        temperature = data.draw(st.sampled_from([0.0, 1.0]))
-        params = SamplingParams(
-            temperature=temperature, seed=i, ignore_eos=True, max_tokens=data.draw(st.integers(1, 8))
-        )
-        arrivals.setdefault(data.draw(st.integers(0, 5)), []).append((str(i), prompt, params))
-    requests = [request for batch in arrivals.values() for request in batch]
-    page_size = data.draw(st.sampled_from([1, 4, 16]))
-    longest = max(len(prompt) + params.max_tokens for _, prompt, params in requests)
-    inference = Inference(
-        theirs,
-        TOKENIZER,
-        n_pages=-(-longest // page_size) + data.draw(st.integers(0, 3)),
-        page_size=page_size,
-        max_batch_size=3,
-        max_num_batched_tokens=data.draw(st.integers(3, 12)),
-    )
-    got = serve(inference.engine, arrivals)
-    ours = our_model(theirs)
-    for name, prompt, params in requests:
-        assert got[name] == run_alone(ours, [sequence(prompt, params, seed=params.seed)])[0]
+@pytest.mark.parametrize("penalty", [None, 1.7])
+def test_without_parameters_it_is_as_greedy_as_generate_of_transformers(penalty):
+    theirs = transformers_model("llama", seed=3)
+    theirs.generation_config.repetition_penalty = penalty
+    inference = Inference(theirs, WORDS)
+    inference.default_params = replace(inference.default_params, max_tokens=12)
+    for output in inference.generate(PROMPTS):
+        ids = torch.tensor([output.prompt_token_ids])
+        want = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)[0, ids.shape[1] :]
+        assert output.token_ids == want.tolist()
 
 
-@settings(deadline=None, max_examples=10)
-@given(st.data(), st.sampled_from(sorted(DOUBLES)))
-def test_shared_prefixes_and_windows_too(data, family):
-    model, ours = HFModel(DOUBLES[family]), our_model(DOUBLES[family])
-    check_tokens(data, lambda **options: make_engine(model, **options), ours, most=4, longest=16)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_k": 20}, {"top_k": 0, "min_p": 0.05}])
+def test_without_parameters_it_samples_where_generate_of_transformers_does(changes):
+    """From the same tokens with the same probabilities: transformers keeps the best 50 unless it is told otherwise."""
+    theirs = transformers_model("llama", seed=3)
+    theirs.generation_config.update(do_sample=True, **changes)
+    params = Inference(theirs, WORDS).default_params
+    ids = torch.tensor([PROMPTS[2]])
+    how = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    output = theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    batch = SamplingBatch.build(sampling_columns([params]), [0], [ids.shape[1]])
+    ours = (apply_filters(output.logits[0], batch) / params.temperature).softmax(-1)
+    torch.testing.assert_close(ours, output.scores[0].softmax(-1))
+    assert params == replace(SamplingParams(), **{"top_k": 50} | changes)
 
 
 VARIANTS = [
@@ -237,7 +203,7 @@ def test_the_model_stays_as_it_was(theirs):
     modules, tensors = list(theirs.modules()), [t.data_ptr() for t in theirs.state_dict().values()]
     before = state()
     during = []
-    inference = Inference(theirs, TOKENIZER, **TIGHT, on_step=lambda *_: during.append(state()))
+    inference = Inference(theirs, WORDS, **TIGHT, on_step=lambda *_: during.append(state()))
     inference.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=2))
     for implementation, config, logits in [*during, state()]:
         assert (implementation, config) == before[:2]
@@ -252,10 +218,10 @@ def test_the_model_stays_as_it_was(theirs):
 def test_a_model_that_a_device_map_has_hooked():
     accelerate = pytest.importorskip("accelerate")
     theirs = transformers_model("qwen3", seed=3)
-    want = Inference(theirs, TOKENIZER).generate(PROMPTS, GREEDY)
+    want = Inference(theirs, WORDS).generate(PROMPTS, GREEDY)
     hooked = accelerate.dispatch_model(theirs, {"": "cpu"}, force_hooks=True)
     assert hooked.model._hf_hook
-    assert Inference(hooked, TOKENIZER).generate(PROMPTS, GREEDY) == want
+    assert Inference(hooked, WORDS).generate(PROMPTS, GREEDY) == want
 
 
 SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 8}
@@ -300,9 +266,9 @@ def test_models_that_it_cannot_run_are_refused(name):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"n_pages": 0}, "n_pages is 0; it must be 1 or more"),
-        ({"page_size": 0}, "page_size is 0; it must be 1 or more"),
-        ({"max_batch_size": -1}, "max_batch_size is -1; it must be 1 or more"),
+        ({"n_pages": 0}, "num_pages is 0; it must be a whole number"),
+        ({"page_size": 0}, "page_size is 0; it must be a whole number"),
+        ({"max_batch_size": -1}, "max_batch_size is -1; it must be a whole number"),
         ({"max_seq_length": 129}, "this model takes 2 to 128 tokens"),
         ({"max_seq_length": 1}, "this model takes 2 to 128 tokens"),
         ({"max_seq_length": 100, "n_pages": 3, "page_size": 32}, "3 pages of 32 hold 96 tokens"),
@@ -312,13 +278,13 @@ def test_models_that_it_cannot_run_are_refused(name):
 )
 def test_impossible_options_are_refused(llama, options, message):
     with pytest.raises(ConfigError, match=message):
-        Inference(llama, TOKENIZER, **options)
+        Inference(llama, WORDS, **options)
 
 
 def test_the_engine_gets_what_inference_is_given(llama):
     parts = Parts()
-    engine = Inference(llama, TOKENIZER, attn_backend="chunked", parts=parts, max_seq_length=50).engine
-    assert isinstance(engine.backend, ChunkedBackend) and engine.parts is parts and engine.max_model_len == 50
+    engine = Inference(llama, WORDS, attn_backend="chunked", parts=parts, max_seq_length=50).engine
+    assert isinstance(engine.backend, ChunkedBackend) and engine.parts is parts and engine.config.max_model_len == 50
 
 
 def test_logits_of_a_narrow_model_are_float32():
@@ -338,19 +304,19 @@ def test_keys_and_values_of_different_sizes_are_refused():
 
 
 def test_the_longest_sequence_is_the_model_s_or_the_pool_s(llama):
-    assert Inference(llama, TOKENIZER).engine.max_model_len == 128
-    assert Inference(llama, TOKENIZER, n_pages=3, page_size=4).engine.max_model_len == 12
+    assert Inference(llama, WORDS).engine.config.max_model_len == 128
+    assert Inference(llama, WORDS, n_pages=3, page_size=4).engine.config.max_model_len == 12
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
     # Past 32 tokens, one long sequence would change the rotations of all others.
     long = tiny("Phi3Config", rope_parameters=rope, original_max_position_embeddings=32)
-    assert Inference(long, TOKENIZER).engine.max_model_len == 32
+    assert Inference(long, WORDS).engine.config.max_model_len == 32
 
 
 def test_text_in_text_out_and_bad_requests_beside_good_ones(llama):
-    inference = Inference(llama, TOKENIZER, n_pages=8, page_size=2)
+    inference = Inference(llama, WORDS, n_pages=8, page_size=2)
     good, empty, long = inference.generate(["w5 w9 w33", "", [1] * 40], GREEDY)
     assert good.prompt == "w5 w9 w33" and good.prompt_token_ids == [5, 9, 33]
-    assert good.text == TOKENIZER.decode(good.token_ids)
+    assert good.text == WORDS.decode(good.token_ids)
     assert [type(o.error) for o in (good, empty, long)] == [type(None), RequestError, RequestError]
     assert empty.finish_reason == long.finish_reason == "error"
     assert inference.generate("w5 w9 w33", GREEDY) == [good]
@@ -363,11 +329,11 @@ def test_text_in_text_out_and_bad_requests_beside_good_ones(llama):
 
 def test_it_ends_where_the_model_s_generation_ends():
     theirs = transformers_model("llama", seed=3)
-    free = Inference(theirs, TOKENIZER).generate([PROMPTS[0]], GREEDY)[0].token_ids
+    free = Inference(theirs, WORDS).generate([PROMPTS[0]], GREEDY)[0].token_ids
     ending = SamplingParams(temperature=0.0, max_tokens=12)
     for end in (free[3], [free[3], 999]):
         theirs.generation_config.eos_token_id = end
-        output = Inference(theirs, TOKENIZER).generate([PROMPTS[0]], ending)[0]
+        output = Inference(theirs, WORDS).generate([PROMPTS[0]], ending)[0]
         assert output.token_ids == free[: free.index(free[3]) + 1]
         assert output.finish_reason == "stop"
 
@@ -378,23 +344,13 @@ def test_an_interrupted_run_leaves_nothing_behind(llama):
             raise KeyboardInterrupt
 
     interrupting = True
-    inference = Inference(llama, TOKENIZER, n_pages=16, page_size=4, on_step=interrupt)
+    inference = Inference(llama, WORDS, n_pages=16, page_size=4, on_step=interrupt)
     with pytest.raises(KeyboardInterrupt):
         inference.generate(PROMPTS, GREEDY)
     assert not inference.engine.has_unfinished
     assert inference.engine.page_table.num_free_pages == 16
     interrupting = False
     assert_tokens_of_transformers(llama, inference.generate(PROMPTS, GREEDY))
-
-
-def test_real_text_equals_transformers():
-    checkpoint = open_checkpoint(EMBEDDED)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
-    inference = Inference(theirs, load_tokenizer(checkpoint), n_pages=8, page_size=16, max_num_batched_tokens=24)
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    outputs = inference.generate(["The capital of France is", "Once upon a time, there was a little"], params)
-    assert_tokens_of_transformers(theirs, outputs, max_new_tokens=8)
-    assert outputs[0].text.startswith(" Paris")
 
 
 def shortfalls(theirs: Any, outputs: list[RequestOutput], *, context: bool = True) -> torch.Tensor:
@@ -425,7 +381,7 @@ def assert_chosen_well(theirs: Any, outputs: list[RequestOutput]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_on_the_gpu_has_the_logits_of_transformers(family):
     theirs = transformers_model(family, seed=3, dtype=torch.bfloat16).to("cuda")
-    outputs = Inference(theirs, TOKENIZER, n_pages=64, page_size=16).generate(PROMPTS, GREEDY)
+    outputs = Inference(theirs, WORDS, n_pages=64, page_size=16).generate(PROMPTS, GREEDY)
     agreed = [agree_until(o.token_ids, their_tokens(theirs, o.prompt_token_ids, 12)[0]) for o in outputs]
     print(f"{family}: tokens until the first difference, of 12: {agreed}")
     assert_chosen_well(theirs, outputs)
@@ -433,7 +389,7 @@ def test_bfloat16_on_the_gpu_has_the_logits_of_transformers(family):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [QWEN3_0_6B, GEMMA2_2B], ids=["Qwen3-0.6B", "Gemma-2-2b"])
-@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+@pytest.mark.parametrize("attn_backend", ["torch_padded", "flex"])
 def test_published_shapes_in_bfloat16_on_the_gpu(config, attn_backend):
     """Long prompts in chunks, short ones, and a pool that is too small for all at once."""
     check_published_shape(config, attn_backend, torch.device("cuda"))
@@ -443,29 +399,24 @@ def check_published_shape(config, attn_backend: str, device: torch.device) -> No
     # With the embedding as its head, a random model repeats its last token whatever attention gives.
     config = type(config)(**config.to_dict() | {"tie_word_embeddings": False})
     theirs = random_transformers_model(config, torch.bfloat16, device)
-    preempted: list[Sequence] = []
-
-    def watch(_, report) -> None:
-        preempted.extend(report.schedule.preempted)
-
     inference = Inference(
         theirs, NO_WORDS, max_seq_length=8192, n_pages=64, page_size=128, max_batch_size=16, attn_backend=attn_backend,
-        max_num_batched_tokens=1024, on_step=watch,
+        max_num_batched_tokens=1024,
     )  # fmt: skip
     lengths = [5000, 1, 127, 128, 129, 700, 900, 500, 250, 31]
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
     outputs = inference.generate(prompts, replace(GREEDY, max_tokens=140))
-    print("preemptions:", len(preempted), inference.engine.metrics)
+    print(inference.engine.metrics)
     assert [len(output.token_ids) for output in outputs] == [140] * len(prompts)
-    assert preempted
+    assert inference.engine.metrics.preemptions > 0
     assert_chosen_well(theirs, outputs)
     seen = (shortfalls(theirs, outputs, context=False) > 0.05).float().mean()
     assert seen > 0.9, "the tokens do not depend on attention: this test would pass without it"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attn_backend", ["torch", "flex"])
+@pytest.mark.parametrize("attn_backend", ["torch_padded", "flex"])
 def test_real_text_in_bfloat16_on_the_gpu(attn_backend):
     """The first tokens of each answer are transformers': after that the two roundings may part."""
     checkpoint = open_checkpoint(EMBEDDED)

@@ -1,0 +1,498 @@
+"""Text in, text out on tiny models: stop strings, failures, interrupts, several streams and several threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import chain, islice, product
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from mini_engine.detokenizer import Detokenizer, special_ids
+from mini_engine.engine import LLMEngine
+from mini_engine.errors import ConfigError, RequestError
+from mini_engine.llm import TextEngine
+from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.sampling_params import SamplingParams
+from tests.helpers import EOS, GREEDY, alone, check_nothing_leaked, double_model, make_engine, serve
+
+PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Sixty-one tokens: letters, parts of characters, whole ones and bytes that belong to none."""
+    parts = [b"\xc3", b"\xa9", b"a\xc3", b"\xa9b", b"\xf0\x9f", b"\x98\x80", b"\xf0\x9f\x98", b"\x80", b"\xff", b"ab"]
+    parts += ["é".encode(), "😀".encode(), b" ", b"\n"]
+    names = bytes_to_unicode()
+    tokens = ["<unk>", "<pad>", "<eos>", *("".join(names[byte] for byte in part) for part in parts)]
+    tokens += [names[byte] for byte in range(ord("0"), ord("0") + 61 - len(tokens))]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+
+
+LETTERS = letters()
+
+
+def front_end(tokenizer: PreTrainedTokenizerFast = LETTERS, **options: Any) -> TextEngine:
+    options = {"num_pages": 24, "page_size": 4, "max_batch_size": 3} | options
+    return TextEngine(make_engine(double_model("qwen3"), **options), tokenizer, SamplingParams())
+
+
+@cache
+def expected(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str, str]:
+    """Tokens, text and finish reason of a request alone, token by token."""
+    tokens = alone(double_model("qwen3"), list(prompt), params)
+    backend = LETTERS.backend_tokenizer
+    detokenizer = Detokenizer(backend, special_ids(backend), params.stop)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    for count, token in enumerate(tokens, 1):
+        if token not in ends:
+            detokenizer.push(token)
+        if detokenizer.stopped:
+            return tokens[:count], detokenizer.text, "stop"
+    detokenizer.finish()
+    return tokens, detokenizer.text, "stop" if detokenizer.stopped or tokens[-1] in ends else "length"
+
+
+def result(output: RequestOutput) -> tuple[list[int], str, str]:
+    if output.error:
+        raise output.error
+    return output.token_ids, output.text, output.finish_reason
+
+
+def collect(pieces: Iterable[Piece]) -> dict[int, RequestOutput]:
+    """The outputs of a stream, whose pieces must add up to them."""
+    texts: dict[int, str] = defaultdict(str)
+    counts: Counter[int] = Counter()
+    outputs = {}
+    for piece in pieces:
+        assert piece.index not in outputs, "a piece after the last one"
+        texts[piece.index] += piece.text
+        counts[piece.index] += piece.num_tokens
+        if piece.output:
+            outputs[piece.index] = piece.output
+            assert texts[piece.index] == piece.output.text and counts[piece.index] == len(piece.output.token_ids)
+    return outputs
+
+
+def check_idle(llm: TextEngine) -> None:
+    """Nothing runs, and nothing of a finished request is kept."""
+    llm.engine.step()
+    assert not llm.engine.has_unfinished and not llm._texts and llm._num_read_each_step == 0
+    check_nothing_leaked(llm.engine)
+
+
+def limit_steps(llm: TextEngine, most: int = 3000) -> None:
+    """Turn a loop without end into a failure."""
+    step, steps = llm.engine.step, iter(range(most))
+
+    def limited() -> Any:
+        assert next(steps, None) is not None, "stuck"
+        return step()
+
+    llm.engine.step = limited  # type: ignore[method-assign]
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> SamplingParams:
+    """What requests may ask for, stop strings that often occur among it."""
+    return SamplingParams(
+        temperature=1.0, seed=draw(st.integers(0, 5)), max_tokens=draw(st.integers(1, 12)),
+        ignore_eos=draw(st.booleans()), stop_token_ids=draw(st.lists(st.integers(0, 60), max_size=6)),
+        stop=draw(st.lists(st.sampled_from(["é", "A", "B", "CD", "\ufffd", "ab", "H\ufffd", "not there"]), max_size=4)),
+    )  # fmt: skip
+
+
+# --- the text --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(0, 1), st.booleans())
+def test_text_is_the_same_read_at_the_end_or_step_by_step(data, depth, tight):
+    """And the same as alone: tokens, text and reason; with stop strings, half characters and end tokens."""
+    prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=4))
+    params = [data.draw(wishes()) for _ in prompts]
+    llm = front_end(pipeline_depth=depth, **{"num_pages": 6, "max_num_batched_tokens": 5} if tight else {})
+    want = [expected(tuple(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
+    assert [result(output) for output in llm.generate(prompts, params)] == want
+    streamed = collect(llm.stream_batch(prompts, params))
+    assert [result(streamed[i]) for i in range(len(prompts))] == want
+    check_idle(llm)
+
+
+def test_the_tiny_model_writes_what_these_tests_are_about():
+    """Otherwise they could not fail: half characters, characters of several tokens, stop strings across tokens."""
+    texts = [expected(tuple(p), replace(SAMPLED, seed=seed, ignore_eos=True))[1] for p in PROMPTS for seed in range(6)]
+    assert any("\ufffd" in text for text in texts) and any("é" in text or "😀" in text for text in texts)
+
+
+@DEPTHS
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed):
+    params = replace(SAMPLED, max_tokens=20, seed=0, ignore_eos=True)
+    tokens, text, _ = expected(tuple(PROMPTS[0]), params)
+    stop = "0IV"  # three tokens
+    llm = front_end(pipeline_depth=depth)
+    stopping = replace(params, stop=stop)
+    outputs = collect(llm.stream_batch([PROMPTS[0]], stopping)) if streamed else llm.generate([PROMPTS[0]], stopping)
+    end = next(n for n in range(len(tokens)) if stop in LETTERS.decode(tokens[:n]))
+    assert outputs[0] == RequestOutput(PROMPTS[0], PROMPTS[0], tokens[:end], text[: text.index(stop)], "stop")
+    # At a depth of 1, the step after it was launched before the host read the text.
+    assert llm.engine.metrics.computed_tokens == len(PROMPTS[0]) + end - 1 + depth
+    assert not llm.engine.has_unfinished
+    check_nothing_leaked(llm.engine)
+
+
+@DEPTHS
+def test_a_stop_string_in_the_last_token_is_the_reason(depth):
+    params = replace(SAMPLED, max_tokens=9, seed=0, ignore_eos=True)
+    tokens, text, _ = expected(tuple(PROMPTS[0]), params)
+    stop = text[-1]
+    assert stop not in text[:-1]
+    output = front_end(pipeline_depth=depth).generate(PROMPTS[0], replace(params, stop=stop))[0]
+    assert result(output) == (tokens, text[:-1], "stop")
+
+
+def test_one_prompt_or_several():
+    llm = front_end()
+    assert llm.generate([]) == [] and list(llm.stream_batch([])) == []
+    one = llm.generate([5, 9, 33], GREEDY)
+    assert one == llm.generate([[5, 9, 33]], GREEDY) and one[0].prompt == [5, 9, 33]
+    text = "".join(llm.stream("AB é", GREEDY))
+    assert text == llm.generate("AB é", GREEDY)[0].text and llm.tokens_of("AB é") == LETTERS.encode("AB é")
+    check_idle(llm)
+
+
+def test_params_and_names_are_one_for_each():
+    llm = front_end()
+    llm.default_params = replace(GREEDY, max_tokens=3)
+    assert [len(output.token_ids) for output in llm.generate(PROMPTS)] == [3] * 4
+    outputs = llm.generate(PROMPTS, [replace(GREEDY, max_tokens=n) for n in range(1, 5)])
+    assert [len(output.token_ids) for output in outputs] == [1, 2, 3, 4]
+    with pytest.raises(RequestError, match="2 prompts but 1 SamplingParams"):
+        llm.generate(PROMPTS[:2], [GREEDY])
+    with pytest.raises(RequestError, match="2 prompts but 1 names"):
+        list(llm.stream_batch(PROMPTS[:2], GREEDY, names=["a"]))
+    names = []
+    for piece in llm.stream_batch(PROMPTS[:2], GREEDY, names=["a", "b"]):
+        names += [request.request_id for request in piece.step.sampled_by]
+    assert set(names) == {"a", "b"}
+    outputs = collect(llm.stream_batch(PROMPTS[:2], GREEDY, names=["a", "a"]))
+    assert outputs[0].error is None and "named 'a' is still running" in str(outputs[1].error)
+    check_idle(llm)
+
+
+# --- prompts and tokenizers that fail --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"), ([], "empty"), ([5, 61], "outside 0 to 60"), ([-1], "outside 0 to 60"), ([5] * 128, "takes 128"),
+        ([10**30], "outside 0 to 60"), ("\ud800", "cannot be tokenized"), ("A" * 200, "the prompt has 200 tokens"),
+        ([5] * 95, "fill 26 pages"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_cannot_be_served_leaves_the_others_alone(prompt, message):
+    llm = front_end()
+    good, bad, also_good = llm.generate([PROMPTS[0], prompt, PROMPTS[1]], GREEDY)
+    assert result(good) == expected(tuple(PROMPTS[0]), GREEDY)
+    assert result(also_good) == expected(tuple(PROMPTS[1]), GREEDY)
+    assert bad.finish_reason == "error" and message in str(bad.error) and (bad.text, bad.token_ids) == ("", [])
+    assert bad.prompt == prompt
+    with pytest.raises(RequestError, match=message):
+        llm.generate([prompt], GREEDY) if prompt == [] else llm.stream(prompt, GREEDY).send(None)
+        raise llm.generate([prompt], GREEDY)[0].error  # of several prompts, even if there is one
+    if prompt:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompt, GREEDY)
+    check_idle(llm)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
+    llm = front_end()
+    monkeypatch.setattr(LETTERS, "encode", lambda *args, **options: pytest.fail("it was tokenized"))
+    with pytest.raises(RequestError, match="has 1000000 characters, too many for the 128 tokens"):
+        llm.generate("A" * 10**6)
+    assert llm.generate(["A" * 10**6, [5]], GREEDY)[1].error is None
+
+
+def test_a_tokenizer_that_cannot_encode_refuses_that_prompt_alone():
+    words = Tokenizer(BPE({"A": 3}, []))  # other letters are dropped by some tokenizers, and refused by this one
+
+    def encode(text: str, **options: Any) -> list[int]:
+        if "B" in text:
+            raise ValueError("no token for B")
+        return [3] * len(text)
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.encode = encode  # type: ignore[method-assign]
+    good, bad = front_end(tokenizer).generate(["AA", "AB"], GREEDY)
+    assert good.prompt_token_ids == [3, 3] and good.error is None
+    assert "cannot be tokenized: no token for B" in str(bad.error)
+
+
+@DEPTHS
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_whose_text_cannot_be_decoded_ends_alone(depth, streamed):
+    """The fifth token of one request breaks the tokenizer; the others get all their text."""
+    params = replace(SAMPLED, seed=0, ignore_eos=True)
+    want = [expected(tuple(prompt), params) for prompt in PROMPTS]
+    broken = want[3][0][4]
+    assert all((broken in tokens) == (i == 3) for i, (tokens, _, _) in enumerate(want))
+    tokenizer = letters()
+    decode = tokenizer.backend_tokenizer.decode
+
+    def failing(token_ids: list[int]) -> str:
+        if broken in token_ids:
+            raise ValueError("no such token")
+        return decode(token_ids)
+
+    tokenizer.backend_tokenizer.decode = failing  # type: ignore[method-assign]
+    llm = front_end(tokenizer, pipeline_depth=depth)
+    outputs = collect(llm.stream_batch(PROMPTS, params)) if streamed else llm.generate(PROMPTS, params)
+    assert [result(outputs[i]) for i in range(3)] == want[:3]
+    assert outputs[3].finish_reason == "error"
+    assert "cannot be decoded: ValueError: no such token" in str(outputs[3].error)
+    assert outputs[3].text == LETTERS.decode(want[3][0][:4])
+    # Read step by step, the failure is found at once.
+    assert outputs[3].token_ids == (want[3][0][:5] if streamed else want[3][0])
+    check_idle(llm)
+
+
+def test_a_tokenizer_without_a_fast_backend_is_refused():
+    with pytest.raises(ConfigError, match="ByT5Tokenizer, which cannot decode token by token"):
+        front_end(ByT5Tokenizer())
+
+
+# --- several streams -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(0, 1))
+def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
+    """Whatever else steps the engine: other streams, `generate`, or its own `step`."""
+    llm = front_end(pipeline_depth=depth, num_pages=9, prefix_sharing=True)
+    limit_steps(llm)
+    streams: list[tuple[Generator[Piece, None, None], list[list[int]], list[SamplingParams], list[Piece]]] = []
+    open_streams, aborted = [], set()
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["open", "next", "next", "next", "close", "abort", "step", "generate"]))
+        if action == "open" and len(streams) < 4:
+            prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=3))
+            params = [data.draw(wishes()) for _ in prompts]
+            names = [f"{len(streams)} {i}" for i in range(len(prompts))]
+            open_streams.append(len(streams))
+            streams.append((llm.stream_batch(prompts, params, names), prompts, params, []))
+        elif action == "step":
+            llm.engine.step()
+        elif action == "generate":
+            assert result(llm.generate(PROMPTS[1], GREEDY)[0]) == expected(tuple(PROMPTS[1]), GREEDY)
+        elif open_streams:
+            chosen = data.draw(st.sampled_from(open_streams))
+            pieces, prompts, _, got = streams[chosen]
+            if action == "next":
+                got += islice(pieces, 1)
+            elif action == "close":
+                pieces.close()
+                open_streams.remove(chosen)
+            elif action == "abort":
+                aborted.add(f"{chosen} {data.draw(st.integers(0, len(prompts) - 1))}")
+                llm.engine.abort(max(aborted))
+    for chosen in open_streams:
+        pieces, prompts, params, got = streams[chosen]
+        outputs = collect(chain(got, pieces))
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            tokens, text, reason = expected(tuple(prompt), own)
+            if outputs[i].finish_reason == "abort":
+                assert f"{chosen} {i}" in aborted and "aborted" in str(outputs[i].error)
+                assert outputs[i].token_ids == tokens[: len(outputs[i].token_ids)]
+            else:
+                assert result(outputs[i]) == (tokens, text, reason)
+    check_idle(llm)
+
+
+def test_closing_a_stream_ends_its_own_requests_and_no_other():
+    llm = front_end()
+    kept = llm.stream_batch([PROMPTS[0]], GREEDY, names=["kept"])
+    closed = llm.stream_batch(PROMPTS[:2], GREEDY, names=["closed", "too"])
+    piece = next(kept)
+    next(closed)
+    assert len(llm.engine.request_ids) == 3
+    closed.close()
+    assert list(llm.engine.request_ids) == ["kept"]
+    # A name may be taken again at once, and closing the old stream again does not end the new request.
+    again = llm.stream_batch([PROMPTS[3]], GREEDY, names=["closed"])
+    first = next(again)
+    closed.close()
+    assert result(collect(chain([piece], kept))[0]) == expected(tuple(PROMPTS[0]), GREEDY)
+    assert result(collect(chain([first], again))[0])[2] == "length"
+    check_idle(llm)
+
+
+def test_closing_a_stream_whose_request_has_ended_spares_a_new_one_of_its_name():
+    llm = front_end()
+    first = llm.stream_batch([PROMPTS[0]], GREEDY, names=["a"])
+    next(first)
+    while "a" in llm.engine.request_ids:
+        llm.engine.step()
+    second = llm.stream_batch([PROMPTS[1]], GREEDY, names=["a"])
+    piece = next(second)
+    first.close()
+    assert result(collect(chain([piece], second))[0]) == expected(tuple(PROMPTS[1]), GREEDY)
+
+
+def test_an_output_that_another_s_step_completed_is_delivered():
+    """Whoever steps the engine directly gets the report, and the stream still gets its output."""
+    llm = front_end()
+    limit_steps(llm)
+    stream = llm.stream_batch([PROMPTS[0]], GREEDY)
+    first = next(stream)
+    other = serve(llm.engine, {0: [("other", PROMPTS[1], GREEDY)]})
+    assert other["other"] == expected(tuple(PROMPTS[1]), GREEDY)[0]
+    output = collect(chain([first], stream))[0]
+    assert result(output) == expected(tuple(PROMPTS[0]), GREEDY)
+
+
+def test_a_step_visits_only_the_requests_that_got_a_token():
+    """Ten thousand open requests cost a step no more lines of Python than ten."""
+
+    def lines_per_step(num_open: int) -> float:
+        llm = front_end(max_batch_size=4)
+        params = replace(GREEDY, max_tokens=20)
+        pieces = llm.stream_batch([[5]] * num_open, params)
+        for _ in range(8):
+            next(pieces)
+        steps, lines = llm.engine.metrics.steps, 0
+
+        def count(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal lines
+            lines += event == "line" and "mini_engine" in frame.f_code.co_filename
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            for _ in range(32):
+                next(pieces)
+        finally:
+            sys.settrace(before)
+        steps = llm.engine.metrics.steps - steps
+        pieces.close()
+        assert not llm.engine.has_unfinished and steps == 8
+        return lines / steps
+
+    few, many = lines_per_step(10), lines_per_step(10_000)
+    assert 50 < many <= 1.1 * few
+
+
+# --- interrupts and threads ------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
+    """Ctrl-C at the n-th of everything that a step of the front end calls, in turn, the tokenizer included."""
+    tokenizer = letters()
+    backend = tokenizer.backend_tokenizer
+    params = [replace(SAMPLED, seed=1, max_tokens=9), replace(SAMPLED, seed=3, max_tokens=4, ignore_eos=True)]
+    params[1] = replace(params[1], stop=["never"])
+    want = [expected(tuple(prompt), own) for prompt, own in zip(PROMPTS, params, strict=False)]
+    doors = [(backend, "decode"), (TextEngine, "_read"), (TextEngine, "_output"), (TextEngine, "_deliver")]
+    doors += [(LLMEngine, "step"), (LLMEngine, "tokens_of"), (LLMEngine, "finish"), (LLMEngine, "_report")]
+    for (owner, name), when, before in product(doors, (1, 2, 4, 5, 7), (True, False)):
+        calls, original = 0, getattr(owner, name)
+
+        def interrupted(*args, _original=original, _before=before, _when=when, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == _when and _before:
+                raise KeyboardInterrupt
+            got, is_last = _original(*args, **kwargs), calls == _when
+            if is_last:
+                raise KeyboardInterrupt
+            return got
+
+        case = f"{name}, call {when}, {'before' if before else 'after'}"
+        llm = front_end(tokenizer, pipeline_depth=when % 2)
+        limit_steps(llm)
+        beside = llm.engine.add_request("beside", PROMPTS[3], replace(GREEDY, max_tokens=5))
+        long, short = (llm.stream_batch([prompt], own) for prompt, own in zip(PROMPTS, params, strict=False))
+        got = [next(short)]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            try:
+                output = collect(long)[0]
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert result(output) == want[0] and calls < when, case
+        assert result(collect(chain(got, short))[0]) == want[1], case
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        assert beside.output_token_ids == alone(double_model("qwen3"), PROMPTS[3], beside.params), case
+        check_idle(llm)
+
+
+@DEPTHS
+def test_a_listener_that_fails_once_delays_outputs_and_loses_none(depth):
+    """The step in which the short request ends fails in the other stream's hands."""
+    failures = 0
+
+    def fail(engine: LLMEngine, report: Any) -> None:
+        nonlocal failures
+        if report.finished and not failures:
+            failures += 1
+            raise ZeroDivisionError
+
+    engine = make_engine(double_model("qwen3"), on_step=fail, num_pages=24, page_size=4, pipeline_depth=depth)
+    llm = TextEngine(engine, LETTERS, GREEDY)
+    limit_steps(llm)
+    short = llm.stream_batch([PROMPTS[1]], replace(GREEDY, max_tokens=3))
+    first = next(short)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([PROMPTS[0]], replace(GREEDY, max_tokens=20))
+    output = collect(chain([first], short))[0]
+    assert result(output) == expected(tuple(PROMPTS[1]), replace(GREEDY, max_tokens=3))
+    check_idle(llm)
+
+
+@DEPTHS
+def test_threads_get_their_own_outputs(depth):
+    llm = front_end(pipeline_depth=depth, prefix_sharing=True)
+    wrong: list[str] = []
+    params = [replace(SAMPLED, seed=seed, stop=["A", "é"] if seed % 2 else []) for seed in range(4)]
+    want = {(i, j): expected(tuple(PROMPTS[j]), params[i]) for i in range(4) for j in range(4)}
+
+    def work(i: int) -> None:
+        try:
+            for turn in range(4):
+                streamed = turn % 2 or None
+                outputs = (
+                    collect(llm.stream_batch(PROMPTS, params[i])) if streamed else llm.generate(PROMPTS, params[i])
+                )
+                wrong.extend(f"{i} {turn} {j}" for j in range(4) if result(outputs[j]) != want[i, j])
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    check_idle(llm)

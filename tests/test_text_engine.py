@@ -55,18 +55,26 @@ def front_end(tokenizer: PreTrainedTokenizerFast = LETTERS, **options: Any) -> T
 
 
 @cache
-def expected(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str, str]:
+def free(prompt: tuple[int, ...], seed: int | None, temperature: float) -> list[int]:
+    """The tokens of a request alone, of which others get the first ones."""
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=20, ignore_eos=True)
+    return alone(double_model("qwen3"), list(prompt), params)
+
+
+def expected(prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
     """Tokens, text and finish reason of a request alone, token by token."""
-    tokens = alone(double_model("qwen3"), list(prompt), params)
+    tokens = free(tuple(prompt), params.seed, params.temperature)[: params.max_tokens]
     backend = LETTERS.backend_tokenizer
     detokenizer = Detokenizer(backend, special_ids(backend), params.stop)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     for count, token in enumerate(tokens, 1):
         if token not in ends:
             detokenizer.push(token)
-        if detokenizer.stopped:
-            return tokens[:count], detokenizer.text, "stop"
-    detokenizer.finish()
+        if token in ends or detokenizer.stopped:
+            tokens = tokens[:count]
+            break
+    if not detokenizer.stopped:
+        detokenizer.finish()
     return tokens, detokenizer.text, "stop" if detokenizer.stopped or tokens[-1] in ends else "length"
 
 
@@ -122,14 +130,14 @@ def wishes(draw: st.DrawFn) -> SamplingParams:
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), st.integers(0, 1), st.booleans())
 def test_text_is_the_same_read_at_the_end_or_step_by_step(data, depth, tight):
     """And the same as alone: tokens, text and reason; with stop strings, half characters and end tokens."""
     prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=4))
     params = [data.draw(wishes()) for _ in prompts]
     llm = front_end(pipeline_depth=depth, **{"num_pages": 6, "max_num_batched_tokens": 5} if tight else {})
-    want = [expected(tuple(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
+    want = [expected(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     assert [result(output) for output in llm.generate(prompts, params)] == want
     streamed = collect(llm.stream_batch(prompts, params))
     assert [result(streamed[i]) for i in range(len(prompts))] == want
@@ -138,7 +146,7 @@ def test_text_is_the_same_read_at_the_end_or_step_by_step(data, depth, tight):
 
 def test_the_tiny_model_writes_what_these_tests_are_about():
     """Otherwise they could not fail: half characters, characters of several tokens, stop strings across tokens."""
-    texts = [expected(tuple(p), replace(SAMPLED, seed=seed, ignore_eos=True))[1] for p in PROMPTS for seed in range(6)]
+    texts = [LETTERS.decode(free(tuple(prompt), seed, 1.0)) for prompt in PROMPTS for seed in range(6)]
     assert any("\ufffd" in text for text in texts) and any("é" in text or "😀" in text for text in texts)
 
 
@@ -146,7 +154,7 @@ def test_the_tiny_model_writes_what_these_tests_are_about():
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed):
     params = replace(SAMPLED, max_tokens=20, seed=0, ignore_eos=True)
-    tokens, text, _ = expected(tuple(PROMPTS[0]), params)
+    tokens, text, _ = expected(PROMPTS[0], params)
     stop = "0IV"  # three tokens
     llm = front_end(pipeline_depth=depth)
     stopping = replace(params, stop=stop)
@@ -162,7 +170,7 @@ def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed
 @DEPTHS
 def test_a_stop_string_in_the_last_token_is_the_reason(depth):
     params = replace(SAMPLED, max_tokens=9, seed=0, ignore_eos=True)
-    tokens, text, _ = expected(tuple(PROMPTS[0]), params)
+    tokens, text, _ = expected(PROMPTS[0], params)
     stop = text[-1]
     assert stop not in text[:-1]
     output = front_end(pipeline_depth=depth).generate(PROMPTS[0], replace(params, stop=stop))[0]
@@ -212,8 +220,8 @@ def test_params_and_names_are_one_for_each():
 def test_a_prompt_that_cannot_be_served_leaves_the_others_alone(prompt, message):
     llm = front_end()
     good, bad, also_good = llm.generate([PROMPTS[0], prompt, PROMPTS[1]], GREEDY)
-    assert result(good) == expected(tuple(PROMPTS[0]), GREEDY)
-    assert result(also_good) == expected(tuple(PROMPTS[1]), GREEDY)
+    assert result(good) == expected(PROMPTS[0], GREEDY)
+    assert result(also_good) == expected(PROMPTS[1], GREEDY)
     assert bad.finish_reason == "error" and message in str(bad.error) and (bad.text, bad.token_ids) == ("", [])
     assert bad.prompt == prompt
     with pytest.raises(RequestError, match=message):
@@ -253,7 +261,7 @@ def test_a_tokenizer_that_cannot_encode_refuses_that_prompt_alone():
 def test_a_request_whose_text_cannot_be_decoded_ends_alone(depth, streamed):
     """The fifth token of one request breaks the tokenizer; the others get all their text."""
     params = replace(SAMPLED, seed=0, ignore_eos=True)
-    want = [expected(tuple(prompt), params) for prompt in PROMPTS]
+    want = [expected(prompt, params) for prompt in PROMPTS]
     broken = want[3][0][4]
     assert all((broken in tokens) == (i == 3) for i, (tokens, _, _) in enumerate(want))
     tokenizer = letters()
@@ -284,7 +292,7 @@ def test_a_tokenizer_without_a_fast_backend_is_refused():
 # --- several streams -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), st.integers(0, 1))
 def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
     """Whatever else steps the engine: other streams, `generate`, or its own `step`."""
@@ -303,7 +311,7 @@ def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
         elif action == "step":
             llm.engine.step()
         elif action == "generate":
-            assert result(llm.generate(PROMPTS[1], GREEDY)[0]) == expected(tuple(PROMPTS[1]), GREEDY)
+            assert result(llm.generate(PROMPTS[1], GREEDY)[0]) == expected(PROMPTS[1], GREEDY)
         elif open_streams:
             chosen = data.draw(st.sampled_from(open_streams))
             pieces, prompts, _, got = streams[chosen]
@@ -319,7 +327,7 @@ def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
         pieces, prompts, params, got = streams[chosen]
         outputs = collect(chain(got, pieces))
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            tokens, text, reason = expected(tuple(prompt), own)
+            tokens, text, reason = expected(prompt, own)
             if outputs[i].finish_reason == "abort":
                 assert f"{chosen} {i}" in aborted and "aborted" in str(outputs[i].error)
                 assert outputs[i].token_ids == tokens[: len(outputs[i].token_ids)]
@@ -341,7 +349,7 @@ def test_closing_a_stream_ends_its_own_requests_and_no_other():
     again = llm.stream_batch([PROMPTS[3]], GREEDY, names=["closed"])
     first = next(again)
     closed.close()
-    assert result(collect(chain([piece], kept))[0]) == expected(tuple(PROMPTS[0]), GREEDY)
+    assert result(collect(chain([piece], kept))[0]) == expected(PROMPTS[0], GREEDY)
     assert result(collect(chain([first], again))[0])[2] == "length"
     check_idle(llm)
 
@@ -355,7 +363,7 @@ def test_closing_a_stream_whose_request_has_ended_spares_a_new_one_of_its_name()
     second = llm.stream_batch([PROMPTS[1]], GREEDY, names=["a"])
     piece = next(second)
     first.close()
-    assert result(collect(chain([piece], second))[0]) == expected(tuple(PROMPTS[1]), GREEDY)
+    assert result(collect(chain([piece], second))[0]) == expected(PROMPTS[1], GREEDY)
 
 
 def test_an_output_that_another_s_step_completed_is_delivered():
@@ -365,9 +373,9 @@ def test_an_output_that_another_s_step_completed_is_delivered():
     stream = llm.stream_batch([PROMPTS[0]], GREEDY)
     first = next(stream)
     other = serve(llm.engine, {0: [("other", PROMPTS[1], GREEDY)]})
-    assert other["other"] == expected(tuple(PROMPTS[1]), GREEDY)[0]
+    assert other["other"] == expected(PROMPTS[1], GREEDY)[0]
     output = collect(chain([first], stream))[0]
-    assert result(output) == expected(tuple(PROMPTS[0]), GREEDY)
+    assert result(output) == expected(PROMPTS[0], GREEDY)
 
 
 def test_a_step_visits_only_the_requests_that_got_a_token():
@@ -411,10 +419,10 @@ def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
     backend = tokenizer.backend_tokenizer
     params = [replace(SAMPLED, seed=1, max_tokens=9), replace(SAMPLED, seed=3, max_tokens=4, ignore_eos=True)]
     params[1] = replace(params[1], stop=["never"])
-    want = [expected(tuple(prompt), own) for prompt, own in zip(PROMPTS, params, strict=False)]
+    want = [expected(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
     doors = [(backend, "decode"), (TextEngine, "_read"), (TextEngine, "_output"), (TextEngine, "_deliver")]
     doors += [(LLMEngine, "step"), (LLMEngine, "tokens_of"), (LLMEngine, "finish"), (LLMEngine, "_report")]
-    for (owner, name), when, before in product(doors, (1, 2, 4, 5, 7), (True, False)):
+    for (owner, name), when, before in product(doors, (1, 2, 4, 7), (True, False)):
         calls, original = 0, getattr(owner, name)
 
         def interrupted(*args, _original=original, _before=before, _when=when, **kwargs):
@@ -444,7 +452,7 @@ def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
         assert result(collect(chain(got, short))[0]) == want[1], case
         while llm.engine.has_unfinished:
             llm.engine.step()
-        assert beside.output_token_ids == alone(double_model("qwen3"), PROMPTS[3], beside.params), case
+        assert beside.output_token_ids == expected(PROMPTS[3], beside.params)[0], case
         check_idle(llm)
 
 
@@ -467,7 +475,7 @@ def test_a_listener_that_fails_once_delays_outputs_and_loses_none(depth):
     with pytest.raises(ZeroDivisionError):
         llm.generate([PROMPTS[0]], replace(GREEDY, max_tokens=20))
     output = collect(chain([first], short))[0]
-    assert result(output) == expected(tuple(PROMPTS[1]), replace(GREEDY, max_tokens=3))
+    assert result(output) == expected(PROMPTS[1], replace(GREEDY, max_tokens=3))
     check_idle(llm)
 
 
@@ -476,11 +484,11 @@ def test_threads_get_their_own_outputs(depth):
     llm = front_end(pipeline_depth=depth, prefix_sharing=True)
     wrong: list[str] = []
     params = [replace(SAMPLED, seed=seed, stop=["A", "é"] if seed % 2 else []) for seed in range(4)]
-    want = {(i, j): expected(tuple(PROMPTS[j]), params[i]) for i in range(4) for j in range(4)}
+    want = {(i, j): expected(PROMPTS[j], params[i]) for i in range(4) for j in range(4)}
 
     def work(i: int) -> None:
         try:
-            for turn in range(4):
+            for turn in range(2):
                 streamed = turn % 2 or None
                 outputs = (
                     collect(llm.stream_batch(PROMPTS, params[i])) if streamed else llm.generate(PROMPTS, params[i])

@@ -98,7 +98,7 @@ def test_a_file_of_options_and_the_command_line_over_it(run, model, tmp_path):
     code, out, err = run(*ask)
     assert code == 2 and "chunked" in out and "pages" in err
     code, out, _ = run(*ask, "--num-pages", "9", "-b", "torch")
-    assert code == 0 and "attention backend torch" in out
+    assert code == 0 and "attention backend torch" in " ".join(out.split())  # a long path wraps the line
 
 
 def test_parts_of_a_module_replace_the_engines(run, model, tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_the_model_cannot_control_the_terminal(run, hostile_model, arguments):
 
 def test_names_and_prompts_cannot_control_the_terminal(run, model, tmp_path):
     code, _, err = run("generate", "x", "-m", str(tmp_path / HOSTILE))
-    assert code == 2 and r"\x1b]0;PWNED" in err and not obeyed(err)
+    assert code == 2 and r"\x1b]0;PWNED" in err.replace("\n", "") and not obeyed(err)  # a long path wraps the line
     code, out, _ = run("generate", f"w5 {HOSTILE}", "[bold]w5[/bold][/]", "--raw", "-n", "2", "-m", model)
     assert code == 0 and r"\x1b]0;PWNED" in out and "[bold]w5[/bold][/]" in out and not obeyed(out)
 

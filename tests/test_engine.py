@@ -202,7 +202,7 @@ def test_options_that_the_model_or_the_machine_does_not_allow_are_refused(option
 
 
 def test_a_window_of_any_size_is_accepted():
-    assert roomy(sliding_window=10**30).config.sliding_window == 128
+    assert roomy(sliding_window=10**15).config.sliding_window == 128
 
 
 def test_a_request_larger_than_the_pool_is_refused_unless_its_window_is_small():

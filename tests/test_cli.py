@@ -221,9 +221,9 @@ def test_the_model_cannot_control_the_terminal(run, hostile_model, arguments):
     assert r"\x1b]0;PWNED\x1b\\x1b[2J\x9b2J\x07" in "".join(out.split())
 
 
-def test_names_and_prompts_cannot_control_the_terminal(run, model, tmp_path):
-    code, _, err = run("generate", "x", "-m", str(tmp_path / HOSTILE))
-    assert code == 2 and r"\x1b]0;PWNED" in err.replace("\n", "") and not obeyed(err)  # a long path wraps the line
+def test_names_and_prompts_cannot_control_the_terminal(run, model):
+    code, _, err = run("generate", "x", "-m", f"./{HOSTILE}")  # a long path would be cut
+    assert code == 2 and r"\x1b]0;PWNED" in err and not obeyed(err)
     code, out, _ = run("generate", f"w5 {HOSTILE}", "[bold]w5[/bold][/]", "--raw", "-n", "2", "-m", model)
     assert code == 0 and r"\x1b]0;PWNED" in out and "[bold]w5[/bold][/]" in out and not obeyed(out)
 

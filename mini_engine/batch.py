@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int32, Int64, UInt8
+from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
 
@@ -58,7 +58,7 @@ class StepBatch:
         num_logits: [B] host. For how many of its last tokens each request needs logits: 0 in the middle of a prompt.
         num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
         page_size: keys per page.
-        has_sources: whether any token comes from `token_source`.
+        num_sources: how many tokens come from `token_source`.
         levels: prefixes shared by several requests, outermost first; a backend without cascade ignores them.
     """
 
@@ -78,7 +78,7 @@ class StepBatch:
     num_logits: Int32[Tensor, " B"]
     num_decodes: int
     page_size: int
-    has_sources: bool = False
+    num_sources: int = 0
     levels: tuple[PrefixLevel, ...] = ()
 
     @classmethod
@@ -86,7 +86,7 @@ class StepBatch:
         cls,
         *,
         token_ids: Sequence[int] | np.ndarray,
-        num_new: Sequence[int] | np.ndarray,
+        num_new: Sequence[int] | np.ndarray | None,
         kv_lens: Sequence[int] | np.ndarray,
         pages: Sequence[int] | np.ndarray,
         page_size: int,
@@ -101,7 +101,7 @@ class StepBatch:
 
         Args:
             token_ids: [T] new tokens of all requests, one request after the other, decodes first.
-            num_new: [B] how many of them each request has, at least 1.
+            num_new: [B] how many of them each request has, at least 1; None: one each.
             kv_lens: [B] keys in each request's pages after this step, the new ones included.
             pages: [P] pages of all requests in order; request b has `ceil(kv_lens[b] / page_size)` of them.
             page_size: keys per page.
@@ -112,76 +112,66 @@ class StepBatch:
             device: where the model runs, if `into` is not given.
             into: buffers that receive the arrays; default new ones on `device`.
 
+        Returns:
+            The step. If `into` held a step of the same sizes before, it is the same object over new numbers.
+
         Raises:
             ValueError: if the arrays contradict each other.
         """
-        new, lens = np.asarray(num_new, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
-        num_tokens, num_pages, num_requests = len(token_ids), len(pages), len(new)
-        if not num_requests == len(lens) > 0:
-            raise ValueError(f"num_new has {num_requests} requests, kv_lens {len(lens)}")
-        one_token_each = num_tokens == num_requests == np.count_nonzero(new == 1)
-        qo_indptr = np.arange(num_requests + 1) if one_token_each else _indptr(new)
-        page_indptr = _indptr(-(-lens // page_size))
-        _check(num_tokens, num_pages, new, lens, qo_indptr, page_indptr)
-        last = qo_indptr[1:] - 1
-        if one_token_each:  # the last key of each request
-            num_decodes = num_requests
-            key_index, first_page = lens - 1, page_indptr[:-1]
-        else:  # the new keys are the last ones of each request
+        lens = np.asarray(kv_lens, dtype=np.int64)
+        num_tokens, num_requests = len(token_ids), len(lens)
+        buffers = into or StepBuffers(device)
+        buffers.reset(num_tokens, len(pages), num_requests)
+        ids, positions, slots, sources, rows_out, predicted = buffers.tokens
+        lens_out, qo_indptr, page_indptr, last_page_len, logits_out = buffers.requests
+        np.cumsum(-(-lens // page_size), out=page_indptr[1:])
+        if num_new is None:
+            new, num_decodes = np.int64(1), num_requests
+            _check(num_tokens, len(pages), num_requests, lens, new, page_indptr)
+            qo_indptr[:] = np.arange(num_requests + 1)
+            key_index, entry = lens - 1, page_indptr[1:] - 1  # the last key, in the last page
+        else:
+            new = np.asarray(num_new, dtype=np.int64)
+            if np.count_nonzero(new < 1):
+                raise ValueError("every request of a step needs at least one new token")
+            if len(new) != num_requests:
+                raise ValueError(f"num_new has {len(new)} requests, kv_lens {num_requests}")
+            _check(num_tokens, len(pages), int(new.sum()), lens, new, page_indptr)
             num_decodes = int(np.count_nonzero(new <= max_decode_tokens))
             if new[:num_decodes].max(initial=0) > max_decode_tokens:
                 raise ValueError("decodes must come first")
+            np.cumsum(new, out=qo_indptr[1:])
+            # The new keys are the last ones of each request.
             key_index = np.arange(num_tokens) + np.repeat(lens - qo_indptr[1:], new)
-            first_page = np.repeat(page_indptr[:-1], new)
-        if num_logits is None:
-            logits_of, logit_rows = new if one_token_each else np.ones_like(new), last
-        else:
+            entry = np.repeat(page_indptr[:-1], new) + key_index // page_size
+        logits_of: np.ndarray | int = 1
+        logit_rows = qo_indptr[1:] - 1
+        if num_logits is not None:
             logits_of = np.asarray(num_logits, dtype=np.int64)
             if np.count_nonzero(logits_of > new):
                 raise ValueError("num_logits asks for logits of more tokens than a request has in the step")
             ends = logits_of.cumsum()
-            logit_rows = np.arange(ends[-1]) + np.repeat(last + 1 - ends, logits_of)
-        page_index = key_index // page_size
-        offset = key_index - page_index * page_size
-        entry = first_page + page_index
+            logit_rows = np.arange(ends[-1]) + np.repeat(qo_indptr[1:] - ends, logits_of)
+        num_rows = len(logit_rows)
 
-        buffers = into or StepBuffers(device)
-        tokens, host_pages, host_first = buffers.reset(num_tokens, num_pages)
-        host_pages[:] = pages
-        positions = key_index
+        offset = key_index % page_size
+        ids[:] = token_ids
+        buffers.pages[:] = pages
+        np.multiply(buffers.pages[entry], page_size, out=slots)
+        slots += offset
+        positions[:] = key_index
         if page_positions is not None:
-            host_first[:] = page_positions
-            positions = host_first[entry] + offset
-        tokens[TOKEN_IDS] = token_ids
-        tokens[POSITIONS] = positions
-        tokens[SLOTS] = host_pages[entry].astype(np.int64) * page_size + offset
-        tokens[SOURCES] = -1 if token_source is None else token_source
-        tokens[LOGIT_ROWS, : len(logit_rows)] = logit_rows
+            buffers.page_positions[:] = page_positions
+            np.add(buffers.page_positions[entry], offset, out=positions)
+        sources[:] = -1 if token_source is None else token_source
+        rows_out[:num_rows] = logit_rows
         # A row of logits is the distribution of the token behind the one that it belongs to.
-        tokens[SAMPLED_POSITIONS, : len(logit_rows)] = positions[logit_rows] + 1
-        on_device, device_pages = buffers.upload()
-        of_logits = on_device[LOGIT_ROWS:]
-        if len(logit_rows) < num_tokens:
-            of_logits = tuple(array[: len(logit_rows)] for array in of_logits)
-        return cls(
-            token_ids=on_device[TOKEN_IDS],
-            positions=on_device[POSITIONS],
-            slot_mapping=on_device[SLOTS],
-            token_source=on_device[SOURCES],
-            logit_rows=of_logits[0],
-            sampled_positions=of_logits[1],
-            kv_page_indices=device_pages,
-            page_positions=None if page_positions is None else buffers.page_positions(),
-            kv_lens=_host(lens),
-            qo_indptr=_host(qo_indptr),
-            kv_page_indptr=_host(page_indptr),
-            host_page_indices=torch.from_numpy(host_pages),
-            kv_last_page_len=_host((lens - 1) % page_size + 1),
-            num_logits=_host(logits_of),
-            num_decodes=num_decodes,
-            page_size=page_size,
-            has_sources=token_source is not None,
-        )
+        np.add(positions[logit_rows], 1, out=predicted[:num_rows])
+        lens_out[:num_requests], logits_out[:num_requests] = lens, logits_of
+        np.add((lens - 1) % page_size, 1, out=last_page_len[:num_requests])
+        num_sources = 0 if token_source is None else int(np.count_nonzero(sources >= 0))
+        buffers.upload()
+        return buffers.batch(num_rows, num_decodes, page_size, num_sources, page_positions is not None)
 
     @property
     def num_sequences(self) -> int:
@@ -197,13 +187,13 @@ class StepBatch:
         Args:
             last_token: [rows] last token that each page-table row sampled.
         """
-        if not self.has_sources:
+        if not self.num_sources:
             return self.token_ids
+        if self.num_sources == self.num_tokens:
+            return last_token.index_select(0, self.token_source)
         return torch.where(self.token_source >= 0, last_token[self.token_source.clamp(min=0)], self.token_ids)
 
 
-# Rows of the array that holds everything with one entry per token.
-TOKEN_IDS, POSITIONS, SLOTS, SOURCES, LOGIT_ROWS, SAMPLED_POSITIONS = range(6)
 ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, for the vector loads of kernels
 
 
@@ -211,126 +201,98 @@ class StepBuffers:
     """Memory for the arrays of one step: pinned on the host, and on the device, filled by one copy.
 
     On a CPU both are the same memory and nothing is copied. The host may write a step's arrays only when the device has
-    read the previous ones, so an engine whose host runs ahead of the device alternates between several buffers.
+    read the previous ones, so an engine whose host runs ahead of the device alternates between several buffers. While
+    the sizes of a step stay the same, so do all views of the memory: making them costs more than filling them.
 
     Args:
         device: where the model runs.
+
+    Attributes:
+        tokens: [6, T] host. Rows: token_ids, positions, slot_mapping, token_source, logit_rows, sampled_positions.
+        pages: [P] host. `kv_page_indices`.
+        page_positions: [P] host.
+        requests: [5, B+1] host. Rows: kv_lens, qo_indptr, kv_page_indptr, kv_last_page_len, num_logits.
     """
 
+    tokens: Int64[np.ndarray, "6 T"]
+    pages: Int32[np.ndarray, " P"]
+    page_positions: Int64[np.ndarray, " P"]
+    requests: Int32[np.ndarray, "5 B+1"]
+
     def __init__(self, device: torch.device | str) -> None:
-        self._on_gpu = torch.device(device).type == "cuda"
-        self._device_name = device
-        self._tokens: tuple[Tensor, ...] = ()
+        self._device = torch.device(device)
+        self._sizes, self._fields = (-1, -1, -1), (0, 0, 0, 0, False)
+        self._batch: StepBatch | None = None
         self._allocate(0)
 
-    def reset(
-        self, num_tokens: int, num_pages: int
-    ) -> tuple[Int64[np.ndarray, "6 T"], Int32[np.ndarray, " P"], Int64[np.ndarray, " P"]]:
-        """Begin a step. Views of the previous one are overwritten from now on.
-
-        Returns:
-            Arrays on the host, to be filled: what there is of each token, the pages, and the position of each page.
-        """
-        stride = -(-num_tokens // ALIGNMENT) * ALIGNMENT
-        first_page = (SAMPLED_POSITIONS + 1) * stride
-        first_position = first_page + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
-        self._used = first_position + num_pages
-        if self._used > len(self._host):
+    def reset(self, num_tokens: int, num_pages: int, num_requests: int) -> None:
+        """Begin a step of this size. Views of the previous one are overwritten from now on."""
+        if self._sizes == (num_tokens, num_pages, num_requests):
+            return
+        if num_requests == 0:
+            raise ValueError("a step of 0 requests")
+        self._sizes, self._batch = (num_tokens, num_pages, num_requests), None
+        self._stride = -(-num_tokens // ALIGNMENT) * ALIGNMENT
+        self._first_page = 6 * self._stride
+        self._first_position = self._first_page + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
+        self._used = self._first_position + num_pages
+        if self._used > len(self._on_host):
             self._allocate(2 * self._used)
-        self._layout = stride, num_tokens, first_page, first_position, num_pages
-        tokens = self._numpy[:first_page].reshape(-1, stride)[:, :num_tokens]
-        pages = self._numpy[first_page:first_position].view(np.int32)[:num_pages]
-        return tokens, pages, self._numpy[first_position : self._used]
+        memory = self._on_host.numpy()
+        self.tokens = memory[: self._first_page].reshape(6, -1)[:, :num_tokens]
+        self.pages = memory[self._first_page : self._first_position].view(np.int32)[:num_pages]
+        self.page_positions = memory[self._first_position : self._used]
+        self.requests = np.zeros((5, num_requests + 1), dtype=np.int32)
 
-    def upload(self) -> tuple[tuple[Int64[Tensor, " T"], ...], Int32[Tensor, " P"]]:
-        """Start copying the arrays to the device, and return the rows of the first and the pages there."""
-        if self._on_gpu:
-            self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
-        stride, num_tokens, first_page, _, num_pages = self._layout
-        if len(self._tokens[0]) != num_tokens:  # in a steady decode the views stay the same
-            tokens = self._on_device.as_strided((SAMPLED_POSITIONS + 1, num_tokens), (stride, 1))
-            self._tokens = tokens.unbind()
-        pages = self._device_int32[2 * first_page : 2 * first_page + num_pages]
-        return self._tokens, pages
+    def upload(self) -> None:
+        """Start copying the arrays to the device."""
+        if self._on_device is not self._on_host:
+            self._on_device[: self._used].copy_(self._on_host[: self._used], non_blocking=True)
 
-    def page_positions(self) -> Int64[Tensor, " P"]:
-        """The position of each page, on the device."""
-        first_position, num_pages = self._layout[3:]
-        return self._on_device[first_position : first_position + num_pages]
+    def batch(
+        self, num_rows: int, num_decodes: int, page_size: int, num_sources: int, has_positions: bool
+    ) -> StepBatch:
+        """The arrays as a step, whose fields the arguments are; the last step's object if all sizes are the same."""
+        fields = num_rows, num_decodes, page_size, num_sources, has_positions
+        if self._batch is not None and self._fields == fields:
+            return self._batch
+        self._fields = fields
+        num_tokens, num_pages, num_requests = self._sizes
+        tokens = self._on_device.as_strided((6, num_tokens), (self._stride, 1)).unbind()
+        lens, qo_indptr, page_indptr, last_page_len, num_logits = torch.from_numpy(self.requests).unbind()
+        self._batch = StepBatch(
+            token_ids=tokens[0],
+            positions=tokens[1],
+            slot_mapping=tokens[2],
+            token_source=tokens[3],
+            logit_rows=tokens[4][:num_rows],
+            sampled_positions=tokens[5][:num_rows],
+            kv_page_indices=self._on_device[self._first_page :].view(torch.int32)[:num_pages],
+            page_positions=self._on_device[self._first_position : self._used] if has_positions else None,
+            kv_lens=lens[:num_requests],
+            qo_indptr=qo_indptr,
+            kv_page_indptr=page_indptr,
+            host_page_indices=torch.from_numpy(self.pages),
+            kv_last_page_len=last_page_len[:num_requests],
+            num_logits=num_logits[:num_requests],
+            num_decodes=num_decodes,
+            page_size=page_size,
+            num_sources=num_sources,
+        )
+        return self._batch
 
     def _allocate(self, size: int) -> None:
-        self._host: Int64[Tensor, " size"] = torch.empty(size, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._numpy = self._host.numpy()
-        self._on_device = torch.empty_like(self._host, device=self._device_name) if self._on_gpu else self._host
-        self._device_int32 = self._on_device.view(torch.int32)
-        self._tokens = (self._on_device[:0],)
+        on_gpu = self._device.type == "cuda"
+        self._on_host: Int64[Tensor, " size"] = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
+        self._on_device = torch.empty_like(self._on_host, device=self._device) if on_gpu else self._on_host
 
 
 def _check(
-    num_tokens: int, num_pages: int, new: np.ndarray, lens: np.ndarray, qo_indptr: np.ndarray, page_indptr: np.ndarray
+    num_tokens: int, num_pages: int, num_new: int, lens: np.ndarray, new: np.ndarray | np.int64, page_indptr: np.ndarray
 ) -> None:
-    if np.count_nonzero((new < 1) | (lens < new)):
-        if new.min() < 1:
-            raise ValueError("every request of a step needs at least one new token")
+    if np.count_nonzero(lens < new):
         raise ValueError("a request has more new tokens than keys after the step")
-    if num_tokens != qo_indptr[-1]:
-        raise ValueError(f"{num_tokens} tokens given, num_new adds up to {qo_indptr[-1]}")
+    if num_tokens != num_new:
+        raise ValueError(f"{num_tokens} tokens given, num_new adds up to {num_new}")
     if num_pages != page_indptr[-1]:
         raise ValueError(f"{num_pages} pages given, kv_lens needs {page_indptr[-1]}")
-
-
-def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Move many small arrays to a device in one copy: on a GPU each copy costs about 10 µs, however small.
-
-    Args:
-        arrays: name to array; kept alive by the tensors returned when `device` is the CPU.
-        device: where to.
-    """
-    if device.type == "cpu":
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
-
-
-def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:
-    """Concatenate arrays, each starting at a multiple of 8 bytes.
-
-    Args:
-        arrays: name to array, of any shapes.
-        pin_memory: in memory that the GPU can read while the host goes on.
-    """
-    packed = torch.zeros(sum(_padded(array) for array in arrays.values()), dtype=torch.uint8, pin_memory=pin_memory)
-    start = 0
-    for array in arrays.values():
-        packed[start : start + array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        start += _padded(array)
-    return packed
-
-
-def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return views of the arrays that `pack` concatenated, on whatever device they are now.
-
-    Args:
-        packed: the result of `pack`, moved.
-        arrays: those that were packed, for their shapes and dtypes.
-    """
-    views, start = {}, 0
-    for name, array in arrays.items():
-        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-        views[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
-        start += _padded(array)
-    return views
-
-
-def _indptr(lengths: np.ndarray) -> Int64[np.ndarray, " n"]:
-    """Where each of some parts of these lengths begins, and the end."""
-    indptr = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=indptr[1:])
-    return indptr
-
-
-def _host(array: np.ndarray) -> Int32[Tensor, " n"]:
-    return torch.from_numpy(array.astype(np.int32))
-
-
-def _padded(array: np.ndarray) -> int:
-    return -(-array.nbytes // 8) * 8

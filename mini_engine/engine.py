@@ -233,8 +233,7 @@ class LLMEngine:
             rows, token_ids = rows[live], token_ids[live]
             requests = [request for request, is_live in zip(requests, live.tolist(), strict=True) if is_live]
         self._in_flight.popleft()
-        running.append(rows, token_ids)
-        for request in running.requests_of(running.ended(rows)):
+        for request in running.requests_of(running.append(rows, token_ids)):
             self._end(request, request.end_of(running.known_tokens(request)) or "length")
         return requests, token_ids
 

@@ -104,12 +104,13 @@ class ModelRunner:
         """
         if schedule.copies:
             self.cache.copy_pages(schedule.copies)
-        rows, kv_lens = schedule.rows, running.num_computed[schedule.rows] + schedule.num_new
+        rows, start = schedule.rows, running.num_computed[schedule.rows]
+        num_computed = start + schedule.num_new
         # A request in the middle of its prompt has computed fewer tokens than it has, and samples none.
-        samples = kv_lens == running.num_scheduled[rows]
+        samples = num_computed == running.num_scheduled[rows]
         sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
         num_logits = None if sampling_rows is rows else samples
-        batch = self._build(schedule, num_logits, running, page_table)
+        batch = self._build(schedule, start, num_computed, num_logits, running, page_table)
         self.backend.plan(batch)
         hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
         tokens = self._last_token[:0]
@@ -117,14 +118,12 @@ class ModelRunner:
             tokens = self._sample_tokens(hidden, batch, sampling_rows, running)
         host_tokens, done = self._read(tokens)
         # Nothing can fail from here on: the step counts.
-        running.num_computed[rows] = kv_lens
+        running.num_computed[rows] = num_computed
         running.num_scheduled[sampling_rows] += 1
-        requests = [running.requests[row] for row in rows.tolist()]
-        sampled_by = (
-            requests if samples.all() else [q for q, one in zip(requests, samples.tolist(), strict=True) if one]
-        )
+        requests = running.requests_of(rows)
+        sampled_by = requests if num_logits is None else running.requests_of(sampling_rows)
         admissions = running.admission[sampling_rows]
-        return Launched(batch, requests, kv_lens, sampling_rows, admissions, sampled_by, host_tokens, done)
+        return Launched(batch, requests, num_computed, sampling_rows, admissions, sampled_by, host_tokens, done)
 
     def collect(self, launched: Launched) -> Int64[np.ndarray, " R"]:
         """Wait for a step, and return the tokens that it sampled."""
@@ -140,24 +139,31 @@ class ModelRunner:
         self._sampling_admissions = np.zeros(0, dtype=np.int64)
 
     def _build(
-        self, schedule: Schedule, num_logits: np.ndarray | None, running: Running, page_table: PageTable
+        self,
+        schedule: Schedule,
+        start: Int64[np.ndarray, " B"],
+        kv_lens: Int64[np.ndarray, " B"],
+        num_logits: np.ndarray | None,
+        running: Running,
+        page_table: PageTable,
     ) -> StepBatch:
-        rows, num_new = schedule.rows, schedule.num_new
-        start, evicted, size = running.num_computed[rows], running.num_evicted[rows], page_table.page_size
-        num_tokens = schedule.num_tokens
-        if num_tokens == len(rows):
-            token_rows, positions = rows, start
+        rows, size = schedule.rows, page_table.page_size
+        if schedule.num_tokens == len(rows):
+            num_new, token_rows, positions = None, rows, start
         else:
+            num_new = schedule.num_new
             first = np.cumsum(num_new) - num_new
             token_rows = np.repeat(rows, num_new)
-            positions = np.arange(num_tokens) + np.repeat(start - first, num_new)
-        on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
-        kv_lens = start + num_new - evicted
+            positions = np.arange(schedule.num_tokens) + np.repeat(start - first, num_new)
+        evicted = running.num_evicted[rows] if running.has_evicted else None
+        if evicted is not None:
+            kv_lens = kv_lens - evicted
         page_counts = -(-kv_lens // size)
         page_positions = None
-        if running.has_evicted:
+        if evicted is not None:
             first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
             page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * size
+        on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
         self._num_launched += 1
         return StepBatch.build(
             token_ids=running.tokens[token_rows, positions],

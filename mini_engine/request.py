@@ -161,17 +161,18 @@ class Running:
         """Whether a token that exists on the device is not known to the host yet."""
         return bool(np.count_nonzero(self.num_scheduled[self.order] > self.num_known[self.order]))
 
-    def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> None:
-        """Add one sampled token to each of some distinct rows."""
+    def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
+        """Add one sampled token to each of some distinct rows.
+
+        Returns:
+            Those rows whose request ends with its token: at an end token, or at `max_len`.
+        """
         known = self.num_known[rows]
         self.tokens[rows, known] = token_ids
-        self.num_known[rows] = known + 1  # from here on the tokens count, whatever interrupts the step
-
-    def ended(self, rows: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
-        """Those of some rows that have just got a token whose request ends with it: an end token, or the last one."""
-        known = self.num_known[rows]
-        at_end_token = (self.tokens[rows, known - 1, None] == self.end_tokens[rows]).any(1)
-        return rows[(known >= self.max_len[rows]) | at_end_token]
+        self.num_known[rows] = known = known + 1  # from here on the tokens count, whatever interrupts the step
+        ended = (token_ids[:, None] == self.end_tokens[rows]).any(1)
+        ended |= known >= self.max_len[rows]
+        return rows[ended]
 
 
 def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int) -> None:

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
-from mini_engine.batch import to_device
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.transfer import to_device
 
 HAS_TRITON = find_spec("triton") is not None  # it is not installed with PyTorch for CPUs
 MIN_TEMPERATURE = 1e-5  # below this, sample greedily: dividing by the temperature could overflow

@@ -197,7 +197,9 @@ class Scheduler:
         running, table = self.running, self.page_table
         if self._window is not None:
             self._evict(rows)
-        first = running.num_computed[rows] - running.num_evicted[rows]
+        first = running.num_computed[rows]
+        if running.has_evicted:
+            first = first - running.num_evicted[rows]
         missing, num_missing = table.missing(rows, first + num_new)
         shared = rows[:0]
         if self._prefixes is not None:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.batch import StepBatch, StepBuffers, pack, unpack
+from mini_engine.batch import StepBatch, StepBuffers
+from mini_engine.transfer import pack, unpack
 
 NUM_ROWS = 9  # of the page table, for token_source
 Step = dict[str, Any]  # arguments of StepBatch.build

@@ -199,8 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = running.admission[rows] == admissions
         self.met["dropped"] += int((~live).sum())
         rows = rows[live]
-        running.append(rows, tokens[live])
-        for request in running.requests_of(running.ended(rows)):
+        for request in running.requests_of(running.append(rows, tokens[live])):
             self.leave(request)
             text = self.texts[request]
             assert request.token_ids == text[: len(request.token_ids)]
@@ -288,8 +287,7 @@ def run(scheduler: Scheduler, token: int = 1) -> list[tuple[int, int]]:
     running.num_computed[rows] += schedule.num_new
     sampling = rows[running.num_computed[rows] == running.num_scheduled[rows]]
     running.num_scheduled[sampling] += 1
-    running.append(sampling, np.full(len(sampling), token, dtype=np.int64))
-    for request in running.requests_of(running.ended(sampling)):
+    for request in running.requests_of(running.append(sampling, np.full(len(sampling), token, dtype=np.int64))):
         scheduler.remove(request)
     return done
 

@@ -369,8 +369,7 @@ class Server:
         running = self.scheduler.running
         rows, admissions, tokens = self.in_flight.popleft()
         live = running.admission[rows] == admissions
-        running.append(rows[live], tokens[live])
-        for request in running.requests_of(running.ended(rows[live])):
+        for request in running.requests_of(running.append(rows[live], tokens[live])):
             request.finish_reason = "length"
             self.scheduler.remove(request)
 

@@ -30,8 +30,9 @@ from mini_engine.attention import masks
 from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
 from mini_engine.attention.block_mask import first_keys, list_blocks
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.batch import StepBatch, to_device
+from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
+from mini_engine.transfer import to_device
 
 QUERY_BLOCK = 128  # rows of a BlockMask's query block; no tile has more
 # torch allows 8 kernels per function by default. A process needs one for each kind of layer and number of tiles.

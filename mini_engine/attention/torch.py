@@ -19,7 +19,8 @@ from mini_engine.attention.masks import MaskMod
 from mini_engine.attention.naive import alibi_bias, fused_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import chunked_attention
-from mini_engine.batch import StepBatch, to_device
+from mini_engine.batch import StepBatch
+from mini_engine.transfer import to_device
 
 
 @dataclass(frozen=True)

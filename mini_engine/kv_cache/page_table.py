@@ -68,10 +68,10 @@ class PageTable:
 
     def missing(self, rows: Rows, num_tokens: Int[np.ndarray, " B"]) -> tuple[Int64[np.ndarray, " B"], int]:
         """Pages that each row lacks to hold `num_tokens` tokens in all, and their sum."""
-        missing = -(-num_tokens // self.page_size) - self.counts[rows]
-        if np.count_nonzero(missing > 0) == 0:
-            return np.zeros_like(missing), 0
-        missing = np.maximum(missing, 0)
+        lacking = num_tokens - self.counts[rows] * self.page_size
+        if np.count_nonzero(lacking > 0) == 0:
+            return np.zeros_like(lacking), 0
+        missing = -(-np.maximum(lacking, 0) // self.page_size)
         return missing, int(missing.sum())
 
     def take(self, rows: Rows, num_pages: Int[np.ndarray, " B"]) -> None:

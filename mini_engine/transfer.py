@@ -1,0 +1,52 @@
+"""Many small arrays to the device in one copy."""
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+
+def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Move many small arrays to a device in one copy: on a GPU each copy costs about 10 µs, however small.
+
+    Args:
+        arrays: name to array; kept alive by the tensors returned when `device` is the CPU.
+        device: where to.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:
+    """Concatenate arrays, each starting at a multiple of 8 bytes.
+
+    Args:
+        arrays: name to array, of any shapes.
+        pin_memory: in memory that the GPU can read while the host goes on.
+    """
+    packed = torch.zeros(sum(_padded(array) for array in arrays.values()), dtype=torch.uint8, pin_memory=pin_memory)
+    start = 0
+    for array in arrays.values():
+        packed[start : start + array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        start += _padded(array)
+    return packed
+
+
+def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return views of the arrays that `pack` concatenated, on whatever device they are now.
+
+    Args:
+        packed: the result of `pack`, moved.
+        arrays: those that were packed, for their shapes and dtypes.
+    """
+    views, start = {}, 0
+    for name, array in arrays.items():
+        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        views[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
+        start += _padded(array)
+    return views
+
+
+def _padded(array: np.ndarray) -> int:
+    return -(-array.nbytes // 8) * 8

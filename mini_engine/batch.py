@@ -126,7 +126,7 @@ class StepBatch:
         lens_out, qo_indptr, page_indptr, last_page_len, logits_out = buffers.requests
         np.cumsum(-(-lens // page_size), out=page_indptr[1:])
         if num_new is None:
-            new, num_decodes = np.int64(1), num_requests
+            new, num_decodes = np.ones(1, dtype=np.int64), num_requests
             _check(num_tokens, len(pages), num_requests, lens, new, page_indptr)
             qo_indptr[:] = np.arange(num_requests + 1)
             key_index, entry = lens - 1, page_indptr[1:] - 1  # the last key, in the last page
@@ -288,7 +288,7 @@ class StepBuffers:
 
 
 def _check(
-    num_tokens: int, num_pages: int, num_new: int, lens: np.ndarray, new: np.ndarray | np.int64, page_indptr: np.ndarray
+    num_tokens: int, num_pages: int, num_new: int, lens: np.ndarray, new: np.ndarray, page_indptr: np.ndarray
 ) -> None:
     if np.count_nonzero(lens < new):
         raise ValueError("a request has more new tokens than keys after the step")

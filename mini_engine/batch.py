@@ -59,6 +59,7 @@ class StepBatch:
         num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
         page_size: keys per page.
         has_sources: whether any token comes from `token_source`.
+        has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
         levels: prefixes shared by several requests, outermost first; a backend without cascade ignores them.
     """
 
@@ -79,6 +80,7 @@ class StepBatch:
     num_decodes: int
     page_size: int
     has_sources: bool = False
+    has_gaps: bool = False
     levels: tuple[PrefixLevel, ...] = ()
 
     @classmethod
@@ -148,10 +150,13 @@ class StepBatch:
         buffers = into or StepBuffers(device)
         tokens, host_pages, host_first = buffers.reset(num_tokens, num_pages)
         host_pages[:] = pages
-        positions = key_index
+        positions, has_gaps = key_index, False
         if page_positions is not None:
             host_first[:] = page_positions
             positions = host_first[entry] + offset
+            follows = np.diff(host_first) == page_size
+            follows[page_indptr[1:-1] - 1] = True  # the first page of a request follows none
+            has_gaps = not follows.all()
         tokens[TOKEN_IDS] = token_ids
         tokens[POSITIONS] = positions
         tokens[SLOTS] = host_pages[entry].astype(np.int64) * page_size + offset
@@ -181,6 +186,7 @@ class StepBatch:
             num_decodes=num_decodes,
             page_size=page_size,
             has_sources=token_source is not None,
+            has_gaps=has_gaps,
         )
 
     @property

@@ -15,7 +15,7 @@ from transformers import (
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
-from mini_engine.parts import Parts
+from mini_engine.parts import default_parts
 
 QWEN3_0_6B = Qwen3Config(
     vocab_size=151_936,
@@ -55,7 +55,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         dtype: of the weights.
         device: where they are made.
     """
-    model = build_model(ModelConfig.from_hf(config.to_dict()), Parts(), dtype, device)
+    model = build_model(ModelConfig.from_hf(config.to_dict()), default_parts(device), dtype, device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)

@@ -59,6 +59,7 @@ class StepBatch:
         num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
         page_size: keys per page.
         num_sources: how many tokens come from `token_source`.
+        has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
         levels: prefixes shared by several requests, outermost first; a backend without cascade ignores them.
     """
 
@@ -79,6 +80,7 @@ class StepBatch:
     num_decodes: int
     page_size: int
     num_sources: int = 0
+    has_gaps: bool = False
     levels: tuple[PrefixLevel, ...] = ()
 
     @classmethod
@@ -159,10 +161,14 @@ class StepBatch:
         buffers.pages[:] = pages
         np.multiply(buffers.pages[entry], page_size, out=slots)
         slots += offset
-        positions[:] = key_index
+        positions[:], has_gaps = key_index, False
         if page_positions is not None:
-            buffers.page_positions[:] = page_positions
-            np.add(buffers.page_positions[entry], offset, out=positions)
+            first_keys = buffers.page_positions
+            first_keys[:] = page_positions
+            np.add(first_keys[entry], offset, out=positions)
+            follows = np.diff(first_keys) == page_size
+            follows[page_indptr[1:-1] - 1] = True  # the first page of a request follows none
+            has_gaps = not follows.all()
         sources[:] = -1 if token_source is None else token_source
         rows_out[:num_rows] = logit_rows
         # A row of logits is the distribution of the token behind the one that it belongs to.
@@ -171,7 +177,7 @@ class StepBatch:
         np.add((lens - 1) % page_size, 1, out=last_page_len[:num_requests])
         num_sources = 0 if token_source is None else int(np.count_nonzero(sources >= 0))
         buffers.upload()
-        return buffers.batch(num_rows, num_decodes, page_size, num_sources, page_positions is not None)
+        return buffers.batch(num_rows, num_decodes, page_size, num_sources, page_positions is not None, has_gaps)
 
     @property
     def num_sequences(self) -> int:
@@ -221,7 +227,7 @@ class StepBuffers:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._sizes, self._fields = (-1, -1, -1), (0, 0, 0, 0, False)
+        self._sizes, self._fields = (-1, -1, -1), (0, 0, 0, 0, False, False)
         self._batch: StepBatch | None = None
         self._allocate(0)
 
@@ -250,10 +256,10 @@ class StepBuffers:
             self._on_device[: self._used].copy_(self._on_host[: self._used], non_blocking=True)
 
     def batch(
-        self, num_rows: int, num_decodes: int, page_size: int, num_sources: int, has_positions: bool
+        self, num_rows: int, num_decodes: int, page_size: int, num_sources: int, has_positions: bool, has_gaps: bool
     ) -> StepBatch:
         """The arrays as a step, whose fields the arguments are; the last step's object if all sizes are the same."""
-        fields = num_rows, num_decodes, page_size, num_sources, has_positions
+        fields = num_rows, num_decodes, page_size, num_sources, has_positions, has_gaps
         if self._batch is not None and self._fields == fields:
             return self._batch
         self._fields = fields
@@ -278,6 +284,7 @@ class StepBuffers:
             num_decodes=num_decodes,
             page_size=page_size,
             num_sources=num_sources,
+            has_gaps=has_gaps,
         )
         return self._batch
 

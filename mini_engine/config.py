@@ -11,6 +11,7 @@ from mini_engine.errors import ConfigError, check_positive
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+KV_LAYOUTS = ("NHD", "HND")
 MAX_CONFIG_BYTES = 2**16
 ALIASES = {"max_seq_len": "max_model_len"}
 
@@ -29,6 +30,7 @@ class EngineConfig:
         num_pages: pages of the KV cache; default enough for `max_batch_size` of the longest requests, or as many as
             the memory has room for.
         page_size: tokens per page.
+        kv_layout: order of a page's axes: "NHD" (tokens, heads, numbers of a head) or "HND" (heads first).
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
         sliding_window: lets no layer see further back than this many keys; default the model's own windows.
         prefix_sharing: let requests that begin with the same tokens share pages.
@@ -46,6 +48,7 @@ class EngineConfig:
     max_model_len: int | None = None
     num_pages: int | None = None
     page_size: int = 128
+    kv_layout: str = "NHD"
     max_num_batched_tokens: int = 2048
     sliding_window: int | None = None
     prefix_sharing: bool = False
@@ -54,7 +57,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         from mini_engine.attention.backend import check_backend  # imports torch, for which `--help` should not wait
 
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("kv_layout", KV_LAYOUTS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; choose one of: {', '.join(choices)}")
         check_backend(self.attn_backend)

@@ -71,7 +71,9 @@ class LLMEngine:
         self.config = config = resolve(config, model)
         assert config.num_pages and config.max_model_len and config.pipeline_depth is not None
         specs = narrow_windows(config.sliding_window, model.attention_specs)
-        self.cache = PagedKVCache(specs, config.num_pages, config.page_size, model.dtype, model.device)
+        self.cache = PagedKVCache(
+            specs, config.num_pages, config.page_size, model.dtype, model.device, config.kv_layout
+        )
         self.backend = create_backend(config.attn_backend, specs, self.cache, self.parts)
         self._runner = ModelRunner(
             model,

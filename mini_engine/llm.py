@@ -29,7 +29,7 @@ from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.hf import HFModel
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, default_parts
 from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
 
@@ -361,7 +361,7 @@ class LLM(TextEngine):
         device = pick_device(config.device)
         checkpoint = open_checkpoint(model)
         tokenizer = load_tokenizer(checkpoint)
-        self.parts = parts or Parts()
+        self.parts = parts or default_parts(device)
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)

@@ -8,9 +8,11 @@ step or layer; the scheduler calls some once for each request that arrives or is
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from mini_engine.kv_cache.paged import append_kv
 from mini_engine.kv_cache.prefix_sharing import Children, copy_on_write, match_prefix
 from mini_engine.kv_cache.sliding_window import pages_to_evict
 from mini_engine.models.gpt2 import gpt2_weights
-from mini_engine.models.layers import gated_mlp, rms_norm
+from mini_engine.models.layers import gated_mlp, qk_norm, rms_norm
 from mini_engine.policy import admit, preempt, share_budget
 from mini_engine.request import Request, Running
 from mini_engine.rope import apply_rope
@@ -67,6 +69,20 @@ class Admit(Protocol):
     """Whether the oldest waiting request is admitted, and with how many tokens."""
 
     def __call__(self, num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int: ...
+
+
+@runtime_checkable
+class QKNorm(Protocol):
+    """The norm of queries and keys, before they are rotated (Qwen3)."""
+
+    def __call__(
+        self,
+        q_and_k: Float[Tensor, "T QK D"],
+        q_weight: Float[Tensor, " D"],
+        k_weight: Float[Tensor, " D"],
+        num_qo_heads: int,
+        eps: float,
+    ) -> Float[Tensor, "T QK D"]: ...
 
 
 @runtime_checkable
@@ -138,6 +154,7 @@ class Parts:
         default=physical_mask, metadata=about("Physical mask", 6, PLANNING)
     )
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = field(default=rms_norm, metadata=about("RMSNorm", 3, LAYER))
+    qk_norm: QKNorm = field(default=qk_norm, metadata=about("QK-norm", 3, LAYER))
     apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = field(default=apply_rope, metadata=about("RoPE", 1, LAYER))
     append_kv: AppendKV = field(default=append_kv, metadata=about("Cache append", 4, LAYER))
     masked_attention: MaskedAttention = field(default=sdpa_attention, metadata=about("Attention", 1, LAYER))
@@ -146,3 +163,12 @@ class Parts:
     )
     gated_mlp: GatedMLP = field(default=gated_mlp, metadata=about("Gated MLP", 3, LAYER))
     sample: Callable[[Tensor, SamplingBatch], Tensor] = field(default=sample, metadata=about("Sampler", 4, SAMPLING))
+
+
+def default_parts(device: torch.device) -> Parts:
+    """Return the parts of an engine whose user gives none: on a GPU, with FlashInfer's kernels if it is installed."""
+    if device.type == "cuda" and find_spec("flashinfer"):
+        from mini_engine.kernels.fused_ops import gpu_parts
+
+        return gpu_parts()
+    return Parts()

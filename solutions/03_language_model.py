@@ -1,8 +1,8 @@
 """Homework of chapter 03: the pieces of a language model, and the weights that fill it.
 
-Three of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs
-the embedded model on your `rms_norm` and your `gated_mlp`, and with `--model` and a GPT-2 it loads that with your
-`gpt2_weights`.
+Four of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs
+the embedded model on your `rms_norm` and your `gated_mlp`. With `--model` it runs a Qwen3 on your `qk_norm` and loads a
+GPT-2 with your `gpt2_weights`.
 """
 
 import math

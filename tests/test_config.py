@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import BACKENDS
-from mini_engine.config import ALIASES, DEVICES, DTYPES, MAX_CONFIG_BYTES, EngineConfig, read_options
+from mini_engine.config import ALIASES, DEVICES, DTYPES, KV_LAYOUTS, MAX_CONFIG_BYTES, EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from tests.helpers import GREEDY, double_model, make_engine, serve
 
@@ -26,7 +26,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         attn_backend=draw(st.sampled_from(list(BACKENDS))), max_batch_size=draw(size), max_model_len=draw(optional),
         num_pages=draw(optional), page_size=draw(size), max_num_batched_tokens=4096 + draw(size),
         sliding_window=draw(optional), prefix_sharing=draw(st.booleans()),
-        pipeline_depth=draw(st.sampled_from([None, 0, 1])),
+        pipeline_depth=draw(st.sampled_from([None, 0, 1])), kv_layout=draw(st.sampled_from(KV_LAYOUTS)),
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ EXERCISES = [
         points=2,
         minutes=10,
         difficulty=1,
+        part="qk_norm",
         hints=(
             "rms_norm takes any number of axes before the last. What is a row here?",
             "A row is one head of one token. Cut the head axis in two, at num_qo_heads: the two parts have different "

@@ -9,6 +9,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -131,6 +132,7 @@ class BackendInfo:
         page_sizes: tokens of a page.
         head_dims: sizes of a head.
         features: those of FEATURES that the backend implements.
+        package: a package that must be installed, also the name of the engine's extra that installs it.
     """
 
     path: str
@@ -140,6 +142,7 @@ class BackendInfo:
     page_sizes: Limit = ANY_SIZE
     head_dims: Limit = ANY_SIZE
     features: frozenset[str] = FEATURES
+    package: str | None = None
 
 
 # In order of preference: an error message names the first one that accepts what another refuses.
@@ -158,6 +161,15 @@ BACKENDS = {
             lambda size, device_type: size >= 16 or device_type != "cuda", "heads of size 16 or more on a GPU"
         ),
         features=FEATURES - {"kv_dtype"},
+    ),
+    "flashinfer": BackendInfo(
+        "mini_engine.attention.flashinfer:FlashInferBackend",
+        layouts=("NHD", "HND"),
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=Limit(lambda size, device_type: size in (64, 128, 256), "heads of size 64, 128 or 256"),
+        features=FEATURES - {"kv_dtype"},
+        package="flashinfer",
     ),
 }
 
@@ -221,8 +233,10 @@ def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) 
     device_type = cache.device.type
     if device_type not in info.devices:
         return f"does not run on {device_type!r}", f"device={info.devices[0]!r}"
+    if info.package and find_spec(info.package) is None:
+        return f"needs the package {info.package} (pip install 'mini-engine[{info.package}]')", None
     if cache.layout not in info.layouts:
-        return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"layout={info.layouts[0]!r}"
+        return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"kv_layout={info.layouts[0]!r}"
     if not info.page_sizes.allows(cache.page_size, device_type):
         return f"needs {info.page_sizes.sentence}; page_size is {cache.page_size}", info.page_sizes.option
     for spec in specs:

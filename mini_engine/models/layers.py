@@ -29,6 +29,8 @@ class ModelParts(Protocol):
     @property
     def rms_norm(self) -> Callable[..., Tensor]: ...
     @property
+    def qk_norm(self) -> Callable[..., Tensor]: ...
+    @property
     def gated_mlp(self) -> Callable[..., Tensor]: ...
     @property
     def apply_rope(self) -> Callable[..., Tensor]: ...
@@ -50,6 +52,29 @@ def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: flo
     if x.dtype == weight.dtype:  # on a GPU even a conversion that does nothing costs host time
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def qk_norm(
+    q_and_k: Float[Tensor, "T QK D"],
+    q_weight: Float[Tensor, " D"],
+    k_weight: Float[Tensor, " D"],
+    num_qo_heads: int,
+    eps: float,
+) -> Float[Tensor, "T QK D"]:
+    """Normalize every query head and every key head of every token by `rms_norm` (QK-norm, Dehghani et al. 2023).
+
+    Args:
+        q_and_k: queries, then keys.
+        q_weight: one factor for each number of a query head.
+        k_weight: one factor for each number of a key head.
+        num_qo_heads: how many of the heads are queries.
+        eps: as for `rms_norm`.
+
+    Returns:
+        A new tensor: queries and keys stay together, because one rotation of both is cheaper than two.
+    """
+    q, k = q_and_k.split((num_qo_heads, q_and_k.shape[1] - num_qo_heads), dim=1)
+    return torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
 
 
 def gated_mlp(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,12 +40,10 @@ class Qwen3Attention(Attention):
         sin: Float[Tensor, "T half"],
         attend: Attend,
     ) -> Float[Tensor, "T hidden"]:
-        spec, heads = self.spec, (self.spec.num_qo_heads, self.spec.num_kv_heads)
+        spec = self.spec
         q_and_k, v = split_qkv(linear(x, self.qkv, self.qkv_bias), spec)
-        q, k = q_and_k.split(heads, dim=1)
-        q, k = self.parts.rms_norm(q, self.q_norm, self.eps), self.parts.rms_norm(k, self.k_norm, self.eps)
-        # One concatenation is cheaper than a second rotation, which takes several small operators.
-        q, k = self.parts.apply_rope(torch.cat((q, k), dim=1), cos, sin).split(heads, dim=1)
+        q_and_k = self.parts.qk_norm(q_and_k, self.q_norm, self.k_norm, spec.num_qo_heads, self.eps)
+        q, k = self.parts.apply_rope(q_and_k, cos, sin).split((spec.num_qo_heads, spec.num_kv_heads), dim=1)
         return linear(attend(spec.layer, q, k, v).flatten(1), self.o, self.o_bias)
 
     def destinations(self) -> dict[str, Tensor]:

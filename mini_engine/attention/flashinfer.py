@@ -1,0 +1,207 @@
+"""The `flashinfer` backend: FlashInfer's kernels on the paged KV cache (Ye et al. 2025).
+
+FlashInfer splits the work in two. `plan` runs on the host once per step: from the lengths of all sequences it decides
+which thread block computes which queries over which keys, so that all of them finish at about the same time. `run`
+launches one kernel per layer, which reads that plan. Layers of one kind share a plan. `attention/split_kv.py` computes
+the same in PyTorch. Explained in chapter 08.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
+from mini_engine.attention.naive import alibi_slopes
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
+from mini_engine.errors import ConfigError
+
+# Partial results of sequences whose keys are split over several thread blocks; all plans share it.
+WORKSPACE_BYTES = 256 * 2**20
+# FlashAttention-3 needs long prompts: on an H200 it reaches 516 TFLOP/s on 4 prompts of 4,096 tokens, where
+# FlashAttention-2 reaches 329, but it takes more than twice as long for decodes. It is used if the prompts of a step
+# have at least this many new tokens on average.
+FA3_MIN_TOKENS = 512
+
+
+class LayerKind(NamedTuple):
+    """The fields of AttentionSpec that a plan depends on: layers of one kind share it."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    alibi: bool
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> "LayerKind":
+        """The kind of a layer.
+
+        Raises:
+            ConfigError: if the kernels do not compute this layer's ALiBi.
+        """
+        if spec.alibi_slopes is not None:
+            own = alibi_slopes(spec.num_qo_heads).tolist()
+            if spec.softcap is not None or any(abs(a - b) > 1e-6 for a, b in zip(spec.alibi_slopes, own, strict=True)):
+                raise ConfigError(
+                    "the flashinfer backend computes ALiBi with the slopes of Press et al. and without a soft-cap, and "
+                    f"layer {spec.layer} has others or a soft-cap; use attn_backend='split_kv'"
+                )
+        return cls(
+            spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap,
+            spec.alibi_slopes is not None,
+        )  # fmt: skip
+
+
+class FlashInferBackend(AttentionBackend):
+    """FlashInfer over the paged cache, on a GPU, for both layouts, with windows, soft-cap and ALiBi.
+
+    Decodes and prompts of a step are planned apart, because the kernels choose one tile size for all queries of a plan.
+    The kernels mask, normalize, merge and append, so no part of the engine's attention is called.
+
+    Keys count from the first page that a request still has. That is right for windows and ALiBi, which depend on
+    distances only, if pages were evicted in front. It is not if pages are missing in between.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept, on a GPU.
+        parts: the engine's replaceable parts.
+
+    Raises:
+        ConfigError: for ALiBi slopes other than those of Press et al.
+    """
+
+    bypasses: ClassVar[frozenset[str]] = frozenset(
+        {
+            "append_kv", "classify_blocks", "mask_mod", "masked_attention", "merge_states", "physical_blocks",
+            "physical_mask",
+        }
+    )  # fmt: skip
+
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
+        super().__init__(specs, cache, parts)
+        self._kinds = [LayerKind.of(spec) for spec in specs]
+        import flashinfer  # takes seconds, and not every machine has it
+
+        self._flashinfer = flashinfer
+        self._has_fa3 = flashinfer.utils.is_sm90a_supported(cache.device)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
+        self._wrappers: dict[tuple[LayerKind, str], Any] = {}
+        self._copied = torch.cuda.Event()
+        # The pool as the pages of a single sequence, in order: there a token's position is its slot.
+        num_pages = cache.layers[0][0].shape[0]
+        self._pool = (
+            torch.arange(num_pages, dtype=torch.int32, device=cache.device),
+            torch.tensor([0, num_pages], dtype=torch.int32, device=cache.device),
+            torch.tensor([cache.page_size], dtype=torch.int32, device=cache.device),
+        )
+
+    def plan(self, batch: StepBatch) -> None:
+        """Plan the step's decodes and its prompts for each kind of layer, without waiting for the GPU.
+
+        Raises:
+            ConfigError: if a layer with a window or ALiBi meets a request whose pages have gaps.
+        """
+        if batch.has_gaps and any(kind.window is not None or kind.alibi for kind in self._kinds):
+            raise ConfigError(
+                "the flashinfer backend counts keys, not positions, and a request has lost pages between others; use "
+                "attn_backend='split_kv'"
+            )
+        self._slots = batch.slot_mapping.int()
+        self._sequence_of_token = torch.zeros_like(self._slots)
+        num_decodes = batch.num_decodes
+        if int(batch.qo_indptr[num_decodes]) > num_decodes:  # a decode with several tokens is planned as a prompt
+            num_decodes = 0
+        # A wrapper copies its plan to the GPU from pinned memory while the host goes on. The next plan is written there.
+        # The copy was queued in front of the last step: with a pipeline depth of 1 it has ended by now.
+        self._copied.synchronize()
+        self._planned: dict[LayerKind, list[tuple[slice, Any]]] = {kind: [] for kind in self._kinds}
+        for kind, planned in self._planned.items():
+            if num_decodes:
+                planned.append((slice(num_decodes), self._plan_decodes(batch, num_decodes, kind)))
+            if num_decodes < batch.num_sequences:
+                planned.append((slice(num_decodes, None), self._plan_prompts(batch, num_decodes, kind)))
+        self._copied.record()
+
+    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+        """Store keys and values in one launch, whatever the layout, from where the projection has left them."""
+        pages = self.cache.layers[self.specs[layer].kv_layer]
+        self._flashinfer.append_paged_kv_cache(
+            k, v, self._sequence_of_token, self._slots, pages, *self._pool, kv_layout=self.cache.layout
+        )
+
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        pages = self.cache.layers[self.specs[layer].kv_layer]
+        planned = self._planned[self._kinds[layer]]
+        out = q.new_empty(q.shape)
+        if len(planned) == 1:  # views cost host time
+            [(_, wrapper)] = planned
+            return wrapper.run(q, pages, out=out)
+        for tokens, wrapper in planned:
+            wrapper.run(q[tokens], pages, out=out[tokens])
+        return out
+
+    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind) -> Any:
+        """Plan the first sequences of the step, which have one query each."""
+        wrapper = self._wrapper(kind, "decode")
+        wrapper.plan(
+            batch.kv_page_indptr[: count + 1],
+            batch.kv_page_indices,
+            batch.kv_last_page_len[:count],
+            *kind[:3],
+            batch.page_size,
+            **self._options(kind),
+        )
+        return wrapper
+
+    def _plan_prompts(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
+        """Plan the sequences of the step from `first` on; those before it have one token each."""
+        mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
+        use_fa3 = self._has_fa3 and not kind.alibi and mean_tokens >= FA3_MIN_TOKENS
+        wrapper = self._wrapper(kind, "fa3" if use_fa3 else "fa2")
+        wrapper.plan(
+            batch.qo_indptr[first:] - first,
+            batch.kv_page_indptr[first:],
+            batch.kv_page_indices,
+            batch.kv_last_page_len[first:],
+            *kind[:3],
+            batch.page_size,
+            causal=True,
+            **self._options(kind),
+        )
+        return wrapper
+
+    def _wrapper(self, kind: LayerKind, algorithm: str) -> Any:
+        """FlashInfer's wrapper that plans and runs a kind of layer; made when needed, as each takes 8 MiB on the GPU.
+
+        Args:
+            kind: the layers.
+            algorithm: "decode", or for prompts "fa2" or "fa3" (FlashAttention-2 or 3).
+        """
+        key = kind, algorithm
+        if key not in self._wrappers and algorithm == "decode":
+            # On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal ones.
+            self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, self.cache.layout, use_tensor_cores=True, backend="fa2"
+            )
+        elif key not in self._wrappers:
+            self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, self.cache.layout, backend=algorithm
+            )
+        return self._wrappers[key]
+
+    def _options(self, kind: LayerKind) -> dict[str, Any]:
+        """What both kinds of plans take by name. FlashInfer's window does not count the query's own key."""
+        return {
+            "window_left": -1 if kind.window is None else kind.window - 1,
+            "logits_soft_cap": kind.softcap,
+            "sm_scale": kind.scale,
+            "pos_encoding_mode": "ALIBI" if kind.alibi else "NONE",
+            "q_data_type": self.cache.dtype,
+            "kv_data_type": self.cache.dtype,
+        }

@@ -1,0 +1,103 @@
+"""The parts of a layer as FlashInfer's kernels: one launch each, and as little host time as a launch can take.
+
+On a GPU the host limits a small model, because each call of a PyTorch operator costs it several microseconds. The
+functions here have the signatures of the parts of the same names, which are their references. Shape, dtype and layout
+alone decide whether a function launches a kernel or calls its reference.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import flashinfer
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mini_engine import rope
+from mini_engine.models import layers
+from mini_engine.models.config import ACTIVATIONS
+from mini_engine.models.linear import linear
+from mini_engine.parts import Parts
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)  # of the rotation
+# Each computes activation(gate) * up from the output of the fused projection.
+GATED_ACTIVATIONS = {
+    ACTIVATIONS["silu"]: flashinfer.silu_and_mul,
+    ACTIVATIONS["gelu_pytorch_tanh"]: flashinfer.gelu_tanh_and_mul,
+}
+
+
+def gpu_parts() -> Parts:
+    """Return the engine's parts with the kernels of this module."""
+    return replace(Parts(), rms_norm=rms_norm, qk_norm=qk_norm, apply_rope=Rotation(), gated_mlp=gated_mlp)
+
+
+def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:
+    """Compute `layers.rms_norm` in one launch, if x is [T, D] or [T, H, D] in the weight's 16-bit dtype."""
+    if x.dtype in DTYPES and x.dtype == weight.dtype and x.ndim in (2, 3) and x.stride(-1) == 1:
+        return flashinfer.rmsnorm(x, weight, eps)
+    return layers.rms_norm(x, weight, eps)
+
+
+def qk_norm(
+    q_and_k: Float[Tensor, "T QK D"],
+    q_weight: Float[Tensor, " D"],
+    k_weight: Float[Tensor, " D"],
+    num_qo_heads: int,
+    eps: float,
+) -> Float[Tensor, "T QK D"]:
+    """Compute `layers.qk_norm` in two launches, which read and write the heads where they are: nothing is copied."""
+    if q_and_k.dtype not in DTYPES or q_and_k.dtype != q_weight.dtype or q_and_k.stride(-1) != 1:
+        return layers.qk_norm(q_and_k, q_weight, k_weight, num_qo_heads, eps)
+    out = torch.empty_like(q_and_k)
+    heads = (num_qo_heads, q_and_k.shape[1] - num_qo_heads)
+    for x, weight, normed in zip(q_and_k.split(heads, 1), (q_weight, k_weight), out.split(heads, 1), strict=True):
+        flashinfer.rmsnorm(x, weight, eps, out=normed)
+    return out
+
+
+class Rotation:
+    """`rope.apply_rope` in one launch for all heads.
+
+    The kernel reads the cosines and sines of a position from one table, and the position of each token from an array.
+    Here row t of the table belongs to token t. Both are made in the first layer of a step and kept for the others.
+    """
+
+    def __init__(self) -> None:
+        # The functions of `flashinfer` itself take queries and keys as two tensors and return two.
+        self._kernels = flashinfer.rope.get_rope_module()
+        self._cos: Tensor | None = None
+        self._table, self._rows = torch.empty(0), torch.empty(0)
+
+    def __call__(
+        self,
+        x: Float[Tensor, "T H D"],
+        cos: Float[Tensor, "T half"],
+        sin: Float[Tensor, "T half"],
+        *,
+        interleaved: bool = False,
+    ) -> Float[Tensor, "T H D"]:
+        """Rotate; the arguments are those of `rope.apply_rope`."""
+        if x.dtype not in DTYPES or x.shape[2] not in HEAD_DIMS or cos.dtype != torch.float32 or x.stride(-1) != 1:
+            return rope.apply_rope(x, cos, sin, interleaved=interleaved)
+        if cos is not self._cos:
+            self._cos, self._table = cos, torch.cat((cos, sin), dim=1)
+            self._rows = torch.arange(len(cos), dtype=torch.int32, device=cos.device)
+        # The kernel takes queries and keys apart. Here they come together: all heads are queries, and no head is a key.
+        out, no_heads = torch.empty_like(x), x[:, :0]
+        self._kernels.apply_rope_pos_ids_cos_sin_cache(x, no_heads, out, no_heads, self._table, self._rows, interleaved)
+        return out
+
+
+def gated_mlp(
+    x: Float[Tensor, "T hidden"],
+    gate_up: Float[Tensor, "I2 hidden"],
+    down: Float[Tensor, "hidden I"],
+    activation: Callable[[Tensor], Tensor],
+) -> Float[Tensor, "T hidden"]:
+    """Compute `layers.gated_mlp` with activation and product in one launch, for SiLU and GELU with tanh."""
+    activate_and_multiply = GATED_ACTIVATIONS.get(activation)
+    if activate_and_multiply is None or x.dtype not in DTYPES:
+        return layers.gated_mlp(x, gate_up, down, activation)
+    return linear(activate_and_multiply(linear(x, gate_up)), down)

@@ -31,7 +31,8 @@ class Row:
     """One measured figure. Times are in s, sizes in B, rates in B/s, FLOP/s, tokens/s.
 
     `bound` is the best the machine allows, in the same unit, and `bound_from` says how it is found; where nothing
-    bounds the figure, `bound` is None and `bound_from` says why.
+    bounds the figure, `bound` is None and `bound_from` says why. `spread` is the smallest and the largest of several
+    repetitions, whose median is `value`; None for a single run and for counts.
     """
 
     figure: str
@@ -40,6 +41,7 @@ class Row:
     bound: float | None
     bound_from: str
     case: Mapping[str, Setting] = field(default_factory=dict)
+    spread: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not self.figure.strip() or not self.unit.strip():
@@ -63,7 +65,11 @@ class Row:
         case = ", ".join(f"{key} {value}" for key, value in self.case.items())
         share = "–" if self.share_of_bound is None else f"{self.share_of_bound:.0%}"
         bound = "–" if self.bound is None else quantity(self.bound, self.unit)
-        return [self.figure, case, quantity(self.value, self.unit), bound, share, self.bound_from]
+        measured = quantity(self.value, self.unit)
+        if self.spread is not None:
+            low, high = (quantity(end, self.unit) for end in self.spread)
+            measured += f" ({low} to {high})"
+        return [self.figure, case, measured, bound, share, self.bound_from]
 
 
 @dataclass(frozen=True)

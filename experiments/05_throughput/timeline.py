@@ -1,10 +1,9 @@
-"""When host and device work in twenty steps of a steady decode, at pipeline depths 0 and 1.
+"""When host and device work in twenty steps of a steady decode, with two backends and at two pipeline depths.
 
     python experiments/05_throughput/timeline.py [--out DIR]      # records; needs a GPU
     python experiments/05_throughput/timeline.py --draw           # draws what is recorded
 
-The model is Qwen3-0.6B's shape in bfloat16 with random weights, the backend `flex`, and 256 requests are running. The
-recording goes to experiments/05_throughput/timelines/<device>.json, the drawing to timeline.png beside this file.
+The model is Qwen3-0.6B's shape in bfloat16 with random weights, and 256 requests are running. The recording goes to experiments/05_throughput/timelines/<device>.json, the drawing to timeline.png beside this file.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ from mini_engine.sampling_params import SamplingParams
 
 HERE = Path(__file__).resolve().parent
 NUM_REQUESTS, PROMPT, STEPS, WARM_UP, PAGE_SIZE = 256, 600, 20, 30, 128
+RUNS = (("flex", 0), ("flex", 1), ("flashinfer", 0), ("flashinfer", 1))
 GAP = 5.0  # microseconds: kernels that follow each other more closely are one span
 
 
-def record(model: CausalLM, depth: int) -> dict[str, Any]:
+def record(model: CausalLM, backend: str, depth: int) -> dict[str, Any]:
     """Serve a steady decode and return the spans of the host's calls and of the device's kernels, in microseconds."""
     pages = NUM_REQUESTS * (-(-(PROMPT + WARM_UP + 2 * STEPS) // PAGE_SIZE) + 1)
     config = EngineConfig(
-        attn_backend="flex", num_pages=pages, page_size=PAGE_SIZE, max_batch_size=NUM_REQUESTS,
+        attn_backend=backend, num_pages=pages, page_size=PAGE_SIZE, max_batch_size=NUM_REQUESTS,
         max_num_batched_tokens=8192, pipeline_depth=depth,
     )  # fmt: skip
-    engine = LLMEngine(model, config)
+    engine = LLMEngine(model, config, parts=model.parts)
     params = SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True)
     for i in range(NUM_REQUESTS):
         engine.add_request(str(i), [1 + (i * 37 + j) % 1000 for j in range(PROMPT)], params)
@@ -71,7 +71,13 @@ def record(model: CausalLM, depth: int) -> dict[str, Any]:
             steps.append(span)
     first = min(start for start, _ in steps)
     shift = [[[round(a - first, 1), round(b - first, 1)] for a, b in spans] for spans in (steps, merged(kernels))]
-    return {"depth": depth, "milliseconds_per_step": unprofiled * 1e3, "steps": shift[0], "device": shift[1]}
+    return {
+        "backend": backend,
+        "depth": depth,
+        "milliseconds_per_step": unprofiled * 1e3,
+        "steps": shift[0],
+        "device": shift[1],
+    }
 
 
 def merged(spans: list[list[float]]) -> list[list[float]]:
@@ -99,7 +105,8 @@ def draw(recording: dict[str, Any], to: Path) -> None:
             edge = {"edgecolor": "white", "linewidth": 0.5} if name == "steps" else {"linewidth": 0}
             ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **edge)
         ax.set(yticks=[0, 1], yticklabels=["device", "host"], xlabel="ms", xlim=(0, run["steps"][-1][1] / 1e3))
-        ax.set_title(f"depth {run['depth']}: {run['milliseconds_per_step']:.1f} ms a step, device busy {busy(run):.0%}")
+        name = f"{run['backend']}, depth {run['depth']}"
+        ax.set_title(f"{name}: {run['milliseconds_per_step']:.1f} ms a step, device busy {busy(run):.0%}")
     to.write_bytes(figures.to_png(figure))
 
 
@@ -118,11 +125,13 @@ def main() -> None:
         "device": device,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": results.versions(),
-        "parameters": {"requests": NUM_REQUESTS, "prompt": PROMPT, "steps": STEPS, "backend": "flex"},
-        "runs": [record(model, depth) for depth in (0, 1)],
+        "parameters": {"requests": NUM_REQUESTS, "prompt": PROMPT, "steps": STEPS},
+        "runs": [record(model, backend, depth) for backend, depth in RUNS],
     }
     for run in recording["runs"]:
-        print(f"depth {run['depth']}: {run['milliseconds_per_step']:.2f} ms a step, device busy {busy(run):.1%}")
+        print(
+            f"{run['backend']}, depth {run['depth']}: {run['milliseconds_per_step']:.2f} ms a step, device busy {busy(run):.1%}"
+        )
     folder = arguments.out / "timelines"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mini_engine.models.config import ModelConfig
-from mini_engine.roofline import Machine, ModelShape, model_step_cost
+from mini_engine.roofline import Machine, ModelShape, attention_cost, model_step_cost
 from mini_engine.sampling_params import SamplingParams
 
 LARGEST_TOKEN = 10_000  # in every vocabulary of the models that are measured
@@ -29,26 +29,29 @@ class Workload:
         prompt: fewest and most tokens of a prompt.
         output: fewest and most tokens of an output; end tokens are ignored.
         temperature: of all requests; 0 is greedy.
+        shared: tokens that every prompt begins with, in addition to its own.
     """
 
     num_requests: int
     prompt: tuple[int, int]
     output: tuple[int, int]
     temperature: float = 0.0
+    shared: int = 0
 
     @property
     def longest(self) -> int:
         """Most tokens of a prompt and its output together."""
-        return self.prompt[1] + self.output[1]
+        return self.shared + self.prompt[1] + self.output[1]
 
     def requests(self, vocab_size: int) -> list[BenchRequest]:
         """Return the requests, the same for every engine and every run."""
         rng = random.Random(0)
         last = min(LARGEST_TOKEN, vocab_size - 1)
+        prefix = [rng.randint(0, last) for _ in range(self.shared)]
         prompts = [[rng.randint(0, last) for _ in range(rng.randint(*self.prompt))] for _ in range(self.num_requests)]
         return [
             BenchRequest(
-                prompt,
+                prefix + prompt,
                 SamplingParams(
                     temperature=self.temperature, max_tokens=rng.randint(*self.output), ignore_eos=True, seed=index
                 ),
@@ -60,6 +63,9 @@ class Workload:
 CPU = Workload(32, (16, 128), (16, 96))
 # nano-vllm's benchmark: 133,966 tokens of output.
 GPU = Workload(256, (100, 1024), (100, 1024), temperature=0.6)
+LATENCY = Workload(1, (128, 128), (512, 512))
+SHARED_PREFIX = Workload(64, (64, 64), (128, 128), shared=4096)
+LONG_CONTEXT = Workload(8, (32_768, 32_768), (256, 256))
 
 
 def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
@@ -75,18 +81,36 @@ def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
     return Workload(size, lengths, (max_tokens, max_tokens))
 
 
-def least_seconds(config: ModelConfig, machine: Machine, requests: Sequence[BenchRequest], dtype_bytes: int) -> float:
+def least_seconds(
+    config: ModelConfig, machine: Machine, requests: Sequence[BenchRequest], dtype_bytes: int, shared: int = 0
+) -> float:
     """Return a lower bound on the time of a workload, from the measured rates of the machine.
 
     All prompts are computed at once, and then one step for each token of the longest output, for the requests that have
     not ended. Prompts count with their average length.
+
+    Args:
+        config: the model.
+        machine: its rates.
+        requests: the workload.
+        dtype_bytes: bytes of a number.
+        shared: tokens that all prompts begin with: they are computed once, and each step reads their keys once.
     """
     shape = model_shape(config)
-    prompt = round(statistics.mean(len(request.prompt) for request in requests))
-    seconds = model_step_cost(shape, prompt, prompt, dtype_bytes, len(requests)).seconds(machine)
-    for step in range(1, max(request.params.max_tokens for request in requests)):
-        running = sum(request.params.max_tokens > step for request in requests)
-        seconds += model_step_cost(shape, 1, prompt + step, dtype_bytes, running).seconds(machine)
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
+
+    def step(num_tokens: int, kv_len: int, running: int) -> float:
+        over_shared = attention_cost(running * num_tokens, shared, *heads, dtype_bytes, causal=False)
+        own = model_step_cost(shape, num_tokens, kv_len, dtype_bytes, running)
+        return (own + over_shared * shape.num_layers).seconds(machine)
+
+    prompt = round(statistics.mean(len(request.prompt) for request in requests)) - shared
+    seconds = step(prompt, prompt, len(requests))
+    if shared:
+        seconds += model_step_cost(shape, shared, shared, dtype_bytes).seconds(machine)
+    for done in range(1, max(request.params.max_tokens for request in requests)):
+        running = sum(request.params.max_tokens > done for request in requests)
+        seconds += step(1, prompt + done, running)
     return seconds
 
 

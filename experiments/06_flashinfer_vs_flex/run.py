@@ -1,0 +1,369 @@
+"""FlashInfer, FlexAttention and PyTorch's SDPA over the same keys: decode, prefill, and the engine's four workloads.
+
+    python experiments/06_flashinfer_vs_flex/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/06_flashinfer_vs_flex/run.py --change "what is new in the engine"
+
+On a GPU the heads and the model are Qwen3-0.6B's in bfloat16 with random weights. On a CPU a small case in float32
+compares `flex` with the CPU's own backends, to show that the script works. The result goes to
+experiments/06_flashinfer_vs_flex/results/<device>.json, below DIR where one is given. With --change the workloads'
+rows are added to the ledger, docs/ledger.json, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import ledger, results
+from book.experiment import command_line, record
+from book.random_models import QWEN3_0_6B, random_model
+from mini_engine.attention.backend import AttentionBackend, create_backend
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
+from mini_engine.bench.workloads import GPU, LATENCY, LONG_CONTEXT, SHARED_PREFIX, Workload, least_seconds
+from mini_engine.config import EngineConfig
+from mini_engine.engine import LLMEngine
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.base import CausalLM
+from mini_engine.parts import Parts
+from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
+
+EXPERIMENT = "06_flashinfer_vs_flex"
+SECTIONS = DECODE, PREFILL, ENGINE = "decode", "prefill", "engine"
+STEPS = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
+READ = "the keys and values of all requests, read once at the measured bandwidth"
+COMPUTE = "the products of all visible pairs at the measured rate"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on a kind of device.
+
+    Attributes:
+        dtype: of everything.
+        heads: query heads, KV heads, size of a head.
+        decodes: (requests, keys of each).
+        prefills: (requests, tokens of each).
+        backends: of ours, for the kernels and the engine.
+        repetitions: of each figure; backends take turns.
+        most_bytes: of the keys and values of all layers of one case: enough to leave the L2 cache, not all memory.
+    """
+
+    dtype: torch.dtype
+    heads: tuple[int, int, int]
+    decodes: tuple[tuple[int, int], ...]
+    prefills: tuple[tuple[int, int], ...]
+    backends: tuple[str, ...]
+    repetitions: int
+    most_bytes: float
+
+
+SETTINGS = {
+    "cpu": Setting(torch.float32, (9, 3, 64), ((1, 512), (8, 512)), ((1, 256),), ("flex", "torch_padded"), 3, 1e8),
+    "cuda": Setting(
+        torch.bfloat16,
+        (16, 8, 128),
+        ((1, 512), (1, 8192), (1, 65_536), (16, 1024), (64, 1024), (64, 8192), (256, 512), (256, 1024), (256, 4096)),
+        ((1, 512), (1, 2048), (1, 8192), (4, 4096), (16, 512)),
+        ("flex", "flashinfer"),
+        5,
+        8e9,
+    ),
+}
+WORKLOADS = {"throughput": GPU, "latency": LATENCY, "shared-prefix": SHARED_PREFIX, "long-context": LONG_CONTEXT}
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of one layer: `requests` with `keys` each, `queries` of which are new."""
+
+    requests: int
+    keys: int
+    queries: int
+
+    def cost(self, heads: tuple[int, int, int], dtype: torch.dtype) -> Cost:
+        return attention_cost(self.queries, self.keys, *heads, dtype.itemsize) * self.requests
+
+
+def layers_of(case: Case, setting: Setting) -> int:
+    """As many layers as fill `most_bytes`, 28 at most: each reads keys that no cache holds any more."""
+    _, kv_heads, head_dim = setting.heads
+    layer_bytes = 2 * case.requests * case.keys * kv_heads * head_dim * setting.dtype.itemsize
+    return max(2, min(28, int(setting.most_bytes // layer_bytes)))
+
+
+def backend_runs(case: Case, setting: Setting, device: torch.device, page_size: int) -> Iterator[tuple[str, Run]]:
+    """For each backend of ours a function that attends in every layer once; pages are in random order."""
+    q_heads, kv_heads, head_dim = setting.heads
+    num_layers = layers_of(case, setting)
+    specs = [AttentionSpec(i, i, q_heads, kv_heads, head_dim, head_dim**-0.5) for i in range(num_layers)]
+    pages_each = -(-case.keys // page_size)
+    cache = PagedKVCache(specs, case.requests * pages_each, page_size, setting.dtype, device)
+    for pair in cache.layers:
+        for tensor in pair:
+            tensor.normal_()
+    batch = StepBatch.build(
+        token_ids=np.zeros(case.requests * case.queries, dtype=np.int64),
+        num_new=[case.queries] * case.requests,
+        kv_lens=[case.keys] * case.requests,
+        pages=np.random.default_rng(0).permutation(case.requests * pages_each),
+        page_size=page_size,
+        device=device,
+    )
+    q = torch.randn(batch.num_tokens, q_heads, head_dim, device=device).to(setting.dtype)
+    for name in setting.backends:
+        backend = create_backend(name, specs, cache, Parts())
+        backend.plan(batch)
+        yield name, run_layers(backend, q, num_layers)
+
+
+def run_layers(backend: AttentionBackend, q: Tensor, num_layers: int) -> Run:
+    def run() -> None:
+        for layer in range(num_layers):
+            backend.run(layer, q)
+
+    return run
+
+
+def wrapper_run(case: Case, setting: Setting, device: torch.device, algorithm: str, page_size: int) -> Run:
+    """FlashInfer's prefill over the same pages by one of its algorithms, "fa2" or "fa3", for decodes and prompts."""
+    import flashinfer
+
+    q_heads, kv_heads, head_dim = setting.heads
+    num_layers, pages_each = layers_of(case, setting), -(-case.keys // page_size)
+    shape = (case.requests * pages_each, page_size, kv_heads, head_dim)
+    caches = [[torch.randn(shape, device=device, dtype=setting.dtype) for _ in range(2)] for _ in range(num_layers)]
+    q = torch.randn(case.requests * case.queries, q_heads, head_dim, device=device).to(setting.dtype)
+    workspace = torch.empty(2**28, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=algorithm)
+    wrapper.plan(
+        torch.arange(case.requests + 1, dtype=torch.int32) * case.queries,
+        torch.arange(case.requests + 1, dtype=torch.int32) * pages_each,
+        torch.randperm(case.requests * pages_each, device=device).int(),
+        torch.full((case.requests,), (case.keys - 1) % page_size + 1, dtype=torch.int32),
+        q_heads, kv_heads, head_dim, page_size, causal=True, q_data_type=setting.dtype, kv_data_type=setting.dtype,
+    )  # fmt: skip
+
+    def run() -> None:
+        for k, v in caches:
+            wrapper.run(q, (k, v))
+
+    return run
+
+
+def sdpa_run(case: Case, setting: Setting, device: torch.device) -> Run:
+    """PyTorch's SDPA over contiguous keys of equal length: what no paged cache gives it for free."""
+    q_heads, kv_heads, head_dim = setting.heads
+    shape = (case.requests, kv_heads, case.keys, head_dim)
+    caches = [
+        [torch.randn(shape, device=device, dtype=setting.dtype) for _ in range(2)]
+        for _ in range(layers_of(case, setting))
+    ]
+    q = torch.randn(case.requests, q_heads, case.queries, head_dim, device=device).to(setting.dtype)
+
+    def run() -> None:
+        for k, v in caches:
+            F.scaled_dot_product_attention(q, k, v, is_causal=case.queries > 1, enable_gqa=True)
+
+    return run
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """Seconds of one call, on a GPU by its own clock."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def captured(run: Run, device: torch.device) -> Run:
+    """Capture the calls in a CUDA graph and return its replay, so that launches from Python take no time.
+
+    On a CPU the function itself is returned.
+    """
+    for _ in range(3):
+        run()  # compiles
+    if device.type == "cpu":
+        return run
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return graph.replay
+
+
+def kernel_rows(section: str, cases: Sequence[Case], setting: Setting, machine: Machine) -> list[results.Row]:
+    """Bytes or FLOPs per second of every way, in turns, beside the machine's rate."""
+    device = torch.device("cuda" if machine.name.startswith("NVIDIA") else "cpu")
+    page_size = 128 if device.type == "cuda" else 16
+    rows = []
+    for case in cases:
+        ways = dict(backend_runs(case, setting, device, page_size))
+        if device.type == "cuda":
+            ways |= {f"{name} by hand": wrapper_run(case, setting, device, name, 16) for name in ("fa2", "fa3")}
+        ways["sdpa"] = sdpa_run(case, setting, device)
+        replays = {name: captured(run, device) for name, run in ways.items()}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(setting.repetitions):
+            for name, replay in replays.items():
+                times[name].append(seconds(replay, device) / layers_of(case, setting))
+        cost = case.cost(setting.heads, setting.dtype)
+        amount, unit = (cost.bytes, "B/s") if section == DECODE else (cost.flops, "FLOP/s")
+        bound, source = (machine.bandwidth, READ) if section == DECODE else (machine.flops, COMPUTE)
+        for name, own in times.items():
+            rates = [amount / one for one in own]
+            rows.append(
+                results.Row(
+                    f"{section}: rate", statistics.median(rates), unit, bound, source,
+                    {"way": name, "requests": case.requests, "keys": case.keys}, (min(rates), max(rates)),
+                )
+            )  # fmt: skip
+            print(rows[-1].cells()[:5], flush=True)
+        del ways, replays
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+@dataclass(frozen=True)
+class Served:
+    """How an engine served a workload once: seconds in all, of the steps that only decode, and their KV bytes."""
+
+    seconds: float
+    decode_seconds: float
+    kv_bytes: float
+
+
+def serve(engine: LLMEngine, workload: Workload, vocab_size: int) -> Served:
+    """Serve a workload, timing its steady decode too."""
+    for index, (prompt, params) in enumerate(workload.requests(vocab_size)):
+        engine.add_request(str(index), prompt, params)
+    begin = start = time.perf_counter()
+    decode_seconds = kv_bytes = 0.0
+    while engine.has_unfinished:
+        report = engine.step()
+        now = time.perf_counter()
+        if report.is_decode:
+            decode_seconds, kv_bytes = decode_seconds + now - start, kv_bytes + report.kv_bytes
+        start = now
+    return Served(start - begin, decode_seconds, kv_bytes)
+
+
+def make_engine(model: CausalLM, backend: str, workload: Workload, prefix_sharing: bool) -> LLMEngine:
+    """An engine whose pool holds all requests at once."""
+    page_size = 128 if backend == "flex" else 16
+    config = EngineConfig(
+        attn_backend=backend,
+        num_pages=workload.num_requests * (-(-workload.longest // page_size) + 1),
+        page_size=page_size,
+        max_batch_size=workload.num_requests,
+        max_model_len=workload.longest,
+        max_num_batched_tokens=2048 if workload is GPU else 8192,
+        prefix_sharing=prefix_sharing,
+    )
+    return LLMEngine(model, config, parts=model.parts)
+
+
+def engine_rows(
+    model: CausalLM, setting: Setting, machine: Machine, workloads: Sequence[str], repetitions: int = 3
+) -> list[results.Row]:
+    """Every workload with every backend, in turns, beside the bound; the first run of each is a warm-up."""
+    rows = []
+    for name in workloads:
+        workload = WORKLOADS[name]
+        requests = workload.requests(model.config.vocab_size)
+        tokens = sum(request.params.max_tokens for request in requests)
+        engines = {way: make_engine(model, way, workload, bool(workload.shared)) for way in setting.backends}
+        served: dict[str, list[Served]] = {way: [] for way in engines}
+        for _ in range(repetitions + 1):
+            for way, engine in engines.items():
+                served[way].append(serve(engine, workload, model.config.vocab_size))
+        least = least_seconds(model.config, machine, requests, setting.dtype.itemsize, workload.shared)
+        for way, runs in served.items():
+            case: dict[str, results.Setting] = {"workload": name, "engine": f"mini_engine, {way}"}
+            own = [run.seconds for run in runs[1:]]
+            if workload.shared:
+                source = "each shared token computed once and read once a step"
+                rows.append(results.Row("time", statistics.median(own), "s", least, source, case, (min(own), max(own))))
+            else:
+                rates = [tokens / one for one in own]
+                source = (
+                    "all prompts at once, then a step for each token of those that still run, at the machine's rates"
+                )
+                rows.append(
+                    results.Row(
+                        "throughput", statistics.median(rates), "tokens/s", tokens / least, source, case,
+                        (min(rates), max(rates)),
+                    )
+                )  # fmt: skip
+            print(rows[-1].cells()[:5], flush=True)
+            if workload is LONG_CONTEXT:
+                rates = [run.kv_bytes / run.decode_seconds for run in runs[1:]]
+                source = "the measured bandwidth; weights and host time count against it"
+                rows.append(
+                    results.Row(
+                        "decode: KV bandwidth", statistics.median(rates), "B/s", machine.bandwidth, source, case,
+                        (min(rates), max(rates)),
+                    )
+                )  # fmt: skip
+                print(rows[-1].cells()[:5], flush=True)
+        del engines
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    options = command_line(__doc__)
+    options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
+    options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    options.add_argument("--change", help="add the workloads to the engine's ledger: what is new, in a few words")
+    arguments = options.parse_args()
+    device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans every new length for tens of milliseconds
+    machine = measure_machine(device, setting.dtype)
+    rows: list[results.Row] = []
+    if DECODE in arguments.only:
+        rows += kernel_rows(DECODE, [Case(b, n, 1) for b, n in setting.decodes], setting, machine)
+    if PREFILL in arguments.only:
+        rows += kernel_rows(PREFILL, [Case(b, n, n) for b, n in setting.prefills], setting, machine)
+    if ENGINE in arguments.only and device.type == "cuda":
+        model = random_model(QWEN3_0_6B, setting.dtype, device)
+        rows += engine_rows(model, setting, machine, arguments.workloads)
+    parameters: dict[str, results.Setting] = {
+        "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M's heads",
+        "dtype": machine.dtype,
+        "repetitions of a kernel": setting.repetitions,
+        "repetitions of a workload": 3,
+    }
+    result = results.new_result(EXPERIMENT, rows, parameters, arguments.device)
+    record(result, arguments.out, {row.figure for row in rows})
+    if arguments.change:
+        for row in rows:
+            if "workload" in row.case and row.figure != "decode: KV bandwidth":
+                ledger.add(result, row, arguments.change, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,8 @@ class EngineConfig:
         kv_layout: order of a page's axes: "NHD" (tokens, heads, numbers of a head) or "HND" (heads first).
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
         sliding_window: lets no layer see further back than this many keys; default the model's own windows.
-        prefix_sharing: let requests that begin with the same tokens share pages.
+        prefix_sharing: let requests that begin with the same tokens share pages, and keep the pages of ended requests
+            for later ones until the space is needed.
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
 

@@ -208,6 +208,8 @@ class LLMEngine:
             return self._report(schedule, launched, sampled, start)
 
     def _schedule(self, sampled: list[Sampled]) -> Schedule:
+        metrics, tree = self.metrics, self.scheduler.prefix_tree
+        num_evicted = tree.num_evicted if tree else 0
         schedule = self.scheduler.schedule()
         if schedule is None:  # pages are short: the tokens on the device may end requests
             while self._in_flight:
@@ -219,6 +221,11 @@ class LLMEngine:
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
             )
+        if schedule.admitted:
+            metrics.prompt_tokens += sum(len(request.token_ids) for request in schedule.admitted)
+            metrics.shared_tokens += schedule.num_shared
+        if tree:
+            metrics.evicted_pages += tree.num_evicted - num_evicted
         return schedule
 
     def _collect(self) -> Sampled:
@@ -275,7 +282,6 @@ class LLMEngine:
         metrics.seconds += report.seconds
         metrics.computed_tokens += report.num_tokens
         metrics.output_tokens += len(report.token_ids)
-        metrics.shared_tokens += schedule.num_shared
         metrics.preemptions += len(schedule.preempted)
         metrics.finished += len(finished)
         return report

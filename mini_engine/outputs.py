@@ -23,7 +23,9 @@ class EngineMetrics:
         seconds: time spent in `step`.
         computed_tokens: tokens that went through the model, recomputation after a preemption included.
         output_tokens: tokens sampled.
-        shared_tokens: tokens that were not computed because pages of another request held them.
+        prompt_tokens: tokens of the admitted requests; those of a request that returns include its output so far.
+        shared_tokens: how many of them were not computed, because pages in the cache held them.
+        evicted_pages: pages of ended or preempted requests that were evicted from the prefix tree.
         preemptions: how often a request lost its pages.
         finished: requests that ended.
     """
@@ -32,9 +34,16 @@ class EngineMetrics:
     seconds: float = 0.0
     computed_tokens: int = 0
     output_tokens: int = 0
+    prompt_tokens: int = 0
     shared_tokens: int = 0
+    evicted_pages: int = 0
     preemptions: int = 0
     finished: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed."""
+        return self.shared_tokens / max(self.prompt_tokens, 1)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.kv_cache.prefix_sharing import PrefixIndex
+from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.request import Request, Running
 
 Rows = Int[np.ndarray, " B"]
+Tokens = Int32[np.ndarray, " n"]
 
 
 @runtime_checkable
@@ -76,13 +77,14 @@ class Scheduler:
         max_model_len: longest prompt and output together.
         max_num_batched_tokens: most tokens in one step.
         window: keys that any layer sees at most; pages behind it are returned. None if a layer sees all.
-        prefix_sharing: let requests that begin with the same tokens own the same pages.
+        prefix_sharing: let requests that begin with the same tokens own the same pages, and keep pages for later ones.
         parts: the engine's replaceable parts.
 
     Attributes:
         waiting: requests without pages, the next one first; preempted ones come before new ones.
         running: the columns of the running requests.
         budget: most tokens in one step.
+        prefix_tree: pages that requests can share; None without prefix sharing.
         suspects: requests that have to compute a token alone, one after the other, because a step with all of them
             failed.
 
@@ -111,7 +113,10 @@ class Scheduler:
         self.running = Running(page_table.max_rows, max_model_len)
         self.suspects: list[Request] = []
         self._window = window
-        self._prefixes = PrefixIndex(page_table, parts.match_prefix) if prefix_sharing else None
+        self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
+        # Rows whose prompt is not computed to its end, and where in the tree they have got to.
+        self._inserting: dict[int, Place | None] = {}
+        self._next: tuple[Request, Tokens] | None = None  # the request that was last looked up in the tree
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -141,6 +146,7 @@ class Scheduler:
         """Take a request out, waiting or running, and return its pages. False if it was neither."""
         row = self.running.row_of(request)
         if row is not None:
+            self._cache_pages(row)
             self.running.leave(row)
             self.page_table.release(row)
         elif request in self.waiting:
@@ -181,18 +187,17 @@ class Scheduler:
             rows = rows[unfinished]
         return rows, running.num_scheduled[rows] - running.num_computed[rows]
 
-    def reserve(self, rows: Rows, num_new: Rows, copies: list[tuple[int, int]]) -> bool:
-        """Take the pages that some running rows need for their new tokens.
+    def reserve(self, rows: Rows, num_new: Rows) -> bool:
+        """Take the pages that some running rows need for their new tokens, which the step must compute.
 
-        Pages behind the window are returned first, and pages that a row shares and writes to are replaced.
+        Pages behind the window are returned first. If too few pages are free, cached pages are evicted.
 
         Args:
             rows: [B] running rows.
             num_new: [B] new tokens of each, at least 1.
-            copies: gets the pairs of pages to be copied before the step writes.
 
         Returns:
-            False if too few pages are free; then only pages behind the window have changed.
+            False if there are too few pages; then only pages behind the window have changed.
         """
         running, table = self.running, self.page_table
         if self._window is not None:
@@ -201,27 +206,18 @@ class Scheduler:
         if running.has_evicted:
             first = first - running.num_evicted[rows]
         missing, num_missing = table.missing(rows, first + num_new)
-        shared = rows[:0]
-        if self._prefixes is not None:
-            # Only the page that a row writes to first can have other owners: those behind it were taken for the row.
-            index = first // table.page_size
-            has_page = index < table.counts[rows]
-            page = table.table[rows, np.where(has_page, index, 0)]
-            shared = np.flatnonzero(has_page & (table.refcounts[page] > 1))
-        if num_missing + len(shared) > table.num_free_pages:
-            return False
         if num_missing:
+            if not self._make_room(num_missing):
+                return False
             table.take(rows, missing)
-        for b in shared.tolist():
-            copies += self.parts.copy_on_write(table, int(rows[b]), int(first[b]), int(first[b] + num_new[b]))
-        if self._prefixes is not None:  # pages of prompts that this step fills can be shared from now on
-            for b in np.flatnonzero((num_new > 1) & (running.num_evicted[rows] == 0)).tolist():
-                filled = running.tokens[rows[b], : first[b] + num_new[b]]
-                self._prefixes.insert(filled, table.pages(int(rows[b])))
+        if self._inserting:
+            for b in np.flatnonzero(np.isin(rows, list(self._inserting))).tolist():
+                self._insert_prompt(int(rows[b]), int(num_new[b]))
         return True
 
     def preempt(self) -> Request:
         """Preempt the newest running request."""
+        self._cache_pages(int(self.running.order[-1]))
         return self.parts.preempt(self.running, self.waiting, self.page_table)
 
     def admit(self, budget: int, copies: list[tuple[int, int]]) -> tuple[list[Request], list[int], int]:
@@ -246,19 +242,24 @@ class Scheduler:
             num_tokens = len(request.token_ids)
             pages, shared_tokens = self._match(request, earlier)
             # Pages that a window returns at once are no gain.
-            own_pages = self._pages_at_most(num_tokens) - (
-                shared_tokens // table.page_size if self._window is None else 0
-            )
+            shared_pages = pages[: shared_tokens // table.page_size]
+            own_pages = self._pages_at_most(num_tokens) - (len(shared_pages) if self._window is None else 0)
+            free_pages = table.num_free_pages - held_back
+            if own_pages > free_pages and self.prefix_tree is not None:
+                # Cached pages can be evicted, but not those that the request shares.
+                num_cached = np.count_nonzero(table.refcounts[shared_pages] == 1)
+                free_pages += self.prefix_tree.num_evictable - int(num_cached)
             share = self.parts.admit(
                 num_tokens - shared_tokens,
                 own_pages,
                 budget=budget,
-                free_pages=table.num_free_pages - held_back,
+                free_pages=free_pages,
                 free_rows=table.num_free_rows,
             )
             if share < 1:
                 break
             del self.waiting[request]
+            self._next = None
             self._enter(request, pages, shared_tokens, share, copies)
             admitted.append(request)
             num_new.append(share)
@@ -279,11 +280,47 @@ class Scheduler:
         if len(pages):
             table.share(row, pages)
         rows = np.array([row])
-        reserved = self.reserve(rows, np.array([num_new]), copies)
+        reserved = self.reserve(rows, np.array([num_new]))
         held = self._tokens_at_most(int(running.num_known[row] - running.num_evicted[row]))
         missing, num_missing = table.missing(rows, np.array([held]))
-        assert reserved and num_missing <= table.num_free_pages, "admitted without pages"
+        is_partial = num_shared % table.page_size > 0  # the last shared page, into which the request is about to write
+        reserved = reserved and self._make_room(num_missing + is_partial)
+        assert reserved, "admitted without pages"
         table.take(rows, missing)
+        if is_partial:
+            first = num_shared - int(running.num_evicted[row])
+            copies += self.parts.copy_on_write(table, row, first, first + num_new)
+        if self.prefix_tree is not None:
+            self._inserting[row] = None
+            self._insert_prompt(row, num_new)
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict cached pages until `num_pages` pages are free. False, and nothing evicted, if there are too few."""
+        num_short = num_pages - self.page_table.num_free_pages
+        if num_short <= 0:
+            return True
+        if self.prefix_tree is None or self.prefix_tree.num_evictable < num_short:
+            return False
+        self.prefix_tree.evict(num_short)
+        return True
+
+    def _insert_prompt(self, row: int, num_new: int) -> None:
+        """Insert the pages that a step fills with tokens of a row's prompt: from now on they can be shared."""
+        running, tree = self.running, self.prefix_tree
+        place = self._inserting.pop(row)
+        num_tokens = int(running.num_computed[row]) + num_new
+        if tree is not None and running.num_evicted[row] == 0:
+            place = tree.insert(running.tokens[row, :num_tokens], self.page_table.pages(row), place)
+            if num_tokens < running.num_known[row]:
+                self._inserting[row] = place
+
+    def _cache_pages(self, row: int) -> None:
+        """Insert all computed pages of a row that is about to leave, those of its output included."""
+        running = self.running
+        self._inserting.pop(row, None)
+        if self.prefix_tree is not None and running.num_evicted[row] == 0:
+            num_tokens = min(int(running.num_computed[row]), int(running.num_known[row]))
+            self.prefix_tree.insert(running.tokens[row, :num_tokens], self.page_table.pages(row))
 
     def _match(self, request: Request, earlier: Rows) -> tuple[np.ndarray, int]:
         """Pages that a waiting request can share, and how many of its tokens they hold.
@@ -292,12 +329,14 @@ class Scheduler:
             request: a waiting request.
             earlier: rows that were admitted before this step.
         """
-        if self._prefixes is None:
+        if self.prefix_tree is None:
             return np.zeros(0, dtype=np.int32), 0
         table, running = self.page_table, self.running
-        # The last token is computed in any case, because its logits are needed.
-        tokens = np.array(request.token_ids[:-1], dtype=np.int32)
-        pages = self._prefixes.match(tokens)
+        if self._next is None or self._next[0] is not request:
+            # The last token is computed in any case, because its logits are needed.
+            self._next = request, np.array(request.token_ids[:-1], dtype=np.int32)
+        tokens = self._next[1]
+        pages = self.prefix_tree.match(tokens)
         count, size = len(pages), table.page_size
         # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
         # Only what earlier steps computed can be copied before this step writes.
@@ -337,7 +376,7 @@ class Scheduler:
         if len(running):
             rows, pending = self.pending()
             num_new = np.minimum(pending, self.budget)
-            reserved = self.reserve(rows, num_new, copies)
+            reserved = self.reserve(rows, num_new)
             assert reserved, "a request that cannot run alone is refused"
             return Schedule(rows, num_new, int(num_new[0]))
         suspect = self.suspects[0]
@@ -374,7 +413,7 @@ def schedule_step(scheduler: Scheduler) -> Schedule | None:
             num_new = scheduler.parts.share_budget(num_new, scheduler.budget)
             rows, num_new = rows[num_new > 0], num_new[num_new > 0]
             num_tokens = int(num_new.sum())
-        if scheduler.reserve(rows, num_new, copies):
+        if scheduler.reserve(rows, num_new):
             break
         if scheduler.running.has_tokens_in_flight:
             return None

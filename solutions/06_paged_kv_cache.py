@@ -66,8 +66,8 @@ class PageTable(page_table.PageTable):
     the state being as described. Whatever methods are called, in whatever order, three invariants hold:
         - refcounts[p] is the number of rows that own page p;
         - a page is free exactly if it has no owner, and is listed once then;
-        - generation[p] has grown by one each time that page p was taken from the pool, and by nothing else. Prefix
-          sharing (chapter 07) relies on it to recognize that a page holds something else now.
+        - generation[p] has grown by one each time that page p was taken from the pool, and by nothing else: a page and
+          its generation together name one content.
 
     Example: two requests in a pool of four pages.
 

@@ -182,8 +182,7 @@ def schedule(scheduler: Scheduler) -> Schedule | None:
           age. This is the order that `StepBatch` needs.
 
     The docstrings of `Scheduler.pending`, `reserve`, `preempt` and `admit` and of `Schedule` say what they take and
-    return. `reserve` and `admit` append the pages that have to be copied to a list that you give them; it belongs into
-    the schedule.
+    return. `admit` appends the pages that have to be copied to a list that you give it; it belongs in the schedule.
 
     Args:
         scheduler: the queues, the page table, the budget and the other parts.
@@ -208,7 +207,7 @@ def schedule(scheduler: Scheduler) -> Schedule | None:
         rows, pending = scheduler.pending()  # asked again after each preemption: both have changed
         num_new = scheduler.parts.share_budget(pending, scheduler.budget)
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
-        if scheduler.reserve(rows, num_new, copies):
+        if scheduler.reserve(rows, num_new):
             break
         if scheduler.running.has_tokens_in_flight:
             return None

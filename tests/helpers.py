@@ -108,7 +108,12 @@ def serve(
 
 
 def check_nothing_leaked(engine: LLMEngine) -> None:
-    table = engine.page_table
+    """No request owns a page; those that the prefix tree still owns can all be evicted."""
+    table, tree = engine.page_table, engine.scheduler.prefix_tree
+    if tree is not None:
+        num_cached = len(tree.pages)
+        assert table.refcounts.sum() == tree.num_evictable == num_cached
+        assert tree.evict(table.num_pages) == num_cached
     assert table.num_free_pages == table.num_pages and table.num_free_rows == table.max_rows
     assert not table.refcounts.any() and not table.counts.any()
 

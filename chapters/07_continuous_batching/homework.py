@@ -178,8 +178,7 @@ def schedule(scheduler: Scheduler) -> Schedule | None:
           age. This is the order that `StepBatch` needs.
 
     The docstrings of `Scheduler.pending`, `reserve`, `preempt` and `admit` and of `Schedule` say what they take and
-    return. `reserve` and `admit` append the pages that have to be copied to a list that you give them; it belongs into
-    the schedule.
+    return. `admit` appends the pages that have to be copied to a list that you give it; it belongs in the schedule.
 
     Args:
         scheduler: the queues, the page table, the budget and the other parts.

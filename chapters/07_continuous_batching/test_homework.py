@@ -15,6 +15,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.prefix_sharing import ROOT
+from mini_engine.kv_cache.prefix_tree import PrefixTree
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
@@ -80,7 +81,7 @@ EXERCISES = [
             "succeeds. Before you preempt inside it, look at has_tokens_in_flight. Whether anything was preempted "
             "decides whether the second half admits.",
             "while True: rows, pending = scheduler.pending(); num_new = scheduler.parts.share_budget(pending, "
-            "scheduler.budget); keep the rows with num_new > 0; if scheduler.reserve(rows, num_new, copies): break; if "
+            "scheduler.budget); keep the rows with num_new > 0; if scheduler.reserve(rows, num_new): break; if "
             "scheduler.running.has_tokens_in_flight: return None; preempted.append(scheduler.preempt()). Then, if "
             "nothing was preempted, scheduler.admit(scheduler.budget - num_new.sum(), copies); the rows of admitted "
             "requests are the last of scheduler.running.order. Sort with np.argsort(num_new > 1, kind='stable').",
@@ -176,16 +177,18 @@ def contents(table: PageTable, num_rows: int) -> list[list[int]]:
     return [table.pages(row).tolist() for row in range(num_rows)]
 
 
-def assert_pages(table: PageTable, rows: ListLike[int], when: str = "") -> None:
-    """Every page is free, or owned by as many rows as its refcount says."""
+def assert_pages(table: PageTable, rows: ListLike[int], when: str = "", tree: PrefixTree | None = None) -> None:
+    """Every page is free, or has as many owners (rows, and the prefix tree) as its refcount says."""
     owners = Counter(page for row in rows for page in table.pages(row).tolist())
+    cached = set() if tree is None else set(tree.pages.tolist())
     for page in range(table.num_pages):
-        assert table.refcounts[page] == owners[page], (
-            f"{when}page {page} is in {owners[page]} rows, and its refcount is {table.refcounts[page]}"
+        in_tree = ", and in the prefix tree" if page in cached else ""
+        assert table.refcounts[page] == owners[page] + (page in cached), (
+            f"{when}page {page} is in {owners[page]} rows{in_tree}, and its refcount is {table.refcounts[page]}"
         )
-    free = table.num_pages - len(owners)
+    free = table.num_pages - len(owners.keys() | cached)
     assert table.num_free_pages == free, (
-        f"{when}{free} pages are in no row, and the table counts {table.num_free_pages} free ones"
+        f"{when}{free} pages have no owner, and the table counts {table.num_free_pages} free ones"
     )
 
 
@@ -415,7 +418,9 @@ def serve(
             f"after {server.run.steps} steps {len(unfinished)} requests have not ended: none makes progress"
         )
         server.step(unfinished)
-        assert_pages(table, scheduler.running.order.tolist(), server.when)
+        assert_pages(table, scheduler.running.order.tolist(), server.when, scheduler.prefix_tree)
+    if scheduler.prefix_tree is not None:
+        scheduler.prefix_tree.evict(num_pages)
     assert table.num_free_pages == num_pages, f"{num_pages - table.num_free_pages} pages are lost when all have ended"
     assert table.num_free_rows == max_batch_size, "rows of the page table are lost when all have ended"
     for request, (_, prompt, num_tokens) in zip(requests, arrivals, strict=True):
@@ -512,7 +517,7 @@ def assert_tokens_of_a_model(
     engine, got = outputs(parts, prompts, defaults | options)
     for i in range(len(prompts)):
         assert_equal(got[i], want[i], name=f"the output of the model for request {i}")
-    assert_pages(engine.page_table, [], "after the last request ")
+    assert_pages(engine.page_table, [], "after the last request ", engine.scheduler.prefix_tree)
     return engine
 
 
@@ -892,7 +897,7 @@ def assert_step(
         held, needed = len(table.pages(row)), table.pages_for(int(running.num_computed[row]) + n)
         name = running.requests[row].request_id
         assert held >= needed, f"request {name} has {held} pages for this step and needs {needed}: reserve them"
-    assert_pages(table, running.order.tolist())
+    assert_pages(table, running.order.tolist(), tree=scheduler.prefix_tree)
     return step
 
 
@@ -1012,7 +1017,8 @@ def test_running_requests_come_first(hw: Homework) -> None:
 
 
 @check(
-    "schedule", mistake="`reserve` and `admit` fill a list of copies and count shared tokens: both go into the Schedule"
+    "schedule",
+    mistake="`admit` fills a list of copies and returns the number of shared tokens: both go into the Schedule",
 )
 def test_copies_and_shared_tokens(hw: Homework) -> None:
     scheduler = scheduler_with(prefix_sharing=True, budget=20)

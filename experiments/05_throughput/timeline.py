@@ -3,7 +3,8 @@
     python experiments/05_throughput/timeline.py [--out DIR]      # records; needs a GPU
     python experiments/05_throughput/timeline.py --draw           # draws what is recorded
 
-The model is Qwen3-0.6B's shape in bfloat16 with random weights, and 256 requests are running. The recording goes to experiments/05_throughput/timelines/<device>.json, the drawing to timeline.png beside this file.
+The model is Qwen3-0.6B's shape in bfloat16 with random weights, and 256 requests are running. The recording goes to
+experiments/05_throughput/timelines/<device>.json, the drawing to timeline.png beside this file.
 """
 
 from __future__ import annotations
@@ -129,9 +130,8 @@ def main() -> None:
         "runs": [record(model, backend, depth) for backend, depth in RUNS],
     }
     for run in recording["runs"]:
-        print(
-            f"{run['backend']}, depth {run['depth']}: {run['milliseconds_per_step']:.2f} ms a step, device busy {busy(run):.1%}"
-        )
+        name, milliseconds = f"{run['backend']}, depth {run['depth']}", run["milliseconds_per_step"]
+        print(f"{name}: {milliseconds:.2f} ms a step, device busy {busy(run):.1%}")
     folder = arguments.out / "timelines"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"

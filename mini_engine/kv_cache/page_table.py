@@ -104,7 +104,7 @@ class PageTable:
         count = self.counts[row]
         self.table[row, count : count + len(pages)] = pages
         self.counts[row] = count + len(pages)
-        self.refcounts[pages] += 1
+        self.retain(pages)
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
         """Put a free page in the place of one of the row's pages; the caller copies the contents.
@@ -122,7 +122,7 @@ class PageTable:
         new = self._pop(1)
         old = self.table[row, index : index + 1].copy()
         self.table[row, index] = new[0]
-        self._drop(old)
+        self.drop(old)
         return int(old[0]), int(new[0])
 
     def drop_front(self, row: int, num_pages: int) -> None:
@@ -131,13 +131,24 @@ class PageTable:
         kept = self.table[row, num_pages : self.counts[row]].copy()
         self.table[row, : len(kept)] = kept
         self.counts[row] = len(kept)
-        self._drop(dropped)
+        self.drop(dropped)
 
     def truncate(self, row: int, num_pages: int) -> None:
         """Return all pages of a row behind its first `num_pages`."""
         dropped = self.table[row, num_pages : self.counts[row]].copy()
         self.counts[row] = min(num_pages, self.counts[row])
-        self._drop(dropped)
+        self.drop(dropped)
+
+    def retain(self, pages: Pages) -> None:
+        """Count one more owner for each of these distinct pages in use; the prefix tree owns pages without a row."""
+        self.refcounts[pages] += 1
+
+    def drop(self, pages: Shaped[np.ndarray, " n"]) -> None:
+        """Count one owner fewer for each of these distinct pages; those without any are free, the first on top."""
+        self.refcounts[pages] -= 1
+        freed = pages[self.refcounts[pages] == 0][::-1]
+        self._free_pages[self.num_free_pages : self.num_free_pages + len(freed)] = freed
+        self.num_free_pages += len(freed)
 
     def pages(self, row: int) -> Pages:
         """The row's pages in order of position: a view, valid until the row changes."""
@@ -160,10 +171,3 @@ class PageTable:
         self.refcounts[pages] = 1
         self.generation[pages] += 1
         return pages
-
-    def _drop(self, pages: Shaped[np.ndarray, " n"]) -> None:
-        """One owner fewer for each of these distinct pages; those without any are free, the first of them on top."""
-        self.refcounts[pages] -= 1
-        freed = pages[self.refcounts[pages] == 0][::-1]
-        self._free_pages[self.num_free_pages : self.num_free_pages + len(freed)] = freed
-        self.num_free_pages += len(freed)

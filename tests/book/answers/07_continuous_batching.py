@@ -339,7 +339,7 @@ def with_lists(scheduler):
         return tuple(np.array([pair[i] for pair in work], dtype=np.int64) for i in (0, 1))
 
     work = shares()
-    while not scheduler.reserve(*arrays(work), copies):
+    while not scheduler.reserve(*arrays(work)):
         if scheduler.running.has_tokens_in_flight:
             return None
         preempted += [scheduler.preempt()]
@@ -355,21 +355,21 @@ def with_lists(scheduler):
 
 @right("schedule")
 def by_recursion(scheduler):
-    def fit(preempted, copies):
+    def fit(preempted):
         rows, pending = scheduler.pending()
         num_new = reference.share_budget(pending, scheduler.budget)
         chosen = num_new > 0
-        if scheduler.reserve(rows[chosen], num_new[chosen], copies):
+        if scheduler.reserve(rows[chosen], num_new[chosen]):
             return rows[chosen], num_new[chosen], preempted
         if scheduler.running.has_tokens_in_flight:
             return None
-        return fit([*preempted, scheduler.preempt()], copies)
+        return fit([*preempted, scheduler.preempt()])
 
-    copies = []
-    found = fit([], copies)
+    found = fit([])
     if found is None:
         return None
     rows, num_new, preempted = found
+    copies = []
     left = scheduler.budget - int(num_new.sum())
     admitted, shares, shared = ([], [], 0) if preempted else scheduler.admit(left, copies)
     new_rows = [scheduler.running.row_of(request) for request in admitted]
@@ -405,7 +405,7 @@ def scheduled(
         num_new = np.array([divided[row] for row in rows.tolist()], dtype=np.int64)
         if not keep_zeros:
             rows, num_new = rows[num_new > 0], num_new[num_new > 0]
-        if not reserve or scheduler.reserve(rows, num_new, copies):
+        if not reserve or scheduler.reserve(rows, num_new):
             break
         if in_flight and scheduler.running.has_tokens_in_flight:
             return None
@@ -444,7 +444,7 @@ def the_number_of_tokens_is_forgotten(scheduler):
 def no_request_is_admitted(scheduler):
     rows, pending = scheduler.pending()
     num_new = scheduler.parts.share_budget(pending, scheduler.budget)
-    scheduler.reserve(rows, num_new, [])
+    scheduler.reserve(rows, num_new)
     return Schedule(rows, num_new, int(num_new.sum()))
 
 

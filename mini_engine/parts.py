@@ -9,11 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Int, Int32
 from torch import Tensor
 
 from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
@@ -32,73 +32,6 @@ from mini_engine.rope import apply_rope
 from mini_engine.sampling import SamplingBatch, sample
 from mini_engine.scheduler import Schedule, Scheduler, schedule_step
 
-
-@runtime_checkable
-class MaskedAttention(Protocol):
-    """Attention of one request under a mask."""
-
-    def __call__(
-        self,
-        q: Float[Tensor, "n Hq D"],
-        k: Float[Tensor, "m Hk D"],
-        v: Float[Tensor, "m Hk D"],
-        *,
-        scale: float,
-        mask: Bool[Tensor, "n m"] | None,
-        bias: Float[Tensor, "Hq n m"] | None,
-        softcap: float | None,
-    ) -> Float[Tensor, "n Hq D"]: ...
-
-
-@runtime_checkable
-class ClassifyBlocks(Protocol):
-    """Which blocks of keys are visited, and which need no mask."""
-
-    def __call__(
-        self,
-        first_query: Int[Tensor, "..."],
-        last_query: Int[Tensor, "..."],
-        first_key: Int[Tensor, "..."],
-        last_key: Int[Tensor, "..."],
-        window: int | None,
-    ) -> tuple[Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]: ...
-
-
-@runtime_checkable
-class Admit(Protocol):
-    """Whether the oldest waiting request is admitted, and with how many tokens."""
-
-    def __call__(self, num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int: ...
-
-
-@runtime_checkable
-class QKNorm(Protocol):
-    """The norm of queries and keys, before they are rotated (Qwen3)."""
-
-    def __call__(
-        self,
-        q_and_k: Float[Tensor, "T QK D"],
-        q_weight: Float[Tensor, " D"],
-        k_weight: Float[Tensor, " D"],
-        num_qo_heads: int,
-        eps: float,
-    ) -> Float[Tensor, "T QK D"]: ...
-
-
-@runtime_checkable
-class GatedMLP(Protocol):
-    """The gated feed-forward network."""
-
-    def __call__(
-        self,
-        x: Float[Tensor, "T hidden"],
-        gate_up: Float[Tensor, "I2 hidden"],
-        down: Float[Tensor, "hidden I"],
-        activation: Callable[[Tensor], Tensor],
-    ) -> Float[Tensor, "T hidden"]: ...
-
-
-AppendKV = Callable[[Tensor, Tensor, Tensor, Tensor, Int[Tensor, " T"]], None]
 Counts = Int[np.ndarray, " B"]
 LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = STAGES = (
     "once, when the model is loaded",
@@ -109,60 +42,47 @@ LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = STAGES = (
 )
 
 
-def about(title: str, chapter: int, stage: str) -> dict[str, Any]:
-    """The metadata of a field of `Parts`."""
-    return {"title": title, "chapter": chapter, "stage": stage}
+def part(default: Any, title: str, chapter: int, stage: str) -> Any:
+    """A field of `Parts`: its default, which is its specification, its title, its chapter, and when it runs."""
+    return field(default=default, metadata={"title": title, "chapter": chapter, "stage": stage})
 
 
 @dataclass(frozen=True)
 class Parts:
     """One field for each replaceable part, in the order in which a step passes through them.
 
-    The default of each is its specification. A field's metadata has its title, its chapter, and the stage of a step at
-    which it runs.
+    Where a type says `...`, the parameters are those of the default.
     """
 
-    gpt2_weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(
-        default=gpt2_weights, metadata=about("Weight map", 3, LOADING)
+    gpt2_weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = part(gpt2_weights, "Weight map", 3, LOADING)
+    schedule: Callable[[Scheduler], Schedule | None] = part(schedule_step, "Scheduling loop", 7, SCHEDULING)
+    share_budget: Callable[[Counts, int], Counts] = part(share_budget, "Token budget", 7, SCHEDULING)
+    pages_to_evict: Callable[[Counts, Counts, int, int], Counts] = part(pages_to_evict, "Eviction", 7, SCHEDULING)
+    page_table: type[PageTable] = part(PageTable, "Page table", 6, SCHEDULING)
+    preempt: Callable[[Running, OrderedDict[Request, None], PageTable], Request] = part(
+        preempt, "Preemption", 7, SCHEDULING
     )
-    schedule: Callable[[Scheduler], Schedule | None] = field(
-        default=schedule_step, metadata=about("Scheduling loop", 7, SCHEDULING)
+    admit: Callable[..., int] = part(admit, "Admission", 7, SCHEDULING)
+    match_prefix: Callable[[Children, Int32[np.ndarray, " n"], int], list[int]] = part(
+        match_prefix, "Prefix match", 7, SCHEDULING
     )
-    share_budget: Callable[[Counts, int], Counts] = field(
-        default=share_budget, metadata=about("Token budget", 7, SCHEDULING)
+    copy_on_write: Callable[[PageTable, int, int, int], list[tuple[int, int]]] = part(
+        copy_on_write, "Copy on write", 7, SCHEDULING
     )
-    pages_to_evict: Callable[[Counts, Counts, int, int], Counts] = field(
-        default=pages_to_evict, metadata=about("Eviction", 7, SCHEDULING)
+    mask_mod: Callable[[int | None], MaskMod] = part(visible, "Mask", 5, PLANNING)
+    classify_blocks: Callable[..., tuple[Tensor, Tensor]] = part(classify_blocks, "Block classes", 5, PLANNING)
+    physical_blocks: Callable[[Tensor, Tensor, int], Tensor] = part(physical_blocks, "Physical blocks", 6, PLANNING)
+    physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = part(physical_mask, "Physical mask", 6, PLANNING)
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
+    qk_norm: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = part(qk_norm, "QK-norm", 3, LAYER)
+    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = part(apply_rope, "RoPE", 1, LAYER)
+    append_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = part(append_kv, "Cache append", 4, LAYER)
+    masked_attention: Callable[..., Tensor] = part(sdpa_attention, "Attention", 1, LAYER)
+    merge_states: Callable[[AttentionState, AttentionState], AttentionState] = part(
+        merge_states, "State merge", 2, LAYER
     )
-    page_table: type[PageTable] = field(default=PageTable, metadata=about("Page table", 6, SCHEDULING))
-    preempt: Callable[[Running, OrderedDict[Request, None], PageTable], Request] = field(
-        default=preempt, metadata=about("Preemption", 7, SCHEDULING)
-    )
-    admit: Admit = field(default=admit, metadata=about("Admission", 7, SCHEDULING))
-    match_prefix: Callable[[Children, Int32[np.ndarray, " n"], int], list[int]] = field(
-        default=match_prefix, metadata=about("Prefix match", 7, SCHEDULING)
-    )
-    copy_on_write: Callable[[PageTable, int, int, int], list[tuple[int, int]]] = field(
-        default=copy_on_write, metadata=about("Copy on write", 7, SCHEDULING)
-    )
-    mask_mod: Callable[[int | None], MaskMod] = field(default=visible, metadata=about("Mask", 5, PLANNING))
-    classify_blocks: ClassifyBlocks = field(default=classify_blocks, metadata=about("Block classes", 5, PLANNING))
-    physical_blocks: Callable[[Tensor, Tensor, int], Tensor] = field(
-        default=physical_blocks, metadata=about("Physical blocks", 6, PLANNING)
-    )
-    physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = field(
-        default=physical_mask, metadata=about("Physical mask", 6, PLANNING)
-    )
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = field(default=rms_norm, metadata=about("RMSNorm", 3, LAYER))
-    qk_norm: QKNorm = field(default=qk_norm, metadata=about("QK-norm", 3, LAYER))
-    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = field(default=apply_rope, metadata=about("RoPE", 1, LAYER))
-    append_kv: AppendKV = field(default=append_kv, metadata=about("Cache append", 4, LAYER))
-    masked_attention: MaskedAttention = field(default=sdpa_attention, metadata=about("Attention", 1, LAYER))
-    merge_states: Callable[[AttentionState, AttentionState], AttentionState] = field(
-        default=merge_states, metadata=about("State merge", 2, LAYER)
-    )
-    gated_mlp: GatedMLP = field(default=gated_mlp, metadata=about("Gated MLP", 3, LAYER))
-    sample: Callable[[Tensor, SamplingBatch], Tensor] = field(default=sample, metadata=about("Sampler", 4, SAMPLING))
+    gated_mlp: Callable[[Tensor, Tensor, Tensor, Callable], Tensor] = part(gated_mlp, "Gated MLP", 3, LAYER)
+    sample: Callable[[Tensor, SamplingBatch], Tensor] = part(sample, "Sampler", 4, SAMPLING)
 
 
 def default_parts(device: torch.device) -> Parts:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -100,23 +100,9 @@ class AttentionBackend(ABC):
         return self.run(layer, q)
 
 
-class Limit(NamedTuple):
-    """A condition on a size.
-
-    Attributes:
-        allows: whether a size is accepted on a type of device.
-        sentence: the condition in words, for an error message.
-        option: an engine option that satisfies it, if there is one.
-    """
-
-    allows: Callable[[int, str], bool]
-    sentence: str
-    option: str | None = None
-
-
-ANY_SIZE = Limit(lambda size, device_type: True, "")
 # The fields of AttentionSpec that a backend must implement if a layer sets them.
 FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype"})
+Refusal = tuple[str, str | None]  # why (the predicate of a sentence), and an engine option that would help
 
 
 @dataclass(frozen=True)
@@ -129,9 +115,8 @@ class BackendInfo:
         layouts: layouts of the KV cache.
         devices: types of devices.
         dtypes: dtypes of keys and values.
-        page_sizes: tokens of a page.
-        head_dims: sizes of a head.
         features: those of FEATURES that the backend implements.
+        sizes: why it refuses the sizes of a layer's heads and of the cache's pages, if it does.
         package: a package that must be installed, also the name of the engine's extra that installs it.
     """
 
@@ -139,10 +124,27 @@ class BackendInfo:
     layouts: tuple[str, ...] = ("NHD",)
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    page_sizes: Limit = ANY_SIZE
-    head_dims: Limit = ANY_SIZE
     features: frozenset[str] = FEATURES
+    sizes: Callable[[AttentionSpec, KVCache], Refusal | None] = lambda spec, cache: None
     package: str | None = None
+
+
+def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+    on_gpu, size = cache.device.type == "cuda", cache.page_size
+    if size % 128 if on_gpu else size > 64 and size % 16:
+        pages = "on a GPU pages of 128 tokens or a multiple, on a CPU pages of up to 64 tokens or a multiple of 16"
+        return f"needs {pages}; page_size is {size}", "page_size=128"
+    return (
+        (f"needs heads of size 16 or more on a GPU, not {spec.head_dim}", None)
+        if on_gpu and spec.head_dim < 16
+        else None
+    )
+
+
+def _flashinfer_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+    return (
+        None if spec.head_dim in (64, 128, 256) else (f"needs heads of size 64, 128 or 256, not {spec.head_dim}", None)
+    )
 
 
 # In order of preference: an error message names the first one that accepts what another refuses.
@@ -150,25 +152,14 @@ BACKENDS = {
     "torch": BackendInfo("mini_engine.attention.torch:TorchBackend"),
     "torch_padded": BackendInfo("mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": BackendInfo("mini_engine.attention.torch:ChunkedBackend"),
-    "flex": BackendInfo(
-        "mini_engine.attention.flex:FlexBackend",
-        page_sizes=Limit(
-            lambda size, device_type: size % 128 == 0 if device_type == "cuda" else size <= 64 or size % 16 == 0,
-            "on a GPU pages of 128 tokens or a multiple, on a CPU pages of up to 64 tokens or a multiple of 16",
-            option="page_size=128",
-        ),
-        head_dims=Limit(
-            lambda size, device_type: size >= 16 or device_type != "cuda", "heads of size 16 or more on a GPU"
-        ),
-        features=FEATURES - {"kv_dtype"},
-    ),
+    "flex": BackendInfo("mini_engine.attention.flex:FlexBackend", features=FEATURES - {"kv_dtype"}, sizes=_flex_sizes),
     "flashinfer": BackendInfo(
         "mini_engine.attention.flashinfer:FlashInferBackend",
         layouts=("NHD", "HND"),
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
-        head_dims=Limit(lambda size, device_type: size in (64, 128, 256), "heads of size 64, 128 or 256"),
         features=FEATURES - {"kv_dtype"},
+        sizes=_flashinfer_sizes,
         package="flashinfer",
     ),
 }
@@ -189,7 +180,11 @@ def create_backend(
         ConfigError: if there is no such backend, or the model, the cache or the machine does not suit it.
     """
     check_backend(name)
-    check_support(name, specs, cache)
+    if refusal := _refusal(BACKENDS[name], specs, cache):
+        reason, option = refusal
+        others = [other for other, info in BACKENDS.items() if not _refusal(info, specs, cache)]
+        ways_out = ([f"set {option}"] if option else []) + [f"use attn_backend={other!r}" for other in others[:1]]
+        raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
     return _class_of(name)(specs, cache, parts)
 
 
@@ -197,20 +192,6 @@ def check_backend(name: str) -> None:
     """Raise ConfigError if there is no backend of that name."""
     if name not in list(BACKENDS):  # compared, not looked up: a name that is not a string may not be hashable
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
-
-
-def check_support(name: str, specs: Sequence[AttentionSpec], cache: KVCache) -> None:
-    """Raise ConfigError if a backend does not accept a model's layers or the KV cache.
-
-    The message names the option to change, or another backend to use.
-    """
-    refusal = _refusal(BACKENDS[name], specs, cache)
-    if refusal is None:
-        return
-    reason, option = refusal
-    others = [other for other, info in BACKENDS.items() if _refusal(info, specs, cache) is None]
-    ways_out = ([f"set {option}"] if option else []) + ([f"use attn_backend={others[0]!r}"] if others else [])
-    raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
 
 
 def bypassed_parts(name: str) -> frozenset[str]:
@@ -228,20 +209,16 @@ def _class_of(name: str) -> type[AttentionBackend]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> tuple[str, str | None] | None:
-    """Why a backend refuses (the predicate of a sentence) and an option that would help; None if it accepts."""
-    device_type = cache.device.type
-    if device_type not in info.devices:
-        return f"does not run on {device_type!r}", f"device={info.devices[0]!r}"
+def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> Refusal | None:
+    if cache.device.type not in info.devices:
+        return f"does not run on {cache.device.type!r}", f"device={info.devices[0]!r}"
     if info.package and find_spec(info.package) is None:
         return f"needs the package {info.package} (pip install 'mini-engine[{info.package}]')", None
     if cache.layout not in info.layouts:
         return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"kv_layout={info.layouts[0]!r}"
-    if not info.page_sizes.allows(cache.page_size, device_type):
-        return f"needs {info.page_sizes.sentence}; page_size is {cache.page_size}", info.page_sizes.option
     for spec in specs:
-        if not info.head_dims.allows(spec.head_dim, device_type):
-            return f"needs {info.head_dims.sentence}, not {spec.head_dim}", info.head_dims.option
+        if refusal := info.sizes(spec, cache):
+            return refusal
         for feature in sorted(FEATURES - info.features):
             if getattr(spec, feature) is not None:
                 return f"does not implement {feature}, which layer {spec.layer} sets", None

@@ -19,23 +19,6 @@ from torch.nn.attention.flex_attention import and_masks, or_masks
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-__all__ = [
-    "MaskMod",
-    "ScoreMod",
-    "alibi",
-    "and_masks",
-    "attention_sinks",
-    "causal",
-    "compose_scores",
-    "document",
-    "document_ids",
-    "or_masks",
-    "prefix_lm",
-    "sliding_window",
-    "soft_cap",
-    "visible",
-]
-
 
 @no_type_check
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -49,7 +32,6 @@ def sliding_window(window: int) -> MaskMod:
     Args:
         window: keys that a query may see, its own included (the convention of transformers).
     """
-
     return and_masks(causal, lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window)
 
 

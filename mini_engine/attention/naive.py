@@ -7,7 +7,6 @@ Every other attention of this engine is tested against `masked_attention`. Queri
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -145,9 +144,10 @@ def sdpa_attention(
         keys, values = (x.repeat_interleave(num_qo_heads // num_kv_heads, dim=1) for x in (keys, values))
     # If the kernel is told that a mask is causal, it skips the hidden half. Checking costs 2 % of the savings on a CPU;
     # on a GPU it would make the host wait for the device.
-    causal = bias is None and mask is not None and n == m and mask.device.type == "cpu" and _is_causal(mask)
-    shown = None if causal else attn_mask
-    out = fused_attention(q.transpose(0, 1)[None], keys, values, scale=scale, mask=shown, causal=causal)
+    may_skip = bias is None and n == m and not q.is_cuda
+    causal = may_skip and mask is not None and torch.equal(mask, torch.ones_like(mask).tril_())
+    attn_mask = None if causal else attn_mask
+    out = fused_attention(q.transpose(0, 1)[None], keys, values, scale=scale, mask=attn_mask, causal=causal)
     return out[0].transpose(0, 1)
 
 
@@ -174,25 +174,12 @@ def fused_attention(
         mask: True where a query sees a key, or terms to add to the scores; broadcast to `[B, Hq, n, m]`.
         causal: query i sees keys 0 to i, and there is no mask.
     """
-    attend = partial(
-        F.scaled_dot_product_attention,
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    if not q.is_cuda:
-        return attend()
+    grouped = q.shape[1] != k.shape[1]
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        return attend()
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
     finally:
         torch.backends.cuda.enable_cudnn_sdp(enabled)
-
-
-def _is_causal(mask: Bool[Tensor, "n n"]) -> bool:
-    return torch.equal(mask, torch.ones_like(mask).tril_())

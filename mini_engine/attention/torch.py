@@ -58,7 +58,8 @@ class TorchBackend(AttentionBackend):
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)
-        self._mask_mods: dict[int | None, MaskMod] = {window: parts.mask_mod(window) for window in _windows(specs)}
+        windows = {spec.window for spec in specs}
+        self._mask_mods: dict[int | None, MaskMod] = {window: parts.mask_mod(window) for window in windows}
 
     def plan(self, batch: StepBatch) -> None:
         self._slot_mapping = batch.slot_mapping
@@ -92,13 +93,11 @@ class TorchBackend(AttentionBackend):
             dtype = torch.promote_types(q.dtype, torch.float32)
             slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device)
             bias = alibi_bias(slopes, sequence.query_positions, sequence.key_positions)
-        options: dict[str, Any] = {
-            "scale": spec.scale, "mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap
-        }  # fmt: skip
+        options: dict[str, Any] = {"mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap}
         if len(k) <= self.KEY_CHUNK:
-            return self.parts.masked_attention(q, k, v, **options)
-        merge = self.parts.merge_states
-        return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=merge, **options).out
+            return self.parts.masked_attention(q, k, v, scale=spec.scale, **options)
+        options |= {"chunk_size": self.KEY_CHUNK, "merge": self.parts.merge_states}
+        return chunked_attention(q, k, v, scale=spec.scale, **options).out
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
         """Plan some sequences of a step, one after the other."""
@@ -201,43 +200,32 @@ class PaddedDecodes:
             batch: a step with decodes.
             mask_mods: for each window, which keys a query sees.
         """
-        page_indptr, kv_lens = batch.kv_page_indptr.numpy(), batch.kv_lens.numpy()[: batch.num_decodes]
-        page_counts = np.diff(page_indptr)[: batch.num_decodes, None]
-        page_index = np.minimum(np.arange(page_counts.max()), page_counts - 1)
-        longest = int(kv_lens.max())
-        num_padding = longest - kv_lens
-        # The padding of each decode counts up to `longest`.
-        key_index = longest - np.repeat(np.cumsum(num_padding), num_padding) + np.arange(num_padding.sum())
+        first_pages = batch.kv_page_indptr.numpy()[: batch.num_decodes + 1, None]
+        kv_lens = batch.kv_lens.numpy()[: batch.num_decodes, None]
+        longest, device = int(kv_lens.max()), batch.kv_page_indices.device
+        entries = first_pages[:-1] + np.arange(-(-longest // batch.page_size))
+        held = np.arange(longest) < kv_lens
         moved = to_device(
             {
-                "entry": page_indptr[: batch.num_decodes, None] + page_index,
-                "page_index": page_index,
-                "held": np.arange(longest) < kv_lens[:, None],
-                "padded_decode": np.repeat(np.arange(batch.num_decodes), num_padding),
-                "padded_key": key_index,
+                "entries": np.minimum(entries, first_pages[1:] - 1),
+                "held": held,
+                "padding": np.stack(np.nonzero(~held)),
             },
-            batch.kv_page_indices.device,
+            device,
         )
-        visible = {
-            window: moved["held"] if window is None else moved["held"] & cls._mask(batch, mask_mod, moved, longest)
-            for window, mask_mod in mask_mods.items()
-        }
-        return cls(
-            batch.kv_page_indices[moved["entry"]].long(),
-            (moved["padded_decode"], moved["padded_key"]),
-            {window: mask[:, None, None] for window, mask in visible.items()},
-        )
-
-    @staticmethod
-    def _mask(batch: StepBatch, mask_mod: MaskMod, moved: dict[str, Tensor], longest: int) -> Bool[Tensor, "D m"]:
-        """Evaluate a mask for each decode and the positions of its keys."""
-        starts = moved["page_index"] * batch.page_size
+        key_positions = torch.arange(longest, device=device)[None]
         if batch.page_positions is not None:
-            starts = batch.page_positions[moved["entry"]]
-        offsets = torch.arange(batch.page_size, device=starts.device)
-        positions = (starts[:, :, None] + offsets).flatten(1)[:, :longest]
-        nothing = torch.zeros((), dtype=torch.long, device=starts.device)  # no mask depends on row or head
-        return mask_mod(nothing, nothing, batch.positions[: batch.num_decodes, None], positions)
+            starts, offsets = batch.page_positions[moved["entries"]], torch.arange(batch.page_size, device=device)
+            key_positions = (starts[:, :, None] + offsets).flatten(1)[:, :longest]
+        nothing = torch.zeros((), dtype=torch.long, device=device)  # no mask depends on row or head
+        visible = {}
+        for window, mask_mod in mask_mods.items():
+            mask = moved["held"]
+            if window is not None:
+                mask = mask & mask_mod(nothing, nothing, batch.positions[: batch.num_decodes, None], key_positions)
+            visible[window] = mask[:, None, None]
+        padded_decode, padded_key = moved["padding"]
+        return cls(batch.kv_page_indices[moved["entries"]].long(), (padded_decode, padded_key), visible)
 
     def attend(
         self,
@@ -253,10 +241,6 @@ class PaddedDecodes:
             x[self.padding] = 0
         queries = q.unflatten(1, (spec.num_kv_heads, -1))
         return fused_attention(queries, k.transpose(1, 2), v.transpose(1, 2), scale=spec.scale, mask=mask).flatten(1, 2)
-
-
-def _windows(specs: Sequence[AttentionSpec]) -> set[int | None]:
-    return {spec.window for spec in specs}
 
 
 def _page_index(batch: StepBatch, entries: slice) -> slice | Int[Tensor, " pages"]:

@@ -22,6 +22,8 @@ from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
+from mini_engine.models.base import LanguageModel
+from mini_engine.models.config import ModelLimits
 from mini_engine.parts import Parts
 from mini_engine.sampling import SamplingBatch
 from mini_engine.sampling_params import SamplingParams
@@ -33,25 +35,17 @@ WARM_UP_STEPS, TIMED_STEPS = 16, 200
 QUEUE = 10_000  # waiting requests
 
 
-@dataclass(frozen=True)
-class StubConfig:
-    """The limits of the stub model."""
-
-    vocab_size: int = 16
-    max_position_embeddings: int = 4096
-
-
-class StubModel:
+class StubModel(LanguageModel):
     """A language model that computes nothing."""
 
-    config = StubConfig()
+    config = ModelLimits(vocab_size=16, max_position_embeddings=4096)
     attention_specs = (AttentionSpec(0, 0, num_qo_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),)
-    dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self) -> None:
-        self._zero = torch.zeros(1, 1)
+        super().__init__()
+        self._zero = torch.nn.Parameter(torch.zeros(1, 1), requires_grad=False)
 
-    def __call__(
+    def forward(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
     ) -> Float[Tensor, "T 1"]:
         return self._zero.expand(len(token_ids), 1)

@@ -3,92 +3,41 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
-from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import DecoderLayer, ModelParts, empty_weight, with_prefix
+from mini_engine.models.config import ModelConfig, ModelLimits
+from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, empty_weight, with_prefix
 from mini_engine.models.linear import linear
 
 
-@runtime_checkable
-class Limits(Protocol):
-    """The fields of a model's configuration that the engine needs."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-
-@runtime_checkable
-class LanguageModel(Protocol):
+class LanguageModel(nn.Module):
     """The model interface that the engine needs: `CausalLM`, and `HFModel` for transformers models.
-
-    The methods are described in `CausalLM`.
 
     Attributes:
         config: the model's limits.
         attention_specs: one for each layer, in order.
-        dtype: of hidden states, and of keys and values unless a layer's spec sets `kv_dtype`.
-        device: where the model runs.
     """
 
-    @property
-    def config(self) -> Limits: ...
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def __call__(
-        self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
-    ) -> Float[Tensor, "T hidden"]: ...
-
-    def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]: ...
-
-
-class CausalLM(nn.Module):
-    """A decoder-only language model over a ragged batch of tokens: embeddings, layers, LM head.
-
-    A family adds its layers and `forward`. Build a model with `models.registry.build_model`, which sets dtype and
-    device; its parameters have no values before `load_weights`.
-    """
-
-    # The names in the checkpoint.
-    embedding_name, layers_name, norm_name = "model.embed_tokens.weight", "model.layers", "model.norm.weight"
-
-    layers: nn.ModuleList  # set by the family, of `DecoderLayer`s
-    norm: nn.Parameter  # set by the family: the weight of the final norm
-
-    def __init__(self, config: ModelConfig, parts: ModelParts, attention_specs: tuple[AttentionSpec, ...]) -> None:
-        super().__init__()
-        self.config, self.parts, self.attention_specs = config, parts, attention_specs
-        self.embed_tokens = empty_weight(config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else empty_weight(config.vocab_size, config.hidden_size)
+    config: ModelLimits
+    attention_specs: tuple[AttentionSpec, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights and the hidden states."""
-        return self.embed_tokens.dtype
+        """Dtype of hidden states, and of keys and values unless a layer's spec sets `kv_dtype`."""
+        return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.embed_tokens.device
+        return next(self.parameters()).device
 
     @abstractmethod
     def forward(
@@ -103,6 +52,38 @@ class CausalLM(nn.Module):
                 attention of each query over its own sequence.
         """
 
+    @abstractmethod
+    def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
+        """Return one logit per vocabulary entry, in float32 (float64 for a float64 model)."""
+
+
+class CausalLM(LanguageModel):
+    """A decoder-only language model over a ragged batch of tokens: embeddings, layers, LM head.
+
+    A family adds the layers' class and `forward`. Build a model with `models.registry.build_model`, which sets dtype
+    and device; its parameters have no values before `load_weights`.
+    """
+
+    # The names in the checkpoint.
+    embedding_name, layers_name, norm_name = "model.embed_tokens.weight", "model.layers", "model.norm.weight"
+    layer_class: type[DecoderLayer]
+
+    def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
+        super().__init__()
+        self.config: ModelConfig = config
+        self.parts = parts
+        self.embed_tokens = empty_weight(config.vocab_size, config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed_tokens if tied else empty_weight(config.vocab_size, config.hidden_size)
+        scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5 if config.scale_attn_weights else 1.0
+        by_layer = config.scale_attn_by_inverse_layer_idx
+        self.attention_specs = tuple(
+            attention_spec(config, layer, scale / (layer + 1) if by_layer else scale)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.layers = nn.ModuleList(self.layer_class(config, spec, parts) for spec in self.attention_specs)
+        self.norm = empty_weight(config.hidden_size)
+
     def destinations(self) -> dict[str, Tensor]:
         """Map the name of each tensor of the checkpoint to the parameter (or rows of a fused one) that it fills."""
         found: dict[str, Tensor] = {self.embedding_name: self.embed_tokens, self.norm_name: self.norm}
@@ -113,8 +94,11 @@ class CausalLM(nn.Module):
             found["lm_head.weight"] = self.lm_head
         return found
 
+    def embed(self, token_ids: Int[Tensor, " T"]) -> Float[Tensor, "T hidden"]:
+        """Look up the embedding of each token."""
+        return F.embedding(token_ids, self.embed_tokens)
+
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
-        """Return one logit per vocabulary entry, in float32 (float64 for a float64 model)."""
         logits = linear(hidden, self.lm_head)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -130,54 +114,51 @@ class CausalLM(nn.Module):
         Raises:
             ModelLoadError: if a tensor is missing, unknown, wrongly shaped, or not of floating point.
         """
-        destinations, tied_head = self.destinations(), {}
-        headers = tensors if headers is None else headers
-        names = dict.fromkeys(headers)  # asking a lazy mapping whether it has a name could read the tensor
-        if self.config.tie_word_embeddings:  # a checkpoint may repeat the tied weights
-            tied_head["lm_head.weight"] = self.embed_tokens
-        missing = [name for name in destinations if name not in names]
+        headers, destinations = tensors if headers is None else headers, self.destinations()
+        # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
+        found = dict.fromkeys(name for name in headers if not name.endswith(".rotary_emb.inv_freq"))
+        missing = [name for name in destinations if name not in found]
         if missing:
             raise ModelLoadError(
                 f"the checkpoint has no tensor {missing[0]!r}, which {self.config.architecture} needs with shape "
                 f"{list(destinations[missing[0]].shape)} ({len(missing)} are missing in all); its tensors are named "
-                f"{_some(list(names))}. Check that config.json and the weights belong together, and that the download "
-                "is complete"
+                f"{_some(headers)}. Check that config.json and the weights belong together, and that the download is "
+                "complete"
             )
-        known = destinations.keys() | tied_head.keys()
-        # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
-        unexpected = [name for name in names if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+        known = destinations | {"lm_head.weight": self.lm_head}  # a checkpoint may repeat tied weights
+        unexpected = [name for name in found if name not in known]
         if unexpected:
             raise ModelLoadError(
                 f"{self.config.architecture} has no place for {len(unexpected)} of the checkpoint's tensors: "
-                f"{_some(unexpected)}. Check that config.json and the weights belong together: num_hidden_layers, "
-                "attention_bias, tie_word_embeddings"
+                f"{_some(unexpected)}. Check that config.json and the weights belong together: "
+                "num_hidden_layers, attention_bias, tie_word_embeddings"
             )
-        for name, destination in (destinations | tied_head).items():
-            if name in names:
-                self._check(name, headers[name], destination)
+        for name in found:
+            _check(name, headers[name], known[name], self.config.architecture)
         for name, destination in destinations.items():
             destination.copy_(tensors[name])
-        for name, destination in tied_head.items():
-            repeated = tensors[name] if name in names else destination
-            if not torch.equal(repeated.to(destination), destination):
+        for name in found.keys() - destinations.keys():
+            if not torch.equal(tensors[name].to(known[name]), known[name]):
                 raise ModelLoadError(
                     f"config.json ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"
                 )
 
-    def _check(self, name: str, found: Tensor, expected: Tensor) -> None:
-        if found.shape != expected.shape:
-            raise ModelLoadError(
-                f"tensor {name!r} has shape {list(found.shape)}, but {self.config.architecture} with this config.json "
-                f"needs {list(expected.shape)}: check that config.json and the weights belong together"
-            )
-        if not found.is_floating_point() or found.element_size() < 2:
-            raise ModelLoadError(
-                f"tensor {name!r} is stored as {found.dtype}, which means nothing without its scales: "
-                "use a checkpoint in float32, float16 or bfloat16"
-            )
+
+def _check(name: str, found: Tensor, expected: Tensor, architecture: str) -> None:
+    """Raise ModelLoadError unless a tensor fits its parameter."""
+    if found.shape != expected.shape:
+        raise ModelLoadError(
+            f"tensor {name!r} has shape {list(found.shape)}, but {architecture} with this config.json needs "
+            f"{list(expected.shape)}: check that config.json and the weights belong together"
+        )
+    if not found.is_floating_point() or found.element_size() < 2:
+        raise ModelLoadError(
+            f"tensor {name!r} is stored as {found.dtype}, which means nothing without its scales: "
+            "use a checkpoint in float32, float16 or bfloat16"
+        )
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Iterable[str]) -> str:
     """Format the first few names for a message."""
-    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join([repr(name) for name in islice(names, 3)] + ["..."])

@@ -12,22 +12,11 @@ from collections.abc import Mapping
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
-from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import (
-    Attention,
-    DecoderLayer,
-    GatedMLP,
-    ModelParts,
-    attention_spec,
-    empty_weight,
-    rotary_frequencies,
-    with_prefix,
-)
-from mini_engine.rope import rope_tables
+from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, empty_weight, with_prefix
+from mini_engine.models.llama import LlamaForCausalLM
 
 
 def norm_weight(size: int) -> nn.Parameter:
@@ -39,8 +28,7 @@ class Gemma2Layer(DecoderLayer):
     """Attention and MLP, each with a norm before it and a norm after it."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
-        super().__init__()
-        self.parts, self.eps = parts, config.norm_eps
+        super().__init__(config, spec, parts)
         self.input_norm = norm_weight(config.hidden_size)
         self.attention = Attention(config, spec, parts)
         self.post_attention_norm = norm_weight(config.hidden_size)
@@ -66,29 +54,19 @@ class Gemma2Layer(DecoderLayer):
         }
 
 
-class Gemma2ForCausalLM(CausalLM):
-    """Scaled embeddings, layers, norm, soft-capped logits."""
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """Llama with Gemma 2's layers, scaled embeddings and soft-capped logits."""
+
+    layer_class = Gemma2Layer
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
-        scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-        layers = range(config.num_hidden_layers)
-        specs = tuple(attention_spec(config, layer, scale, config.attn_logit_softcapping) for layer in layers)
-        super().__init__(config, parts, specs)
-        # The factor is rounded to the model's dtype, as it was in training.
-        self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.dtype, device="cpu").item()
-        self.inv_freq: Tensor
-        self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
-        self.layers = nn.ModuleList(Gemma2Layer(config, spec, parts) for spec in specs)
+        super().__init__(config, parts)
         self.norm = norm_weight(config.hidden_size)
+        # The factor is rounded to the model's dtype, as it was in training.
+        self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype, device="cpu").item()
 
-    def forward(
-        self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
-    ) -> Float[Tensor, "T hidden"]:
-        x = F.embedding(token_ids, self.embed_tokens) * self.embedding_scale
-        cos, sin = rope_tables(positions, self.inv_freq)  # once for all layers
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.parts.rms_norm(x, self.norm, self.config.norm_eps)
+    def embed(self, token_ids: Int[Tensor, " T"]) -> Float[Tensor, "T hidden"]:
+        return super().embed(token_ids) * self.embedding_scale
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
         logits = super().compute_logits(hidden)

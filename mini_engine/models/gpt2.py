@@ -6,15 +6,14 @@ import re
 from collections.abc import Mapping
 
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
-from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, empty_weight, split_qkv
-from mini_engine.models.linear import linear
+from mini_engine.models.layers import DecoderLayer, Linear, ModelParts, empty_weight, split_qkv
 
 _CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
 _MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -53,41 +52,30 @@ def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class GPT2Layer(DecoderLayer):
     """Attention and MLP, each on a normalized input and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, spec: AttentionSpec) -> None:
-        super().__init__()
-        self.spec, self.eps = spec, config.norm_eps
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
+        super().__init__(config, spec, parts)
         self.activation = ACTIVATIONS[config.hidden_act]
+        hidden, inner = config.hidden_size, config.intermediate_size
         self.norm_1, self.norm_1_bias = empty_weight(hidden), empty_weight(hidden)
-        self.qkv, self.qkv_bias = empty_weight(3 * hidden, hidden), empty_weight(3 * hidden)
-        self.o, self.o_bias = empty_weight(hidden, hidden), empty_weight(hidden)
+        self.qkv = Linear(hidden, {"attn.c_attn": 3 * hidden}, bias=True)
+        self.o = Linear(hidden, {"attn.c_proj": hidden}, bias=True)
         self.norm_2, self.norm_2_bias = empty_weight(hidden), empty_weight(hidden)
-        self.up, self.up_bias = empty_weight(inner, hidden), empty_weight(inner)
-        self.down, self.down_bias = empty_weight(hidden, inner), empty_weight(hidden)
+        self.up = Linear(hidden, {"mlp.c_fc": inner}, bias=True)
+        self.down = Linear(inner, {"mlp.c_proj": hidden}, bias=True)
 
     def forward(self, x: Float[Tensor, "T hidden"], attend: Attend) -> Float[Tensor, "T hidden"]:
         normed = F.layer_norm(x, self.norm_1.shape, self.norm_1, self.norm_1_bias, self.eps)
-        q_and_k, v = split_qkv(linear(normed, self.qkv, self.qkv_bias), self.spec)
+        q_and_k, v = split_qkv(self.qkv(normed), self.spec)
         q, k = q_and_k.chunk(2, dim=1)
-        x = x + linear(attend(self.spec.layer, q, k, v).flatten(1), self.o, self.o_bias)
+        x = x + self.o(attend(self.spec.layer, q, k, v).flatten(1))
         normed = F.layer_norm(x, self.norm_2.shape, self.norm_2, self.norm_2_bias, self.eps)
-        return x + linear(self.activation(linear(normed, self.up, self.up_bias)), self.down, self.down_bias)
+        return x + self.down(self.activation(self.up(normed)))
 
     def destinations(self) -> dict[str, Tensor]:
-        return {
-            "ln_1.weight": self.norm_1,
-            "ln_1.bias": self.norm_1_bias,
-            "attn.c_attn.weight": self.qkv,
-            "attn.c_attn.bias": self.qkv_bias,
-            "attn.c_proj.weight": self.o,
-            "attn.c_proj.bias": self.o_bias,
-            "ln_2.weight": self.norm_2,
-            "ln_2.bias": self.norm_2_bias,
-            "mlp.c_fc.weight": self.up,
-            "mlp.c_fc.bias": self.up_bias,
-            "mlp.c_proj.weight": self.down,
-            "mlp.c_proj.bias": self.down_bias,
-        }
+        norms = {"ln_1.weight": self.norm_1, "ln_1.bias": self.norm_1_bias}
+        norms |= {"ln_2.weight": self.norm_2, "ln_2.bias": self.norm_2_bias}
+        projections = (self.qkv, self.o, self.up, self.down)
+        return norms | {name: rows for each in projections for name, rows in each.destinations().items()}
 
 
 class GPT2LMHeadModel(CausalLM):
@@ -95,20 +83,17 @@ class GPT2LMHeadModel(CausalLM):
 
     embedding_name, layers_name, norm_name = "wte.weight", "h", "ln_f.weight"
 
+    layer_class = GPT2Layer
+
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
-        scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
-        divide = config.scale_attn_by_inverse_layer_idx
-        layers = range(config.num_hidden_layers)
-        specs = tuple(attention_spec(config, i, scale / (i + 1) if divide else scale) for i in layers)
-        super().__init__(config, parts, specs)
+        super().__init__(config, parts)
         self.embed_positions = empty_weight(config.max_position_embeddings, config.hidden_size)
-        self.layers = nn.ModuleList(GPT2Layer(config, spec) for spec in specs)
-        self.norm, self.norm_bias = empty_weight(config.hidden_size), empty_weight(config.hidden_size)
+        self.norm_bias = empty_weight(config.hidden_size)
 
     def forward(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        x = F.embedding(token_ids, self.embed_tokens) + F.embedding(positions, self.embed_positions)
+        x = self.embed(token_ids) + F.embedding(positions, self.embed_positions)
         for layer in self.layers:
             x = layer(x, attend)
         return F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.config.norm_eps)

@@ -11,66 +11,42 @@ its own. The caller may go on using the model, between the engine's steps too. E
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import ModelOutput
 
 from mini_engine.attention.naive import attention_mask
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ConfigError
+from mini_engine.models.base import LanguageModel
+from mini_engine.models.config import ModelLimits
 
-# Layers pass keyword arguments that they do not know on to their attention: these arrive there that way.
-LayerAttend = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+# Keyword arguments that an attention function of transformers may ignore.
+_HARMLESS = {"position_ids", "is_causal", "dropout"}
+
+# Positions that the probe's mask assumes: adjacent ones, and ones far enough apart to reveal any window.
+_PROBE_POSITIONS = torch.tensor([*range(8), *(2**power for power in range(3, 21))])
 
 
 def _attention(
-    module: nn.Module,
-    query: Float[Tensor, "1 Hq T D"],
-    key: Float[Tensor, "1 Hk T D"],
-    value: Float[Tensor, "1 Hk T D"],
-    attention_mask: Tensor | None,
-    *,
-    attend: LayerAttend,
-    **_: object,
-) -> tuple[Float[Tensor, "1 T Hq D"], None]:
-    """The attention function of the engine's steps."""
-    return attend(module, query, key, value), None
-
-
-def _probe_attention(
     module: nn.Module,
     query: Float[Tensor, "1 Hq T D"],
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    note: Callable[..., None] | None = None,
+    attend: Callable[..., Float[Tensor, "1 T Hq D"]] | None = None,
     **asked: object,
 ) -> tuple[Float[Tensor, "1 T Hq D"], None]:
-    """The attention function of the probe, which only records the arguments of each layer."""
-    if note is None:
+    """The attention function of every layer. Layers pass keyword arguments that they do not know, like `attend`, on."""
+    if attend is None:
         raise _refused("its layers do not pass keyword arguments on to their attention")
-    note(module, query, key, value, attention_mask, **asked)
-    return torch.zeros_like(query).transpose(1, 2), None
-
-
-# Keyword arguments that an attention function of transformers may ignore.
-_HARMLESS = {"position_ids", "is_causal", "dropout"}
-
-
-# Positions that the probe's mask assumes: adjacent ones, and ones far enough apart to reveal any window.
-_PROBE_POSITIONS = torch.tensor([*range(8), *(2**power for power in range(3, 21))])
+    return attend(module, query, key, value, attention_mask, **asked), None
 
 
 def _probe_mask(*, mask_function: Callable[..., Tensor], **how: Any) -> Bool[Tensor, "1 1 T T"] | None:
@@ -88,25 +64,12 @@ def _probe_mask(*, mask_function: Callable[..., Tensor], **how: Any) -> Bool[Ten
 # would cost T x T numbers and one wait for the device. The probe compares the mask with the one the engine will apply.
 _STEP, _PROBE = "mini_engine", "mini_engine_probe"
 AttentionInterface.register(_STEP, _attention)
-AttentionInterface.register(_PROBE, _probe_attention)
+AttentionInterface.register(_PROBE, _attention)
 AttentionMaskInterface.register(_PROBE, _probe_mask)
 
 
-def _refused(why: str) -> ConfigError:
-    return ConfigError(f"this model cannot run on the engine's attention: {why}; use the model's own generate() for it")
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """The fields of a model's configuration that the engine needs.
-
-    Attributes:
-        vocab_size: vocabulary size in tokens.
-        max_position_embeddings: longest sequence in tokens.
-    """
-
-    vocab_size: int
-    max_position_embeddings: int
+def _refused(why: str, remedy: str = "use the model's own generate() for it") -> ConfigError:
+    return ConfigError(f"this model cannot run on the engine's attention: {why}; {remedy}")
 
 
 class _GivenHidden(nn.Module):
@@ -123,18 +86,15 @@ class _GivenHidden(nn.Module):
         return self._form(last_hidden_state=inputs_embeds)
 
 
-class HFModel(nn.Module):
+class HFModel(LanguageModel):
     """A causal language model of transformers as a `LanguageModel`: ragged tokens in, `attend` for attention.
 
     Args:
         model: the loaded model, in evaluation mode. It is not changed; its weights are shared, not copied.
 
     Attributes:
-        config: the model's limits.
         eos_token_ids: tokens at which the model's own `generate` ends.
         attention_specs: one for each layer, recorded from a probe run.
-        dtype: of the weights.
-        device: of the weights.
 
     Raises:
         ConfigError: if the model's attention cannot be replaced, or needs a feature that the engine does not have.
@@ -151,16 +111,21 @@ class HFModel(nn.Module):
         end = model.generation_config.eos_token_id if model.generation_config else None
         self.eos_token_ids = frozenset([end] if isinstance(end, int) else end or ())
         text_config = model.config.get_text_config()
-        self.config = HFConfig(text_config.vocab_size, _longest_sequence(text_config))
-        self.dtype, self.device = model.dtype, model.device
+        self.config = ModelLimits(text_config.vocab_size, _longest_sequence(text_config))
         # Copy every module and the configuration, and share every weight.
         head = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self.body: nn.Module = head.base_model
         self._specs: dict[nn.Module, AttentionSpec] = {}
         self._window: int | None = getattr(text_config, "sliding_window", None)
-        _attend_by(head, _PROBE)
+        # Run a few tokens through the model and record the attention of every layer.
+        num_tokens = min(len(_PROBE_POSITIONS), self.config.vocab_size, self.config.max_position_embeddings)
+        positions = torch.arange(num_tokens, device=self.device)
         with torch.no_grad():
-            output = self._probe(text_config.num_hidden_layers)
+            _attend_by(head, _PROBE)
+            output = self._run(positions, positions, self._note)
+            if len(self._specs) != text_config.num_hidden_layers:
+                layers = f"{len(self._specs)} of its {text_config.num_hidden_layers} layers"
+                raise _refused(f"only {layers} attend through transformers' interface")
             _attend_by(head, _STEP)
             setattr(head, head.base_model_prefix, _GivenHidden(type(output)))
             self.head: nn.Module = head
@@ -173,27 +138,20 @@ class HFModel(nn.Module):
     def forward(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        """Run the layers, the final norm included. The arguments are those of `CausalLM.forward`."""
-
-        def attend_in(module: nn.Module, *qkv: Float[Tensor, "1 _ T D"]) -> Float[Tensor, "1 T Hq D"]:
-            q, k, v = (x[0].transpose(0, 1) for x in qkv)
+        def attend_in(module: nn.Module, *tensors: Tensor | None, **_: object) -> Float[Tensor, "1 T Hq D"]:
+            q, k, v = (x[0].transpose(0, 1) for x in tensors[:3] if x is not None)
             return attend(self._specs[module].layer, q, k, v)[None]
 
-        return self._run(token_ids, positions, attend=attend_in).last_hidden_state[0]
+        return self._run(token_ids, positions, attend_in).last_hidden_state[0]
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
-        """Return one logit per vocabulary entry, from the model's own LM head and its changes to the logits."""
+        """Apply the model's own LM head and its changes to the logits."""
         logits = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _probe(self, num_layers: int) -> Any:
-        """Run a few tokens through the model and record the attention of every layer."""
-        num_tokens = min(len(_PROBE_POSITIONS), self.config.vocab_size, self.config.max_position_embeddings)
-        positions = torch.arange(num_tokens, device=self.device)
-        output = self._run(positions, positions, note=self._note)
-        if len(self._specs) != num_layers:
-            raise _refused(f"only {len(self._specs)} of its {num_layers} layers attend through transformers' interface")
-        return output
+    def _run(self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Callable[..., Tensor]) -> Any:
+        """Run the tokens as one sequence, with `attend` as the attention of every layer."""
+        return self.body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attend=attend)
 
     def _note(
         self,
@@ -207,7 +165,7 @@ class HFModel(nn.Module):
         sliding_window: int | None = None,
         softcap: float | None = None,
         **others: object,
-    ) -> None:
+    ) -> Float[Tensor, "1 T Hq D"]:
         """Record a layer's attention as an `AttentionSpec`, or refuse it."""
         layer, num_qo_heads, num_kv_heads, head_dim = len(self._specs), query.shape[1], key.shape[1], query.shape[3]
         scale = head_dim**-0.5 if scaling is None else float(scaling)
@@ -230,31 +188,26 @@ class HFModel(nn.Module):
         self._specs[module] = AttentionSpec(
             layer, layer, num_qo_heads, num_kv_heads, head_dim, scale, window=window, softcap=softcap
         )
-
-    def _run(self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], **for_attention: object) -> Any:
-        """Run the tokens as one sequence. Every layer passes `for_attention` to its attention function."""
-        row = {"input_ids": token_ids[None], "position_ids": positions[None]}
-        return self.body(**row, use_cache=False, **for_attention)
+        return torch.zeros_like(query).transpose(1, 2)
 
 
 def _check_kind(model: PreTrainedModel) -> None:
     """Raise ConfigError if the model's class or configuration shows that the engine cannot run it."""
-    config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise _refused("it is an encoder with a decoder")
     if model.get_output_embeddings() is None:
-        raise ConfigError(f"{type(model).__name__} gives no logits; load the model with AutoModelForCausalLM")
+        raise _refused(f"{type(model).__name__} gives no logits", "load the model with AutoModelForCausalLM")
     if model.base_model is model:
         raise _refused("its layers cannot be told from its output layer")
     if model.training:
-        raise ConfigError("the model is in training mode, where dropout is random; call model.eval() first")
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+        raise _refused("it is in training mode, where dropout is random", "call model.eval() first")
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if model._is_stateful or kinds:
         raise _refused(f"its layers keep more than keys and values ({', '.join(kinds) or 'a recurrent state'})")
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or devices == {torch.device("meta")}:
-        places = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the model's weights are spread over {places}; load it onto one device")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) != 1 or devices == {"meta"}:
+        raise _refused(f"its weights are spread over {', '.join(sorted(devices))}", "load it onto one device")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise _refused("it takes no position_ids")
 

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
-from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
 from mini_engine.models.linear import linear
-from mini_engine.rope import inverse_frequencies
 
 
 @runtime_checkable
@@ -103,7 +101,7 @@ def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-def attention_spec(config: ModelConfig, layer: int, scale: float, softcap: float | None = None) -> AttentionSpec:
+def attention_spec(config: ModelConfig, layer: int, scale: float) -> AttentionSpec:
     """Describe the attention of one layer. Only a layer of type `sliding_attention` has a window."""
     return AttentionSpec(
         layer=layer,
@@ -113,23 +111,9 @@ def attention_spec(config: ModelConfig, layer: int, scale: float, softcap: float
         head_dim=config.head_dim,
         scale=scale,
         window=config.sliding_window if config.layer_types[layer] == "sliding_attention" else None,
-        softcap=softcap,
+        softcap=config.attn_logit_softcapping,
         rope=config.rope,
     )
-
-
-def rotary_frequencies(config: ModelConfig) -> Float[Tensor, " half"]:
-    """Compute the rotation of each pair of a head in radians per position, in float32, on the default device.
-
-    Raises:
-        ModelLoadError: if the configuration has no RoPE.
-    """
-    if config.rope is None:
-        raise ModelLoadError(f"{config.architecture} rotates its queries and keys: give its ModelConfig a RopeConfig")
-    # Powers on a GPU differ from the CPU's in the last bit: compute them on the CPU, then move them.
-    with torch.device("cpu"):
-        frequencies = inverse_frequencies(config.rope)
-    return frequencies.to(torch.get_default_device())
 
 
 def split_qkv(
@@ -152,9 +136,40 @@ def split_qkv(
 class DecoderLayer(nn.Module):
     """One layer of a model. A family adds the weights and a `forward`."""
 
+    def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
+        super().__init__()
+        self.spec, self.parts, self.eps = spec, parts, config.norm_eps
+
     @abstractmethod
     def destinations(self) -> dict[str, Tensor]:
         """Map the checkpoint name of each tensor of the layer to the parameter (or rows of one) that it fills."""
+
+
+class Linear(nn.Module):
+    """A projection. Projections that read the same input are fused: each has its rows in one weight.
+
+    Args:
+        in_features: size of the input.
+        rows: for each projection, its name in the checkpoint and the size of its output.
+        bias: whether they have biases.
+    """
+
+    def __init__(self, in_features: int, rows: Mapping[str, int], bias: bool = False) -> None:
+        super().__init__()
+        self.rows, num_rows = rows, sum(rows.values())
+        self.weight = empty_weight(num_rows, in_features)
+        self.bias = empty_weight(num_rows) if bias else None
+
+    def forward(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:
+        return linear(x, self.weight, self.bias)
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Map the checkpoint name of each tensor to the rows that it fills."""
+        return {
+            f"{name}.{kind}": rows
+            for kind, tensor in self.named_parameters()
+            for name, rows in zip(self.rows, tensor.split(list(self.rows.values())), strict=True)
+        }
 
 
 class Attention(nn.Module):
@@ -162,36 +177,25 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
-        self.spec, self.parts = spec, parts
-        self.q_rows, self.kv_rows = spec.num_qo_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        rows = self.q_rows + 2 * self.kv_rows
-        self.qkv = empty_weight(rows, config.hidden_size)
-        self.o = empty_weight(config.hidden_size, self.q_rows)
-        self.qkv_bias = empty_weight(rows) if config.attention_bias else None
-        self.o_bias = empty_weight(config.hidden_size) if config.attention_bias else None
+        self.spec, self.parts, hidden, bias = spec, parts, config.hidden_size, config.attention_bias
+        q_rows, kv_rows = spec.num_qo_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv = Linear(hidden, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
+        self.o = Linear(q_rows, {"o_proj": hidden}, bias)
+
+    def prepare(self, q_and_k: Float[Tensor, "T QK D"]) -> Float[Tensor, "T QK D"]:
+        """Change the heads of queries and keys before they are rotated; nothing to do in Llama."""
+        return q_and_k
 
     def forward(
-        self,
-        x: Float[Tensor, "T hidden"],
-        cos: Float[Tensor, "T half"],
-        sin: Float[Tensor, "T half"],
-        attend: Attend,
+        self, x: Float[Tensor, "T hidden"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        spec = self.spec
-        q_and_k, v = split_qkv(linear(x, self.qkv, self.qkv_bias), spec)
-        q, k = self.parts.apply_rope(q_and_k, cos, sin).split((spec.num_qo_heads, spec.num_kv_heads), dim=1)
-        return linear(attend(spec.layer, q, k, v).flatten(1), self.o, self.o_bias)
+        q_and_k, v = split_qkv(self.qkv(x), self.spec)
+        q_and_k = self.parts.apply_rope(self.prepare(q_and_k), cos, sin)
+        q, k = q_and_k.split((self.spec.num_qo_heads, self.spec.num_kv_heads), dim=1)
+        return self.o(attend(self.spec.layer, q, k, v).flatten(1))
 
     def destinations(self) -> dict[str, Tensor]:
-        """As in the base class; the three projections of a checkpoint fill row ranges of one weight."""
-        rows = (self.q_rows, self.kv_rows, self.kv_rows)
-        found = dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), self.qkv.split(rows), strict=True))
-        found["o_proj.weight"] = self.o
-        if self.qkv_bias is not None and self.o_bias is not None:
-            biases = self.qkv_bias.split(rows)
-            found |= dict(zip(("q_proj.bias", "k_proj.bias", "v_proj.bias"), biases, strict=True))
-            found["o_proj.bias"] = self.o_bias
-        return found
+        return self.qkv.destinations() | self.o.destinations()
 
 
 class GatedMLP(nn.Module):
@@ -199,17 +203,16 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         super().__init__()
-        self.parts = parts
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.gate_up = empty_weight(2 * config.intermediate_size, config.hidden_size)
-        self.down = empty_weight(config.hidden_size, config.intermediate_size)
+        self.parts, self.activation = parts, ACTIVATIONS[config.hidden_act]
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = Linear(hidden, {"gate_proj": inner, "up_proj": inner})
+        self.down = Linear(inner, {"down_proj": hidden})
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
-        return self.parts.gated_mlp(x, self.gate_up, self.down, self.activation)
+        return self.parts.gated_mlp(x, self.gate_up.weight, self.down.weight, self.activation)
 
     def destinations(self) -> dict[str, Tensor]:
-        gate, up = self.gate_up.chunk(2)
-        return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down}
+        return self.gate_up.destinations() | self.down.destinations()
 
 
 def with_prefix(prefix: str, destinations: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,34 +6,26 @@ gated MLP.
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import (
-    Attention,
-    DecoderLayer,
-    GatedMLP,
-    ModelParts,
-    attention_spec,
-    empty_weight,
-    rotary_frequencies,
-    with_prefix,
-)
-from mini_engine.rope import rope_tables
+from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, empty_weight, with_prefix
+from mini_engine.rope import inverse_frequencies, rope_tables
 
 
 class LlamaLayer(DecoderLayer):
     """Attention and MLP, each on a normalized input and added to the residual stream (pre-norm, Xiong et al. 2020)."""
 
+    attention_class = Attention
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
-        super().__init__()
-        self.parts, self.eps = parts, config.norm_eps
+        super().__init__(config, spec, parts)
         self.input_norm = empty_weight(config.hidden_size)
-        self.attention = Attention(config, spec, parts)
+        self.attention = self.attention_class(config, spec, parts)
         self.mlp_norm = empty_weight(config.hidden_size)
         self.mlp = GatedMLP(config, parts)
 
@@ -55,19 +47,20 @@ class LlamaLayer(DecoderLayer):
 class LlamaForCausalLM(CausalLM):
     """Embeddings, layers and final norm; the base class has the LM head."""
 
+    layer_class: type[DecoderLayer] = LlamaLayer
+
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
-        scale = config.head_dim**-0.5
-        specs = tuple(attention_spec(config, layer, scale) for layer in range(config.num_hidden_layers))
-        super().__init__(config, parts, specs)
-        self.inv_freq: Tensor
-        self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
-        self.layers = nn.ModuleList(LlamaLayer(config, spec, parts) for spec in specs)
-        self.norm = empty_weight(config.hidden_size)
+        super().__init__(config, parts)
+        assert config.rope is not None, "this architecture rotates its queries and keys"
+        # Powers on a GPU differ from the CPU's in the last bit: compute them on the CPU, then move them.
+        with torch.device("cpu"):
+            frequencies = inverse_frequencies(config.rope)
+        self.inv_freq = nn.Buffer(frequencies.to(self.device), persistent=False)
 
     def forward(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        x = F.embedding(token_ids, self.embed_tokens)
+        x = self.embed(token_ids)
         cos, sin = rope_tables(positions, self.inv_freq)  # once for all layers
         for layer in self.layers:
             x = layer(x, cos, sin, attend)

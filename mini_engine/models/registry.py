@@ -8,7 +8,7 @@ import torch
 
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
-from mini_engine.models.config import ModelConfig, unknown_architecture
+from mini_engine.models.config import ModelConfig
 from mini_engine.models.gemma2 import Gemma2ForCausalLM
 from mini_engine.models.gpt2 import GPT2LMHeadModel
 from mini_engine.models.layers import ModelParts
@@ -33,10 +33,8 @@ def build_model(config: ModelConfig, parts: ModelParts, dtype: torch.dtype, devi
         device: device of the parameters.
 
     Raises:
-        ModelLoadError: if the architecture is unknown, or the memory is too small.
+        ModelLoadError: if the memory is too small.
     """
-    if config.architecture not in FAMILIES:
-        raise unknown_architecture(config.architecture)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

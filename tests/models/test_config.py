@@ -28,6 +28,20 @@ def test_values_that_are_left_out_are_those_of_transformers(family: str) -> None
     assert replace(ModelConfig.from_hf(minimal(family)), eos_token_ids=theirs.eos_token_ids) == theirs
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_may_state_the_sizes_alone(family: str) -> None:
+    """Everything else is as in transformers' configuration without any arguments."""
+    full = type(transformers_config(family))().to_dict()
+    sizes = ["n_embd", "n_layer", "n_head", "n_positions", "vocab_size"]
+    if family != "gpt2":
+        sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+        sizes += ["max_position_embeddings", "vocab_size"]
+    stated = {"model_type": family} | {name: full[name] for name in sizes}
+    if family == "qwen3":
+        stated |= {"sliding_window": None}  # as in the files of released models
+    assert ModelConfig.from_hf(stated) == ModelConfig.from_hf(full | {"eos_token_id": None})
+
+
 @pytest.mark.parametrize(
     "rope_type, old, scaling",
     [
@@ -102,7 +116,7 @@ BAD = [
     ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
     ("llama", {"rms_norm_eps": 0.0}, "norm_eps = 0.0"),
     ("llama", {"rms_norm_eps": float("nan")}, "norm_eps = nan"),
-    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": 10**400}, "norm_eps"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -119,14 +133,14 @@ BAD = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("qwen3", {"layer_types": "full_attention"}, "layer_types"),
-    ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "need a window"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_window = None"),
     ("gemma2", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
     ("gemma2", {"sliding_window": 0}, "sliding_window = 0"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0"),
     ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar = -1"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gpt2", {"n_embd": 30}, "multiple of 4 heads"),
-    ("gpt2", {"n_layer": None}, "n_layer = None"),
+    ("gpt2", {"n_layer": None}, "num_hidden_layers = None"),
     ("gpt2", {"n_positions": -1}, "max_position_embeddings = -1"),
     ("gpt2", {"n_inner": 0}, "intermediate_size = 0"),
     ("gpt2", {"activation_function": "mish"}, "mish"),

@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from book.grading.chapter import ROOT
 from mini_engine import cli
 from mini_engine.cli_options import EngineOptions, SamplingOptions, command
 from mini_engine.errors import ConfigError
-from mini_engine.terminal import TerminalConsole, make_console
+from mini_engine.terminal import make_console
 
 Homework = Annotated[bool, typer.Option("--homework", help="Run on your own finished parts of the engine.")]
 app = cli.make_app()
@@ -22,7 +23,7 @@ def generate(
     prompts: cli.Prompts = None,
     raw: cli.Raw = False,
     chat_template: cli.Template = None,
-    watch: cli.Watch = False,
+    watch: cli.Watching = False,
     homework: Homework = False,
 ) -> None:
     """Answer several prompts at once, and report what that cost. Greedy unless --temperature is given."""
@@ -39,11 +40,11 @@ def generate(
         return
     from book.grading.engine import compare_with_reference, print_parts, small_engine
 
-    sampling = replace(sampling, options={"seed": 0} | sampling.options)  # so that both engines draw the same numbers
+    sampling = SamplingOptions({"seed": 0} | sampling)  # so that both engines draw the same numbers
     batch = cli.load_batch(console, engine, sampling, prompts, raw, chat_template)
     print_parts(console, batch.llm)
     mine = small_engine(batch)
-    outputs = cli.answer(console, mine, batch)
+    outputs = cli.answer(console, mine, None, batch)
     compare_with_reference(console, engine.model, batch, mine, outputs)
 
 
@@ -53,7 +54,7 @@ def chat(
     sampling: SamplingOptions,
     system: cli.System = None,
     chat_template: cli.Template = None,
-    watch: cli.Watch = False,
+    watch: cli.Watching = False,
     homework: Homework = False,
 ) -> None:
     """Talk with the model. An empty line or Ctrl-D ends."""
@@ -63,13 +64,17 @@ def chat(
 @command(app)
 def trace(engine: EngineOptions, out: cli.Out, homework: Homework = False) -> None:
     """Serve eight requests from a small pool of pages, and record every step."""
-    cli.trace(with_homework(make_console(), engine) if homework else engine, out)
+    from book.trace_example import record_example
+
+    console = make_console()
+    llm = (with_homework(console, engine) if homework else engine).load(console, **cli.SMALL_POOL)
+    cli.save_trace(console, record_example(llm), out)
 
 
 command(app)(cli.bench)
 
 
-def with_homework(console: TerminalConsole, engine: EngineOptions) -> EngineOptions:
+def with_homework(console: Console, engine: EngineOptions) -> EngineOptions:
     """Return what to run on, with the reader's finished parts and options that suit them.
 
     Raises:

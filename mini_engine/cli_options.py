@@ -1,36 +1,36 @@
-"""Options of commands, made from the dataclasses that hold them: `EngineConfig` and `SamplingParams`.
+"""Options of commands, made from the dataclasses that hold them: `EngineConfig`, `SamplingParams` and `BenchOptions`.
 
 A command asks for them with the types of its parameters. `EngineOptions` stands for `--model`, `--config`, `--parts`
 and one option for each field of `EngineConfig`; `SamplingOptions` stands for one for each field of `SamplingParams`.
 The help of an option is the description of its field. An option that is not given has no value and overrides nothing.
 """
 
-import importlib
 import inspect
+import pkgutil
 import re
 import sys
 import time
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.markup import escape
+from rich.console import Console
 
+from mini_engine.bench.options import BenchOptions
 from mini_engine.config import EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.terminal import TerminalConsole, printable
+from mini_engine.terminal import show
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
     from mini_engine.llm import LLM
     from mini_engine.parts import Parts
 
 Command = TypeVar("Command", bound=Callable[..., None])
-DEFAULT_MODEL = "smollm2-135m-instruct"
 SHORT = {"model": ["-m"], "attn_backend": ["-b"], "max_tokens": ["-n"], "temperature": ["-t"]}
 
 
@@ -49,14 +49,13 @@ class EngineOptions:
     parts: "Parts | None" = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "EngineOptions":
-        """Build from the values of the options. Those of the command line override those of `--config`."""
-        given = _given(values)
+    def of(cls, given: dict[str, Any]) -> "EngineOptions":
+        """Build from the options that were given. Those of the command line override those of `--config`."""
         model, file, parts = given.pop("model"), given.pop("config", None), given.pop("parts", None)
         from_file = {} if file is None else read_options(file)
         return cls(model, from_file | given, None if parts is None else load_parts(parts))
 
-    def load(self, console: TerminalConsole, **defaults: Any) -> "LLM":
+    def load(self, console: Console, **defaults: Any) -> "LLM":
         """Load the model, and say which and how.
 
         Args:
@@ -68,70 +67,55 @@ class EngineOptions:
             ModelLoadError: if the model cannot be loaded.
         """
         config = EngineConfig.of(defaults | self.options)
-        with console.status("loading the model"):
+        with console.status("loading the model", spinner="line"):  # the default one is not ASCII
             from mini_engine.llm import LLM
-            from mini_engine.observe.metrics import num_parameters
 
             start = time.perf_counter()
             llm = LLM(self.model, config, parts=self.parts)
-        console.print(
-            f"[dim]{escape(printable(self.model))}: {num_parameters(llm.model) / 1e6:.0f} M parameters in "
-            f"{str(llm.model.dtype).split('.')[-1]} on {llm.model.device}, attention backend {config.attn_backend}, "
-            f"loaded in {time.perf_counter() - start:.1f} s[/]"
+        seconds, size = time.perf_counter() - start, sum(weight.numel() for weight in llm.model.parameters())
+        show(
+            console,
+            f"{self.model}: {size / 1e6:.0f} M parameters in {str(llm.model.dtype).removeprefix('torch.')} on "
+            f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
+            "dim",
         )
         if config.attn_backend == "flex":
-            console.print("[dim]The first steps compile kernels, which takes up to a minute; torch keeps them.[/]")
+            show(console, "The first steps compile kernels, which takes up to a minute; torch keeps them.", "dim")
         return llm
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Sampling parameters that were given.
+class SamplingOptions(dict[str, Any]):
+    """Fields of `SamplingParams` that were given. Mistakes are refused before a model is loaded."""
 
-    Attributes:
-        options: fields of `SamplingParams`.
-    """
-
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "SamplingOptions":
-        """Build from the values of the options."""
-        given = _given(values)
-        SamplingParams(**given)  # mistakes are refused before a model is loaded
-        return cls(given)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        SamplingParams(**given)
+        super().__init__(given)
 
     def params(self, model_defaults: SamplingParams, **defaults: Any) -> SamplingParams:
-        """Return the parameters of a request.
-
-        Args:
-            model_defaults: what the model recommends.
-            defaults: the command's own defaults, which override the model's.
-        """
-        return replace(model_defaults, **defaults | self.options)
+        """Return the parameters of a request: options over the command's defaults over what the model recommends."""
+        return replace(model_defaults, **defaults | self)
 
 
 def command(app: typer.Typer) -> Callable[[Command], Command]:
     """Register a function as a command of an app, and return the function as it was.
 
-    In the place of a parameter of type `EngineOptions` or `SamplingOptions`, the command has an option for each field,
-    except for fields that another parameter is named after.
+    In the place of a parameter of a type in `GROUPS`, the command has the options of that group.
     """
 
     def register(function: Command) -> Command:
         parameters = inspect.signature(function).parameters
-        options = {name: _options_of(parameter, parameters) for name, parameter in parameters.items()}
+        groups = {name: GROUPS[p.annotation] for name, p in parameters.items() if p.annotation in GROUPS}
+        own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
 
         def run(**values: Any) -> None:
-            arguments = {}
-            for name, parameter in parameters.items():
-                if parameter.annotation in (EngineOptions, SamplingOptions):
-                    arguments[name] = parameter.annotation.of({o.name: values[o.name] for o in options[name]})
-                else:
-                    arguments[name] = values[name]
+            arguments = {parameter.name: values[parameter.name] for parameter in own}
+            for name, (build, options) in groups.items():
+                given = {option.name: values[option.name] for option in options}
+                arguments[name] = build({n: value for n, value in given.items() if value is not None and value != []})
             function(**arguments)
 
-        run.__signature__ = inspect.Signature([o for own in options.values() for o in own])  # type: ignore[attr-defined]
+        options = [option for _, options in groups.values() for option in options]
+        run.__signature__ = inspect.Signature(options + own)  # type: ignore[attr-defined]
         app.command(name=function.__name__, help=inspect.getdoc(function))(run)
         return function
 
@@ -150,50 +134,35 @@ def load_parts(path: str) -> "Parts":
     """
     from mini_engine.parts import Parts
 
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ConfigError(f"--parts is {path!r}; give MODULE:OBJECT, such as my_parts:parts for `parts` in my_parts.py")
     if "" not in sys.path:  # an installed command does not look for modules in the current folder
         sys.path.append("")
     try:
-        found = getattr(importlib.import_module(module), name)
-        parts = found if isinstance(found, Parts) or not callable(found) else found()
+        parts = pkgutil.resolve_name(path)
+        parts = parts() if callable(parts) and not isinstance(parts, Parts) else parts
     except Exception as error:  # the module may raise anything
-        raise ConfigError(f"cannot load the parts {path!r}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"cannot load the parts {path!r}: {type(error).__name__}: {error}; give MODULE:OBJECT, such as "
+            "my_parts:parts for `parts` in my_parts.py"
+        ) from error
     if not isinstance(parts, Parts):
-        raise ConfigError(f"{path!r} gives a {type(parts).__name__}; give a mini_engine.Parts, or a function for one")
+        raise ConfigError(
+            f"{path!r} gives a {type(parts).__name__}; give MODULE:OBJECT, the object a mini_engine.Parts"
+        )
     return parts
 
 
-def _options_of(parameter: inspect.Parameter, others: Collection[str]) -> list[inspect.Parameter]:
-    """Return the options that stand for a parameter of a command."""
-    if parameter.annotation is EngineOptions:
-        options = [
-            _option("model", str, "Embedded name, folder, GGUF file or hub id.", DEFAULT_MODEL),
-            _option("config", Path, "YAML file of the engine's options; those of the command line override it."),
-            _option("parts", str, "MODULE:OBJECT, a Parts whose functions replace the engine's own."),
-            *_options_of_fields(EngineConfig),
-        ]
-    elif parameter.annotation is SamplingOptions:
-        options = _options_of_fields(SamplingParams)
-    else:
-        return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-    return [option for option in options if option.name not in others]
-
-
-def _options_of_fields(of: type) -> list[inspect.Parameter]:
+def _options_of(cls: type) -> list[inspect.Parameter]:
     """Return an option for each field of a dataclass, described as in its docstring."""
-    described = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(of) or "", re.MULTILINE)
+    described = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
     helps = {name: " ".join(text.split()) for name, text in described}
-    hints = typing.get_type_hints(of)
-    return [_option(field.name, _option_type(hints[field.name]), helps.get(field.name)) for field in fields(of)]
+    hints = typing.get_type_hints(cls)
+    return [_option(field.name, _option_type(hints[field.name]), helps.get(field.name)) for field in fields(cls)]
 
 
 def _option(name: str, kind: Any, help: str | None, default: Any = None) -> inspect.Parameter:
     names = f"--{name.replace('_', '-')}"
     names += f"/--no-{names[2:]}" if kind is bool else ""
-    info = typer.Option(names, *SHORT.get(name, ()), help=help)
-    annotation = Annotated[kind | None, info]
+    annotation = Annotated[kind | None, typer.Option(names, *SHORT.get(name, ()), help=help)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -204,5 +173,17 @@ def _option_type(hint: Any) -> Any:
     return listed[0] if listed else members[0]
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None and value != []}
+# The type of a command's parameter: what builds the value from the options that were given, and the options.
+GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]]] = {
+    EngineOptions: (
+        EngineOptions.of,
+        [
+            _option("model", str, "Embedded name, folder, GGUF file or hub id.", "smollm2-135m-instruct"),
+            _option("config", Path, "YAML file of the engine's options; those of the command line override it."),
+            _option("parts", str, "MODULE:OBJECT, a Parts whose functions replace the engine's own."),
+            *_options_of(EngineConfig),
+        ],
+    ),
+    SamplingOptions: (SamplingOptions, _options_of(SamplingParams)),
+    BenchOptions: (lambda given: BenchOptions(**given), _options_of(BenchOptions)),
+}

@@ -2,10 +2,9 @@
 
 import io
 import sys
-from typing import Any
 
 from rich.console import Console
-from rich.status import Status
+from rich.text import Text
 
 from mini_engine.errors import RequestError
 
@@ -30,16 +29,12 @@ def printable(text: str) -> str:
     return text.translate(_ESCAPES)
 
 
-class TerminalConsole(Console):
-    """A console that uses an ASCII spinner unless the encoding is a UTF."""
-
-    def status(self, status: Any, *, spinner: str | None = None, **options: Any) -> Status:
-        """Return a spinner beside a text, as `Console.status` does."""
-        default = "dots" if self.encoding.startswith("utf") else "line"
-        return super().status(status, spinner=spinner or default, **options)
+def show(console: Console, text: str, style: str = "", end: str = "\n") -> None:
+    """Print text from anywhere as it is, without markup and line breaks of ours, and without controls."""
+    console.print(Text(printable(text), style), end=end, soft_wrap=True)
 
 
-def make_console(stderr: bool = False) -> TerminalConsole:
+def make_console(stderr: bool = False) -> Console:
     """Return a console on standard output or standard error that can print any character.
 
     Call it when the program starts: it sets the stream itself to write "?" for what the encoding cannot represent.
@@ -47,7 +42,7 @@ def make_console(stderr: bool = False) -> TerminalConsole:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):  # not if it is closed, or a notebook's, which is UTF-8
         stream.reconfigure(errors="replace")
-    return TerminalConsole(stderr=stderr)
+    return Console(stderr=stderr)
 
 
 def read_line(console: Console, prompt: str) -> str:

@@ -224,13 +224,14 @@ def read_trace(path: Path) -> SavedTrace:
             TraceStep(
                 start=event["ts"] / 1e6,
                 seconds=event["dur"] / 1e6,
-                batch=[Work(w["id"], w["kind"], w["new"], w["computed"]) for w in args["batch"]],
+                batch=[Work(**work) for work in args["batch"]],
                 pages=pages,
                 arrived=args["arrived"],
                 admitted=args["admitted"],
                 preempted=args["preempted"],
-                left=dict.fromkeys(args["aborted"], "abort"),
-                outputs=[Token(t["id"], t["token"], t["text"], t["finish"]) for t in args["outputs"]],
+                left=args["left"],
+                outputs=[Token(**token) for token in args["outputs"]],
+                ended=args["ended"],
             )
         )
     return SavedTrace(data["otherData"]["num_pages"], data["otherData"]["page_size"], steps, waiting)

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from mini_engine import cli
+from mini_engine.bench.options import BenchOptions
 from mini_engine.cli_options import EngineOptions, SamplingOptions, command, load_parts
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, RequestError
@@ -64,7 +65,7 @@ def test_every_field_can_be_given(seen):
 def test_short_names(seen):
     engine, sampling, _ = seen("-m", "x", "-b", "flex", "-n", "5", "-t", "0.5")
     assert (engine.model, engine.options) == ("x", {"attn_backend": "flex"})
-    assert sampling.options == {"max_tokens": 5, "temperature": 0.5}
+    assert sampling == {"max_tokens": 5, "temperature": 0.5}
 
 
 def test_the_command_line_overrides_the_file(seen, tmp_path):
@@ -89,22 +90,23 @@ def test_the_commands_own_defaults_are_overridden_by_all(monkeypatch):
 
 def test_sampling_options_override_the_commands_and_those_the_models():
     model = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
-    options = SamplingOptions.of({"top_p": 0.5, "seed": None, "stop": []})
+    options = SamplingOptions({"top_p": 0.5})
     assert options.params(model, temperature=0.0, top_p=0.9) == replace(model, temperature=0.0, top_p=0.5)
-    assert SamplingOptions.of({"temperature": 1.5}).params(model, temperature=0.0).temperature == 1.5
+    assert SamplingOptions({"temperature": 1.5}).params(model, temperature=0.0).temperature == 1.5
     with pytest.raises(RequestError, match="top_p"):
-        SamplingOptions.of({"top_p": 0.0})
+        SamplingOptions({"top_p": 0.0})
 
 
-def test_a_parameter_takes_the_place_of_a_field():
+def test_options_of_the_bench_have_the_defaults_of_its_dataclass():
     app, got = cli.make_app(), []
 
     @command(app)
-    def show(engine: EngineOptions, dtype: list[str] | None = None) -> None:
-        got.append((engine.options, dtype))
+    def show(bench: BenchOptions) -> None:
+        got.append(bench)
 
-    CliRunner().invoke(app, ["--dtype", "a", "--dtype", "b", "--page-size", "8"], catch_exceptions=False)
-    assert got == [({"page_size": 8}, ["a", "b"])]
+    for arguments in ([], ["--batch-size", "2", "--batch-size", "3", "--json", "-n", "5"]):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert got == [BenchOptions(), BenchOptions(batch_size=[2, 3], json=True, max_tokens=5)]
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "bench", "trace"])

@@ -125,7 +125,7 @@ def compare_with_reference(
 
 
 def _decode_rate(engine: TextEngine, batch: Batch) -> float:
-    metrics = Metrics(batch.llm.model)
+    metrics = Metrics()
     for piece in engine.stream_batch(batch.prompts, replace(batch.params, max_tokens=TIMED_TOKENS)):
         metrics.add(piece)
     return metrics.decode_rate

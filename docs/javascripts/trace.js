@@ -1,4 +1,4 @@
-// The trace player: replays a trace that the engine wrote (mini_engine/trace.py), step by step.
+// The trace player: replays a trace that the engine wrote (mini_engine/observe/trace.py), step by step.
 
 const LARGEST_FILE = 100e6;
 const RECORD_ONE = "Record one with: mini-engine trace --out run.json";
@@ -31,7 +31,7 @@ export function readTrace(text) {
   }
   const other = isObject(data) && isObject(data.otherData) ? data.otherData : {};
   expect(other.format === "mini-engine trace", "it was not written by this engine");
-  expect(other.version === 1, `its version is ${other.version}, and the player reads version 1`);
+  expect(other.version === 2, `its version is ${other.version}, and the player reads version 2`);
   expect(isCount(other.num_pages) && isCount(other.page_size) && other.page_size > 0, "its pool of pages is missing");
   expect(other.num_pages <= 100_000, "its pool has more than 100,000 pages, too many to draw");
   expect(Array.isArray(data.traceEvents), "it has no events");
@@ -48,7 +48,7 @@ export function readTrace(text) {
     const index = steps.length;
     const { args } = event;
     checkStep(event, other.num_pages, index);
-    for (const name of args.aborted) request(name).end = { step: index - 1, why: "given up" };
+    for (const [name, why] of Object.entries(args.left)) request(name).end = { step: index - 1, why };
     // One that has ended may have had the name before.
     for (const [name, prompt] of Object.entries(args.arrived)) Object.assign(request(name), { prompt, end: null });
     pages = new Map(pages);
@@ -59,14 +59,13 @@ export function readTrace(text) {
       request(name).preemptions.push(index);
       computed.delete(name);
     }
-    const batch = new Map(args.batch.map((work) => [work.id, work]));
-    for (const work of args.batch) computed.set(work.id, work.computed);
-    const ended = args.outputs.filter((output) => output.finish);
-    for (const output of args.outputs) request(output.id).pieces.push([index, output.text]);
-    for (const output of ended) request(output.id).end = { step: index, why: output.finish };
+    const batch = new Map(args.batch.map((work) => [work.request_id, work]));
+    for (const work of args.batch) computed.set(work.request_id, work.num_computed);
+    for (const output of args.outputs) request(output.request_id).pieces.push([index, output.text]);
+    for (const [name, why] of Object.entries(args.ended)) request(name).end = { step: index, why };
     for (const name of [...pages.keys(), ...args.waiting]) request(name);
     const used = new Set([...pages.values()].flat()).size;
-    steps.push({ ...args, seconds: event.dur / 1e6, pages, computed, batch, ended, used });
+    steps.push({ ...args, seconds: event.dur / 1e6, pages, computed, batch, used });
   }
   expect(steps.length > 0, "it holds no steps");
   return { numPages: other.num_pages, pageSize: other.page_size, requests: [...requests.values()], steps };
@@ -75,13 +74,14 @@ export function readTrace(text) {
 function checkStep({ ts, dur, args }, numPages, index) {
   const damaged = `its step ${index} is damaged`;
   expect(Number.isFinite(ts) && Number.isFinite(dur) && isObject(args), damaged);
-  for (const list of ["waiting", "admitted", "preempted", "aborted"]) expect(areNames(args[list]), damaged);
+  for (const list of ["waiting", "admitted", "preempted"]) expect(areNames(args[list]), damaged);
   expect(isObject(args.arrived) && Object.values(args.arrived).every(isCount), damaged);
+  for (const reasons of ["left", "ended"]) expect(isObject(args[reasons]) && areNames(Object.values(args[reasons])), damaged);
   const isPage = (page) => isCount(page) && page < numPages;
   expect(isObject(args.pages) && Object.values(args.pages).every((own) => Array.isArray(own) && own.every(isPage)), damaged);
-  const isWork = (work) => isObject(work) && typeof work.id === "string" && ["prefill", "chunk", "decode"].includes(work.kind);
-  expect(Array.isArray(args.batch) && args.batch.every((w) => isWork(w) && isCount(w.new) && isCount(w.computed)), damaged);
-  const isOutput = (output) => isObject(output) && typeof output.id === "string" && typeof output.text === "string";
+  const isWork = (work) => isObject(work) && typeof work.request_id === "string" && ["prefill", "chunk", "decode"].includes(work.kind);
+  expect(Array.isArray(args.batch) && args.batch.every((w) => isWork(w) && isCount(w.num_new) && isCount(w.num_computed)), damaged);
+  const isOutput = (output) => isObject(output) && typeof output.request_id === "string" && typeof output.text === "string";
   expect(Array.isArray(args.outputs) && args.outputs.every(isOutput), damaged);
 }
 
@@ -97,12 +97,12 @@ function list(names) {
 function sentences(trace, index) {
   const step = trace.steps[index];
   const before = trace.steps[index - 1];
-  const names = (works) => works.map((work) => work.id);
+  const names = (works) => works.map((work) => work.request_id);
   const works = [...step.batch.values()];
   const said = [];
   const arrived = Object.keys(step.arrived);
   if (arrived.length) said.push(`${list(arrived)} ${arrived.length > 1 ? "arrive" : "arrives"}.`);
-  if (step.aborted.length) said.push(`${list(step.aborted)} ${step.aborted.length > 1 ? "were" : "was"} given up.`);
+  for (const [name, why] of Object.entries(step.left)) said.push(`${name} has ended (${why}).`);
   for (const name of step.preempted) {
     const count = before?.pages.get(name)?.length ?? 0;
     said.push(`No page is free: ${name} is preempted, gives back its ${plural(count, "page")}, and waits.`);
@@ -117,10 +117,10 @@ function sentences(trace, index) {
   if (prompts.length > 4) said.push(`${prompts.length} prompts are computed, whole or in part.`);
   else
     for (const work of prompts) {
-      said.push(`${work.id} computes ${work.kind === "chunk" ? "a chunk of" : "all of its"} ${plural(work.new, "token")}.`);
+      said.push(`${work.request_id} computes ${work.kind === "chunk" ? "a chunk of" : "all of its"} ${plural(work.num_new, "token")}.`);
     }
-  for (const { id, finish } of step.ended) {
-    said.push(`${id} ends (${finish}): its ${plural(step.pages.get(id)?.length ?? 0, "page")} are free from the next step on.`);
+  for (const [name, why] of Object.entries(step.ended)) {
+    said.push(`${name} ends (${why}): its ${plural(step.pages.get(name)?.length ?? 0, "page")} are free from the next step on.`);
   }
   return said.join(" ");
 }
@@ -362,7 +362,7 @@ class Player {
     const { steps } = this.trace;
     const step = steps[this.index];
     this.slider.value = this.index;
-    const tokens = [...step.batch.values()].reduce((sum, work) => sum + work.new, 0);
+    const tokens = [...step.batch.values()].reduce((sum, work) => sum + work.num_new, 0);
     this.slider.setAttribute("aria-valuetext", `step ${this.index} of ${steps.length - 1}`);
     this.where.textContent = `step ${this.index} of ${steps.length - 1} · ${plural(tokens, "token")} · ${(step.seconds * 1e3).toPrecision(2) * 1} ms`;
     this.says.textContent = sentences(this.trace, this.index);
@@ -445,7 +445,7 @@ class Player {
     const pages = step.pages.get(name);
     if (!pages) return end && this.index > end.step ? `ended: ${end.why}` : "not here yet";
     const work = step.batch.get(name);
-    const doing = !work ? "idle" : work.kind === "decode" ? "decode" : `${work.kind} of ${work.new}`;
+    const doing = !work ? "idle" : work.kind === "decode" ? "decode" : `${work.kind} of ${work.num_new}`;
     return `${doing} · ${plural(pages.length, "page")}`;
   }
 

@@ -5,7 +5,9 @@
 The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR where one is given.
 """
 
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +22,11 @@ from book.experiment import command_line, record
 from book.static_batching import generate_steps, make_requests
 from mini_engine import LLM
 from mini_engine.attention.naive import attention_mask, sdpa_attention
-from mini_engine.bench.peers import MiniEngine
-from mini_engine.bench.run import Comparison, alternate, compare, comparison_table, num_outputs
-from mini_engine.bench.workloads import CPU, BenchRequest, batch_of, least_seconds
+from mini_engine.bench.host import Row
+from mini_engine.bench.peers import serve_mini_engine
+from mini_engine.bench.run import compare, table
+from mini_engine.bench.workloads import CPU, BenchRequest, batch_of, least_seconds, num_outputs
+from mini_engine.cli_options import EngineOptions
 from mini_engine.engine import LLMEngine
 from mini_engine.observe.metrics import weight_bytes_per_step
 from mini_engine.parts import Parts
@@ -31,6 +35,19 @@ from mini_engine.roofline import measure_machine
 MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
 SLABS = 8
+
+
+def median_seconds(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Time functions in turns, after a warm-up, so a machine whose speed drifts favors none."""
+    for run in runs:
+        run()
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for own, run in zip(seconds, runs, strict=True):
+            start = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in seconds]
 
 
 def without_cache(llm: LLM, prompt: list[int]) -> list[int]:
@@ -57,14 +74,14 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     machine = measure_machine(llm.model.device, llm.model.dtype)
     request = batch_of(1, PROMPT_TOKENS, MAX_TOKENS).requests(llm.model.config.vocab_size)
     prompt = request[0].prompt
-    assert without_cache(llm, prompt) == MiniEngine(paged).serve(request)[0]  # the same tokens
+    assert without_cache(llm, prompt) == serve_mini_engine(paged, request)[0]  # the same tokens
     runs: list[Callable[[], object]] = [
         lambda: without_cache(llm, prompt),
         lambda: serve_static(llm, request, "torch_padded", 1),
         lambda: serve_static(llm, request, "flex", 1),
         lambda: serve_paged(paged, request, continuous=True),
     ]
-    seconds = alternate(runs, ROUNDS)
+    seconds = median_seconds(runs, ROUNDS)
     bound = MAX_TOKENS / least_seconds(llm.model.config, machine, request, llm.model.dtype.itemsize)
     weights = weight_bytes_per_step(llm.model)
     cache = ContiguousKVCache(llm.model.attention_specs, 1, 1, llm.model.dtype)
@@ -105,7 +122,7 @@ def serve_paged(engine: LLMEngine, requests: Sequence[BenchRequest], *, continuo
             if pages > engine.page_table.num_pages and not continuous:
                 break
             count += 1
-        tokens += sum(map(len, MiniEngine(engine).serve(waiting[:count])))
+        tokens += sum(map(len, serve_mini_engine(engine, waiting[:count])))
         waiting = waiting[count:]
     return tokens
 
@@ -128,7 +145,7 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     machine = measure_machine(llm.model.device, llm.model.dtype)
     bound = expected / least_seconds(llm.model.config, machine, requests, llm.model.dtype.itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the measured rates"
-    seconds = alternate(list(runs.values()), ROUNDS - 1)
+    seconds = median_seconds(list(runs.values()), ROUNDS - 1)
     return [
         results.Row(
             results.ENGINE_THROUGHPUT, expected / own, "tokens/s", bound, source, {"chapter": chapter, "dtype": dtype}
@@ -137,14 +154,14 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     ]
 
 
-def peer_rows(comparisons: Sequence[Comparison]) -> list[results.Row]:
+def peer_rows(measured: Sequence[Row]) -> list[results.Row]:
     """The engine and transformers, side by side."""
+    source = "prefill and decode steps at the measured rates"
     rows = []
-    for own in comparisons:
-        case: dict[str, results.Setting] = {"dtype": own.dtype, "batch": own.num_requests}
-        source = "prefill and decode steps at the measured rates"
-        for m in own.measured:
-            rows.append(results.Row(m.engine, m.rate, "tokens/s", own.bound, source, case))
+    for own in measured:
+        case: dict[str, results.Setting] = {"dtype": own["dtype"], "batch": own["requests"]}
+        rate, bound = own["tokens_per_s"], own["bound_tokens_per_s"]
+        rows.append(results.Row(own["engine"], rate, "tokens/s", bound, source, case))
     return rows
 
 
@@ -155,20 +172,15 @@ def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     rows = chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
     console = Console()
-    comparisons = compare(
-        console,
-        [batch_of(size, PROMPT_TOKENS, MAX_TOKENS) for size in (1, 8)],
-        model=MODEL,
-        attn_backend="torch_padded",
-        device=arguments.device,
-        peers=["transformers"],
-        dtypes=["float32", "bfloat16"],
-        rounds=ROUNDS,
-    )
-    console.print(comparison_table(comparisons, MODEL))
+    workloads = [batch_of(size, PROMPT_TOKENS, MAX_TOKENS) for size in (1, 8)]
+    measured = []
+    for dtype in ("float32", "bfloat16"):
+        engine = EngineOptions(MODEL, {"dtype": dtype, "device": arguments.device})
+        measured += compare(console, engine, workloads, ["transformers"], ROUNDS)
+    console.print(table(MODEL, measured))
     parameters: dict[str, results.Setting] = {"model": MODEL, "prompt_tokens": PROMPT_TOKENS}
     parameters |= {"max_tokens": MAX_TOKENS, "rounds": ROUNDS}
-    result = results.new_result("00_engine_so_far", rows + peer_rows(comparisons), parameters, arguments.device)
+    result = results.new_result("00_engine_so_far", rows + peer_rows(measured), parameters, arguments.device)
     record(result, arguments.out, {results.ENGINE_SPEED, results.ENGINE_THROUGHPUT, "mini_engine", "transformers"})
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from book import figures, ledger, results
 from book.experiment import command_line, record
 from book.random_models import QWEN3_0_6B, random_model, random_transformers_model
-from mini_engine.bench.peers import PEERS, MiniEngine, Server, load_transformers
-from mini_engine.bench.run import Measurement, measure, num_outputs, pages_needed
-from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, least_seconds
+from mini_engine.bench.peers import PEERS, Serve, load_transformers, serve_mini_engine
+from mini_engine.bench.run import Measurement, measure, pages_needed
+from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, least_seconds, num_outputs
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
@@ -81,11 +82,12 @@ def compare(
     ours: CausalLM, theirs: PreTrainedModel, backends: Sequence[str], requests: Sequence[BenchRequest], rounds: int
 ) -> list[Measurement]:
     """Each engine serves the same requests, in turns."""
-    servers: list[Server] = [
-        MiniEngine(make_engine(ours, backend, requests), f"mini_engine, {backend}") for backend in backends
-    ]
-    servers += [make(theirs, STEP_TOKENS) for make in PEERS.values()]
-    return measure(servers, requests, rounds)
+    serve: dict[str, Serve] = {
+        f"mini_engine, {backend}": partial(serve_mini_engine, make_engine(ours, backend, requests))
+        for backend in backends
+    }
+    serve |= {name: partial(peer, theirs, STEP_TOKENS) for name, peer in PEERS.items()}
+    return measure(serve, requests, rounds)
 
 
 def rows_of(

@@ -5,16 +5,14 @@ of `LLMEngine.step` is the work that a GPU would have to wait for. The requests 
 tokens of context over pages of 16 tokens.
 """
 
-import json
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from mini_engine.attention.backend import BACKENDS, AttentionBackend, BackendInfo
@@ -29,10 +27,17 @@ from mini_engine.sampling import SamplingBatch
 from mini_engine.sampling_params import SamplingParams
 
 ROWS = (1, 32, 256)
+Row = dict[str, Any]  # a row of a table, or one JSON object
 BOUNDS_US = {1: 60, 256: 300}  # rows to the most host time of a step
 PROMPT_TOKENS, SHARED_TOKENS, PAGE_SIZE = 384, 256, 16
 WARM_UP_STEPS, TIMED_STEPS = 16, 200
-QUEUE = 10_000  # waiting requests
+# What each figure is measured with: pipeline depth 1, as on a GPU, and one thing more.
+CASES: dict[str, dict[str, Any]] = {
+    "host_us": {},
+    "depth_0_us": {"pipeline_depth": 0},
+    "queue_of_10000_us": {"num_waiting": 10_000},
+    "prefix_sharing_us": {"prefix_sharing": True},
+}
 
 
 class StubModel(LanguageModel):
@@ -69,54 +74,14 @@ class NullBackend(AttentionBackend):
         return q
 
 
-@dataclass(frozen=True)
-class HostTime:
-    """Microseconds of host work per step.
-
-    Attributes:
-        rows: running requests.
-        host_us: with a pipeline depth of 1, as on a GPU.
-        depth_0: with a pipeline depth of 0.
-        queue: with depth 1 while 10,000 requests wait.
-        prefix_sharing: with depth 1, prefix sharing on, and prompts with 256 tokens in common.
-    """
-
-    rows: int
-    host_us: float
-    depth_0: float
-    queue: float
-    prefix_sharing: float
-
-    @property
-    def bound_us(self) -> int | None:
-        """The most that `host_us` may be; None if no bound is set for this number of rows."""
-        return BOUNDS_US.get(self.rows)
-
-
-def run_host(console: Console, *, rows: Sequence[int] = ROWS, as_json: bool = False) -> list[HostTime]:
-    """Measure the host time per step and print a table, or one JSON object per number of rows."""
-    times = []
-    for count in rows:
-        with console.status(f"{count} rows"):
-            times.append(host_time(count))
-    if as_json:
-        for own in times:
-            fields = {name: round(value, 1) for name, value in vars(own).items() if name != "rows"}
-            console.out(json.dumps({"rows": own.rows, **fields, "bound_us": own.bound_us}), highlight=False)
-    else:
-        console.print(_table(times))
-    return times
-
-
-def host_time(rows: int) -> HostTime:
-    """Measure the host time per step at one number of running requests."""
-    return HostTime(
-        rows,
-        host_us=step_us(make_engine(rows)),
-        depth_0=step_us(make_engine(rows, pipeline_depth=0)),
-        queue=step_us(make_engine(rows, num_waiting=QUEUE)),
-        prefix_sharing=step_us(make_engine(rows, prefix_sharing=True)),
-    )
+def host_rows(console: Console) -> list[Row]:
+    """Measure the microseconds of host work per step at several numbers of running requests, in each of `CASES`."""
+    measured: list[Row] = []
+    for count in ROWS:
+        with console.status(f"{count} rows", spinner="line"):
+            times = {name: round(step_us(make_engine(count, **case)), 1) for name, case in CASES.items()}
+        measured.append({"rows": count, **times, "bound_us": BOUNDS_US.get(count)})
+    return measured
 
 
 def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, prefix_sharing: bool = False) -> LLMEngine:
@@ -169,20 +134,3 @@ def step_us(engine: LLMEngine, num_steps: int = TIMED_STEPS) -> float:
 
 def _sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
     return torch.zeros(len(logits), dtype=torch.long)
-
-
-def _table(times: Sequence[HostTime]) -> Table:
-    table = Table(title="Host time per step in µs, without model, kernels and text", title_justify="left")
-    for column in ("rows", "depth", "waiting requests", "prefix sharing", "µs per step", "bound"):
-        table.add_column(column, justify="right")
-    for own in times:
-        bound = "" if own.bound_us is None else str(own.bound_us)
-        for depth, waiting, sharing, us in (
-            ("1", "0", "off", own.host_us),
-            ("0", "0", "off", own.depth_0),
-            ("1", f"{QUEUE:,}", "off", own.queue),
-            ("1", "0", "on", own.prefix_sharing),
-        ):
-            table.add_row(str(own.rows), depth, waiting, sharing, f"{us:.0f}", bound)
-        table.add_section()
-    return table

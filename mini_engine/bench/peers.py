@@ -1,8 +1,7 @@
 """The engines that a benchmark compares: ours, and transformers in two ways. All serve the same lists of requests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,104 +14,77 @@ if TYPE_CHECKING:
 
 BLOCK = 256  # tokens per block of transformers' paged cache: its default, whose option versions name differently
 
-
-@runtime_checkable
-class Server(Protocol):
-    """An engine that serves requests."""
-
-    @property
-    def name(self) -> str: ...
-
-    def serve(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        """Serve all requests and return the output tokens of each, as many as it asked for."""
+# Serves all requests and returns the output tokens of each, as many as it asked for.
+Serve = Callable[[Sequence[BenchRequest]], list[list[int]]]
 
 
-@dataclass(frozen=True)
-class MiniEngine:
-    """Ours: continuous batching over a paged cache."""
+def serve_mini_engine(engine: LLMEngine, requests: Sequence[BenchRequest]) -> list[list[int]]:
+    """Serve with our engine: continuous batching over a paged cache.
 
-    engine: LLMEngine
-    name: str = "mini_engine"
-
-    def serve(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        added = [self.engine.add_request(str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
-        while self.engine.has_unfinished:
-            self.engine.step()
-        for request in added:
-            if request.error:
-                raise request.error
-        return [request.output_token_ids for request in added]
+    Raises:
+        RequestError: if a request cannot be served.
+    """
+    added = [engine.add_request(str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
+    while engine.has_unfinished:
+        engine.step()
+    for request in added:
+        if request.error:
+            raise request.error
+    return [request.output_token_ids for request in added]
 
 
-@dataclass(frozen=True)
-class PaddedTransformers:
-    """`transformers.generate`: prompts padded to the longest, one batch until the longest output ends."""
-
-    model: "PreTrainedModel"
-    name: str = "transformers"
-
-    @torch.inference_mode()
-    def serve(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        longest = max(len(prompt) for prompt, _ in requests)
-        padded = [[0] * (longest - len(prompt)) + prompt for prompt, _ in requests]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests]
-        out: torch.Tensor = self.model.generate(  # type: ignore[operator]
-            torch.tensor(padded, device=self.model.device),
-            attention_mask=torch.tensor(mask, device=self.model.device),
-            max_new_tokens=max(params.max_tokens for _, params in requests),
-            **_generation(self.model, requests),
-        )
-        rows = out[:, longest:].tolist()
-        return [row[: params.max_tokens] for row, (_, params) in zip(rows, requests, strict=True)]
+@torch.inference_mode()
+def serve_padded(
+    model: "PreTrainedModel", max_num_batched_tokens: int, requests: Sequence[BenchRequest]
+) -> list[list[int]]:
+    """Serve with `transformers.generate`: prompts padded to the longest, one batch until the longest output ends."""
+    longest = max(len(prompt) for prompt, _ in requests)
+    padded = [[0] * (longest - len(prompt)) + prompt for prompt, _ in requests]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests]
+    out: torch.Tensor = model.generate(  # type: ignore[operator]
+        torch.tensor(padded, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        max_new_tokens=max(params.max_tokens for _, params in requests),
+        **_generation(model, requests),
+    )
+    rows = out[:, longest:].tolist()
+    return [row[: params.max_tokens] for row, (_, params) in zip(rows, requests, strict=True)]
 
 
-@dataclass(frozen=True)
-class ContinuousTransformers:
-    """transformers' continuous batching: `generate_batch`, but with a `max_new_tokens` for each request.
+def serve_continuous(
+    model: "PreTrainedModel", max_num_batched_tokens: int, requests: Sequence[BenchRequest]
+) -> list[list[int]]:
+    """Serve with transformers' continuous batching: `generate_batch`, but with a `max_new_tokens` for each request.
 
     Its cache holds all requests at once, and prefixes are not shared because the workloads have none.
-
-    Attributes:
-        model: the model.
-        max_num_batched_tokens: most tokens of a step.
     """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model: "PreTrainedModel"
-    max_num_batched_tokens: int
-    name: str = "transformers-continuous"
-
-    def serve(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        blocks = [-(-(len(prompt) + params.max_tokens) // BLOCK) + 1 for prompt, params in requests]
-        config = ContinuousBatchingConfig(
-            num_blocks=sum(blocks), max_batch_tokens=self.max_num_batched_tokens, allow_block_sharing=False
-        )
-        generation = _generation(self.model, requests)
-        finished: dict[str, list[int]] = {}
-        with self.model.continuous_batching_context_manager(  # type: ignore[operator]
-            generation_config=GenerationConfig(**generation), continuous_batching_config=config
-        ) as manager:
-            for index, (prompt, params) in enumerate(requests):
-                manager.add_request(
-                    prompt,
-                    request_id=str(index),
-                    max_new_tokens=params.max_tokens,
-                    eos_token_id=generation["eos_token_id"],
-                )
-            while len(finished) < len(requests):
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    finished[result.request_id] = result.generated_tokens
-                elif result is None and not manager.is_running():
-                    raise RuntimeError("transformers' continuous batching ended before its requests did")
-        return [finished[str(index)] for index in range(len(requests))]
+    blocks = [-(-(len(prompt) + params.max_tokens) // BLOCK) + 1 for prompt, params in requests]
+    config = ContinuousBatchingConfig(
+        num_blocks=sum(blocks), max_batch_tokens=max_num_batched_tokens, allow_block_sharing=False
+    )
+    generation = _generation(model, requests)
+    finished: dict[str, list[int]] = {}
+    with model.continuous_batching_context_manager(  # type: ignore[operator]
+        generation_config=GenerationConfig(**generation), continuous_batching_config=config
+    ) as manager:
+        for index, (prompt, params) in enumerate(requests):
+            options = {"max_new_tokens": params.max_tokens, "eos_token_id": generation["eos_token_id"]}
+            manager.add_request(prompt, request_id=str(index), **options)
+        while len(finished) < len(requests):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                finished[result.request_id] = result.generated_tokens
+            elif result is None and not manager.is_running():
+                raise RuntimeError("transformers' continuous batching ended before its requests did")
+    return [finished[str(index)] for index in range(len(requests))]
 
 
-# How to build each peer from transformers' model and the most tokens that a step of ours may have.
-PEERS: dict[str, Callable[["PreTrainedModel", int], Server]] = {
-    "transformers": lambda model, _: PaddedTransformers(model),
-    "transformers-continuous": ContinuousTransformers,
+# How each peer serves requests with transformers' model, in steps of as many tokens as ours.
+PEERS: dict[str, Callable[["PreTrainedModel", int, Sequence[BenchRequest]], list[list[int]]]] = {
+    "transformers": serve_padded,
+    "transformers-continuous": serve_continuous,
 }
 
 
@@ -123,7 +95,7 @@ def load_transformers(model: str, dtype: torch.dtype, device: torch.device) -> "
     return AutoModelForCausalLM.from_pretrained(open_checkpoint(model).path, dtype=dtype, device_map=device).eval()
 
 
-def _generation(model: "PreTrainedModel", requests: Sequence[BenchRequest]) -> dict[str, int | float | bool]:
+def _generation(model: "PreTrainedModel", requests: Sequence[BenchRequest]) -> dict[str, Any]:
     """transformers' options for how the requests sample. The end token is one that does not exist."""
     temperature = requests[0].params.temperature
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

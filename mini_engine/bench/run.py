@@ -3,25 +3,25 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mini_engine.bench import host
-from mini_engine.bench.peers import PEERS, MiniEngine, Server, load_transformers
-from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, batch_of, least_seconds
+from mini_engine.bench.host import Row, host_rows
+from mini_engine.bench.options import BenchOptions
+from mini_engine.bench.peers import PEERS, Serve, load_transformers, serve_mini_engine
+from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, batch_of, least_seconds, num_outputs
+from mini_engine.cli_options import EngineOptions
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM, pick_device
 from mini_engine.loading.checkpoint import open_checkpoint
-from mini_engine.parts import Parts
-from mini_engine.roofline import measure_machine
+from mini_engine.roofline import device_name, measure_machine
 
-WORKLOADS = ("batches", "throughput", "host")
 PAGE_SIZE = 128  # of ours: every backend takes it on every device
 
 
@@ -40,197 +40,106 @@ class Measurement:
     equal: int
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How all engines served one workload in one dtype.
-
-    Attributes:
-        dtype: of the weights.
-        attn_backend: of our engine.
-        num_requests: requests of the workload.
-        bound: output tokens per second that the machine's measured rates allow.
-        machine: name of the device.
-        measured: one for each engine, ours first.
-    """
-
-    dtype: str
-    attn_backend: str
-    num_requests: int
-    bound: float
-    machine: str
-    measured: list[Measurement]
-
-
-def run_bench(
-    console: Console,
-    *,
-    workload: str = "batches",
-    model: str = "smollm2-135m-instruct",
-    options: Mapping[str, Any] | None = None,
-    parts: Parts | None = None,
-    peers: Sequence[str] = (),
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
-    batch_sizes: Sequence[int] = (1, 8),
-    prompt_tokens: int = 64,
-    max_tokens: int = 64,
-    rounds: int = 3,
-    as_json: bool = False,
-) -> None:
-    """Run a workload and print a table.
-
-    Args:
-        console: where to print.
-        workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths) or "host"
-            (host time per step without a model; the other options do not apply to it).
-        model: as for `LLM`.
-        options: fields of `EngineConfig` for our engine, other than its dtype.
-        parts: our engine's replaceable parts.
-        peers: names of PEERS to measure too.
-        dtypes: the dtypes to measure in.
-        batch_sizes: numbers of requests of "batches".
-        prompt_tokens: average tokens of a prompt of "batches".
-        max_tokens: tokens of an output of "batches".
-        rounds: timed runs of each engine.
-        as_json: print one JSON object per line instead of a table.
+def run_bench(console: Console, engine: EngineOptions, bench: BenchOptions) -> None:
+    """Run a workload, and print a table, or one JSON object per row.
 
     Raises:
-        ConfigError: for an unknown workload or peer, or impossible sizes.
+        ConfigError: for an unknown peer, or impossible options.
     """
-    if workload not in WORKLOADS:
-        raise ConfigError(f"unknown workload {workload!r}; choose one of: {', '.join(WORKLOADS)}")
-    if workload == "host":
-        host.run_host(console, as_json=as_json)
-        return
-    if not batch_sizes or min([*batch_sizes, prompt_tokens, max_tokens]) < 1:
-        raise ConfigError("batch sizes, prompt tokens and max tokens must be 1 or more")
-    workloads = [batch_of(size, prompt_tokens, max_tokens) for size in batch_sizes]
-    if workload == "throughput":
-        device = EngineConfig.of(options or {}).device
-        workloads = [GPU if pick_device(device).type == "cuda" else CPU]
-    comparisons = compare(
-        console,
-        workloads,
-        model=model,
-        options=options or {},
-        parts=parts,
-        peers=peers,
-        dtypes=dtypes,
-        rounds=rounds,
-    )
-    if as_json:
-        for line in json_lines(comparisons):
-            console.out(line, highlight=False)
+    if bench.workload == "host":
+        title, rows = "Host time per step in µs, without model, kernels and text", host_rows(console)
     else:
-        console.print(
-            comparison_table(comparisons, f"{model}, {comparisons[0].attn_backend}, {comparisons[0].machine}")
-        )
+        config = EngineConfig.of(engine.options)
+        device = pick_device(config.device)
+        workloads = [batch_of(size, bench.prompt_tokens, bench.max_tokens) for size in bench.batch_size]
+        if bench.workload == "throughput":
+            workloads = [GPU if device.type == "cuda" else CPU]
+        rows = compare(console, engine, workloads, bench.peer, bench.rounds)
+        title = f"{engine.model}, {config.attn_backend}, {device_name(device)}"
+    if bench.json:
+        for row in rows:
+            console.out(json.dumps(row), highlight=False)
+    else:
+        console.print(table(title, rows))
 
 
 def compare(
-    console: Console,
-    workloads: Sequence[Workload],
-    *,
-    model: str,
-    options: Mapping[str, Any],
-    parts: Parts | None,
-    peers: Sequence[str],
-    dtypes: Sequence[str],
-    rounds: int,
-) -> list[Comparison]:
-    """Serve workloads with our engine and with peers, in every dtype.
+    console: Console, engine: EngineOptions, workloads: Sequence[Workload], peers: Sequence[str] = (), rounds: int = 3
+) -> list[Row]:
+    """Serve workloads with our engine and with peers.
+
+    Returns:
+        A row for each workload and engine. `ratio` is our rate over that engine's.
 
     Raises:
-        ConfigError: for an unknown peer, no rounds, or requests that are too long or too many for the engine.
+        ConfigError: for an unknown peer, or requests that are too long or too many for the engine.
     """
     if unknown := [peer for peer in peers if peer not in PEERS]:
         raise ConfigError(f"unknown peer {unknown[0]!r}; choose one of: {', '.join(PEERS)}")
-    if rounds < 1 or not dtypes:
-        raise ConfigError("give at least one round and one dtype")
     most = max(workload.num_requests for workload in workloads)
-    configs = [
-        EngineConfig.of({"max_batch_size": most, "page_size": PAGE_SIZE} | dict(options) | {"dtype": dtype})
-        for dtype in dtypes
-    ]
+    config = EngineConfig.of({"max_batch_size": most, "page_size": PAGE_SIZE} | engine.options)
     # Checked before any prompt is built: the sizes come from the command line.
-    shape, longest = open_checkpoint(model).config, max(workload.longest for workload in workloads)
+    shape, longest = open_checkpoint(engine.model).config, max(workload.longest for workload in workloads)
     if longest > shape.max_position_embeddings:
         raise ConfigError(
-            f"a prompt and its output may have {longest} tokens, and {model} takes {shape.max_position_embeddings}: "
-            "choose fewer prompt tokens, or fewer tokens to generate"
+            f"a prompt and its output may have {longest} tokens, and {engine.model} takes "
+            f"{shape.max_position_embeddings}: choose fewer prompt tokens, or fewer tokens to generate"
         )
     requests = [workload.requests(shape.vocab_size) for workload in workloads]
-    comparisons = []
-    for config in configs:
-        # Room for all requests and no more: on a GPU the peers' caches share the memory with ours.
-        num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
-        llm = LLM(model, replace(config, num_pages=num_pages), parts=parts)
-        servers: list[Server] = [MiniEngine(llm.engine)]
-        if peers:
-            theirs = load_transformers(model, llm.model.dtype, llm.model.device)
-            servers += [PEERS[peer](theirs, config.max_num_batched_tokens) for peer in peers]
-        machine = measure_machine(llm.model.device, llm.model.dtype)
-        for own in requests:
-            with console.status(f"{config.dtype}, {len(own)} requests"):
-                measured = measure(servers, own, rounds)
-            bound = num_outputs(own) / least_seconds(llm.model.config, machine, own, llm.model.dtype.itemsize)
-            comparisons.append(Comparison(config.dtype, config.attn_backend, len(own), bound, machine.name, measured))
-    return comparisons
+    # Room for all requests and no more: on a GPU the peers' caches share the memory with ours.
+    num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
+    llm = LLM(engine.model, replace(config, num_pages=num_pages), parts=engine.parts)
+    serve: dict[str, Serve] = {"mini_engine": partial(serve_mini_engine, llm.engine)}
+    if peers:
+        theirs = load_transformers(engine.model, llm.model.dtype, llm.model.device)
+        serve |= {peer: partial(PEERS[peer], theirs, config.max_num_batched_tokens) for peer in peers}
+    machine = measure_machine(llm.model.device, llm.model.dtype)
+    rows: list[Row] = []
+    for own in requests:
+        with console.status(f"{len(own)} requests", spinner="line"):
+            measured = measure(serve, own, rounds)
+        bound = num_outputs(own) / least_seconds(llm.model.config, machine, own, llm.model.dtype.itemsize)
+        rows += [
+            {
+                "dtype": machine.dtype,
+                "requests": len(own),
+                "engine": other.engine,
+                "tokens_per_s": round(other.rate, 1),
+                "bound_tokens_per_s": round(bound, 1),
+                "share_of_bound": round(other.rate / bound, 2),
+                "equal_requests": other.equal,
+                "ratio": round(measured[0].rate / other.rate, 2),
+            }
+            for other in measured
+        ]
+    return rows
 
 
-def measure(servers: Sequence[Server], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:
-    """Let servers take turns with the same requests, after a warm-up: all prompts, with a sixteenth of their outputs.
+def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:
+    """Let engines take turns with the same requests, so a machine whose speed drifts favors none.
 
-    The warm-up's requests end one after the other as well, so an engine that compiles for a number of running requests
-    has compiled by then.
+    A warm-up comes first: all prompts, with a sixteenth of their outputs. Its requests end one after the other as well,
+    so an engine that compiles for a number of running requests has compiled by then.
     """
     begun = [
         BenchRequest(prompt, replace(params, max_tokens=max(2, params.max_tokens // 16))) for prompt, params in requests
     ]
+    for own in serve.values():
+        own(begun)
     outputs: dict[str, list[list[int]]] = {}
-
-    def run(server: Server, own: Sequence[BenchRequest]) -> None:
-        outputs[server.name] = server.serve(own)
-
-    seconds = alternate(
-        [partial(run, server, requests) for server in servers], rounds, [partial(run, s, begun) for s in servers]
-    )
-    first = outputs[servers[0].name]
-    for tokens in outputs.values():
-        assert [len(own) for own in tokens] == [params.max_tokens for _, params in requests]
+    seconds = defaultdict[str, list[float]](list)
+    for name, own in list(serve.items()) * rounds:
+        start = time.perf_counter()
+        outputs[name] = own(requests)
+        seconds[name].append(time.perf_counter() - start)
+        assert [len(tokens) for tokens in outputs[name]] == [params.max_tokens for _, params in requests]
+    first = next(iter(outputs.values()))
     return [
         Measurement(
-            server.name,
-            num_outputs(requests) / own,
-            sum(a == b for a, b in zip(outputs[server.name], first, strict=True)),
+            name, num_outputs(requests) / statistics.median(seconds[name]), sum(map(list.__eq__, outputs[name], first))
         )
-        for server, own in zip(servers, seconds, strict=True)
+        for name in serve
     ]
-
-
-def alternate(
-    runs: Sequence[Callable[[], object]], rounds: int, warm_ups: Sequence[Callable[[], object]] | None = None
-) -> list[float]:
-    """Return the median seconds of each run: they take turns, so a machine whose speed drifts favors none.
-
-    Args:
-        runs: the functions to time.
-        rounds: how often each is timed.
-        warm_ups: what is called before, untimed; default each run once.
-    """
-    for warm_up in warm_ups or runs:
-        warm_up()
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for own, run in zip(seconds, runs, strict=True):
-            start = time.perf_counter()
-            run()
-            own.append(time.perf_counter() - start)
-    return [statistics.median(own) for own in seconds]
-
-
-def num_outputs(requests: Sequence[BenchRequest]) -> int:
-    """Count the output tokens of all requests."""
-    return sum(params.max_tokens for _, params in requests)
 
 
 def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -> int:
@@ -238,41 +147,12 @@ def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -
     return sum(-(-(len(prompt) + params.max_tokens) // page_size) for prompt, params in requests)
 
 
-def json_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return one JSON object for each engine, workload and dtype."""
-    return [
-        json.dumps(
-            {
-                "dtype": own.dtype,
-                "requests": own.num_requests,
-                "engine": measurement.engine,
-                "tokens_per_s": round(measurement.rate, 1),
-                "bound_tokens_per_s": round(own.bound, 1),
-                "equal_requests": measurement.equal,
-            }
-        )
-        for own in comparisons
-        for measurement in own.measured
-    ]
-
-
-def comparison_table(comparisons: Sequence[Comparison], title: str) -> Table:
-    """Return a table with one row for each engine, workload and dtype; `ratio` is our rate over that engine's."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
-    table.add_column("dtype")
-    table.add_column("requests", justify="right")
-    table.add_column("engine", no_wrap=True)
-    for column in ("tokens/s", "of bound", "equal", "ratio"):
-        table.add_column(column, justify="right")
-    for own in comparisons:
-        for measurement in own.measured:
-            table.add_row(
-                own.dtype,
-                str(own.num_requests),
-                measurement.engine,
-                f"{measurement.rate:.1f}",
-                f"{measurement.rate / own.bound:.0%}",
-                f"{measurement.equal} of {own.num_requests}",
-                f"{own.measured[0].rate / measurement.rate:.2f}x",
-            )
-    return table
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """Return a table with a column for each key of the rows."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+    for name, value in rows[0].items():
+        is_text = isinstance(value, str)
+        made.add_column(name.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text)
+    for row in rows:
+        made.add_row(*("" if value is None else str(value) for value in row.values()))
+    return made

@@ -81,6 +81,11 @@ def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
     return Workload(size, lengths, (max_tokens, max_tokens))
 
 
+def num_outputs(requests: Sequence[BenchRequest]) -> int:
+    """Count the output tokens of all requests."""
+    return sum(params.max_tokens for _, params in requests)
+
+
 def least_seconds(
     config: ModelConfig, machine: Machine, requests: Sequence[BenchRequest], dtype_bytes: int, shared: int = 0
 ) -> float:

@@ -4,24 +4,19 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import ContinuousBatchingConfig
 
-from mini_engine.bench.peers import BLOCK, PEERS, MiniEngine, load_transformers
-from mini_engine.bench.run import (
-    Comparison,
-    Measurement,
-    compare,
-    comparison_table,
-    json_lines,
-    measure,
-    num_outputs,
-    run_bench,
-)
-from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, batch_of, least_seconds
+from mini_engine.bench import run as module
+from mini_engine.bench.options import BenchOptions
+from mini_engine.bench.peers import BLOCK, PEERS, load_transformers, serve_mini_engine
+from mini_engine.bench.run import compare, measure, run_bench
+from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, batch_of, least_seconds, num_outputs
+from mini_engine.cli_options import EngineOptions
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.llm import LLM
 from mini_engine.roofline import Machine
@@ -29,6 +24,7 @@ from mini_engine.sampling_params import SamplingParams
 
 FEW = Workload(5, (3, 9), (2, 7))
 VOCAB = 49_152
+MODEL = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def theirs():
-    return load_transformers("smollm2-135m-instruct", torch.float32, torch.device("cpu"))
+    return load_transformers(MODEL, torch.float32, torch.device("cpu"))
 
 
 def test_the_gpu_workload_is_nano_vllms():
@@ -65,7 +61,8 @@ def test_a_batch_varies_around_its_average():
 @pytest.mark.parametrize("peer", PEERS)
 def test_every_peer_gives_our_tokens(llm, theirs, peer):
     requests = FEW.requests(VOCAB)
-    ours, other = measure([MiniEngine(llm.engine, "ours"), PEERS[peer](theirs, 16)], requests, rounds=1)
+    serve = {"ours": partial(serve_mini_engine, llm.engine), peer: partial(PEERS[peer], theirs, 16)}
+    ours, other = measure(serve, requests, rounds=1)
     assert (ours.engine, other.engine) == ("ours", peer)
     assert ours.equal == other.equal == 5
     assert ours.rate > 0 and other.rate > 0
@@ -73,18 +70,17 @@ def test_every_peer_gives_our_tokens(llm, theirs, peer):
 
 def test_a_request_that_is_refused_is_not_measured(llm):
     with pytest.raises(RequestError, match="shorten"):
-        MiniEngine(llm.engine).serve([BenchRequest([5] * 9000, SamplingParams())])
+        serve_mini_engine(llm.engine, [BenchRequest([5] * 9000, SamplingParams())])
 
 
 @dataclass
 class Fake:
     """Answers with one token, but in the first request ends with another."""
 
-    name: str
     last: int
     served: list[int] = field(default_factory=list)
 
-    def serve(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+    def __call__(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
         lengths = [params.max_tokens for _, params in requests]
         self.served.append(sum(lengths))
         return [[7] * (n - 1) + [7 if i else self.last] for i, n in enumerate(lengths)]
@@ -95,34 +91,33 @@ def test_what_is_counted_by_hand(monkeypatch):
     requests = FEW.requests(VOCAB)[:3]
     clock = iter([0.0, 2.0, 0.0, 4.0])
     monkeypatch.setattr("mini_engine.bench.run.time.perf_counter", lambda: next(clock))
-    servers = [Fake("one", 7), Fake("two", 8)]
+    servers = {"one": Fake(7), "two": Fake(8)}
     one, two = measure(servers, requests, rounds=1)
     tokens = sum(params.max_tokens for _, params in requests)
     assert (one.rate, two.rate, one.equal, two.equal) == (tokens / 2, tokens / 4, 3, 2)
-    assert all(server.served == [2 + 2 + 2, tokens] for server in servers)  # a warm-up, then all of it
+    assert all(server.served == [2 + 2 + 2, tokens] for server in servers.values())  # a warm-up, then all of it
 
 
-COMPARISON = Comparison(
-    "bfloat16", "torch", 256, 400.0, "m", [Measurement("mini_engine", 100.0, 256), Measurement("other", 50.0, 2)]
-)
+ROW = {
+    "dtype": "bfloat16", "requests": 256, "engine": "transformers-continuous", "tokens_per_s": 88888.8,
+    "bound_tokens_per_s": 90000.0, "share_of_bound": 0.99, "equal_requests": 256, "ratio": 1.25,
+}  # fmt: skip
 
 
-def test_the_table_by_hand_fits_eighty_columns():
-    long = Comparison("bfloat16", "torch", 256, 9e4, "m", [Measurement("transformers-continuous", 88888.8, 256)])
+def printed(monkeypatch: pytest.MonkeyPatch, *, json: bool) -> str:
+    monkeypatch.setattr(module, "compare", lambda *_: [ROW, ROW | {"ratio": None}])
     out = io.StringIO()
-    Console(file=out, width=80).print(comparison_table([COMPARISON, long], "title"))
-    rows = [line.split() for line in out.getvalue().splitlines()[2:]]
-    assert rows == [
-        ["bfloat16", "256", "mini_engine", "100.0", "25%", "256", "of", "256", "1.00x"],
-        ["bfloat16", "256", "other", "50.0", "12%", "2", "of", "256", "2.00x"],
-        ["bfloat16", "256", "transformers-continuous", "88888.8", "99%", "256", "of", "256", "1.00x"],
-    ]
+    run_bench(Console(file=out, width=80), EngineOptions("a model", {"device": "cpu"}), BenchOptions(json=json))
+    return out.getvalue()
 
 
-def test_json_has_the_numbers_of_the_table():
-    first, second = map(json.loads, json_lines([COMPARISON]))
-    assert first | {"engine": "other", "tokens_per_s": 50.0, "equal_requests": 2} == second
-    assert (first["engine"], first["bound_tokens_per_s"], first["requests"]) == ("mini_engine", 400.0, 256)
+def test_the_table_has_the_values_of_the_rows_and_fits_eighty_columns(monkeypatch):
+    first, second = (line.split() for line in printed(monkeypatch, json=False).splitlines()[-2:])
+    assert first == [str(value) for value in ROW.values()] and second == first[:-1]
+
+
+def test_json_is_one_row_per_line(monkeypatch):
+    assert list(map(json.loads, printed(monkeypatch, json=True).splitlines())) == [ROW, ROW | {"ratio": None}]
 
 
 def test_the_bound_counts_prompts_too(llm):
@@ -138,14 +133,9 @@ def test_blocks_are_as_long_as_transformers_makes_them():
     assert (config.get("page_size") or config["block_size"]) == BLOCK
 
 
-class Lazy(Fake):
-    def serve(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        return [[] for _ in requests]
-
-
 def test_an_engine_that_drops_tokens_is_not_measured():
     with pytest.raises(AssertionError):
-        measure([Fake("fake", 7), Lazy("lazy", 7)], FEW.requests(VOCAB), rounds=1)
+        measure({"fake": Fake(7), "lazy": lambda requests: [[] for _ in requests]}, FEW.requests(VOCAB), rounds=1)
 
 
 def test_no_step_is_counted_for_requests_that_have_ended(llm):
@@ -164,30 +154,25 @@ def test_no_step_is_counted_for_requests_that_have_ended(llm):
     ("options", "message"),
     [
         ({"workload": "everything"}, "choose one of: batches, throughput, host"),
-        ({"peers": ["nobody"]}, "choose one of"),
-        ({"workload": "throughput", "peers": ["nobody"]}, "choose one of"),
-        ({"rounds": 0}, "one round"),
-        ({"dtypes": []}, "one dtype"),
-        ({"dtypes": ["float7"]}, "unknown dtype"),
-        ({"batch_sizes": [0]}, "1 or more"),
-        ({"batch_sizes": []}, "1 or more"),
+        ({"peer": ["nobody"]}, "choose one of"),
+        ({"workload": "throughput", "peer": ["nobody"]}, "choose one of"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"batch_size": [0]}, "batch_size is 0"),
+        ({"prompt_tokens": -1}, "prompt_tokens is -1"),
         ({"prompt_tokens": 10**9}, "choose fewer prompt tokens"),
         ({"max_tokens": 10**9}, "fewer tokens to generate"),
-        ({"batch_sizes": [10**9]}, "max_batch_size"),
+        ({"batch_size": [10**9]}, "max_batch_size"),
     ],
 )
 def test_mistakes_are_refused_before_any_prompt_is_built(monkeypatch, options, message):
     monkeypatch.setattr(Workload, "requests", lambda *_: pytest.fail("prompts were built"))
     with pytest.raises(ConfigError, match=message):
-        run_bench(Console(), **options)
+        run_bench(Console(), EngineOptions(MODEL, {}), BenchOptions(**options))
 
 
 def test_all_engines_in_one_comparison():
-    (own,) = compare(
-        Console(file=io.StringIO()), [FEW], model="smollm2-135m-instruct",
-        options={"attn_backend": "torch", "device": "cpu"}, parts=None, peers=["transformers"],
-        dtypes=["float32"], rounds=1,
-    )  # fmt: skip
-    assert [m.engine for m in own.measured] == ["mini_engine", "transformers"]
-    assert (own.dtype, own.num_requests) == ("float32", 5) and own.bound > 0
-    assert all(m.equal == 5 for m in own.measured)
+    options = EngineOptions(MODEL, {"attn_backend": "torch", "device": "cpu", "dtype": "float32"})
+    ours, theirs = compare(Console(file=io.StringIO()), options, [FEW], ["transformers"], rounds=1)
+    assert (ours["engine"], theirs["engine"]) == ("mini_engine", "transformers")
+    assert ours["dtype"] == "float32" and ours["requests"] == ours["equal_requests"] == theirs["equal_requests"] == 5
+    assert ours["ratio"] == 1.0 and theirs["ratio"] > 0 and ours["bound_tokens_per_s"] > 0

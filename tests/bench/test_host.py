@@ -10,7 +10,9 @@ from rich.console import Console
 
 from mini_engine.attention.backend import BACKENDS
 from mini_engine.bench import host
+from mini_engine.bench.options import BenchOptions
 from mini_engine.bench.run import run_bench
+from mini_engine.cli_options import EngineOptions
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -29,26 +31,14 @@ def test_every_timed_step_decodes_all_rows_while_the_queue_waits(depth, sharing)
 
 
 def test_json_is_one_line_per_number_of_rows(monkeypatch):
-    monkeypatch.setattr(host, "QUEUE", 9)
+    monkeypatch.setattr(host, "ROWS", (1, 2))
+    monkeypatch.setattr(host, "CASES", host.CASES | {"queue_of_10000_us": {"num_waiting": 9}})
     out = io.StringIO()
-    measured = host.run_host(Console(file=out, width=40), rows=(1, 2), as_json=True)
-    lines = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [line["rows"] for line in lines] == [1, 2]
-    for line, own in zip(lines, measured, strict=True):
-        assert line["host_us"] == round(own.host_us, 1) > 0 and line["bound_us"] == (60 if own.rows == 1 else None)
-        assert min(line["depth_0"], line["queue"], line["prefix_sharing"]) > 0
-
-
-def test_the_table_has_each_case_beside_its_bound(monkeypatch):
-    monkeypatch.setattr(host, "host_time", lambda rows: host.HostTime(rows, 10.4, 9.0, 11.0, 12.0))
-    out = io.StringIO()
-    run_bench(Console(file=out, width=80), workload="host")
-    rows = [line.strip("│").replace("│", " ").split() for line in out.getvalue().splitlines() if line.startswith("│")]
-    assert rows[:4] == [
-        ["1", "1", "0", "off", "10", "60"], ["1", "0", "0", "off", "9", "60"], ["1", "1", "10,000", "off", "11", "60"],
-        ["1", "1", "0", "on", "12", "60"],
-    ]  # fmt: skip
-    assert [row[0] for row in rows] == ["1"] * 4 + ["32"] * 4 + ["256"] * 4 and rows[-1][-1] == "300"
+    run_bench(Console(file=out, width=40), EngineOptions("", {}), BenchOptions(workload="host", json=True))
+    first, second = map(json.loads, out.getvalue().splitlines())
+    assert list(first) == ["rows", *host.CASES, "bound_us"]
+    assert (first["rows"], first["bound_us"], second["rows"], second["bound_us"]) == (1, 60, 2, None)
+    assert min(first[name] for name in host.CASES) > 0
 
 
 def test_the_null_backend_is_not_offered():

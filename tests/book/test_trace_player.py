@@ -12,7 +12,8 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
-from mini_engine.observe.trace import EXAMPLE, TraceStep
+from book.trace_example import EXAMPLE
+from mini_engine.observe.trace import TraceStep
 from tests.book.site_under_test import PHONE, ROOT, Tab, needs_browser
 from tests.helpers import read_trace
 
@@ -56,13 +57,13 @@ def small_trace(num_pages: int = 3, name: str = "<b>x</b>") -> str:
     """A trace of two steps, by hand: a request with a name that is no HTML."""
 
     def step(index: int, kind: str, new: int, computed: int, arrived: dict[str, int]) -> dict[str, object]:
-        args = {"arrived": arrived, "waiting": [], "admitted": list(arrived), "preempted": [], "aborted": []}
-        work = {"id": name, "kind": kind, "new": new, "computed": computed}
-        output = {"id": name, "token": 1, "text": "hi ", "finish": None}
+        args = {"arrived": arrived, "waiting": [], "admitted": list(arrived), "preempted": [], "left": {}, "ended": {}}
+        work = {"request_id": name, "kind": kind, "num_new": new, "num_computed": computed}
+        output = {"request_id": name, "token_id": 1, "text": "hi "}
         args |= {"pages": {name: [2, 0]} if arrived else {}, "batch": [work], "outputs": [output]}
         return {"ph": "X", "cat": "step", "name": f"step {index}", "ts": index * 10.0, "dur": 9.0, "args": args}
 
-    other = {"format": "mini-engine trace", "version": 1, "num_pages": num_pages, "page_size": 4}
+    other = {"format": "mini-engine trace", "version": 2, "num_pages": num_pages, "page_size": 4}
     events = [step(0, "prefill", 6, 6, {name: 6}), step(1, "decode", 1, 7, {})]
     return json.dumps({"traceEvents": events, "otherData": other})
 
@@ -193,7 +194,7 @@ def test_a_trace_of_ones_own_is_dropped_or_chosen(player: sync_api.Page, tmp_pat
         ("no JSON", "it is not JSON"),
         ('{"traceEvents": []}', "not written by this engine"),
         ("[]", "not written by this engine"),
-        (small_trace().replace('"version": 1', '"version": 2'), "its version is 2"),
+        (small_trace().replace('"version": 2', '"version": 1'), "its version is 1"),
         (small_trace(num_pages=2), "its step 0 is damaged"),
         (small_trace().replace('"decode"', '"magic"'), "its step 1 is damaged"),
         (small_trace().replace('"cat": "step"', '"cat": "other"'), "it holds no steps"),

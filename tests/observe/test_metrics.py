@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from mini_engine.batch import StepBatch
-from mini_engine.observe.metrics import Metrics, num_parameters, weight_bytes_per_step
+from mini_engine.observe.metrics import Metrics, weight_bytes_per_step
 from mini_engine.outputs import Piece, RequestOutput, StepReport
 from mini_engine.request import Request
 from mini_engine.roofline import Machine
@@ -34,7 +34,7 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     model = our_model(transformers_model("llama", tie_word_embeddings=True))
     clock = iter([10.0, 10.25, 10.5, 11.0, 11.5])
     monkeypatch.setattr("mini_engine.observe.metrics.time.perf_counter", lambda: next(clock))
-    metrics = Metrics(model)
+    metrics = Metrics()
     prompts, decodes = report([4, 3], [4, 3], 0.5), report([1, 1], [6, 4], 0.25)
     done = RequestOutput("", [5, 6, 7, 8], [7, 7], "", "length")
     refused = RequestOutput("", [], [], "", "error")
@@ -42,15 +42,15 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         metrics.add(Piece(index, "", 1, output, step))
     metrics.add(Piece(2, "", 0, refused, None))
     assert metrics.first_token_seconds == {0: 0.25, 1: 0.5}
-    assert metrics.progress(3) == "2 of 3 requests done, 4 tokens, 8 tokens/s"
+    assert metrics.summary() == "4 tokens, 8 tokens/s, first after 250 ms"
     out = io.StringIO()
-    Console(file=out, width=100).print(metrics.table(Machine("a machine", "float32", bandwidth=1e9, flops=1e9)))
+    Console(file=out, width=100).print(metrics.table(model, Machine("a machine", "float32", bandwidth=1e9, flops=1e9)))
     rows = dict(
         [cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines() if "│" in line
     )
     weights = weight_bytes_per_step(model)
     assert rows == {
-        "time to first token (median request)": "500 ms",
+        "time to first token (median request)": "375 ms",
         "prompt tokens": "4",
         "output tokens": "4",
         "decode, all requests together": "8.0 tokens/s",
@@ -64,7 +64,7 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_time_of_a_step_that_only_collects_counts() -> None:
     """At depth 1 the last call launches nothing."""
-    metrics = Metrics(our_model(transformers_model("llama")))
+    metrics = Metrics()
     nothing = np.zeros(0, dtype=np.int64)
     last = StepReport(Schedule(nothing, nothing, 0), [], nothing, None, [], nothing, [], 0.0, 0.75, 100)
     for step in (report([1], [6], 0.25), last):
@@ -76,4 +76,4 @@ def test_the_time_of_a_step_that_only_collects_counts() -> None:
 def test_tied_embeddings_are_read_as_the_lm_head(tied: bool) -> None:
     model = our_model(transformers_model("llama", dtype=torch.float64, tie_word_embeddings=tied))
     unread = 0 if tied else 61 * 32
-    assert weight_bytes_per_step(model) == 8 * (num_parameters(model) - unread)
+    assert weight_bytes_per_step(model) == 8 * (sum(own.numel() for own in model.parameters()) - unread)

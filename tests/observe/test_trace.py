@@ -174,7 +174,7 @@ def test_the_file_is_a_chrome_trace(run, tmp_path):
         assert [args[name] for args in counters if name in args] == values
     moments = Counter(e["name"] for e in events if e["ph"] == "i")
     assert moments["preempted"] == sum(len(step.preempted) for step in trace.steps)
-    assert moments["ended: length"] == 4 and moments["aborted"] == 1
+    assert moments["ended: length"] == 4 and moments["ended: abort"] == 1
     assert moments["admitted"] == sum(len(step.admitted) for step in trace.steps)
     assert sum(event["dur"] for event in events if event["name"] == "waiting" and event["ph"] == "X") > 0
 
@@ -195,10 +195,10 @@ def test_each_step_s_work_has_its_kind(run):
 
 
 def test_a_summary_by_hand():
-    token = Token("A", 1, "x", None)
+    token = Token("A", 1, "x")
     prefill = [Work("A", "prefill", 9, 9)]
-    first = TraceStep(0.0, 0.5, prefill, {"A": [0, 1, 2]}, {"A": 9, "B": 1}, ["A"], ["B"], {}, [token])
-    second = TraceStep(0.5, 0.5, [Work("A", "decode", 1, 10)], {"A": [0, 1]}, {}, [], [], {}, [token])
+    first = TraceStep(0.0, 0.5, prefill, {"A": [0, 1, 2]}, {"A": 9, "B": 1}, ["A"], ["B"], {}, [token], {})
+    second = TraceStep(0.5, 0.5, [Work("A", "decode", 1, 10)], {"A": [0, 1]}, {}, [], [], {}, [token], {})
     trace = Trace()
     trace.num_pages, trace.page_size, trace.steps = 4, 4, [first, second]
     assert trace.summary() == "2 steps in 1.0 s, 2 tokens/s, at most 3 of 4 pages in use, 1 preemption"
@@ -228,13 +228,13 @@ def test_a_request_that_never_ran_is_not_recorded():
     engine.abort("brief")
     engine.add_request("a", [3], replace(GREEDY, max_tokens=1))
     engine.step()
-    assert [(step.arrived, step.left, step.ended) for step in trace.steps] == [({"a": 1}, {}, ["a"])]
+    assert [(step.arrived, step.left, step.ended) for step in trace.steps] == [({"a": 1}, {}, {"a": "length"})]
     assert trace.queues() == [[]]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_stop_string_ends_a_request_with_its_last_token(tmp_path, depth):
-    """The engine hears of it between two steps; in the file the request ends where its text did."""
+def test_a_request_with_a_stop_string_leaves(tmp_path, depth):
+    """The engine hears of it between two steps."""
     trace = Trace(WORDS)
     engine = make_text_engine(
         double_model("llama"), num_pages=8, page_size=4, pipeline_depth=depth, on_step=trace.record
@@ -248,7 +248,7 @@ def test_a_stop_string_ends_a_request_with_its_last_token(tmp_path, depth):
     assert [step.left for step in trace.steps if step.left] == [{"a": "stop"}]
     assert not any(step.ended for step in trace.steps)
     saved = read_trace(tmp_path / "trace.json").steps
-    assert [step.ended for step in saved if step.outputs][-1] == ["a"] and not any(step.left for step in saved)
+    assert [step.left for step in saved if step.left] == [{"a": "stop"}]
     assert sum(len(step.outputs) for step in saved) == len(output.token_ids)
 
 
@@ -274,13 +274,13 @@ def test_a_failed_request_leaves():
 
 
 def test_a_path_that_cannot_be_written_is_a_typed_error(tmp_path):
-    with pytest.raises(TraceFileError, match="choose a path in a folder"):
+    with pytest.raises(TraceFileError, match="choose another path"):
         Trace().save(tmp_path / "no" / "folder" / "trace.json")
 
 
 def test_the_queue_keeps_its_order_by_hand():
-    queue, step = Queue(), TraceStep(0.0, 0.0, [], {}, {}, [], [], {}, [])
+    queue, step = Queue(), TraceStep(0.0, 0.0, [], {}, {}, [], [], {}, [], {})
     assert queue.after(replace(step, arrived={"x": 1, "y": 1, "z": 1}, pages={"x": [0]})) == ["y", "z"]
-    assert queue.after(replace(step, pages={"x": [0], "y": [1]}, outputs=[Token("x", 1, "", "stop")])) == ["z"]
+    assert queue.after(replace(step, pages={"x": [0], "y": [1]}, ended={"x": "stop"})) == ["z"]
     assert queue.after(replace(step, preempted=["y"])) == ["y", "z"]  # the older request waits in front
     assert queue.after(replace(step, left={"y": "abort"}, arrived={"x": 2})) == ["z", "x"]

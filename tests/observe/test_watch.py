@@ -6,10 +6,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from mini_engine.errors import RequestError
 from mini_engine.llm import LLM
-from mini_engine.observe.trace import EXAMPLE, Token, Trace, TraceStep, Work, record_example, tokens_per_second
-from mini_engine.observe.watch import COLORS, Watch, watch_chat, watch_requests
+from mini_engine.observe.trace import Token, Trace, TraceStep, Work, tokens_per_second
+from mini_engine.observe.watch import COLORS, Watch, watched_engine
 from mini_engine.sampling_params import SamplingParams
 
 
@@ -45,7 +44,7 @@ def test_it_shows_shared_pages_and_hits():
     trace.num_pages, trace.page_size = 4, 4
     batch = [Work("A", "decode", 1, 8), Work("B", "chunk", 2, 6)]
     pages = {"A": [0, 1], "B": [0, 2]}
-    step = TraceStep(0.0, 0.1, batch, pages, {"A": 7, "B": 6}, ["B"], [], {}, [])
+    step = TraceStep(0.0, 0.1, batch, pages, {"A": 7, "B": 6}, ["B"], [], {}, [], {})
     trace.steps = [step]
     assert step.hits == {"B": 4} and step.num_pages_in_use == 3
     text = drawn(Watch(trace))
@@ -60,14 +59,14 @@ def test_colours_columns_and_news_of_a_run_by_hand():
     first = TraceStep(
         0.0, 1.0, [Work("A", "prefill", 7, 7), Work("B", "prefill", 6, 6), Work("C", "prefill", 4, 4)],
         {"A": [0, 1], "B": [3, 4], "C": [5]}, {"A": 7, "B": 6, "C": 4}, ["A", "B", "C"], [], {},
-        [Token("A", 1, "one", None), Token("C", 2, "bye", "stop")],
+        [Token("A", 1, "one"), Token("C", 2, "bye")], {"C": "stop"},
     )  # fmt: skip
     second = TraceStep(
-        1.0, 1.0, [Work("A", "decode", 1, 8)], {"A": [0, 1]}, {}, [], ["B"], {}, [Token("A", 1, " two", None)]
+        1.0, 1.0, [Work("A", "decode", 1, 8)], {"A": [0, 1]}, {}, [], ["B"], {}, [Token("A", 1, " two")], {}
     )
     third = TraceStep(
         2.0, 2.0, [Work("A", "decode", 1, 9), Work("B", "chunk", 2, 6)], {"A": [0, 1, 6], "B": [0, 2]}, {}, ["B"], [],
-        {}, [Token("A", 1, " three", None)],
+        {}, [Token("A", 1, " three")], {},
     )  # fmt: skip
     trace.steps = [first, second]
     watch = Watch(trace)
@@ -86,7 +85,7 @@ def test_colours_columns_and_news_of_a_run_by_hand():
     assert new == [" B", " A"]  # pages 2 and 6
     console = Console(width=80, file=io.StringIO())
     with console.capture() as capture:
-        console.print(watch.requests(80, 9))
+        console.print(watch.requests(80))
     rows = [line.split() for line in capture.get().splitlines()[1:]]
     assert rows == [
         ["A", "decode", "9", "3", "one", "two", "three"], ["B", "chunk", "of", "2", "6", "2", "1"],
@@ -98,8 +97,8 @@ def test_colours_columns_and_news_of_a_run_by_hand():
 def test_states_of_requests_that_left():
     trace = Trace()
     trace.num_pages, trace.page_size = 4, 4
-    first = TraceStep(0.0, 1.0, [], {"A": [0]}, {"A": 1, "B": 1, "C": 1}, ["A"], [], {}, [Token("A", 1, "x", None)])
-    last = TraceStep(1.0, 1.0, [], {}, {}, [], [], {"A": "stop", "B": "abort", "C": "error"}, [])
+    first = TraceStep(0.0, 1.0, [], {"A": [0]}, {"A": 1, "B": 1, "C": 1}, ["A"], [], {}, [Token("A", 1, "x")], {})
+    last = TraceStep(1.0, 1.0, [], {}, {}, [], [], {"A": "stop", "B": "abort", "C": "error"}, [], {})
     trace.steps = [first, last]
     text = drawn(Watch(trace))
     assert [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["A"], ["B"], ["C"])] == [
@@ -111,9 +110,9 @@ def test_states_of_requests_that_left():
 def test_no_text_controls_the_terminal():
     trace = Trace()
     trace.num_pages, trace.page_size = 4, 4
-    token = Token("\x1b", 1, "\x1b]0;title\x07 text\x9b2J", None)
+    token = Token("\x1b", 1, "\x1b]0;title\x07 text\x9b2J")
     trace.steps = [
-        TraceStep(0.0, 1.0, [Work("\x1b", "prefill", 1, 1)], {"\x1b": [0]}, {"\x1b": 1}, [], [], {}, [token])
+        TraceStep(0.0, 1.0, [Work("\x1b", "prefill", 1, 1)], {"\x1b": [0]}, {"\x1b": 1}, [], [], {}, [token], {})
     ]
     text = drawn(Watch(trace))
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
@@ -126,27 +125,26 @@ def test_it_fits_the_terminal(run, width, num_pages):
     whole = run.trace
     trace = Trace()
     trace.num_pages, trace.page_size, trace.steps = max(num_pages, whole.num_pages), 2, whole.steps
-    text = drawn(Watch(trace), width, 80)
+    text = drawn(Watch(trace), width, 200)
     assert max(map(len, text.splitlines())) <= width
     cells = "".join(line for line in text.splitlines() if line.startswith("│"))
     in_use = whole.steps[-1].num_pages_in_use
     assert cells.count("·") in (trace.num_pages - in_use, 2 * (trace.num_pages - in_use))
 
 
-@pytest.mark.parametrize("width", [4, 6, 7, 40, 80])
-@pytest.mark.parametrize("height", [12, 24])
+@pytest.mark.parametrize("width", [4, 7, 40, 80])
+@pytest.mark.parametrize("height", [6, 12, 24])
 @pytest.mark.parametrize("num_pages", [20, 300, 6000])
-def test_it_is_no_higher_than_the_terminal(run, width, height, num_pages):
+def test_the_pages_take_half_of_the_terminal(run, width, height, num_pages):
     whole = run.trace
     trace = Trace()
     trace.num_pages, trace.page_size, trace.steps = max(num_pages, whole.num_pages), 2, whole.steps
+    watch = Watch(trace)
+    watch.view(width, height)
     console = Console(width=width, height=height, file=io.StringIO())
-    with_table, without = (
-        len(console.render_lines(Watch(trace).view(width, height, with_requests=shown), pad=False))
-        for shown in (True, False)
-    )
-    if width >= 40:  # narrower ones break the lines of the status
-        assert with_table <= height and without <= height
+    lines = console.render_lines(watch.pages(width, height // 2), pad=False)
+    if width >= 40:  # in narrower ones the number of pages that are left out takes several lines
+        assert len(lines) <= height // 2 + 2  # with the frame
 
 
 @pytest.fixture(scope="module")
@@ -154,59 +152,19 @@ def llm():
     return LLM(dtype="float32", device="cpu", num_pages=8)
 
 
-def test_watched_requests_get_the_answers_of_generate(llm):
+def test_a_watched_engine_answers_like_the_engine_itself(llm):
     questions = ("What is the capital of France?", "Say hello.")
     prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
     params = SamplingParams(temperature=0.0, max_tokens=9, stop=" is")
-    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    outputs, trace = watch_requests(console, llm, prompts, params, num_pages=4)
-    expected = llm.generate(prompts, params)
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
-    assert [output.text for output in outputs] == [output.text for output in expected]
-    assert outputs[0].text == "The capital of France" and outputs[0].finish_reason == "stop"
-    assert trace.num_pages == 4 and trace.page_size == 16
-    assert "4 in use" in console.file.getvalue()
+    engine, watch = watched_engine(llm, [40, 40], {"num_pages": 4, "prefix_sharing": True})
+    outputs = engine.generate(prompts, params)
+    assert [output.text for output in outputs] == [output.text for output in llm.generate(prompts, params)]
+    assert (watch.trace.num_pages, watch.trace.page_size) == (4, 16)
+    assert "The capital of France" in drawn(watch, 120)
 
 
-def test_a_request_that_does_not_fit_is_refused_alone(llm):
-    params = SamplingParams(temperature=0.0, max_tokens=2)
-    long, short = watch_requests(Console(file=io.StringIO()), llm, [[5] * 40, [5] * 4], params, num_pages=1)[0]
-    assert isinstance(long.error, RequestError) and "more pages" in str(long.error)
-    assert len(short.token_ids) == 2
-
-
-class Talker(Console):
-    """A console whose user says certain lines."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__(file=io.StringIO(), width=80, height=24)
-        self._lines = iter(lines)
-
-    def input(self, *args, **kwargs):
-        return next(self._lines)
-
-
-def test_a_watched_chat_remembers_and_leaves_the_conversation(llm):
-    console, messages = Talker("My name is Ada.", "What is my name?", ""), []
-    watch_chat(console, llm, messages, SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.1))
-    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    out = console.file.getvalue()
-    assert "you What is my name?" in out and "Ada" in out.rsplit("model", 1)[1]
-
-
-def test_a_chat_goes_on_after_a_message_that_is_refused(llm):
-    console, messages = Talker("Hello.", "word " * 200, "Goodbye.", ""), []
-    watch_chat(console, llm, messages, SamplingParams(temperature=0.0, max_tokens=4), num_pages=8)
-    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    out = console.file.getvalue()
-    assert "more pages" in " ".join(out.split()) and out.index("you Hello.") < out.index("you Goodbye.")
-
-
-def test_the_example_has_preemptions_and_chunks(llm):
-    shorter = [(at, name, question, min(limit, 8)) for at, name, question, limit in EXAMPLE]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mini_engine.observe.trace.EXAMPLE", shorter)
-        trace = record_example(llm, num_pages=36, page_size=8, max_num_batched_tokens=64)
-    assert any(step.preempted for step in trace.steps)
-    assert any(work.kind == "chunk" for step in trace.steps for work in step.batch)
-    assert sorted(name for step in trace.steps for name in step.ended) == [name for _, name, _, _ in EXAMPLE]
+def test_the_pool_has_room_for_all_requests(llm):
+    engine, _ = watched_engine(llm, [16, 17, 10**9], {})
+    longest = llm.config.max_model_len // 16
+    assert engine.engine.page_table.num_pages == (1 + 1) + (2 + 1) + (longest + 1)
+    assert watched_engine(llm, [16], {"page_size": 4})[0].engine.page_table.num_pages == 4 + 1

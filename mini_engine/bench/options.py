@@ -1,0 +1,42 @@
+"""Options of `mini-engine bench`. This module does not import torch, so `--help` does not wait for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mini_engine.errors import ConfigError, check_positive
+
+WORKLOADS = ("batches", "throughput", "host")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, and how it is printed.
+
+    Attributes:
+        workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths) or "host"
+            (host time per step without a model; only `json` applies to it).
+        peer: also measure this engine. May be given several times.
+        batch_size: number of requests of "batches". May be given several times.
+        prompt_tokens: average tokens of a prompt of "batches"; lengths vary around it.
+        max_tokens: tokens of each output of "batches".
+        rounds: timed runs of each engine; the median counts.
+        json: print one JSON object per line instead of a table.
+
+    Raises:
+        ConfigError: for an unknown workload, or a number below 1.
+    """
+
+    workload: str = "batches"
+    peer: Sequence[str] = ()
+    batch_size: Sequence[int] = (1, 8)
+    prompt_tokens: int = 64
+    max_tokens: int = 64
+    rounds: int = 3
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workload not in WORKLOADS:
+            raise ConfigError(f"unknown workload {self.workload!r}; choose one of: {', '.join(WORKLOADS)}")
+        for size in self.batch_size:
+            check_positive(batch_size=size)
+        check_positive(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens, rounds=self.rounds)

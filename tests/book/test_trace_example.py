@@ -1,0 +1,16 @@
+"""The run of the trace player shows what its page promises."""
+
+import pytest
+
+from book import trace_example
+from mini_engine.llm import LLM
+
+
+def test_the_example_has_preemptions_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = [(at, name, question, min(limit, 8)) for at, name, question, limit in trace_example.EXAMPLE]
+    monkeypatch.setattr(trace_example, "EXAMPLE", shorter)
+    llm = LLM(dtype="float32", device="cpu", num_pages=36, page_size=8, max_num_batched_tokens=64)
+    trace = trace_example.record_example(llm)
+    assert any(step.preempted for step in trace.steps)
+    assert any(work.kind == "chunk" for step in trace.steps for work in step.batch)
+    assert sorted(name for step in trace.steps for name in step.ended) == [name for _, name, _, _ in shorter]

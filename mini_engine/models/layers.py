@@ -129,8 +129,8 @@ def split_qkv(
         Queries and keys together, `[T, Hq + Hk, D]`, so that one call rotates both; and the values, `[T, Hk, D]`.
     """
     heads = qkv.view(qkv.shape[0], spec.num_qo_heads + 2 * spec.num_kv_heads, spec.head_dim)
-    queries_and_keys, values = heads.split((spec.num_qo_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
-    return queries_and_keys, values
+    num_rotated = spec.num_qo_heads + spec.num_kv_heads
+    return heads.narrow(1, 0, num_rotated), heads.narrow(1, num_rotated, spec.num_kv_heads)
 
 
 class DecoderLayer(nn.Module):
@@ -160,7 +160,7 @@ class Linear(nn.Module):
         self.weight = empty_weight(num_rows, in_features)
         self.bias = empty_weight(num_rows) if bias else None
 
-    def forward(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:
+    def __call__(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:  # without hooks, which cost host time
         return linear(x, self.weight, self.bias)
 
     def destinations(self) -> dict[str, Tensor]:
@@ -189,10 +189,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "T hidden"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        q_and_k, v = split_qkv(self.qkv(x), self.spec)
+        spec = self.spec
+        q_and_k, v = split_qkv(self.qkv(x), spec)
         q_and_k = self.parts.apply_rope(self.prepare(q_and_k), cos, sin)
-        q, k = q_and_k.split((self.spec.num_qo_heads, self.spec.num_kv_heads), dim=1)
-        return self.o(attend(self.spec.layer, q, k, v).flatten(1))
+        q, k = q_and_k.narrow(1, 0, spec.num_qo_heads), q_and_k.narrow(1, spec.num_qo_heads, spec.num_kv_heads)
+        return self.o(attend(spec.layer, q, k, v).flatten(1))
 
     def destinations(self) -> dict[str, Tensor]:
         return self.qkv.destinations() | self.o.destinations()

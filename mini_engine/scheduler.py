@@ -21,6 +21,7 @@ from mini_engine.request import Request, Running
 
 Rows = Int[np.ndarray, " B"]
 Tokens = Int32[np.ndarray, " n"]
+EVICTION_BATCHES = 64  # a 64th of the pool is evicted at a time, so that most steps evict nothing
 
 
 @runtime_checkable
@@ -242,8 +243,8 @@ class Scheduler:
             num_tokens = len(request.token_ids)
             pages, shared_tokens = self._match(request, earlier)
             # Pages that a window returns at once are no gain.
-            shared_pages = pages[: shared_tokens // table.page_size]
-            own_pages = self._pages_at_most(num_tokens) - (len(shared_pages) if self._window is None else 0)
+            shared_pages = pages[: shared_tokens // table.page_size if self._window is None else 0]
+            own_pages = self._pages_at_most(num_tokens) - len(shared_pages)
             free_pages = table.num_free_pages - held_back
             if own_pages > free_pages and self.prefix_tree is not None:
                 # Cached pages can be evicted, but not those that the request shares.
@@ -301,7 +302,7 @@ class Scheduler:
             return True
         if self.prefix_tree is None or self.prefix_tree.num_evictable < num_short:
             return False
-        self.prefix_tree.evict(num_short)
+        self.prefix_tree.evict(max(num_short, self.page_table.num_pages // EVICTION_BATCHES))
         return True
 
     def _insert_prompt(self, row: int, num_new: int) -> None:

@@ -49,19 +49,26 @@ def roomy(family: str = "qwen3", **options) -> LLMEngine:
 def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int, longest: int) -> None:
     """Serve random requests by a random engine, some aborted on the way, and compare each with a run alone.
 
+    Some are the next turn of a chat: they begin with the prompt and the output of another request, or a part of them.
     The engine has the book's own model or that of transformers; the run alone has the book's own.
     """
     model = data.draw(st.sampled_from([double_model, adapted_model]))(family)
     arrivals: dict[int, list[Arrival]] = {}
     all_requests = data.draw(requests(most, longest))
-    for request in all_requests:
-        arrivals.setdefault(data.draw(st.integers(0, 4)), []).append(request)
+    window = data.draw(st.none() | st.integers(1, 12))
+    for name, prompt, params in all_requests:
+        arrival = data.draw(st.integers(0, 4))
+        arrivals.setdefault(arrival, []).append((name, prompt, params))
+        if data.draw(st.integers(0, 2)) == 0:
+            text = prompt + alone(double_model(family), prompt, params, window)
+            turn = text[: data.draw(st.integers(1, len(text)))] + data.draw(st.lists(st.integers(3, 60), max_size=4))
+            arrivals.setdefault(arrival + data.draw(st.integers(0, 12)), []).append((f"after {name}", turn, params))
+    all_requests = [request for several in arrivals.values() for request in several]
     aborts: dict[int, list[str]] = {}
     for name, _, _ in all_requests:
         if data.draw(st.integers(0, 4)) == 0:
             aborts.setdefault(data.draw(st.integers(1, 8)), []).append(name)
     aborted = {name for names in aborts.values() for name in names}
-    window = data.draw(st.none() | st.integers(1, 12))
     page_size = data.draw(st.sampled_from([1, 2, 4, 16]))
     needed = max(-(-(len(prompt) + params.max_tokens) // page_size) for _, prompt, params in all_requests)
     max_batch_size = data.draw(st.integers(1, 4))
@@ -115,13 +122,14 @@ TIGHT = {"num_pages": 14, "page_size": 2, "max_batch_size": 4, "max_num_batched_
 @DEPTHS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preemption_and_sharing_happen_and_change_nothing(family, depth):
-    preempted = shared = 0
+    preempted = shared = evicted = 0
     for seed in range(4):
         engine = make_engine(double_model(family), pipeline_depth=depth, **TIGHT)
         tight_traffic(engine, family, seed)
         preempted += engine.metrics.preemptions
         shared += engine.metrics.shared_tokens
-    assert preempted >= 4 and shared >= 4
+        evicted += engine.metrics.evicted_pages
+    assert preempted >= 4 and shared >= 4 and evicted >= 4
 
 
 @pytest.mark.gpu
@@ -281,10 +289,27 @@ def test_metrics_add_up():
     engine = roomy(prefix_sharing=True)
     arrivals = {0: [(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]}
     got = serve(engine, arrivals)
-    metrics = engine.metrics
+    metrics = replace(engine.metrics)
+    assert metrics.prompt_tokens == sum(map(len, PROMPTS)) and metrics.hit_rate == metrics.evicted_pages == 0
     assert metrics.finished == 4 and metrics.output_tokens == sum(map(len, got.values())) == 24
     assert metrics.computed_tokens == sum(map(len, PROMPTS)) + 4 * 5 and metrics.preemptions == 0
     assert metrics.steps == 6 and metrics.seconds > 0
+    for _ in range(2):  # the first call has emptied the cache
+        serve(engine, {0: [("again", PROMPTS[2], GREEDY)]}, empty_cache=False)
+    assert engine.metrics.shared_tokens == 8 and engine.metrics.hit_rate == 8 / (metrics.prompt_tokens + 18)
+
+
+@DEPTHS
+def test_pages_are_evicted_before_a_request_is_preempted_or_waits(depth):
+    """Ten requests one after the other fill the pool with cached pages; two at once then need nearly all of it."""
+    engine = roomy(prefix_sharing=True, num_pages=12, pipeline_depth=depth)
+    for i in range(10):
+        serve(engine, {0: [(str(i), [10 + i] * 9, GREEDY)]}, empty_cache=False)
+    assert engine.page_table.num_free_pages + engine.scheduler.prefix_tree.num_evictable == 12
+    assert engine.page_table.num_free_pages < 4 and engine.metrics.evicted_pages > 12
+    got = serve(engine, {0: [(str(i), [30 + i] * 11, replace(GREEDY, max_tokens=11)) for i in range(2)]})
+    assert got["1"] == alone(engine.model, [31] * 11, replace(GREEDY, max_tokens=11))
+    assert engine.metrics.preemptions == 0
 
 
 def test_a_step_reports_the_bytes_of_its_keys_and_values():

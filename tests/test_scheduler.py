@@ -212,6 +212,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.unfinished:
                 self.step()
         assert not self.unfinished
+        tree, size = self.scheduler.prefix_tree, self.table.page_size
+        if tree is not None:
+            for page in tree.pages.tolist():  # each is found by what its keys were computed from
+                text = self.slots[(page + 1) * size - 1]
+                assert tree.match(np.array(text, dtype=np.int32)).tolist()[-1] == page
+            self.met["cached"] += len(tree.pages)
+            tree.evict(self.table.num_pages)
         assert self.table.num_free_pages == self.table.num_pages and self.table.num_free_rows == self.batch
 
     @invariant()
@@ -227,6 +234,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (running.num_evicted[rows] <= running.num_computed[rows]).all()
         pages = [self.table.pages(row).tolist() for row in rows.tolist()]
         owners = np.bincount([page for held in pages for page in held], minlength=self.table.num_pages)
+        if self.scheduler.prefix_tree is not None:
+            owners[self.scheduler.prefix_tree.pages] += 1
         assert self.table.refcounts.tolist() == owners.tolist()
         if self.window is not None:
             most = (self.window + self.budget) // self.table.page_size + 2
@@ -280,16 +289,19 @@ def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
 def run(scheduler: Scheduler, token: int = 1) -> list[tuple[int, int]]:
     """Compute one step at depth 0, where every sampled token is the same; return each request's number and share."""
     schedule, running = scheduler.schedule(), scheduler.running
-    rows = schedule.rows
-    done = [
-        (request.arrival, n) for request, n in zip(running.requests_of(rows), schedule.num_new.tolist(), strict=True)
-    ]
+    requests = running.requests_of(schedule.rows)
+    compute(scheduler, schedule, token)
+    return [(request.arrival, n) for request, n in zip(requests, schedule.num_new.tolist(), strict=True)]
+
+
+def compute(scheduler: Scheduler, schedule: Schedule, token: int = 1) -> None:
+    """Count a step as computed and collected."""
+    running, rows = scheduler.running, schedule.rows
     running.num_computed[rows] += schedule.num_new
     sampling = rows[running.num_computed[rows] == running.num_scheduled[rows]]
     running.num_scheduled[sampling] += 1
     for request in running.requests_of(running.append(sampling, np.full(len(sampling), token, dtype=np.int64))):
         scheduler.remove(request)
-    return done
 
 
 def pages_of(scheduler: Scheduler, request: Request) -> list[int]:
@@ -331,7 +343,7 @@ def test_equal_prompts_that_arrive_together_share_what_the_first_computes_in_tha
     first, *others = (pages_of(scheduler, request) for request in requests)
     assert all(pages[:2] == first[:2] and pages[2] != first[2] for pages in others)
     assert schedule.copies == []  # what the step itself computes cannot be copied before it
-    assert scheduler.page_table.refcounts[first].tolist() == [3, 3, 1]
+    assert scheduler.page_table.refcounts[first].tolist() == [4, 4, 1]  # the prefix tree is the fourth owner
 
 
 def test_a_free_page_is_left_for_each_running_request():
@@ -378,9 +390,87 @@ def test_a_prefix_that_ends_inside_a_page_is_copied():
     assert old == pages_of(scheduler, first)[1]
     assert pages_of(scheduler, second) == [pages_of(scheduler, first)[0], new]
     scheduler.remove(first)
-    assert table.refcounts.sum() == 2
+    assert table.refcounts[pages_of(scheduler, second)].tolist() == [2, 1] and table.num_free_pages == 18
     scheduler.remove(second)
-    assert table.num_free_pages == 20
+    assert table.num_free_pages == 19 and scheduler.prefix_tree.num_evictable == 1
+
+
+def serve_alone(scheduler: Scheduler, prompt: list[int], max_tokens: int, arrival: int) -> Schedule:
+    """Run one request to its end, whose output is all 1, and return its first step."""
+    request = make_request(prompt, max_tokens, arrival)
+    scheduler.add(request)
+    steps = []
+    while len(request.token_ids) < request.max_len:
+        steps.append(scheduler.schedule())
+        compute(scheduler, steps[-1])
+    return steps[0]
+
+
+def test_the_next_turn_of_a_chat_shares_the_answer_before_it():
+    scheduler = make_scheduler(PageTable(20, 4, 3), prefix_sharing=True)
+    assert serve_alone(scheduler, [5] * 6, 5, 0).num_shared == 0  # 11 tokens; the last one is not computed
+    assert serve_alone(scheduler, [5] * 6 + [1] * 5 + [6] * 3, 4, 1).num_shared == 8
+    assert serve_alone(scheduler, [5] * 6 + [2] * 4, 1, 2).num_shared == 4
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_of_a_cached_prompt_that_fills_its_pages_the_last_token_is_computed(is_running):
+    """From the page of a running request all but that token is copied; otherwise the last page is computed again."""
+    scheduler = make_scheduler(PageTable(20, 4, 3), prefix_sharing=True)
+    scheduler.add(make_request([5] * 8, 4 if is_running else 1, 0))
+    compute(scheduler, scheduler.schedule())
+    assert len(scheduler.running) == is_running
+    scheduler.add(make_request([5] * 8, 4, 1))
+    schedule = scheduler.schedule()
+    assert schedule.num_shared == (7 if is_running else 4) and len(schedule.copies) == is_running
+    assert schedule.num_new.tolist() == ([1, 1] if is_running else [4])
+
+
+def test_cached_pages_are_evicted_before_a_request_is_preempted_or_has_to_wait():
+    table = PageTable(8, 4, 4)
+    scheduler = make_scheduler(table, prefix_sharing=True)
+    serve_alone(scheduler, [5] * 28, 1, 0)
+    assert table.num_free_pages == 1 and scheduler.prefix_tree.num_evictable == 7
+    scheduler.add(make_request([6] * 12, 5, 1))
+    scheduler.add(make_request([7] * 8, 9, 2))
+    schedule = scheduler.schedule()
+    assert len(schedule.admitted) == 2
+    while len(scheduler.running) == 2:
+        compute(scheduler, schedule)
+        schedule = scheduler.schedule()
+        assert not schedule.preempted
+    assert scheduler.prefix_tree.num_evicted == 7 and table.num_free_pages == 0
+
+
+def test_a_preempted_request_finds_its_pages_again_when_it_returns():
+    table = PageTable(6, 4, 4)
+    scheduler = make_scheduler(table, prefix_sharing=True)
+    first, second = make_request([5] * 11, 6, 0), make_request([6] * 11, 6, 1)
+    scheduler.add(first)
+    scheduler.add(second)
+    schedules = [scheduler.schedule()]
+    while not schedules[-1].preempted:
+        compute(scheduler, schedules[-1])
+        schedules.append(scheduler.schedule())
+    assert schedules[-1].preempted == [second] and schedules[-1].num_shared == 0
+    assert scheduler.prefix_tree.num_evicted == 1  # its last page, which the first request needs
+    while not schedules[-1].admitted:
+        compute(scheduler, schedules[-1])
+        schedules.append(scheduler.schedule())
+    assert schedules[-1].admitted == [second] and schedules[-1].num_shared == 8
+    assert pages_of(scheduler, second)[:2] == scheduler.prefix_tree.match(np.full(8, 6, dtype=np.int32)).tolist()
+
+
+def test_a_prompt_in_chunks_is_shared_as_far_as_it_is_computed():
+    scheduler = make_scheduler(PageTable(40, 4, 3), budget=10, prefix_sharing=True)
+    scheduler.add(make_request([5] * 30, 4, 0))
+    shared = []
+    for i in range(4):
+        scheduler.add(make_request([5] * 30, 4, i + 1))
+        schedule = scheduler.schedule()
+        shared.append(len(scheduler.prefix_tree.pages))
+        compute(scheduler, schedule)
+    assert shared == [2, 5, 7, 7]
 
 
 def test_without_prefix_sharing_nothing_is_shared():

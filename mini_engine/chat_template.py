@@ -66,8 +66,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
         raise RequestError(
             f"the chat template does not take these messages: {answer['error']}; change them or the template"
         )
-    if not answer["text"]:
-        raise RequestError("the chat template renders these messages to an empty text; use another template")
     return answer["text"]
 
 
@@ -91,8 +89,9 @@ def _pick_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         template = tokenizer.get_chat_template(chat_template)
     except (TypeError, ValueError):  # none, several without a default, or an argument that cannot be a name
         template = None
-    if not template:
-        raise RequestError("there is no chat template to use; pass chat_template, or use generate with plain text")
-    if not isinstance(template, str):
-        raise RequestError(f"the chat template is {str(template)[:100]!r}; pass the text of a Jinja template")
+    if not template or not isinstance(template, str):
+        found = f", but {str(template)[:100]!r}" if template else ""
+        raise RequestError(
+            f"there is no chat template to use{found}; pass the text of a Jinja template, or generate from plain text"
+        )
     return template

@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -50,19 +51,12 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def render(template: str, variables: dict[str, Any]) -> str:
     """Render a template in the environment that transformers gives to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),
@@ -86,8 +80,8 @@ def main() -> None:
     try:
         text = render(**json.load(sys.stdin.buffer))
         answer = {"text": text}
-        if len(text) > OUTPUT_CHARS:
-            answer = {"error": f"it wrote {len(text)} characters and may write {OUTPUT_CHARS}"}
+        if not 0 < len(text) <= OUTPUT_CHARS:
+            answer = {"error": f"it wrote {len(text)} characters, and may write 1 to {OUTPUT_CHARS}"}
     except MemoryError:
         raise
     except Exception as error:  # a template may raise anything

@@ -54,13 +54,8 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace
 
 def make_app() -> typer.Typer:
     """Return an app without commands, with the settings of ours."""
-    return typer.Typer(
-        help="An inference engine to read: generate text, chat, measure.",
-        no_args_is_help=True,
-        rich_markup_mode="rich",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    about = "An inference engine to read: generate text, chat, measure."
+    return typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 app = make_app()
@@ -78,13 +73,8 @@ def generate(
     """Answer several prompts at once, and report what that cost. Greedy unless --temperature is given."""
     console = make_console()
     batch = load_batch(console, engine, sampling, prompts, raw, chat_template)
-    if not watch:
-        answer(console, batch.llm, None, batch)
-        return
-    from mini_engine.observe.watch import watched_engine
-
     lengths = [len(prompt) + batch.params.max_tokens for prompt in batch.prompts]
-    answer(console, *watched_engine(batch.llm, lengths, engine.options), batch)
+    answer(console, *_engine_and_view(engine, batch.llm, lengths, watch), batch)
 
 
 @command(app)
@@ -100,12 +90,7 @@ def chat(
     template = _read_template(chat_template)
     llm = engine.load(console)
     params = sampling.params(llm.default_params, temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=512)
-    serving: TextEngine = llm
-    view = None
-    if watch:
-        from mini_engine.observe.watch import watched_engine
-
-        serving, view = watched_engine(llm, [CHAT_TOKENS], engine.options)
+    serving, view = _engine_and_view(engine, llm, [CHAT_TOKENS], watch)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while line := read_line(console, "[bold cyan]you[/] "):
         if not sys.stdin.isatty():  # a line that was typed is on the screen already
@@ -286,6 +271,16 @@ def main(app: typer.Typer = app) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(f"cannot write to standard output: {error.strerror}")
         sys.exit(1)
+
+
+def _engine_and_view(
+    engine: EngineOptions, llm: "LLM", lengths: list[int], watch: bool
+) -> "tuple[TextEngine, Watch | None]":
+    if not watch:
+        return llm, None
+    from mini_engine.observe.watch import watched_engine
+
+    return watched_engine(llm, lengths, engine.options)
 
 
 def _read_template(path: Path | None) -> str | None:

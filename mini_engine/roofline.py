@@ -10,7 +10,7 @@ Explained in chapter 01.
 from __future__ import annotations
 
 import platform
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,30 +87,22 @@ def linear_cost(num_tokens: int, in_features: int, out_features: int, dtype_byte
     return Cost(2 * num_tokens * in_features * out_features, elements * dtype_bytes)
 
 
+def elementwise_cost(num_elements: int, flops: int, tensors: int, dtype_bytes: int, other_bytes: int = 0) -> Cost:
+    """An operation on each number by itself.
+
+    Args:
+        num_elements: numbers in the result.
+        flops: operations for each of them.
+        tensors: tensors of this size that are read or written.
+        dtype_bytes: bytes per number.
+        other_bytes: bytes read beside these tensors.
+    """
+    return Cost(flops * num_elements, tensors * num_elements * dtype_bytes + other_bytes)
+
+
 def norm_cost(num_tokens: int, hidden_size: int, dtype_bytes: int) -> Cost:
-    """RMSNorm: square, sum, scale and weigh each number: 4 FLOPs; read x and the weight, write the result."""
-    return Cost(4 * num_tokens * hidden_size, (2 * num_tokens + 1) * hidden_size * dtype_bytes)
-
-
-def rope_cost(num_tokens: int, num_heads: int, head_dim: int, dtype_bytes: int) -> Cost:
-    """Each pair of numbers: 4 multiplications, 2 additions. The tables are float32 and shared by all heads."""
-    tables = num_tokens * head_dim * 4
-    return Cost(3 * num_tokens * num_heads * head_dim, 2 * num_tokens * num_heads * head_dim * dtype_bytes + tables)
-
-
-def gated_activation_cost(num_tokens: int, intermediate_size: int, dtype_bytes: int) -> Cost:
-    """`act(gate) * up`: counted as 5 FLOPs a number (an exponential as 1); two inputs are read, one result written."""
-    return Cost(5 * num_tokens * intermediate_size, 3 * num_tokens * intermediate_size * dtype_bytes)
-
-
-def add_cost(num_tokens: int, hidden_size: int, dtype_bytes: int) -> Cost:
-    """The residual addition `x + y`: 1 FLOP a number; two inputs are read, one result written."""
-    return Cost(num_tokens * hidden_size, 3 * num_tokens * hidden_size * dtype_bytes)
-
-
-def copy_cost(num_elements: int, dtype_bytes: int) -> Cost:
-    """Numbers moved and not computed with (the cache append, the embedding lookup): read once, written once."""
-    return Cost(0, 2 * num_elements * dtype_bytes)
+    """RMSNorm: square, sum, scale and weigh each number; read x and the weight, write the result."""
+    return elementwise_cost(num_tokens * hidden_size, 4, 2, dtype_bytes, other_bytes=hidden_size * dtype_bytes)
 
 
 def visible_pairs(num_queries: int, num_keys: int, *, causal: bool = True, window: int | None = None) -> int:
@@ -124,11 +116,8 @@ def visible_pairs(num_queries: int, num_keys: int, *, causal: bool = True, windo
     """
     if not causal:
         return num_queries * num_keys
-    first = num_keys - num_queries + 1  # keys that the first query sees; each later query sees one more
-    if window is None or window >= num_keys:
-        return num_queries * (first + num_keys) // 2
-    growing = max(0, window - first)  # queries that still see fewer keys than the window holds
-    return growing * (first + window - 1) // 2 + (num_queries - growing) * window
+    # The first query sees num_keys - num_queries + 1 keys, and each later one sees one more.
+    return sum(min(seen, window or seen) for seen in range(num_keys - num_queries + 1, num_keys + 1))
 
 
 def attention_cost(
@@ -175,19 +164,22 @@ def decoder_layer_costs(
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
+    sine_bytes = tokens * shape.head_dim * 4  # float32, shared by all heads
     return {
         "input_norm": norm_cost(tokens, hidden, dtype_bytes),
         "qkv_proj": linear_cost(tokens, hidden, q_size + 2 * kv_size, dtype_bytes),
-        "rope": rope_cost(tokens, shape.num_qo_heads + shape.num_kv_heads, shape.head_dim, dtype_bytes),
-        "kv_append": copy_cost(2 * tokens * kv_size, dtype_bytes),
+        # Each pair of numbers: 4 multiplications, 2 additions.
+        "rope": elementwise_cost(tokens * (q_size + kv_size), 3, 2, dtype_bytes, other_bytes=sine_bytes),
+        "kv_append": elementwise_cost(2 * tokens * kv_size, 0, 2, dtype_bytes),
         "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes) * batch_size,
         "o_proj": linear_cost(tokens, q_size, hidden, dtype_bytes),
-        "attention_residual": add_cost(tokens, hidden, dtype_bytes),
+        "attention_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
         "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),
         "gate_up_proj": linear_cost(tokens, hidden, 2 * inner, dtype_bytes),
-        "activation": gated_activation_cost(tokens, inner, dtype_bytes),
+        # act(gate) * up, an exponential counted as 1.
+        "activation": elementwise_cost(tokens * inner, 5, 3, dtype_bytes),
         "down_proj": linear_cost(tokens, inner, hidden, dtype_bytes),
-        "mlp_residual": add_cost(tokens, hidden, dtype_bytes),
+        "mlp_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
     }
 
 
@@ -195,7 +187,7 @@ def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes
     """The cost of one step of the whole model, with logits for the last token of each sequence. Arguments as above."""
     tokens = batch_size * num_tokens
     layer = sum(decoder_layer_costs(shape, num_tokens, kv_len, dtype_bytes, batch_size).values(), Cost(0, 0))
-    embedding = copy_cost(tokens * shape.hidden_size, dtype_bytes)
+    embedding = elementwise_cost(tokens * shape.hidden_size, 0, 2, dtype_bytes)
     final_norm = norm_cost(batch_size, shape.hidden_size, dtype_bytes)
     lm_head = linear_cost(batch_size, shape.hidden_size, shape.vocab_size, dtype_bytes)
     return embedding + layer * shape.num_layers + final_norm + lm_head
@@ -226,24 +218,21 @@ def device_name(device: torch.device | str) -> str:
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     threads = torch.get_num_threads()
-    return f"{models[0] if models else platform.machine()}, {threads} thread{'s' if threads != 1 else ''}"
+    return f"{model}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
     run()
+    if device.type == "cpu":
+        return min(timeit.repeat(run, number=1, repeat=repeats))
     times = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
     return min(times)

@@ -131,8 +131,8 @@ NEST = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{%
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "RecursionError|was stopped"),
         (DEEP_IF, "SyntaxError|RecursionError|was stopped"),
         ("{{ range(10**9) }}", "Range too big"),
-        ("{{ '' }}", "empty text"),
-        ("{% if false %}x{% endif %}", "empty text"),
+        ("{{ '' }}", "wrote 0 characters"),
+        ("{% if false %}x{% endif %}", "wrote 0 characters"),
         ("{{ messages|map('unknown')|list }}", "TemplateRuntimeError|TemplateAssertionError"),
     ],
 )

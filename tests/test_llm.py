@@ -81,7 +81,7 @@ TOO_LONG = "{% for i in range(99999) %}{{ 'hello ' }}{% endfor %}"
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "RecursionError"),
-        ("{{ '' }}", "empty text"),
+        ("{{ '' }}", "wrote 0 characters"),
         ("{{ messages.nothing.here }}", "chat template"),
         (TOO_LONG, "has 599994 characters, too many for the 8192 tokens"),
     ],

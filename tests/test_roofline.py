@@ -19,7 +19,6 @@ from mini_engine.roofline import (
     measure_machine,
     model_step_cost,
     norm_cost,
-    rope_cost,
     visible_pairs,
 )
 
@@ -69,10 +68,11 @@ def test_materialized_attention_moves_every_score_four_times() -> None:
     assert naive.bytes - fused.bytes == 4 * (3 * 5 * 2) * 4
 
 
-def test_norm_and_rope_bytes_are_those_of_their_tensors() -> None:
+def test_bytes_of_norm_and_rope_are_those_of_their_tensors() -> None:
     x, weight, tables = torch.ones(5, 6, 8), torch.ones(48), torch.ones(2, 5, 4)
     assert norm_cost(5, 48, 4).bytes == 2 * x.nbytes + weight.nbytes
-    assert rope_cost(5, 6, 8, 4).bytes == 2 * x.nbytes + tables.nbytes
+    shape = ModelShape(48, 1, 4, 2, 8, 1, 1)  # 6 heads are rotated
+    assert decoder_layer_costs(shape, 5, 5, 4)["rope"] == Cost(3 * x.numel(), 2 * x.nbytes + tables.nbytes)
 
 
 @pytest.mark.parametrize(("num_tokens", "kv_len", "batch_size"), [(5, 5, 1), (1, 9, 1), (1, 9, 4), (3, 9, 2)])

@@ -1,4 +1,4 @@
-"""A live view of the engine in the terminal: owners of pages, states of requests, and the work of each step."""
+"""A live view of the engine in the terminal: owners of pages, and the requests that run and wait."""
 
 import itertools
 import math
@@ -18,13 +18,12 @@ from mini_engine.terminal import printable
 
 # Distinguishable on dark and light terminals; requests take them in turn.
 COLORS = ("#3b8ea5", "#d9822b", "#4f9d5d", "#b55d9b", "#c9a227", "#5b73c4", "#c4524f", "#2f9e8f", "#8f6fc0", "#93733f")
-BARS = "▁▂▃▄▅▆▇█"
 RATE_STEPS = 16  # the steps over which tokens/s is averaged
 
 
 @dataclass
 class Shown:
-    """What the view knows of a request.
+    """What the view knows of an unfinished request.
 
     Attributes:
         label: one or two characters, for its pages.
@@ -33,7 +32,6 @@ class Shown:
         computed: tokens with keys and values in the cache.
         preemptions: how often it lost its pages.
         text: its output so far.
-        has_ended: it is no longer in the engine.
     """
 
     label: str
@@ -42,17 +40,6 @@ class Shown:
     computed: int = 0
     preemptions: int = 0
     text: str = ""
-    has_ended: bool = False
-
-    @classmethod
-    def of(cls, name: str, number: int) -> "Shown":
-        """A request that has just arrived, the `number`-th to do so."""
-        label = printable(name)
-        return cls(label if len(label) <= 2 else str(number + 1)[-2:], COLORS[number % len(COLORS)])
-
-    def end(self, finish_reason: str) -> None:
-        self.state = {"abort": "aborted", "error": "failed"}.get(finish_reason, "done")
-        self.has_ended = True
 
     @property
     def badge(self) -> Text:
@@ -68,29 +55,28 @@ class Watch:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._seen = 0
+        self._num_read = 0
         self._numbers = itertools.count()
         self._queue = Queue()
         self._waiting: list[str] = []
         self._requests: dict[str, Shown] = {}
-        self._hits = 0
-        self._news = Text(" ")
+        self._ended: list[str] = []  # with the last step, which still shows their pages
+        self._totals = Counter[str]()
+        self._news = Text()
 
-    def view(self, width: int, height: int, with_requests: bool = True) -> RenderableType:
+    def view(self, width: int, height: int) -> RenderableType:
         """Draw the latest step. A terminal that is too low cuts off requests, at the end.
 
         Args:
             width: columns of the terminal.
-            height: its lines; the pages take at most half of them.
-            with_requests: also a table of the requests.
+            height: its lines; the pages take about half of them at most.
         """
-        for index, step in enumerate(self.trace.steps[self._seen :], self._seen):
-            self._take(index, step)
-        self._seen = len(self.trace.steps)
+        for index, step in enumerate(self.trace.steps[self._num_read :], self._num_read):
+            self._read(index, step)
+        self._num_read = len(self.trace.steps)
         if not self.trace.steps:
             return Text("The pages of the cache appear here.", "dim")
-        table = [self.requests(width)] if with_requests else []
-        return Group(self.pages(width, height // 2), self.status(width), *table)
+        return Group(self.pages(width, height // 2), self.status(), self.requests(width))
 
     def pages(self, width: int, rows: int) -> Panel:
         """Draw the page grid: one cell per page of the pool, in the color of its owner; ×2 is a page with two owners.
@@ -106,28 +92,37 @@ class Watch:
         before = self.trace.steps[-2].pages.values() if len(self.trace.steps) > 1 else ()
         owned_before = {page for pages in before for page in pages}
         columns = max(3, width - 4)
-        rows = max(1, rows - 1)  # the last one says how many pages are left out
         wide = num_pages * 3 <= columns * rows  # otherwise a cell is one column, too narrow for a label
-        in_a_row = columns // 3 if wide else columns
-        cells = []
-        for page in range(min(num_pages, in_a_row * rows)):
+        num_shown = min(num_pages, (columns // 3 if wide else columns) * rows)
+        grid = Text()
+        for page in range(num_shown):
             if page not in owner:
-                cells.append(Text("··" if wide else "·", "dim"))
+                grid.append("··" if wide else "·", "dim")
             elif wide:
                 label = f"×{owners[page]}" if owners[page] > 1 else owner[page].label
                 new = "" if page in owned_before else " bold underline"
-                cells.append(Text(f"{label:>2}", f"white on {owner[page].color}{new}"))
+                grid.append(f"{label:>2}", f"white on {owner[page].color}{new}")
             else:
-                cells.append(Text("■", owner[page].color))
-        gap = Text(" " if wide else "")
-        lines = [gap.join(cells[first : first + in_a_row]) for first in range(0, len(cells), in_a_row)]
-        if len(cells) < num_pages:
-            lines.append(Text(f"and {num_pages - len(cells)} more", "dim"))
+                grid.append("■", owner[page].color)
+            grid.append(" " if wide else "")
+        grid.append(f" and {num_pages - num_shown} more" if num_shown < num_pages else "", "dim")
         title = f"[bold]pages[/] {len(owner)} of {num_pages} in use, {self.trace.page_size} tokens each"
-        return Panel(Text("\n").join(lines), title=title, title_align="left", border_style="dim", width=width)
+        return Panel(grid, title=title, title_align="left", border_style="dim", width=width)
+
+    def status(self) -> Text:
+        """Return one line of numbers, and the latest event."""
+        steps = self.trace.steps
+        numbers = (
+            f"step {len(steps) - 1}",
+            f"{len(steps[-1].pages.keys() - steps[-1].ended.keys())} running",
+            f"{len(self._waiting)} waiting",
+            *(f"{count} {what}" for what, count in self._totals.items()),
+            f"{tokens_per_second(steps[-RATE_STEPS:]):.0f} tokens/s",
+        )
+        return Text.assemble(("  ·  ".join(numbers), "bold"), "\n", self._news)
 
     def requests(self, width: int) -> Table:
-        """Draw a table of the requests: running, then waiting, then the latest to end."""
+        """Draw a table of the requests: running, then waiting."""
         table = Table(box=None, width=width, padding=(0, 1), header_style="dim", show_edge=False)
         table.add_column("", width=4)
         table.add_column("state", width=15, no_wrap=True)
@@ -135,41 +130,23 @@ class Watch:
             table.add_column(title, justify="right", width=len(title))
         table.add_column("text", ratio=1, no_wrap=True)
         pages = self.trace.steps[-1].pages
-        running = [name for name in self._requests if name in pages and not self._requests[name].has_ended]
-        ended = [name for name in reversed(self._requests) if self._requests[name].has_ended]
-        for name in [*running, *self._waiting, *ended]:
+        for name in [*pages, *self._waiting]:
             own = self._requests[name]
-            numbers = (own.computed, len(pages[name]) if name in running else 0, own.preemptions)
+            numbers = (own.computed, len(pages.get(name, ())), own.preemptions)
             tail = printable(" ".join(own.text.split()))[-max(1, width - 52) :]
-            style = "dim" if own.has_ended else "yellow" if name in self._waiting else ""
-            table.add_row(own.badge, own.state, *(str(number or "") for number in numbers), Text(tail), style=style)
+            table.add_row(own.badge, own.state, *(str(number or "") for number in numbers), Text(tail))
         return table
 
-    def status(self, width: int) -> Text:
-        """Return one line of numbers, one of the latest steps' tokens, and the latest event."""
-        steps = self.trace.steps
-        numbers = (
-            f"step {len(steps) - 1}",
-            f"{sum(name not in steps[-1].ended for name in steps[-1].pages)} running",
-            f"{len(self._waiting)} waiting",
-            f"{sum(own.preemptions for own in self._requests.values())} preempted",
-            *([f"{self._hits} tokens shared"] if self._hits else []),
-            f"{tokens_per_second(steps[-RATE_STEPS:]):.0f} tokens/s",
-        )
-        counts = [step.num_tokens for step in steps[-max(1, width - 17) :]]
-        # On a logarithmic scale, because a prompt has a hundred times the tokens of a decode.
-        bars = "".join(BARS[min(count.bit_length(), len(BARS)) - 1] for count in counts)
-        line = Text("  ·  ".join(numbers), "bold")
-        return Text.assemble(line, "\n", ("tokens per step ", "dim"), (bars, "cyan"), "\n", self._news)
-
-    def _take(self, index: int, step: TraceStep) -> None:
+    def _read(self, index: int, step: TraceStep) -> None:
         """Bring the requests up to date with a step."""
         self._waiting = self._queue.after(step)
-        for name, reason in step.left.items():
-            self._requests[name].end(reason)
+        for name in [*self._ended, *step.left]:
+            self._requests.pop(name, None)
+        self._ended = list(step.ended)
         for name in step.arrived:
-            self._requests.pop(name, None)  # an earlier request may have had the name
-            self._requests[name] = Shown.of(name, next(self._numbers))
+            number, label = next(self._numbers), printable(name)
+            label = label if len(label) <= 2 else str(number + 1)[-2:]
+            self._requests[name] = Shown(label, COLORS[number % len(COLORS)])
         for name in step.preempted:
             own = self._requests[name]
             own.state, own.computed, own.preemptions = "waiting", 0, own.preemptions + 1
@@ -179,14 +156,11 @@ class Watch:
             own.computed = work.num_computed
         for token in step.outputs:
             self._requests[token.request_id].text += token.text
-        for name, reason in step.ended.items():
-            self._requests[name].end(reason)
-        self._hits += sum(step.hits.values())
+        self._totals.update({"preempted": len(step.preempted), "tokens shared": sum(step.hits.values())})
         news = [(name, f"begins with {count} tokens that others have computed") for name, count in step.hits.items()]
         news += [(name, f"has ended: its {len(step.pages.get(name, ()))} pages are free again") for name in step.ended]
         news += [(name, "was preempted: it is computed again when there are pages") for name in step.preempted]
-        if news:
-            name, what = news[-1]
+        for name, what in news[-1:]:
             self._news = Text.assemble((f"step {index}: ", "dim"), self._requests[name].badge, f" {what}")
 
 

@@ -89,22 +89,26 @@ def test_colours_columns_and_news_of_a_run_by_hand():
     rows = [line.split() for line in capture.get().splitlines()[1:]]
     assert rows == [
         ["A", "decode", "9", "3", "one", "two", "three"], ["B", "chunk", "of", "2", "6", "2", "1"],
-        ["C", "done", "4", "bye"],
     ]  # fmt: skip
     assert tokens_per_second(trace.steps) == 4 / 4
 
 
-def test_states_of_requests_that_left():
+def test_requests_that_have_ended_are_shown_once_more_and_those_that_left_are_not():
     trace = Trace()
     trace.num_pages, trace.page_size = 4, 4
-    first = TraceStep(0.0, 1.0, [], {"A": [0]}, {"A": 1, "B": 1, "C": 1}, ["A"], [], {}, [Token("A", 1, "x")], {})
-    last = TraceStep(1.0, 1.0, [], {}, {}, [], [], {"A": "stop", "B": "abort", "C": "error"}, [], {})
-    trace.steps = [first, last]
-    text = drawn(Watch(trace))
-    assert [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["A"], ["B"], ["C"])] == [
-        ["C", "failed"], ["B", "aborted"], ["A", "done"]
-    ]  # fmt: skip
-    assert "0 running  ·  0 waiting" in text
+    first = TraceStep(
+        0.0, 1.0, [], {"A": [0], "B": [1]}, {"A": 1, "B": 1, "C": 1}, ["A"], [], {}, [Token("A", 1, "x")], {"A": "stop"}
+    )
+    last = TraceStep(1.0, 1.0, [], {}, {}, [], [], {"B": "abort", "C": "error"}, [], {})
+    watch = Watch(trace)
+    for step, shown, counts in (
+        (first, ["A", "B", "C"], "1 running  ·  1 waiting"),
+        (last, [], "0 running  ·  0 waiting"),
+    ):
+        trace.steps.append(step)
+        text = drawn(watch)
+        assert [line.split()[0] for line in text.splitlines() if line.split()[:1] in (["A"], ["B"], ["C"])] == shown
+        assert counts in text and "has ended: its 1 pages are free again" in text
 
 
 def test_no_text_controls_the_terminal():
@@ -144,7 +148,7 @@ def test_the_pages_take_half_of_the_terminal(run, width, height, num_pages):
     console = Console(width=width, height=height, file=io.StringIO())
     lines = console.render_lines(watch.pages(width, height // 2), pad=False)
     if width >= 40:  # in narrower ones the number of pages that are left out takes several lines
-        assert len(lines) <= height // 2 + 2  # with the frame
+        assert len(lines) <= height // 2 + 3  # with the frame, and what is left out
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +164,7 @@ def test_a_watched_engine_answers_like_the_engine_itself(llm):
     outputs = engine.generate(prompts, params)
     assert [output.text for output in outputs] == [output.text for output in llm.generate(prompts, params)]
     assert (watch.trace.num_pages, watch.trace.page_size) == (4, 16)
-    assert "The capital of France" in drawn(watch, 120)
+    assert "of 4 in use, 16 tokens each" in drawn(watch)
 
 
 def test_the_pool_has_room_for_all_requests(llm):

@@ -339,10 +339,10 @@ class LLM(TextEngine):
         checkpoint = open_checkpoint(model)
         tokenizer = load_tokenizer(checkpoint)
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
-        self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
+        ends = checkpoint.eos_token_ids or [i for i in [tokenizer.eos_token_id] if i is not None]
+        self.eos_token_ids = frozenset(ends)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
-        defaults: dict[str, Any] = dict(checkpoint.generation_defaults or {})
-        super().__init__(engine, tokenizer, SamplingParams(**defaults))
+        super().__init__(engine, tokenizer, checkpoint.default_params)
 
     @property
     def config(self) -> EngineConfig:

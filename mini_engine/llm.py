@@ -219,7 +219,7 @@ class TextEngine:
                 try:
                     unfinished[index] = self._add(index, prompt, own, each_step, inbox, names[index] if names else None)
                 except RequestError as refused:
-                    yield Piece(index, "", 0, RequestOutput.failed(prompt, refused), None)
+                    yield Piece(index, "", 0, RequestOutput(prompt, [], [], "", "error", refused), None)
             while unfinished:
                 self._step(inbox)
                 while inbox:
@@ -291,7 +291,12 @@ class TextEngine:
         if detokenizer.stopped and request.error is None:
             request.finish_reason = "stop"
             request.token_ids = request.token_ids[: text.num_read]
-        return RequestOutput.of(text.prompt, request, detokenizer.text)
+        reason, error = request.finish_reason, request.error
+        assert reason is not None, "the request has not ended"
+        if reason == "abort":
+            error = RequestError(f"the request {request.request_id!r} was aborted; send it again if it is still needed")
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        return RequestOutput(text.prompt, prompt, output, detokenizer.text, reason, error)
 
     def _deliver(self, text: TextRequest, output: RequestOutput | None, report: StepReport) -> None:
         """Put what is new of a request into its inbox."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,14 +24,10 @@ from mini_engine.models.linear import linear
 class ModelParts(Protocol):
     """The parts of the engine that a model calls; `mini_engine.parts.Parts` has them all."""
 
-    @property
-    def rms_norm(self) -> Callable[..., Tensor]: ...
-    @property
-    def gated_mlp(self) -> Callable[..., Tensor]: ...
-    @property
-    def apply_rope(self) -> Callable[..., Tensor]: ...
-    @property
-    def gpt2_weights(self) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]: ...
+    def rms_norm(self, *args: Any) -> Tensor: ...
+    def gated_mlp(self, *args: Any) -> Tensor: ...
+    def apply_rope(self, *args: Any) -> Tensor: ...
+    def gpt2_weights(self, *args: Any) -> dict[str, Tensor]: ...
 
 
 def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:

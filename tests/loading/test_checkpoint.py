@@ -393,7 +393,7 @@ def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_no_model_says_what_is_missing(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match="There is no model .* a folder with config.json"):
+    with pytest.raises(ModelLoadError, match=r"There is no model .* a folder with config\.json"):
         open_checkpoint(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="no safetensors file"):

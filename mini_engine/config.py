@@ -9,9 +9,14 @@ import yaml
 
 from mini_engine.errors import ConfigError, check_positive
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-DEVICES = ("auto", "cpu", "cuda")
-KV_LAYOUTS = ("NHD", "HND")
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16", "float64"),
+    "device": ("auto", "cpu", "cuda"),
+    "kv_layout": ("NHD", "HND"),
+    "prefix_sharing": (False, True),
+    "pipeline_depth": (None, 0, 1),
+}
+SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 MAX_CONFIG_BYTES = 2**16
 ALIASES = {"max_seq_len": "max_model_len"}
 
@@ -58,25 +63,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         from mini_engine.attention.backend import check_backend  # imports torch, for which `--help` should not wait
 
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("kv_layout", KV_LAYOUTS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"unknown {name} {getattr(self, name)!r}; choose one of: {', '.join(choices)}")
         check_backend(self.attn_backend)
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if not any(value == choice and type(value) is type(choice) for choice in choices):  # True is not 1
+                raise ConfigError(f"{name} is {value!r}; choose one of: {', '.join(map(str, choices))}")
+        check_positive(**{name: getattr(self, name) for name in SIZES})
         for field in fields(self):
             if getattr(self, field.name) is None and field.default is not None:
                 raise ConfigError(f"{field.name} has no value; give one, or leave it out for {field.default!r}")
-        check_positive(
-            max_batch_size=self.max_batch_size,
-            max_model_len=self.max_model_len,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            sliding_window=self.sliding_window,
-        )
-        if not isinstance(self.prefix_sharing, bool):
-            raise ConfigError(f"prefix_sharing is {self.prefix_sharing!r}; it must be true or false")
-        if self.pipeline_depth not in (None, 0, 1) or isinstance(self.pipeline_depth, bool):
-            raise ConfigError(f"pipeline_depth is {self.pipeline_depth!r}; it must be 0 or 1")
         if self.max_num_batched_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_batch_size "
@@ -91,15 +86,6 @@ class EngineConfig:
             ConfigError: for an option that does not exist, or an impossible value.
         """
         return cls().with_options(options)
-
-    @classmethod
-    def read(cls, path: Path) -> "EngineConfig":
-        """Read a configuration from a YAML file with one option per line, such as `page_size: 16`.
-
-        Raises:
-            ConfigError: if the file cannot be read, is not YAML, or holds anything but options with possible values.
-        """
-        return cls.of(read_options(path))
 
     def with_options(self, options: Mapping[str, Any]) -> "EngineConfig":
         """Return the configuration with some options changed.

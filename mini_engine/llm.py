@@ -4,7 +4,6 @@ Both are front ends of the engine, which takes and gives token ids: they tokeniz
 them for stop strings. Explained in chapters 04 and 07.
 """
 
-import operator
 import threading
 from collections import deque
 from collections.abc import Generator
@@ -27,13 +26,11 @@ from mini_engine.detokenizer import Detokenizer, special_ids
 from mini_engine.engine import LLMEngine, OnStep
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
-from mini_engine.models.hf import HFModel
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts, default_parts
 from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
 
-BYTES = (bytes, bytearray, memoryview)  # lists of numbers for Python, but no token ids
 MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
 
 
@@ -94,7 +91,6 @@ class TextEngine:
             )
         self._backend, self._special_ids = backend, special_ids(backend)
         self._texts: dict[Request, TextRequest] = {}
-        self._num_read_each_step = 0
         self._num_finished = engine.metrics.finished
         self._numbers = count()
         self._lock = threading.RLock()
@@ -187,20 +183,14 @@ class TextEngine:
             RequestError: if it is neither, or longer than any prompt that the engine accepts.
         """
         if not isinstance(prompt, str):
-            numbers = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
-            if isinstance(numbers, BYTES) or not isinstance(numbers, ListLike):
-                raise RequestError(f"the prompt is a {type(prompt).__name__}; give text or a list of token ids")
-            try:
-                return [_token(token) for token in numbers]
-            except TypeError as error:
-                raise RequestError(f"the prompt is neither text nor a list of token ids: {error}") from error
+            numbers = _listed(prompt)
+            if numbers is None or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
+                raise RequestError(f"the prompt is neither text nor a list of token ids: {str(prompt)[:80]}")
+            return [int(number) for number in numbers]
         limit = self.engine.config.max_model_len
         assert limit is not None
         if len(prompt) > limit * MAX_CHARACTERS_PER_TOKEN:
-            raise RequestError(
-                f"the prompt has {len(prompt)} characters, too many for the {limit} tokens that the model takes; "
-                "shorten it"
-            )
+            raise RequestError(f"the prompt has {len(prompt)} characters, too many for the {limit} tokens; shorten it")
         try:
             prompt.encode()
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
@@ -216,9 +206,12 @@ class TextEngine:
         each_step: bool,
         names: ListLike[str] | None = None,
     ) -> Generator[Piece, None, None]:
-        of_each = self._params_of_each(params, len(prompts))
-        if names is not None and len(names) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(names)} names; give as many")
+        of_each = params if isinstance(params, list | tuple) else [params or self.default_params] * len(prompts)
+        if not all(isinstance(own, SamplingParams) for own in of_each):
+            raise RequestError(f"params is {str(params)[:80]}; give SamplingParams, or a list of them")
+        for given, what in ((of_each, "SamplingParams"), (prompts if names is None else names, "names")):
+            if len(given) != len(prompts):
+                raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give as many")
         inbox: deque[Piece] = deque()
         unfinished: dict[int, TextRequest] = {}
         try:
@@ -226,7 +219,7 @@ class TextEngine:
                 try:
                     unfinished[index] = self._add(index, prompt, own, each_step, inbox, names[index] if names else None)
                 except RequestError as refused:
-                    yield Piece(index, "", 0, RequestOutput.failed(prompt, refused), None)
+                    yield Piece(index, "", 0, RequestOutput(prompt, [], [], "", "error", refused), None)
             while unfinished:
                 self._step(inbox)
                 while inbox:
@@ -236,19 +229,8 @@ class TextEngine:
                     yield piece
         finally:
             for text in unfinished.values():
-                self._forget(text)
+                self._texts.pop(text.request, None)
                 self.engine.finish(text.request, "abort")
-
-    def _params_of_each(
-        self, params: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or self.default_params] * num_prompts
-        if not isinstance(params, list | tuple) or not all(isinstance(own, SamplingParams) for own in params):
-            raise RequestError(f"params is a {type(params).__name__}; give SamplingParams, or a list of them")
-        if len(params) != num_prompts:
-            raise RequestError(f"{num_prompts} prompts but {len(params)} SamplingParams; give one for all, or as many")
-        return list(params)
 
     def _add(
         self, index: int, prompt: Prompt, params: SamplingParams, each_step: bool, inbox: deque[Piece], name: str | None
@@ -261,13 +243,7 @@ class TextEngine:
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
             text = TextRequest(index, prompt, request, detokenizer, each_step or bool(params.stop), inbox)
             self._texts[request] = text
-            self._num_read_each_step += text.each_step
         return text
-
-    def _forget(self, text: TextRequest) -> None:
-        with self._lock:
-            if self._texts.pop(text.request, None):
-                self._num_read_each_step -= text.each_step
 
     def _step(self, inbox: deque[Piece]) -> None:
         """Step the engine, unless another thread's step has filled the inbox meanwhile, and deliver the pieces."""
@@ -278,12 +254,11 @@ class TextEngine:
             finished, num_finished = report.finished, self.engine.metrics.finished
             if num_finished != self._num_finished + len(finished):  # a step outside ended some, or this was interrupted
                 finished = [request for request in self._texts if request.finish_reason]
-            if self._num_read_each_step:
-                for request in report.sampled_by:
-                    text = self._texts.get(request)
-                    if text and text.each_step and request.finish_reason is None:
-                        self._read(text)
-                        self._deliver(text, None, report)
+            for request in report.sampled_by:
+                text = self._texts.get(request)
+                if text and text.each_step and request.finish_reason is None:
+                    self._read(text)
+                    self._deliver(text, None, report)
             for request in finished:
                 if text := self._texts.get(request):
                     self._deliver(text, self._output(text), report)
@@ -316,7 +291,12 @@ class TextEngine:
         if detokenizer.stopped and request.error is None:
             request.finish_reason = "stop"
             request.token_ids = request.token_ids[: text.num_read]
-        return RequestOutput.of(text.prompt, request, detokenizer.text)
+        reason, error = request.finish_reason, request.error
+        assert reason is not None, "the request has not ended"
+        if reason == "abort":
+            error = RequestError(f"the request {request.request_id!r} was aborted; send it again if it is still needed")
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        return RequestOutput(text.prompt, prompt, output, detokenizer.text, reason, error)
 
     def _deliver(self, text: TextRequest, output: RequestOutput | None, report: StepReport) -> None:
         """Put what is new of a request into its inbox."""
@@ -325,7 +305,7 @@ class TextEngine:
         piece = Piece(text.index, shown, num_tokens - text.num_told, output, report)
         text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
         if output:
-            self._forget(text)
+            del self._texts[text.request]
         text.inbox.append(piece)
 
 
@@ -341,6 +321,7 @@ class LLM(TextEngine):
 
     Attributes:
         model: the loaded model.
+        given_config: the options as they were given.
         default_params: the sampling parameters that the checkpoint recommends, as in vLLM.
 
     Raises:
@@ -359,14 +340,14 @@ class LLM(TextEngine):
     ) -> None:
         config = (config or EngineConfig()).with_options(options)
         device = pick_device(config.device)
+        self.given_config, self.parts = config, parts or default_parts(device)
         checkpoint = open_checkpoint(model)
         tokenizer = load_tokenizer(checkpoint)
-        self.parts = parts or default_parts(device)
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
-        self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
+        ends = checkpoint.eos_token_ids or [i for i in [tokenizer.eos_token_id] if i is not None]
+        self.eos_token_ids = frozenset(ends)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
-        defaults: dict[str, Any] = dict(checkpoint.generation_defaults or {})
-        super().__init__(engine, tokenizer, SamplingParams(**defaults))
+        super().__init__(engine, tokenizer, checkpoint.default_params)
 
     @property
     def config(self) -> EngineConfig:
@@ -383,7 +364,7 @@ class LLM(TextEngine):
         Raises:
             ConfigError: for impossible options.
         """
-        config = self.config.with_options(options)
+        config = self.given_config.with_options(options)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
         return TextEngine(engine, self.tokenizer, self.default_params)
 
@@ -423,24 +404,18 @@ class Inference(TextEngine):
         on_step: OnStep | None = None,
         **options: Any,
     ) -> None:
-        config = EngineConfig.of(
-            {
-                "max_batch_size": max_batch_size,
-                "max_model_len": max_seq_length,
-                "num_pages": n_pages,
-                "page_size": page_size,
-                **options,
-            }
-        )
-        pool = n_pages * page_size
-        if max_seq_length is not None and max_seq_length > pool:
+        from mini_engine.models.hf import HFModel  # takes seconds, which `LLM` does not need
+
+        given = {"max_batch_size": max_batch_size, "max_model_len": max_seq_length, "num_pages": n_pages}
+        config = EngineConfig.of({**given, "page_size": page_size, **options})
+        adapted, pool = HFModel(model), n_pages * page_size
+        if max_seq_length is None:
+            config = replace(config, max_model_len=min(adapted.config.max_position_embeddings, pool))
+        elif max_seq_length > pool:
             raise ConfigError(
                 f"max_seq_length is {max_seq_length}, and {n_pages} pages of {page_size} hold {pool} tokens: one "
                 "request could outgrow the whole KV cache; lower max_seq_length or raise n_pages"
             )
-        adapted = HFModel(model)
-        longest = adapted.config.max_position_embeddings
-        config = replace(config, max_model_len=min(longest, pool) if max_seq_length is None else max_seq_length)
         engine = LLMEngine(adapted, config, eos_token_ids=adapted.eos_token_ids, parts=parts, on_step=on_step)
         super().__init__(engine, tokenizer, params_of_generation(getattr(model, "generation_config", None)))
 
@@ -463,12 +438,17 @@ def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:
     """
     if isinstance(prompts, str):
         return [prompts], True
-    if isinstance(prompts, Tensor | np.ndarray):
-        prompts = prompts.tolist()
-    if isinstance(prompts, BYTES) or not isinstance(prompts, ListLike):
+    several = _listed(prompts)
+    if several is None:
         raise RequestError(f"prompts is a {type(prompts).__name__}; give text, token ids, or a list of prompts")
-    is_one = len(prompts) > 0 and isinstance(prompts[0], Integral)
-    return ([prompts], True) if is_one else (list(prompts), False)  # type: ignore[list-item, arg-type]
+    is_one = len(several) > 0 and isinstance(several[0], Integral)
+    return ([several], True) if is_one else (list(several), False)
+
+
+def _listed(value: Any) -> ListLike[Any] | None:
+    """Return the items of a list, an array or a tensor; None for anything else, and for bytes."""
+    items = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    return items if isinstance(items, ListLike) and not isinstance(items, bytes | bytearray | memoryview) else None
 
 
 def pick_device(name: str) -> torch.device:
@@ -486,9 +466,3 @@ def pick_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype) -
         return getattr(torch, name)
     slow = device.type == "cpu" and checkpoint_dtype != torch.float32 and not torch.cpu._is_avx512_bf16_supported()
     return torch.float32 if slow else checkpoint_dtype
-
-
-def _token(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError("a truth value is not a token id")
-    return operator.index(value)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from mini_engine.batch import StepBatch
-from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.errors import MiniEngineError
 from mini_engine.request import FinishReason, Request
 from mini_engine.scheduler import Schedule
 
@@ -111,20 +111,6 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     error: MiniEngineError | None = None
-
-    @classmethod
-    def of(cls, prompt: Prompt, request: Request, text: str) -> "RequestOutput":
-        """The output of a request that has ended."""
-        assert request.finish_reason is not None, "the request has not ended"
-        error = request.error
-        if request.finish_reason == "abort":
-            error = RequestError(f"the request {request.request_id!r} was aborted; send it again if it is still needed")
-        return cls(prompt, request.prompt_token_ids, request.output_token_ids, text, request.finish_reason, error)
-
-    @classmethod
-    def failed(cls, prompt: Prompt, error: MiniEngineError) -> "RequestOutput":
-        """The output of a request that was refused."""
-        return cls(prompt, [], [], "", "error", error)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,18 @@ from typing import Any
 
 from mini_engine.errors import RequestError
 
+# For each number its type, whether it is in range, and the range in words. NaN fails every comparison.
+NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda x: 0 <= x < math.inf, "0 (greedy) or more"),
+    "top_k": (int, lambda x: x >= 0, "0 (keep all) or more"),
+    "top_p": (float, lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (float, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "repetition_penalty": (float, lambda x: 0 < x < math.inf, "above 0 (1 does nothing)"),
+    "max_tokens": (int, lambda x: x >= 1, "1 or more"),
+    "seed": (int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits"),
+    "stop_token_ids": (int, lambda x: x >= 0, "token ids, 0 or more"),
+}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -40,54 +52,29 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        ranges: list[tuple[str, Callable[[float], bool], str]] = [
-            ("temperature", lambda x: 0 <= x < math.inf, "0 (greedy) or more"),
-            ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-            ("min_p", lambda x: 0 <= x <= 1, "between 0 and 1"),
-            ("repetition_penalty", lambda x: 0 < x < math.inf, "above 0 (1 does nothing)"),
-        ]
-        for name, in_range, wanted in ranges:
-            object.__setattr__(self, name, _number(getattr(self, name), name, in_range, wanted))
-        _whole(self.top_k, "top_k", 0, "0 (keep all) or more")
-        _whole(self.max_tokens, "max_tokens", 1, "1 or more")
-        if self.seed is not None:
-            _whole(self.seed, "seed", -(2**63), "a whole number of 64 bits")
-            if self.seed >= 2**63:
-                raise RequestError(f"seed is {_shown(self.seed)}; give a whole number of 64 bits")
-        stop = (self.stop,) if isinstance(self.stop, str) else _listed(self.stop, "stop", "a string or several")
-        if not all(isinstance(s, str) and s for s in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
+        if not all(isinstance(string, str) and string for string in stop):
             raise RequestError(f"stop is {self.stop!r}; give strings that are not empty")
-        object.__setattr__(self, "stop", stop)
-        ends = _listed(self.stop_token_ids, "stop_token_ids", "a list of token ids")
-        for token in ends:
-            _whole(token, "stop_token_ids", 0, "token ids, 0 or more")
-        object.__setattr__(self, "stop_token_ids", ends)
+        ends = _listed("stop_token_ids", self.stop_token_ids)
+        checked: dict[str, Any] = {"stop": stop, "stop_token_ids": tuple(_number("stop_token_ids", x) for x in ends)}
+        for name in NUMBERS.keys() - {"stop_token_ids"}:
+            value = getattr(self, name)
+            checked[name] = None if name == "seed" and value is None else _number(name, value)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
-def _listed(value: object, name: str, wanted: str) -> tuple[Any, ...]:
+def _listed(name: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, Iterable):
-        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+        raise RequestError(f"{name} is {value!r}; it must be a list")
     return tuple(value)
 
 
-def _number(value: object, name: str, in_range: Callable[[float], bool], wanted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _number(name: str, value: Any) -> float | int:
+    """Return a number as its type; raise RequestError if it is of another type or out of range."""
+    kind, in_range, wanted = NUMBERS[name]
+    if isinstance(value, int) and abs(value) >= 10**40:  # no float holds the largest, and Python refuses to print them
+        raise RequestError(f"{name} is an integer of more than 40 digits; it must be {wanted}")
+    if isinstance(value, bool) or not isinstance(value, int | kind) or not in_range(value):
         raise RequestError(f"{name} is {value!r}; it must be {wanted}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise RequestError(f"{name} is {_shown(value)}, more than a float can hold; it must be {wanted}") from None
-    if not in_range(number):  # NaN fails every comparison, so it is never in range
-        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
-    return number
-
-
-def _whole(value: object, name: str, least: int, wanted: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}")
-
-
-def _shown(value: object) -> str:
-    """Format a value for a message. Python refuses to print integers of thousands of digits."""
-    is_huge = isinstance(value, int) and abs(value) >= 10**40
-    return "an integer of more than 40 digits" if is_huge else repr(value)
+    return kind(value)

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import BACKENDS
-from mini_engine.config import ALIASES, DEVICES, DTYPES, KV_LAYOUTS, MAX_CONFIG_BYTES, EngineConfig, read_options
+from mini_engine.config import ALIASES, CHOICES, MAX_CONFIG_BYTES, SIZES, EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from tests.helpers import GREEDY, double_model, make_engine, serve
-
-SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 
 
 @st.composite
@@ -22,11 +20,11 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     """Any configuration that a file can state."""
     size, optional = st.integers(1, 4096), st.none() | st.integers(1, 2**40)
     return EngineConfig(
-        dtype=draw(st.sampled_from(DTYPES)), device=draw(st.sampled_from(DEVICES)),
+        dtype=draw(st.sampled_from(CHOICES["dtype"])), device=draw(st.sampled_from(CHOICES["device"])),
         attn_backend=draw(st.sampled_from(list(BACKENDS))), max_batch_size=draw(size), max_model_len=draw(optional),
         num_pages=draw(optional), page_size=draw(size), max_num_batched_tokens=4096 + draw(size),
         sliding_window=draw(optional), prefix_sharing=draw(st.booleans()),
-        pipeline_depth=draw(st.sampled_from([None, 0, 1])), kv_layout=draw(st.sampled_from(KV_LAYOUTS)),
+        pipeline_depth=draw(st.sampled_from([None, 0, 1])), kv_layout=draw(st.sampled_from(CHOICES["kv_layout"])),
     )  # fmt: skip
 
 
@@ -40,19 +38,19 @@ def written(folder: Path, text: str | bytes) -> Path:
 def test_a_file_states_every_option(tmp_path_factory, config):
     lines = [f"{field.name}: {getattr(config, field.name)}" for field in fields(EngineConfig)]
     path = written(tmp_path_factory.mktemp("config"), "\n".join(lines).replace("None", "null"))
-    assert EngineConfig.read(path) == config
+    assert EngineConfig.of(read_options(path)) == config
 
 
 def test_what_a_file_leaves_out_has_its_default(tmp_path):
-    assert EngineConfig.read(written(tmp_path, "")) == EngineConfig()
+    assert EngineConfig.of(read_options(written(tmp_path, ""))) == EngineConfig()
     path = written(tmp_path, "# few pages\nnum_pages: 18  # of 16 tokens\npage_size: 16\n")
-    assert EngineConfig.read(path) == EngineConfig(num_pages=18, page_size=16)
+    assert EngineConfig.of(read_options(path)) == EngineConfig(num_pages=18, page_size=16)
     assert read_options(path) == {"num_pages": 18, "page_size": 16}
 
 
 def test_another_name_of_an_option(tmp_path):
     assert ALIASES["max_seq_len"] == "max_model_len"
-    assert EngineConfig.read(written(tmp_path, "max_seq_len: 512")).max_model_len == 512
+    assert EngineConfig.of(read_options(written(tmp_path, "max_seq_len: 512"))).max_model_len == 512
     assert EngineConfig.of({"max_seq_len": 512}) == EngineConfig(max_model_len=512)
     with pytest.raises(ConfigError, match="two names"):
         EngineConfig.of({"max_seq_len": 512, "max_model_len": 256})
@@ -129,7 +127,7 @@ def test_an_unknown_option_is_named_with_those_there_are():
 def test_a_file_that_holds_no_options_is_refused(tmp_path, text):
     path = written(tmp_path, text)
     with pytest.raises(ConfigError):
-        EngineConfig.read(path)
+        EngineConfig.of(read_options(path))
 
 
 @pytest.mark.parametrize("path", ["missing.yaml", ".", "engine.yaml/x", "null\0byte", "/dev/zero"])

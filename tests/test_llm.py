@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +148,20 @@ def test_parameters_by_default_are_those_that_the_checkpoint_recommends(folder):
         assert output.token_ids == alone(tiny.model, [5, 9, 33], SamplingParams(temperature=0.0, max_tokens=5))
     finally:
         path.write_bytes(before)
+
+
+def test_another_engine_starts_from_the_options_as_they_were_given(folder):
+    tiny = LLM(folder, device="cpu", page_size=16, max_batch_size=2)
+    assert tiny.config.num_pages == 2 * 128 // 16
+    assert tiny.with_options(page_size=32).engine.config.num_pages == 2 * 128 // 32
+
+
+def test_loading_a_model_does_not_import_transformers_models():
+    code = "import sys; import mini_engine.llm; "
+    code += "from mini_engine.loading.checkpoint import open_checkpoint, load_tokenizer;"
+    code += "load_tokenizer(open_checkpoint('smollm2-135m-instruct'));"
+    code += "sys.exit(any(f'transformers.{name}' in sys.modules for name in ('modeling_utils', 'configuration_utils')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
 
 
 @pytest.mark.parametrize(

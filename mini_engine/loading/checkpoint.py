@@ -16,11 +16,9 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
 from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
 from mini_engine.models.base import CausalLM
-from mini_engine.models.config import ModelConfig
+from mini_engine.models.config import ModelConfig, token_ids
 from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
 from mini_engine.sampling_params import SamplingParams
@@ -86,10 +84,10 @@ class Checkpoint:
         config: the shape of the model.
         tensors: the weights under transformers' names.
         dtype: the dtype of the stored weights; bfloat16 if they are quantized.
-        eos_token_ids: the tokens that end a text, from generation_config.json, else from config.json, else from the
-            tokenizer.
-        generation_defaults: the `SamplingParams` fields that generation_config.json sets (`temperature`, `top_k`,
-            `top_p`, `min_p`, `repetition_penalty`); `do_sample: false` becomes temperature 0. None if it sets none.
+        eos_token_ids: the tokens that end a text, from generation_config.json, else from config.json; empty if neither
+            states any.
+        default_params: the sampling parameters that generation_config.json recommends; `do_sample: false` becomes
+            temperature 0.
         build_tokenizer: builds the tokenizer; call `load_tokenizer`, which turns its failures into typed errors.
     """
 
@@ -98,7 +96,7 @@ class Checkpoint:
     tensors: StoredTensors
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
-    generation_defaults: Mapping[str, Any] | None
+    default_params: SamplingParams
     build_tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
@@ -128,15 +126,12 @@ def _find(model: str | Path) -> Path:
         return hub.embedded_folder()
     path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it leaves an unknown ~user alone
     # os.path's questions, unlike Path's, answer False for a path that is too long or contains a null character.
-    if os.path.isfile(path):
-        if path.suffix != ".gguf":
-            raise ModelLoadError(f"{path} is a file, but not a .gguf file: give the folder that contains it.")
+    if os.path.isdir(path / "snapshots"):
+        if snapshot := hub.snapshot_folder(path):
+            return snapshot
+        raise ModelLoadError(f"{path} has no complete snapshot: give the folder of one inside {path}/snapshots")
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return path
-    if os.path.isdir(path):
-        snapshot = hub.snapshot_folder(path) if (path / "snapshots").is_dir() else path
-        if snapshot is None:
-            raise ModelLoadError(f"{path} has no complete snapshot: give the folder of one inside {path}/snapshots")
-        return snapshot
     if isinstance(model, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and len(model) <= 200:
         return hub.fetch(model)
     known = f"{hub.EMBEDDED_MODEL}, a folder with config.json and safetensors, a .gguf file, or a hub id like org/name"
@@ -189,7 +184,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
     tensors = StoredTensors(*hf_tensors(file, config))
-    return Checkpoint(path, ModelConfig.from_hf(config), tensors, dtype, eos, None, tokenizer)
+    return Checkpoint(path, ModelConfig.from_hf(config), tensors, dtype, eos, SamplingParams(), tokenizer)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -202,35 +197,24 @@ def _open_folder(folder: Path) -> Checkpoint:
         warnings.warn(f"{folder} contains code of its own (auto_map): it is not run.", stacklevel=3)
     config = ModelConfig.from_hf(hf)
     generation = read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
-    eos = _token_ids(folder, generation.get("eos_token_id")) or config.eos_token_ids
-    defaults = _generation_defaults(folder, generation)
+    eos = token_ids(generation.get("eos_token_id")) or config.eos_token_ids
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
     tokenizer = partial(_folder_tokenizer, folder, files, str(hf.get("model_type")))
-    checkpoint = Checkpoint(folder, config, tensors, dtype, eos, defaults, tokenizer)
-    if not eos and files.keys() & set(VOCABULARIES):
-        with suppress(ModelLoadError):  # the model runs on token ids all the same; `load_tokenizer` reports the error
-            eos = _token_ids(folder, load_tokenizer(checkpoint).eos_token_id)
-    return replace(checkpoint, eos_token_ids=eos)
+    return Checkpoint(folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer)
 
 
 def _files_inside(folder: Path) -> dict[str, Path]:
-    """Return the files of a model folder by name. A link that leads out of it, at any depth, is refused.
+    """Return the files of a model folder by name; nothing else is opened. A link that leads out of it is refused.
 
     In the Hugging Face cache every file of a snapshot is a link into the `blobs` folder beside `snapshots`.
     """
     root = Path(os.path.realpath(folder))
     in_cache = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
     allowed = [root, root.parent.parent / "blobs"] if in_cache else [root]
-    files = {}
-    for place, folders, names in os.walk(root):
-        for name in folders + names:
-            path = Path(place, name)
-            target = Path(os.path.realpath(path))
-            if path.is_symlink() and not any(target.is_relative_to(inside) for inside in allowed):
-                raise WeightFileError(f"{_short(str(path))} is a link out of its folder: put the file itself there.")
-            if place == str(root) and os.path.isfile(target):
-                files[name] = folder / name
-    return files
+    for path in folder.iterdir():
+        if not any(Path(os.path.realpath(path)).is_relative_to(inside) for inside in allowed):
+            raise WeightFileError(f"{_short(str(path))} is a link out of its folder: put the file itself there.")
+    return {path.name: path for path in folder.iterdir() if os.path.isfile(path)}
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -259,26 +243,17 @@ def _read_bytes(path: Path, limit: int) -> bytes:
     return content
 
 
-def _token_ids(folder: Path, value: Any) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise WeightFileError(f"{folder}/generation_config.json: eos_token_id is {_short(value)}; give token ids.")
-    return tuple(ids)
-
-
-def _generation_defaults(folder: Path, generation: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _default_params(folder: Path, generation: Mapping[str, Any]) -> SamplingParams:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation[name] for name in names if generation.get(name) is not None}
     do_sample = generation.get("do_sample")
     try:
-        SamplingParams(**given)
         if not isinstance(do_sample, bool | None):
             raise RequestError(f"do_sample is {_short(do_sample)}; it must be true or false")
-    except (RequestError, OverflowError) as error:
+        params = SamplingParams(**given)
+    except RequestError as error:
         raise ModelLoadError(f"{folder}/generation_config.json: {str(error)[:200]}") from error
-    if do_sample is False:
-        given["temperature"] = 0.0
-    return MappingProxyType(given) if given else None
+    return replace(params, temperature=0.0) if do_sample is False else params
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
@@ -377,12 +352,12 @@ def _folder_tokenizer(folder: Path, files: Mapping[str, Path], model_type: str) 
     """Build the tokenizer from copies: transformers opens files that a configuration names, wherever they are."""
     if not files.keys() & set(VOCABULARIES):
         raise ModelLoadError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json.")
-    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    contents = {name: read_json(files[name]) if name in files else {} for name in names}
+    settings = contents["tokenizer_config.json"]
     if "fast_tokenizer_files" in settings:
         problem = f"{folder}/tokenizer_config.json names other files (fast_tokenizer_files), which can be anywhere"
         raise ModelLoadError(f"{problem}: remove the entry, and call the file tokenizer.json.")
-    special = read_json(files["special_tokens_map.json"]) if "special_tokens_map.json" in files else {}
-    contents = {"tokenizer_config.json": settings, "special_tokens_map.json": special}
     with tempfile.TemporaryDirectory(prefix="mini-engine-") as temporary:
         copies = Path(temporary)
         (copies / "config.json").write_text(json.dumps({"model_type": model_type}))

@@ -19,7 +19,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def embedded_gguf() -> Path:
     raise ModelLoadError(f"The embedded model {EMBEDDED_MODEL} is missing, because {found}; run: {command}")
 
 
-def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
+def embedded_folder() -> Path:
     """Return the folder of the embedded model; convert the model first if that has not been done.
 
     Raises:
@@ -76,7 +75,7 @@ def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
     """
     folder = cache_folder() / EMBEDDED_MODEL
     if not is_complete(folder):
-        convert_gguf(embedded_gguf(), folder, progress or (lambda line: None))
+        convert_gguf(embedded_gguf(), folder)
     return folder
 
 
@@ -90,7 +89,7 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model in a GGUF file as an ordinary model folder: configuration, bfloat16 safetensors, tokenizer.
 
     The folder appears in one step: it is written under a temporary name beside its place, and then renamed.
@@ -98,13 +97,11 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> N
     Raises:
         ModelLoadError: if the file is damaged or not supported, or the folder cannot be written.
     """
-    started = time.perf_counter()
-    progress(f"Converting {gguf.name} (once)")
     file = read_gguf(gguf)
     config = hf_config(file)
     tokenizer, tokenizer_config = build_tokenizer(file)
-    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    tokenizer_config["model_max_length"] = config["max_position_embeddings"]
+    tokenizer_config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer_config |= {"model_max_length": config["max_position_embeddings"]}
     headers, read = hf_tensors(file, config)
     generation = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos")}
     generation["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
@@ -112,7 +109,9 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> N
     tensors = {name: read(name).to(torch.bfloat16).contiguous() for name in headers}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_old_remains(folder)
+        for remains in folder.parent.glob(f".{folder.name}-*"):  # of a conversion that was killed
+            if time.time() - remains.stat().st_mtime > 3600:
+                shutil.rmtree(remains, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             made = Path(temporary, folder.name)
             made.mkdir()
@@ -130,14 +129,6 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> N
         if not is_complete(folder):
             problem = f"The converted model cannot be written to {folder} ({error})"
             raise ModelLoadError(f"{problem}: free 300 MB, or set MINI_ENGINE_CACHE to another folder.") from error
-    progress(f"Converted into {folder} in {time.perf_counter() - started:.1f} s")
-
-
-def _remove_old_remains(folder: Path) -> None:
-    """Delete temporary folders of conversions that were killed more than an hour ago."""
-    for remains in folder.parent.glob(f".{folder.name}-*"):
-        if time.time() - remains.stat().st_mtime > 3600:
-            shutil.rmtree(remains, ignore_errors=True)
 
 
 def hub_cache() -> Path:
@@ -156,9 +147,11 @@ def snapshot_folder(repository: Path) -> Path | None:
     if main.is_file():
         with main.open("rb") as file:
             names = [file.read(100).decode(errors="replace").strip()]
-    snapshot = os.path.join(os.path.realpath(repository), "snapshots", names[0]) if len(names) == 1 else ""
-    inside = os.path.isdir(snapshot) and os.path.realpath(snapshot) == snapshot and re.fullmatch(r"[\w-]+", names[0])
-    return repository / "snapshots" / names[0] if inside else None
+    if len(names) != 1 or not re.fullmatch(r"[\w-]+", names[0]):
+        return None
+    folder = repository / "snapshots" / names[0]
+    inside = Path(os.path.realpath(repository), "snapshots", names[0])
+    return folder if folder.is_dir() and Path(os.path.realpath(folder)) == inside else None
 
 
 def fetch(hub_id: str) -> Path:
@@ -186,7 +179,7 @@ def fetch(hub_id: str) -> Path:
 def main() -> int:
     """Convert the embedded model if necessary, print its folder, and return the exit code."""
     try:
-        print(embedded_folder(lambda line: print(line, flush=True)))
+        print(embedded_folder())
     except MiniEngineError as error:
         print(error, file=sys.stderr)
         return 2

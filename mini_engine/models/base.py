@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Int
@@ -115,26 +114,28 @@ class CausalLM(LanguageModel):
             ModelLoadError: if a tensor is missing, unknown, wrongly shaped, or not of floating point.
         """
         headers, destinations = tensors if headers is None else headers, self.destinations()
+        architecture, remedy = self.config.architecture, "check that config.json and the weights belong together"
         # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
         found = dict.fromkeys(name for name in headers if not name.endswith(".rotary_emb.inv_freq"))
-        missing = [name for name in destinations if name not in found]
-        if missing:
-            raise ModelLoadError(
-                f"the checkpoint has no tensor {missing[0]!r}, which {self.config.architecture} needs with shape "
-                f"{list(destinations[missing[0]].shape)} ({len(missing)} are missing in all); its tensors are named "
-                f"{_some(headers)}. Check that config.json and the weights belong together, and that the download is "
-                "complete"
-            )
+        if missing := [name for name in destinations if name not in found]:
+            need = f"{architecture} needs with shape {list(destinations[missing[0]].shape)}"
+            raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}, which {need}: {remedy}")
         known = destinations | {"lm_head.weight": self.lm_head}  # a checkpoint may repeat tied weights
-        unexpected = [name for name in found if name not in known]
-        if unexpected:
+        if unexpected := [name for name in found if name not in known]:
             raise ModelLoadError(
-                f"{self.config.architecture} has no place for {len(unexpected)} of the checkpoint's tensors: "
-                f"{_some(unexpected)}. Check that config.json and the weights belong together: "
-                "num_hidden_layers, attention_bias, tie_word_embeddings"
+                f"{architecture} has no place for {len(unexpected)} of the checkpoint's tensors, such as "
+                f"{unexpected[0][:80]!r}: {remedy} (num_hidden_layers, attention_bias, tie_word_embeddings)"
             )
         for name in found:
-            _check(name, headers[name], known[name], self.config.architecture)
+            tensor, shape = headers[name], known[name].shape
+            if tensor.shape != shape:
+                need = f"{architecture} with this config.json needs {list(shape)}"
+                raise ModelLoadError(f"tensor {name!r} has shape {list(tensor.shape)}, but {need}: {remedy}")
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise ModelLoadError(
+                    f"tensor {name!r} is stored as {tensor.dtype}, which means nothing without its scales: "
+                    "use a checkpoint in float32, float16 or bfloat16"
+                )
         for name, destination in destinations.items():
             destination.copy_(tensors[name])
         for name in found.keys() - destinations.keys():
@@ -143,22 +144,3 @@ class CausalLM(LanguageModel):
                     f"config.json ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"
                 )
-
-
-def _check(name: str, found: Tensor, expected: Tensor, architecture: str) -> None:
-    """Raise ModelLoadError unless a tensor fits its parameter."""
-    if found.shape != expected.shape:
-        raise ModelLoadError(
-            f"tensor {name!r} has shape {list(found.shape)}, but {architecture} with this config.json needs "
-            f"{list(expected.shape)}: check that config.json and the weights belong together"
-        )
-    if not found.is_floating_point() or found.element_size() < 2:
-        raise ModelLoadError(
-            f"tensor {name!r} is stored as {found.dtype}, which means nothing without its scales: "
-            "use a checkpoint in float32, float16 or bfloat16"
-        )
-
-
-def _some(names: Iterable[str]) -> str:
-    """Format the first few names for a message."""
-    return ", ".join([repr(name) for name in islice(names, 3)] + ["..."])

@@ -99,10 +99,10 @@ def test_the_tokenizer_and_its_template_come_along(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [(7, 8, (7,)), ([7, 9], 8, (7, 9)), (None, 8, (8,)), (None, [3, 4], (3, 4)), (None, None, (2,))],
+    [(7, 8, (7,)), ([7, 9], 8, (7, 9)), (None, 8, (8,)), (None, [3, 4], (3, 4)), (None, None, ())],
 )
 def test_the_end_of_a_text_is_known(generation: Any, config: Any, expected: tuple[int, ...], folder: Path) -> None:
-    """The generation configuration wins, then the configuration, then the tokenizer."""
+    """The generation configuration wins, then the configuration."""
     edit(folder / "generation_config.json", eos_token_id=generation)
     edit(folder / "config.json", eos_token_id=config)
     assert open_checkpoint(folder).eos_token_ids == expected
@@ -201,15 +201,22 @@ def test_an_index_cannot_lead_out_of_the_folder(folder: Path, tmp_path: Path) ->
             open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("place", ["additional_chat_templates/default.jinja", "additional_chat_templates", "a/b/c"])
-def test_a_nested_link_out_of_the_folder_is_refused(place: str, folder: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
+def test_a_linked_folder_of_chat_templates_is_refused_and_a_nested_link_not_opened(
+    named: str, folder: Path, tmp_path: Path
+) -> None:
+    outside, templates = tmp_path / "outside", folder / "additional_chat_templates"
     outside.mkdir()
     (outside / "default.jinja").write_text("a secret")
-    (folder / place).parent.mkdir(parents=True, exist_ok=True)
-    (folder / place).symlink_to(outside / "default.jinja" if place.endswith("jinja") else outside)
+    templates.symlink_to(outside)
     with pytest.raises(WeightFileError, match="link out of its folder"):
         open_checkpoint(folder)
+    templates.unlink()
+    templates.mkdir()
+    (templates / "default.jinja").symlink_to(outside / "default.jinja")
+    edit(folder / "tokenizer_config.json", tokenizer_class=named, chat_template=None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert not load_tokenizer(open_checkpoint(folder)).chat_template
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -301,23 +308,18 @@ def test_a_damaged_folder_that_was_converted_says_how_to_convert_it_again(folder
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, None),
+        ({}, {}),
         ({"temperature": 0.6, "top_k": 20, "do_sample": True}, {"temperature": 0.6, "top_k": 20}),
         ({"min_p": 0.1, "repetition_penalty": 1.1}, {"min_p": 0.1, "repetition_penalty": 1.1}),
-        ({"do_sample": True}, None),
+        ({"do_sample": True}, {}),
         ({"do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
-        ({"max_new_tokens": 5, "num_beams": 4}, None),
+        ({"max_new_tokens": 5, "num_beams": 4}, {}),
     ],
 )
-def test_generation_defaults_are_those_of_the_file(given: dict[str, Any], expected: Any, folder: Path) -> None:
+def test_default_parameters_are_those_of_the_file(given: dict[str, Any], expected: Any, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(given))
-    defaults = open_checkpoint(folder).generation_defaults
-    assert defaults == expected
-    if defaults is not None:
-        SamplingParams(**defaults)  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            defaults["top_k"] = 1  # type: ignore[index]
+    assert open_checkpoint(folder).default_params == SamplingParams(**expected)
 
 
 IMPOSSIBLE = """
@@ -391,7 +393,7 @@ def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_no_model_says_what_is_missing(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"not a \.gguf file: give the folder"):
+    with pytest.raises(ModelLoadError, match=r"There is no model .* a folder with config\.json"):
         open_checkpoint(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="no safetensors file"):
@@ -411,7 +413,7 @@ def test_what_is_no_model_says_what_is_missing(folder: Path) -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"architectures": ["NoSuchModel"]}, "NoSuchModel"),
         ({"hidden_size": "big"}, "hidden_size"),
-        ({"hidden_size": -1}, "hidden size"),
+        ({"hidden_size": -1}, "hidden_size"),
         ({"eos_token_id": "x"}, "eos_token_id"),
     ],
 )
@@ -468,7 +470,7 @@ def test_a_sparse_tensor_of_the_wrong_shape_is_not_read(folder: Path) -> None:
 
 def test_a_generation_configuration_with_bad_ids_is_refused(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[1, "x"])
-    with pytest.raises(WeightFileError, match="eos_token_id"):
+    with pytest.raises(ModelLoadError, match="eos_token_id"):
         open_checkpoint(folder)
 
 

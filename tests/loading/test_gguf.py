@@ -28,6 +28,7 @@ from mini_engine.loading.gguf import TENSOR_TYPES, build_tokenizer, read_gguf, u
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
 from mini_engine.rope import Llama3, inverse_frequencies
+from mini_engine.sampling_params import SamplingParams
 from tests.models.families import transformers_model
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
@@ -296,7 +297,7 @@ def test_configuration_and_tensors_are_those_of_transformers(family: str, tied: 
     expected = theirs.config.to_dict() | {"eos_token_id": None, "architectures": [type(theirs).__name__]}
     assert checkpoint.config == ModelConfig.from_hf(expected)
     assert checkpoint.dtype == torch.float32 and checkpoint.eos_token_ids == ()
-    assert checkpoint.generation_defaults is None
+    assert checkpoint.default_params == SamplingParams()
 
     weights = theirs.state_dict()
     if tied:

@@ -32,10 +32,6 @@ from mini_engine.loading.hub import convert_gguf, embedded_folder, embedded_gguf
 from mini_engine.parts import Parts
 
 
-def quiet(line: str) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model in a few kilobytes, written by the gguf library: one layer of one head, four tokens."""
@@ -212,10 +208,9 @@ def test_a_second_conversion_is_not_needed(
 ) -> None:
     monkeypatch.setenv("MINI_ENGINE_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "embedded_gguf", lambda: small_gguf)
-    lines: list[str] = []
-    folder = embedded_folder(lines.append)
-    assert folder == tmp_path / hub.EMBEDDED_MODEL and len(lines) == 2
-    assert embedded_folder(lines.append) == folder and len(lines) == 2
+    folder = embedded_folder()
+    assert folder == tmp_path / hub.EMBEDDED_MODEL
+    assert embedded_folder() == folder
     assert hub.main() == 0 and capsys.readouterr().out.strip() == str(folder)
     load_model(open_checkpoint(folder), Parts(), torch.float32)
     assert load_tokenizer(open_checkpoint(folder))("abba").input_ids == [2, 1, 0]
@@ -225,7 +220,7 @@ def test_a_second_conversion_is_not_needed(
 @pytest.mark.parametrize("damage", ["truncate", "remove", "no manifest", "bad manifest", "older conversion"])
 def test_a_half_written_folder_is_converted_again(damage: str, small_gguf: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    convert_gguf(small_gguf, folder, quiet)
+    convert_gguf(small_gguf, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     weights, manifest = folder / "model.safetensors", folder / hub.MANIFEST
     if damage == "truncate":
@@ -239,7 +234,7 @@ def test_a_half_written_folder_is_converted_again(damage: str, small_gguf: Path,
     else:
         manifest.write_text(manifest.read_text().replace('"conversion": 1', '"conversion": 0'))
     assert not is_complete(folder)
-    convert_gguf(small_gguf, folder, quiet)
+    convert_gguf(small_gguf, folder)
     assert is_complete(folder) and {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -252,21 +247,21 @@ def test_a_conversion_that_fails_leaves_nothing(
 
     monkeypatch.setattr(hub, "save_file", full)
     with pytest.raises(ModelLoadError, match=r"No space left.*MINI_ENGINE_CACHE"):
-        convert_gguf(small_gguf, tmp_path / "model", quiet)
+        convert_gguf(small_gguf, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_says_so(small_gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError, match="MINI_ENGINE_CACHE"):
-        convert_gguf(small_gguf, tmp_path / "file" / "model", quiet)
+        convert_gguf(small_gguf, tmp_path / "file" / "model")
 
 
 def test_remains_of_a_killed_conversion_are_removed_when_they_are_old(small_gguf: Path, tmp_path: Path) -> None:
     for name, age in (("old", 7200), ("new", 60)):
         (tmp_path / f".model-{name}").mkdir()
         os.utime(tmp_path / f".model-{name}", (time.time() - age,) * 2)
-    convert_gguf(small_gguf, tmp_path / "model", quiet)
+    convert_gguf(small_gguf, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"model", ".model-new"}
 
 
@@ -276,10 +271,10 @@ def test_of_two_conversions_at_once_one_wins(small_gguf: Path, tmp_path: Path, m
     def and_meanwhile(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         monkeypatch.setattr(hub, "save_file", original)
-        convert_gguf(small_gguf, folder, quiet)
+        convert_gguf(small_gguf, folder)
 
     monkeypatch.setattr(hub, "save_file", and_meanwhile)
-    convert_gguf(small_gguf, folder, quiet)
+    convert_gguf(small_gguf, folder)
     assert is_complete(folder) and list(tmp_path.iterdir()) == [folder]
 
 
@@ -287,7 +282,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path, small_gguf: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(small_gguf.read_bytes()[:-100])
     with pytest.raises(WeightFileError, match="past the end"):
-        convert_gguf(damaged, tmp_path / "model", quiet)
+        convert_gguf(damaged, tmp_path / "model")
 
 
 def as_hub_cache(folder: Path, root: Path, hub_id: str = "org/name", commit: str = "abc123") -> Path:
@@ -306,7 +301,7 @@ def as_hub_cache(folder: Path, root: Path, hub_id: str = "org/name", commit: str
 def test_a_hub_id_in_the_cache_needs_no_network(
     small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert_gguf(small_gguf, tmp_path / "model", quiet)
+    convert_gguf(small_gguf, tmp_path / "model")
     repository = as_hub_cache(tmp_path / "model", tmp_path / "home" / "hub")
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -333,7 +328,7 @@ def test_a_hub_id_elsewhere_is_downloaded_without_pickles_and_code(
 
     def download(hub_id: str, **options: Any) -> str:
         asked.update(options, hub_id=hub_id)
-        convert_gguf(small_gguf, tmp_path / "model", quiet)
+        convert_gguf(small_gguf, tmp_path / "model")
         return str(tmp_path / "model")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -384,7 +379,7 @@ def test_which_snapshot_is_meant(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_is_a_link_out_of_the_repository_is_refused(small_gguf: Path, tmp_path: Path) -> None:
-    convert_gguf(small_gguf, tmp_path / "outside", quiet)
+    convert_gguf(small_gguf, tmp_path / "outside")
     (tmp_path / "models--x" / "snapshots").mkdir(parents=True)
     (tmp_path / "models--x" / "snapshots" / "abc").symlink_to(tmp_path / "outside")
     with pytest.raises(ModelLoadError, match="no complete snapshot"):
@@ -392,6 +387,6 @@ def test_a_snapshot_that_is_a_link_out_of_the_repository_is_refused(small_gguf: 
 
 
 def test_the_manifest_lists_every_file(small_gguf: Path, tmp_path: Path) -> None:
-    convert_gguf(small_gguf, tmp_path / "model", quiet)
+    convert_gguf(small_gguf, tmp_path / "model")
     listed = json.loads((tmp_path / "model" / hub.MANIFEST).read_text())["files"]
     assert listed.keys() | {hub.MANIFEST} == {path.name for path in (tmp_path / "model").iterdir()}

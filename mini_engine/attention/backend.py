@@ -171,6 +171,7 @@ BACKENDS = {
         features=FEATURES - {"kv_dtype"},
         package="flashinfer",
     ),
+    "split_kv": BackendInfo("mini_engine.attention.split_kv:SplitKVBackend"),
 }
 
 

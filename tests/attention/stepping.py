@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
@@ -44,6 +45,33 @@ def full_cache(
         for tensor in pair:
             tensor.fill_(value)
     return cache
+
+
+def random_step(data: st.DataObject, page_size: int) -> tuple[StepBatch, int]:
+    """A step of a few sequences on random pages, some with a hole where pages were evicted, and the cache's pages."""
+    count = data.draw(st.integers(1, 5))
+    kv_lens = data.draw(st.lists(st.integers(1, 120), min_size=count, max_size=count))
+    new = sorted((data.draw(st.integers(1, n)) for n in kv_lens), key=lambda n: n > 1)
+    kv_lens = [max(n, m) for n, m in zip(kv_lens, new, strict=True)]
+    num_pages = [-(-n // page_size) for n in kv_lens]
+    page_positions = None
+    if data.draw(st.booleans()):
+        page_positions = []
+        for pages, n, m in zip(num_pages, kv_lens, new, strict=True):
+            # Pages in front of the first new token's may have been evicted: those behind start further on.
+            hole_at = data.draw(st.integers(0, (n - m) // page_size))
+            hole = data.draw(st.integers(0, 3)) * page_size
+            page_positions += [page * page_size + (hole if page >= hole_at else 0) for page in range(pages)]
+    pool = sum(num_pages) + 3
+    batch = StepBatch.build(
+        token_ids=[0] * sum(new),
+        num_new=new,
+        kv_lens=kv_lens,
+        pages=data.draw(st.permutations(range(pool)))[: sum(num_pages)],
+        page_size=page_size,
+        page_positions=page_positions,
+    )
+    return batch, pool
 
 
 def run_in_steps(

@@ -164,6 +164,21 @@ def test_positions_follow_the_pages_that_are_left_after_eviction():
     assert batch.page_positions is not None and batch.page_positions.tolist() == [0, 8]
 
 
+@pytest.mark.parametrize(
+    ("page_positions", "has_gaps"),
+    [
+        (None, False),
+        ([0, 4, 0, 4, 8], False),
+        ([8, 12, 0, 4, 8], False),
+        ([0, 8, 0, 4, 8], True),
+        ([0, 4, 0, 4, 12], True),
+    ],
+)
+def test_a_gap_is_between_pages_of_one_request(page_positions, has_gaps):
+    step = {"token_ids": [7, 7], "num_new": [1, 1], "kv_lens": [6, 9], "pages": range(5), "page_size": 4}
+    assert StepBatch.build(**step, page_positions=page_positions).has_gaps == has_gaps
+
+
 def test_drafted_tokens_need_logits_of_their_own():
     # Three drafted tokens behind the last one: four distributions. The prompt is not complete and needs none.
     batch = StepBatch.build(

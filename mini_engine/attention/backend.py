@@ -155,6 +155,7 @@ BACKENDS = {
         sizes=_flashinfer_sizes,
         package="flashinfer",
     ),
+    "split_kv": BackendInfo("mini_engine.attention.split_kv:SplitKVBackend"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
@@ -37,13 +38,47 @@ def full_cache(
     dtype: torch.dtype,
     value: float = torch.nan,
     device: str = "cpu",
+    layout: str = "NHD",
 ) -> PagedKVCache:
     """A cache in which every slot holds `value`: a slot that was never written must not matter."""
-    cache = PagedKVCache(specs, num_pages, page_size, dtype, device)
+    cache = PagedKVCache(specs, num_pages, page_size, dtype, device, layout)
     for pair in cache.layers:
         for tensor in pair:
             tensor.fill_(value)
     return cache
+
+
+def random_step(
+    data: st.DataObject, page_size: int, *, gaps: bool = True, longest: int = 120, device: str = "cpu"
+) -> tuple[StepBatch, int]:
+    """A step of a few sequences on random pages, some of which were evicted, and the number of the cache's pages.
+
+    The evicted pages lie in front of those that are left, and with `gaps` between them too.
+    """
+    count = data.draw(st.integers(1, 5))
+    kv_lens = data.draw(st.lists(st.integers(1, longest), min_size=count, max_size=count))
+    new = sorted((data.draw(st.integers(1, n)) for n in kv_lens), key=lambda n: n > 1)
+    kv_lens = [max(n, m) for n, m in zip(kv_lens, new, strict=True)]
+    num_pages = [-(-n // page_size) for n in kv_lens]
+    page_positions = None
+    if data.draw(st.booleans()):
+        page_positions = []
+        for pages, n, m in zip(num_pages, kv_lens, new, strict=True):
+            # Pages in front of the first new token's may have been evicted: those behind start further on.
+            hole_at = data.draw(st.integers(0, (n - m) // page_size)) if gaps else 0
+            hole = data.draw(st.integers(0, 3)) * page_size
+            page_positions += [page * page_size + (hole if page >= hole_at else 0) for page in range(pages)]
+    pool = sum(num_pages) + 3
+    batch = StepBatch.build(
+        token_ids=[0] * sum(new),
+        num_new=new,
+        kv_lens=kv_lens,
+        pages=data.draw(st.permutations(range(pool)))[: sum(num_pages)],
+        page_size=page_size,
+        page_positions=page_positions,
+        device=device,
+    )
+    return batch, pool
 
 
 def run_in_steps(
@@ -85,3 +120,24 @@ def run_in_steps(
     for layer, spec in enumerate(specs):
         for b in range(len(lens)):
             yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])
+
+
+def check_equal(batch: StepBatch, mine: AttentionBackend, oracle: AttentionBackend, atol: float) -> None:
+    """Run one step on equal caches of random keys. The oracle may compute in a wider dtype, and in layout NHD."""
+    generator = torch.Generator().manual_seed(batch.num_tokens)
+    for pairs in zip(mine.cache.layers, oracle.cache.layers, strict=True):
+        for own, theirs in zip(*pairs, strict=True):
+            values = torch.randn(theirs.shape, generator=generator).to(own.device, own.dtype)
+            theirs.copy_(values)
+            own.copy_(values if mine.cache.layout == "NHD" else values.transpose(1, 2))
+    mine.plan(batch)
+    oracle.plan(batch)
+    for spec in mine.specs:
+        heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
+        qkv = torch.randn(batch.num_tokens, sum(heads), spec.head_dim, generator=generator)
+        q, k, v = qkv.to(mine.cache.device, mine.cache.dtype).split(heads, dim=1)
+        got, want = mine(spec.layer, q, k, v), oracle(spec.layer, *(x.to(oracle.cache.dtype) for x in (q, k, v)))
+        torch.testing.assert_close(got.to(want.dtype), want, atol=atol, rtol=atol)
+        for own, theirs in zip(mine.cache.layers[spec.kv_layer], oracle.cache.layers[spec.kv_layer], strict=True):
+            stored = own if mine.cache.layout == "NHD" else own.transpose(1, 2)
+            assert torch.equal(stored.to(theirs.dtype), theirs)

@@ -33,7 +33,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
-from tests.attention.stepping import full_cache, random_qkv, run_in_steps
+from tests.attention.stepping import full_cache, random_qkv, random_step, run_in_steps
 from tests.models.families import our_model, transformers_model
 from tests.test_engine import alone, make_engine, serve
 
@@ -42,33 +42,6 @@ PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0
 WINDOW = replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0)
 ALIBI = replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=SLOPES)
 ALL = replace(PLAIN, window=21, softcap=4.0, alibi_slopes=SLOPES)
-
-
-def random_step(data: st.DataObject, page_size: int) -> tuple[StepBatch, int]:
-    """A step of a few sequences on random pages, some with a hole where pages were evicted, and the cache's pages."""
-    count = data.draw(st.integers(1, 5))
-    kv_lens = data.draw(st.lists(st.integers(1, 120), min_size=count, max_size=count))
-    new = sorted((data.draw(st.integers(1, n)) for n in kv_lens), key=lambda n: n > 1)
-    kv_lens = [max(n, m) for n, m in zip(kv_lens, new, strict=True)]
-    num_pages = [-(-n // page_size) for n in kv_lens]
-    page_positions = None
-    if data.draw(st.booleans()):
-        page_positions = []
-        for pages, n, m in zip(num_pages, kv_lens, new, strict=True):
-            # Pages in front of the first new token's may have been evicted: those behind start further on.
-            hole_at = data.draw(st.integers(0, (n - m) // page_size))
-            hole = data.draw(st.integers(0, 3)) * page_size
-            page_positions += [page * page_size + (hole if page >= hole_at else 0) for page in range(pages)]
-    pool = sum(num_pages) + 3
-    batch = StepBatch.build(
-        token_ids=[0] * sum(new),
-        num_new=new,
-        kv_lens=kv_lens,
-        pages=data.draw(st.permutations(range(pool)))[: sum(num_pages)],
-        page_size=page_size,
-        page_positions=page_positions,
-    )
-    return batch, pool
 
 
 def listed(counts: Tensor, indices: Tensor) -> Tensor:

@@ -1,0 +1,243 @@
+"""The `split_kv` backend: load-balanced attention in PyTorch, planned as FlashInfer plans it, on any device.
+
+A GPU computes a step with a fixed number of workers (thread blocks), and the step takes as long as the worker with the
+most keys. So the keys of long sequences are split: `plan_work` cuts a step into work items of bounded length, about as
+many as there are workers. Each item gives a partial attention state, and the states of the same queries are merged
+(Ye et al. 2025, sections 2.2 and 3.3). Explained in chapter 08.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
+from mini_engine.attention.naive import alibi_bias
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.state import attention_state
+from mini_engine.batch import StepBatch, to_device
+
+THREAD_BLOCKS = 264  # two for each of the 132 multiprocessors of an H200, shared among the KV heads
+QUERY_ROWS = 64  # of a tile: its queries times the query heads of a group
+LEAST_KEYS = 128  # of a work item: with fewer, merging costs more than the split saves
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """A step's attention as work items: a tile of queries of one sequence, and a range of that sequence's keys.
+
+    Attributes:
+        chunk_size: most keys of an item.
+        sequences: [N] sequence of each item.
+        first_tokens: [N] first of its queries, as a row of the step.
+        end_tokens: [N] the row behind its queries.
+        first_keys: [N] first of its keys, counted within the sequence.
+        end_keys: [N] the key behind them.
+        item_indptr: [tiles + 1] first item of each tile of queries, and N. The states of a tile's items are merged.
+    """
+
+    chunk_size: int
+    sequences: Int[np.ndarray, " N"]
+    first_tokens: Int[np.ndarray, " N"]
+    end_tokens: Int[np.ndarray, " N"]
+    first_keys: Int[np.ndarray, " N"]
+    end_keys: Int[np.ndarray, " N"]
+    item_indptr: Int[np.ndarray, " indptr"]
+
+
+def plan_work(
+    qo_indptr: Int[np.ndarray, " indptr"],
+    kv_lens: Int[np.ndarray, " B"],
+    num_workers: int,
+    *,
+    tile_len: int,
+    least_keys: int = 1,
+    window: int | None = None,
+) -> WorkPlan:
+    """Split a step into as many work items as there are workers, each of about the same number of keys.
+
+    The queries of each sequence are cut into tiles. A tile needs the keys from its first query's window to its last
+    query, and these are cut into chunks. The chunk size is the smallest one that does not make more items than workers.
+
+    Args:
+        qo_indptr: [B+1] first query of each sequence, and the number of all.
+        kv_lens: [B] keys of each sequence; its queries belong to the last of them.
+        num_workers: items that run at the same time. There are more items only if there are more tiles.
+        tile_len: most queries of a tile.
+        least_keys: smallest chunk size.
+        window: keys that a query sees, its own included; None: all keys up to its own.
+    """
+    tiles_of = -(-np.diff(qo_indptr) // tile_len)
+    sequences, index = _expand(tiles_of)
+    first_tokens = qo_indptr[sequences] + index * tile_len
+    end_tokens = np.minimum(first_tokens + tile_len, qo_indptr[sequences + 1])
+    key_of_first_token = kv_lens[sequences] - qo_indptr[sequences + 1] + first_tokens
+    end_keys = key_of_first_token + end_tokens - first_tokens
+    first_keys = np.zeros_like(end_keys) if window is None else np.maximum(key_of_first_token + 1 - window, 0)
+
+    chunk_size = smallest_chunk(end_keys - first_keys, num_workers, least_keys)
+    items_of = -(-(end_keys - first_keys) // chunk_size)
+    tiles, index = _expand(items_of)
+    first_keys = first_keys[tiles] + index * chunk_size
+    return WorkPlan(
+        chunk_size,
+        sequences[tiles],
+        first_tokens[tiles],
+        end_tokens[tiles],
+        first_keys,
+        np.minimum(first_keys + chunk_size, end_keys[tiles]),
+        np.concatenate(([0], items_of.cumsum())),
+    )
+
+
+def smallest_chunk(num_keys: Int[np.ndarray, " tiles"], num_workers: int, least: int = 1) -> int:
+    """Find the smallest chunk size that splits the keys of all tiles into at most `num_workers` chunks.
+
+    A larger chunk never makes more chunks, so the size is found by binary search.
+
+    Args:
+        num_keys: [tiles] keys of each tile, at least 1.
+        num_workers: most chunks. With more tiles than that, each tile gets a single chunk.
+        least: smallest chunk size.
+    """
+    low, high = least, max(least, int(num_keys.max()))
+    while low < high:
+        middle = (low + high) // 2
+        if (-(-num_keys // middle)).sum() > num_workers:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+class LayerKind(NamedTuple):
+    """The fields of AttentionSpec that a plan depends on: layers of one kind share it."""
+
+    window: int | None
+    num_kv_heads: int
+    group: int  # query heads for each KV head
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> "LayerKind":
+        return cls(spec.window, spec.num_kv_heads, spec.num_qo_heads // spec.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of one sequence, and the work items of their keys.
+
+    Attributes:
+        tokens: rows of the step.
+        items: for each, its keys as a range of the step's keys, and [n, m] which of them each query sees.
+    """
+
+    tokens: slice
+    items: list[tuple[slice, Bool[Tensor, "n _"]]]
+
+
+class SplitKVBackend(AttentionBackend):
+    """Execute the work items one after the other, and merge their states with `merge_states`.
+
+    A GPU would execute them at the same time, for each KV head. This is the reference of such kernels, in any dtype.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept, in layout NHD.
+        parts: the engine's replaceable parts.
+        thread_blocks: how many of them the plan is made for, in all KV heads together.
+        least_keys: smallest chunk of keys.
+    """
+
+    bypasses: ClassVar[frozenset[str]] = frozenset(
+        {"classify_blocks", "masked_attention", "physical_blocks", "physical_mask"}
+    )
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        cache: KVCache,
+        parts: AttentionParts,
+        thread_blocks: int = THREAD_BLOCKS,
+        least_keys: int = LEAST_KEYS,
+    ) -> None:
+        super().__init__(specs, cache, parts)
+        self._thread_blocks, self._least_keys = thread_blocks, least_keys
+        self._kinds = [LayerKind.of(spec) for spec in specs]
+
+    def plan(self, batch: StepBatch) -> None:
+        self._slot_mapping, self._query_positions = batch.slot_mapping, batch.positions
+        self._locate_keys(batch)
+        self._tiles = {kind: self._plan_tiles(batch, kind) for kind in set(self._kinds)}
+
+    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[self.specs[layer].kv_layer])
+        self.parts.append_kv(k_cache, v_cache, k.to(k_cache.dtype), v.to(v_cache.dtype), self._slot_mapping)
+
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        spec, out = self.specs[layer], torch.empty_like(q)
+        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[spec.kv_layer])
+        slopes = None
+        if spec.alibi_slopes is not None:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        for tile in self._tiles[self._kinds[layer]]:
+            states = []
+            for keys, mask in tile.items:
+                slots, bias = self._key_slots[keys], None
+                if slopes is not None:
+                    bias = alibi_bias(slopes, self._query_positions[tile.tokens], self._key_positions[keys])
+                states.append(
+                    attention_state(
+                        q[tile.tokens], k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype),
+                        scale=spec.scale, mask=mask, bias=bias, softcap=spec.softcap,
+                    )
+                )  # fmt: skip
+            out[tile.tokens] = reduce(self.parts.merge_states, states).out.to(q.dtype)
+        return out
+
+    def _locate_keys(self, batch: StepBatch) -> None:
+        """Find the slot and the position of each key of the step, one sequence after the other."""
+        kv_lens, page_indptr = batch.kv_lens.numpy(), batch.kv_page_indptr.numpy()
+        sequences, key = _expand(kv_lens)
+        entries, offsets = page_indptr[sequences] + key // batch.page_size, key % batch.page_size
+        slots = batch.host_page_indices.numpy()[entries].astype(np.int64) * batch.page_size + offsets
+        moved = to_device({"slots": slots, "keys": key, "entries": entries, "offsets": offsets}, batch.positions.device)
+        self._key_slots, self._key_positions = moved["slots"], moved["keys"]
+        if batch.page_positions is not None:
+            self._key_positions = batch.page_positions[moved["entries"]] + moved["offsets"]
+
+    def _plan_tiles(self, batch: StepBatch, kind: LayerKind) -> list[Tile]:
+        """Plan the work of one kind of layer, and evaluate the masks."""
+        plan = plan_work(
+            batch.qo_indptr.numpy(),
+            batch.kv_lens.numpy(),
+            max(1, self._thread_blocks // kind.num_kv_heads),
+            tile_len=max(1, QUERY_ROWS // kind.group),
+            least_keys=self._least_keys,
+            window=kind.window,
+        )
+        mask_mod = self.parts.mask_mod(kind.window)
+        nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
+        before = batch.kv_lens.numpy().cumsum() - batch.kv_lens.numpy()  # keys of the sequences in front
+        first_keys = (plan.first_keys + before[plan.sequences]).tolist()
+        end_keys = (plan.end_keys + before[plan.sequences]).tolist()
+        first_tokens, end_tokens = plan.first_tokens.tolist(), plan.end_tokens.tolist()
+        tiles = []
+        for first, end in pairwise(plan.item_indptr.tolist()):
+            tokens = slice(first_tokens[first], end_tokens[first])
+            queries = batch.positions[tokens, None]
+            ranges = [slice(first_keys[item], end_keys[item]) for item in range(first, end)]
+            items = [(keys, mask_mod(nothing, nothing, queries, self._key_positions[keys])) for keys in ranges]
+            tiles.append(Tile(tokens, items))
+        return tiles
+
+
+def _expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:
+    """Number the members of groups of these sizes: the group of each, and its index in the group."""
+    groups = np.repeat(np.arange(len(counts)), counts)
+    return groups, np.arange(len(groups)) - np.repeat(counts.cumsum() - counts, counts)

@@ -1,0 +1,136 @@
+"""A stand-in for the package `flashinfer` on machines without a GPU: its functions as its documentation defines them.
+
+It takes the same arguments and computes with naive attention, so the arrays that the engine passes are tested without
+the kernels. The kernels themselves are tested on a GPU, in test_flashinfer.py.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mini_engine import rope
+from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask, masked_attention
+
+
+class Wrapper:
+    """What the wrappers of decodes and prompts have in common."""
+
+    def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
+        self.layout, self.options = kv_layout, options
+
+    def keep(
+        self, qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, how: dict
+    ) -> None:
+        arrays = (qo_indptr, kv_indptr, indices, last_page_len)
+        assert {x.dtype for x in arrays} == {torch.int32}
+        assert len(qo_indptr) == len(kv_indptr) == len(last_page_len) + 1 and qo_indptr[0] == 0
+        assert last_page_len.min() >= 1 and last_page_len.max() <= page_size
+        self.arrays = tuple(x.clone() for x in arrays)
+        self.page_size, self.how = page_size, how
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        qo_indptr, kv_indptr, indices, last_page_len = self.arrays
+        assert len(q) == qo_indptr[-1] and q.dtype == self.how["q_data_type"]
+        assert pages[0].dtype == self.how["kv_data_type"] and out.shape == q.shape
+        window = None if self.how["window_left"] == -1 else self.how["window_left"] + 1
+        for b, last in enumerate(last_page_len.tolist()):
+            tokens = slice(*qo_indptr[b : b + 2].tolist())
+            own = indices[slice(*kv_indptr[b : b + 2].tolist())].long()
+            kv_len = (len(own) - 1) * self.page_size + last
+            k, v = (x[own] if self.layout == "NHD" else x[own].transpose(1, 2) for x in pages)
+            k, v = (x.flatten(0, 1)[:kv_len] for x in (k, v))
+            keys = torch.arange(kv_len)
+            queries = keys[kv_len - (tokens.stop - tokens.start) :]
+            bias = None
+            if self.how["pos_encoding_mode"] == "ALIBI":
+                bias = alibi_bias(alibi_slopes(q.shape[1]), queries, keys)
+            out[tokens] = masked_attention(
+                q[tokens], k, v, scale=self.how["sm_scale"], mask=attention_mask(queries, keys, window), bias=bias,
+                softcap=self.how["logits_soft_cap"],
+            )  # fmt: skip
+        return out
+
+
+class Decode(Wrapper):
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        qo: int,
+        kv: int,
+        dim: int,
+        page_size: int,
+        **how: Any,
+    ) -> None:
+        one_each = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
+        self.keep(one_each, indptr, indices, last_page_len, page_size, how)
+
+
+class Prefill(Wrapper):
+    def plan(
+        self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, qo: int, kv: int, dim: int,
+        page_size: int, *, causal: bool, **how: Any,
+    ) -> None:  # fmt: skip
+        assert causal
+        self.keep(qo_indptr, indptr, indices, last_page_len, page_size, how)
+
+
+def append_paged_kv_cache(
+    k: Tensor, v: Tensor, batch_indices: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], indices: Tensor,
+    indptr: Tensor, last_page_len: Tensor, kv_layout: str,
+) -> None:  # fmt: skip
+    page_size = pages[0].shape[1 if kv_layout == "NHD" else 2]
+    for token, (b, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
+        page = int(indices[indptr[b] + position // page_size])
+        for cache, x in zip(pages, (k, v), strict=True):
+            own = cache[page] if kv_layout == "NHD" else cache[page].transpose(0, 1)
+            own[position % page_size] = x[token]
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    out = torch.empty_like(x) if out is None else out
+    return out.copy_(F.rms_norm(x.float(), weight.shape, weight.float(), eps))
+
+
+def rotate(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos_sin_cache: Tensor, pos_ids: Tensor, interleave: bool
+) -> None:
+    cos, sin = cos_sin_cache[pos_ids.long()].chunk(2, dim=1)
+    for x, out in ((q, q_out), (k, k_out)):
+        out.copy_(rope.apply_rope(x, cos, sin, interleaved=interleave))
+
+
+def activate(function: Any, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (function(gate) * up).to(x.dtype)
+
+
+class Event:
+    """A CUDA event: there is nothing to wait for."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True) -> ModuleType:
+    """Let `import flashinfer` give the stand-in, and a backend be built without a GPU."""
+    module = ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
+    module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
+    module.append_paged_kv_cache = append_paged_kv_cache  # type: ignore[attr-defined]
+    module.rmsnorm = rmsnorm  # type: ignore[attr-defined]
+    module.silu_and_mul = lambda x: activate(F.silu, x)  # type: ignore[attr-defined]
+    module.gelu_tanh_and_mul = lambda x: activate(lambda gate: F.gelu(gate, approximate="tanh"), x)  # type: ignore
+    kernels = SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=rotate)
+    module.rope = SimpleNamespace(get_rope_module=lambda: kernels)  # type: ignore[attr-defined]
+    module.utils = SimpleNamespace(is_sm90a_supported=lambda device: has_fa3)  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer", module)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return module

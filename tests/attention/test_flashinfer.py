@@ -1,0 +1,186 @@
+"""The flashinfer backend on a GPU: FlashInfer's kernels beside the references."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mini_engine.attention.backend import create_backend
+from mini_engine.attention.flashinfer import FlashInferBackend
+from mini_engine.attention.naive import alibi_slopes
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.split_kv import SplitKVBackend
+from mini_engine.attention.torch import TorchBackend
+from mini_engine.batch import StepBatch
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.parts import Parts, default_parts
+from mini_engine.sampling_params import SamplingParams
+from tests.attention.stepping import check_equal, random_step, run_in_steps
+from tests.helpers import check_nothing_leaked, make_engine, serve
+from tests.models.families import our_model, transformers_model, whole
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gpu() -> torch.device:
+    pytest.importorskip("flashinfer")
+    return torch.device("cuda")
+
+
+LLAMA = AttentionSpec(0, 0, num_qo_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+GEMMA2 = AttentionSpec(0, 0, num_qo_heads=8, num_kv_heads=4, head_dim=256, scale=1 / 16, softcap=50.0)
+GPT2 = AttentionSpec(0, 0, num_qo_heads=12, num_kv_heads=12, head_dim=64, scale=0.125)
+SHAPES = {
+    "llama": (LLAMA,),
+    "qwen3": (QWEN3, replace(QWEN3, layer=1, kv_layer=1, window=33)),
+    "gemma2": (GEMMA2, replace(GEMMA2, layer=1, kv_layer=1, window=40)),
+    "gpt2": (GPT2,),
+    "alibi": (replace(QWEN3, alibi_slopes=tuple(alibi_slopes(16).tolist())),),
+}
+# The kernels accumulate in float32, and round the weights of the softmax and the output to bfloat16.
+BF16 = 2e-2
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=10)
+@given(st.data())
+def test_kernels_equal_the_references(gpu: torch.device, shape: str, layout: str, data: st.DataObject) -> None:
+    """Any mix of decodes and prompts on random pages: the torch backend and our plan of work items in float32."""
+    specs, page_size = SHAPES[shape], data.draw(st.sampled_from([1, 16, 128]))
+    batch, num_pages = random_step(data, page_size, gaps=False, longest=700, device="cuda")
+    for oracle in (TorchBackend, SplitKVBackend):
+        mine = PagedKVCache(specs, num_pages, page_size, torch.bfloat16, gpu, layout)
+        theirs = PagedKVCache(specs, num_pages, page_size, torch.float32, gpu)
+        backend = create_backend("flashinfer", specs, mine, Parts())
+        check_equal(batch, backend, oracle(specs, theirs, Parts()), BF16)
+
+
+@pytest.mark.parametrize("shape", ["qwen3"])
+def test_flashattention_3_equals_the_reference(gpu: torch.device, shape: str) -> None:
+    specs, new, before = SHAPES[shape], [700, 600], [90, 0]
+    kv_lens = [n + m for n, m in zip(new, before, strict=True)]
+    counts = [-(-n // 16) for n in kv_lens]
+    pages = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = StepBatch.build(
+        token_ids=[0] * sum(new), num_new=new, kv_lens=kv_lens, pages=pages, page_size=16, device="cuda"
+    )
+    mine = PagedKVCache(specs, sum(counts), 16, torch.bfloat16, gpu)
+    theirs = PagedKVCache(specs, sum(counts), 16, torch.float32, gpu)
+    backend = FlashInferBackend(specs, mine, Parts())
+    check_equal(batch, backend, TorchBackend(specs, theirs, Parts()), BF16)
+    assert {algorithm for _, algorithm in backend._wrappers} == {"fa3" if backend._has_fa3 else "fa2"}
+
+
+def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
+    cache = make_cache(SHAPES["qwen3"], 40, 16, torch.bfloat16, "NHD", "cuda")
+    backend = create_backend("flashinfer", SHAPES["qwen3"], cache, Parts())
+    runs = run_in_steps(
+        backend, SHAPES["qwen3"], [90, 1, 140, 33], [40, 1, 139, 8], range(40), 16, torch.bfloat16, "cuda"
+    )
+    for _, got, want in runs:
+        torch.testing.assert_close(got, want, atol=BF16, rtol=BF16)
+
+
+def test_a_step_waits_for_the_device_nowhere(gpu: torch.device) -> None:
+    """Neither while it is planned nor in a layer does torch synchronize."""
+    spec = QWEN3
+    batch = StepBatch.build(
+        token_ids=[0] * 21, num_new=[1, 20], kv_lens=[50, 40], pages=range(7), page_size=16, device="cuda"
+    )
+    backend = create_backend("flashinfer", [spec], PagedKVCache([spec], 7, 16, torch.bfloat16, gpu), default_parts(gpu))
+    q, k, v = (torch.zeros(21, heads, 128, device=gpu, dtype=torch.bfloat16) for heads in (16, 8, 8))
+    backend.plan(batch)
+    backend(0, q, k, v)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.plan(batch)
+        backend(0, q, k, v)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_many_plans_may_be_made_ahead_of_the_device(gpu: torch.device) -> None:
+    """A plan must not overwrite the pinned memory of one that the GPU has not copied yet."""
+    spec = QWEN3
+    cache = PagedKVCache([spec], 200, 16, torch.bfloat16, gpu)
+    for x in cache.layers[0]:
+        x.normal_()
+    backend = create_backend("flashinfer", [spec], cache, Parts())
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    for count in (1, 7, 3, 12, 5):
+        kv_lens = torch.randint(1, 200, (count,), generator=generator).tolist()
+        pages = torch.randperm(200, generator=generator)[: sum(-(-n // 16) for n in kv_lens)].tolist()
+        steps.append(
+            StepBatch.build(
+                token_ids=[0] * count, num_new=[1] * count, kv_lens=kv_lens, pages=pages, page_size=16, device="cuda"
+            )
+        )
+    queries = [torch.randn(batch.num_tokens, 16, 128, device=gpu, dtype=torch.bfloat16) for batch in steps]
+
+    def run(wait: bool) -> list[Tensor]:
+        outputs = []
+        for batch, q in zip(steps, queries, strict=True):
+            if not wait:
+                torch.cuda._sleep(20_000_000)  # the device falls behind the host
+            backend.plan(batch)
+            outputs.append(backend.run(0, q))
+            if wait:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return outputs
+
+    for apart, ahead in zip(run(wait=True), run(wait=False), strict=True):
+        torch.testing.assert_close(ahead, apart, atol=1e-2, rtol=1e-2)
+
+
+TINY = {
+    "llama": {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+    "gemma2": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 20},
+    "gpt2": {"n_embd": 128, "n_head": 2},
+}
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("family", TINY)
+def test_greedy_tokens_are_those_of_the_reference(gpu: torch.device, family: str, kv_layout: str) -> None:
+    """In bfloat16 close logits flip: each token is the best of a float64 model, or close to it, and most are the best.
+
+    Few pages and equal prompts: requests are preempted, share pages and end at different times.
+    """
+    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, **TINY[family])
+    oracle = our_model(copy.deepcopy(theirs).double())
+    model = our_model(theirs, parts=default_parts(gpu)).to(gpu)
+    generator = torch.Generator().manual_seed(1)
+    stem = torch.randint(3, 61, (40,), generator=generator).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    arrivals: dict[int, list[Any]] = {}
+    for i in range(12):
+        own = torch.randint(3, 61, (1 + 3 * i,), generator=generator).tolist()
+        arrivals.setdefault(i // 3, []).append((str(i), [*stem, *own] if i % 2 else own, params))
+    engine = make_engine(
+        model, parts=default_parts(gpu), attn_backend="flashinfer", kv_layout=kv_layout, num_pages=24, page_size=16,
+        max_batch_size=8, prefix_sharing=True, max_num_batched_tokens=64,
+    )  # fmt: skip
+    outputs = serve(engine, arrivals)
+    check_nothing_leaked(engine)
+    prompts = {name: prompt for several in arrivals.values() for name, prompt, _ in several}
+    best, total = 0, 0
+    for name, tokens in outputs.items():
+        logits = whole(oracle, [[*prompts[name], *tokens]])[0][len(prompts[name]) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
+        assert lost.max() < 0.05, f"request {name}"
+        best, total = best + int((lost == 0).sum()), total + len(tokens)
+    assert best >= 0.9 * total, f"{best} of {total}"

@@ -21,7 +21,8 @@ from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCa
 from mini_engine.attention.naive import alibi_bias
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import attention_state
-from mini_engine.batch import StepBatch, to_device
+from mini_engine.batch import StepBatch
+from mini_engine.transfer import to_device
 
 THREAD_BLOCKS = 264  # two for each of the 132 multiprocessors of an H200, shared among the KV heads
 QUERY_ROWS = 64  # of a tile: its queries times the query heads of a group

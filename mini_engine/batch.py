@@ -16,11 +16,13 @@ from torch import Tensor
 class PrefixLevel:
     """Pages that neighboring requests of a step share, as one level of a cascade (chapter 09).
 
+    Every query of a group sees every key of the group's pages. A group may have no pages.
+
     Attributes:
-        qo_indptr: [G+1] host. First token of each group of requests that share pages, and T.
+        qo_indptr: [G+1] host. First token of each group of requests, and T.
         kv_page_indptr: [G+1] host. First entry of each group in `kv_page_indices`.
         kv_page_indices: the pages of all groups.
-        kv_last_page_len: [G] host. Keys in the last page of each group.
+        kv_last_page_len: [G] host. Keys in the last page of each group, 0 in a group without pages.
         query_offsets: [T] what is added to a query's position before it meets this level's keys; None for nothing.
     """
 
@@ -59,7 +61,8 @@ class StepBatch:
         num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
         page_size: keys per page.
         has_sources: whether any token comes from `token_source`.
-        levels: prefixes shared by several requests, outermost first; a backend without cascade ignores them.
+        levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
+            this order. A backend without cascade ignores them.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -94,6 +97,7 @@ class StepBatch:
         token_source: Sequence[int] | np.ndarray | None = None,
         page_positions: Sequence[int] | np.ndarray | None = None,
         max_decode_tokens: int = 1,
+        levels: tuple[PrefixLevel, ...] = (),
         device: torch.device | str = "cpu",
         into: "StepBuffers | None" = None,
     ) -> "StepBatch":
@@ -109,6 +113,7 @@ class StepBatch:
             token_source: [T] see the class; default all -1.
             page_positions: [P] see the class; default None.
             max_decode_tokens: most new tokens of a decode: 1, and more where drafted tokens are verified.
+            levels: see the class.
             device: where the model runs, if `into` is not given.
             into: buffers that receive the arrays; default new ones on `device`.
 
@@ -181,6 +186,7 @@ class StepBatch:
             num_decodes=num_decodes,
             page_size=page_size,
             has_sources=token_source is not None,
+            levels=levels,
         )
 
     @property

@@ -16,8 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.batch import StepBatch
+from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.errors import ConfigError
+from mini_engine.kv_cache.page_table import PageTable, Rows
 
 
 @runtime_checkable
@@ -59,6 +60,14 @@ class AttentionParts(Protocol):
     def physical_mask(self) -> Callable[..., Callable[..., Tensor]]: ...
 
 
+class StepPlanner(Protocol):
+    """Chooses the order of a step's requests and the levels of their common prefixes; see `cascade.LevelPlanner`."""
+
+    def arrange(
+        self, page_table: PageTable, rows: Rows, num_new: Rows, num_computed: Rows, admissions: Rows
+    ) -> tuple[Rows, tuple[PrefixLevel, ...]]: ...
+
+
 class AttentionBackend(ABC):
     """One way to compute attention over the KV cache; an `Attend`, so the model calls it directly.
 
@@ -69,12 +78,14 @@ class AttentionBackend(ABC):
 
     Attributes:
         bypasses: names of the parts that the backend does not use, or not everywhere.
+        planner: finds the levels of each step; None if the backend does not use levels.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
     """
 
     bypasses: ClassVar[frozenset[str]]
+    planner: StepPlanner | None = None
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts
@@ -159,6 +170,7 @@ BACKENDS = {
         ),
         features=FEATURES - {"kv_dtype"},
     ),
+    "cascade": BackendInfo("mini_engine.attention.cascade:CascadeBackend"),
 }
 
 

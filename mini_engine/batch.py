@@ -19,17 +19,17 @@ class PrefixLevel:
     Every query of a group sees every key of the group's pages. A group may have no pages.
 
     Attributes:
+        kv_last_page_len: [G] host. Keys in the last page of each group, 0 in a group without pages.
+        kv_page_indices: [P] pages of all groups.
         qo_indptr: [G+1] host. First token of each group of requests, and T.
         kv_page_indptr: [G+1] host. First entry of each group in `kv_page_indices`.
-        kv_page_indices: the pages of all groups.
-        kv_last_page_len: [G] host. Keys in the last page of each group, 0 in a group without pages.
         query_offsets: [T] what is added to a query's position before it meets this level's keys; None for nothing.
     """
 
+    kv_last_page_len: Int32[Tensor, " G"]
+    kv_page_indices: Int32[Tensor, " P"]
     qo_indptr: Int32[Tensor, " G+1"]
     kv_page_indptr: Int32[Tensor, " G+1"]
-    kv_page_indices: Int32[Tensor, " P"]
-    kv_last_page_len: Int32[Tensor, " G"]
     query_offsets: Int[Tensor, " T"] | None = None
 
 

@@ -142,6 +142,7 @@ class BackendInfo:
         page_sizes: tokens of a page.
         head_dims: sizes of a head.
         features: those of FEATURES that the backend implements.
+        on_cuda: what takes the backend's name on a GPU, if that is another class.
     """
 
     path: str
@@ -151,6 +152,11 @@ class BackendInfo:
     page_sizes: Limit = ANY_SIZE
     head_dims: Limit = ANY_SIZE
     features: frozenset[str] = FEATURES
+    on_cuda: "BackendInfo | None" = None
+
+    def on(self, device_type: str) -> "BackendInfo":
+        """The backend of this name on a type of device."""
+        return self.on_cuda if self.on_cuda and device_type == "cuda" else self
 
 
 # In order of preference: an error message names the first one that accepts what another refuses.
@@ -170,7 +176,17 @@ BACKENDS = {
         ),
         features=FEATURES - {"kv_dtype"},
     ),
-    "cascade": BackendInfo("mini_engine.attention.cascade:CascadeBackend"),
+    "cascade": BackendInfo(
+        "mini_engine.attention.cascade:CascadeBackend",
+        on_cuda=BackendInfo(
+            "mini_engine.attention.flashinfer_cascade:FlashInferCascadeBackend",
+            layouts=("NHD", "HND"),
+            devices=("cuda",),
+            dtypes=(torch.bfloat16, torch.float16),
+            head_dims=Limit(lambda size, device_type: size in (64, 128, 256), "heads of size 64, 128 or 256"),
+            features=FEATURES - {"kv_dtype"},
+        ),
+    ),
 }
 
 
@@ -190,7 +206,7 @@ def create_backend(
     """
     check_backend(name)
     check_support(name, specs, cache)
-    return _class_of(name)(specs, cache, parts)
+    return _class_of(BACKENDS[name].on(cache.device.type))(specs, cache, parts)
 
 
 def check_backend(name: str) -> None:
@@ -220,17 +236,18 @@ def bypassed_parts(name: str) -> frozenset[str]:
         ConfigError: if there is no such backend.
     """
     check_backend(name)
-    return _class_of(name).bypasses
+    return _class_of(BACKENDS[name]).bypasses
 
 
-def _class_of(name: str) -> type[AttentionBackend]:
-    module, _, attribute = BACKENDS[name].path.partition(":")
+def _class_of(info: BackendInfo) -> type[AttentionBackend]:
+    module, _, attribute = info.path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> tuple[str, str | None] | None:
     """Why a backend refuses (the predicate of a sentence) and an option that would help; None if it accepts."""
     device_type = cache.device.type
+    info = info.on(device_type)
     if device_type not in info.devices:
         return f"does not run on {device_type!r}", f"device={info.devices[0]!r}"
     if cache.layout not in info.layouts:

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionParts, KVCache
@@ -55,6 +55,9 @@ class CascadeCosts:
     bandwidth: float = 4.3e12
     launch_seconds: float = 8e-6
     merge_seconds: float = 4e-6
+
+
+H200_COSTS = CascadeCosts()
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,11 @@ class Candidate(NamedTuple):
     """A level while it is being decided.
 
     Attributes:
-        joined: [B-1] whether request b and request b + 1 belong to the same group.
-        depth: [B] pages of each request that this level and the levels outside it hold.
+        joined: whether each request belongs to the group of the request before it.
+        depth: pages of each request that this level and the levels outside it hold.
     """
 
-    joined: Bool[np.ndarray, " B-1"]
+    joined: Bool[np.ndarray, " B"]
     depth: Int64[np.ndarray, " B"]
 
 
@@ -126,71 +129,71 @@ def prefix_order(pages: Int32[np.ndarray, "B W"]) -> Int64[np.ndarray, " B"]:
     return np.argsort(strings.ravel(), kind="stable")
 
 
-def common_prefixes(pages: Int32[np.ndarray, "B W"], limits: Int64[np.ndarray, " B"]) -> Int64[np.ndarray, " B-1"]:
-    """Length of the longest common prefix, in pages, of each request and the next one.
+def common_prefixes(pages: Int32[np.ndarray, "B W"], limits: Int64[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
+    """Count the pages that each request shares with the one before it: their longest common prefix.
 
     Args:
         pages: the first W pages of each request; those behind its limit may be anything.
-        limits: [B] pages of each request that may be shared, at most W.
+        limits: [B] pages of each request that may be shared.
     """
     differs = pages[1:] != pages[:-1]
     first = differs.argmax(axis=1)  # 0 also where nothing differs
     first[(first == 0) & ~differs[:, 0]] = pages.shape[1]
-    return np.minimum(first, np.minimum(limits[1:], limits[:-1]))
+    prefixes = np.zeros_like(limits)
+    prefixes[1:] = np.minimum(first, np.minimum(limits[1:], limits[:-1]))
+    return prefixes
 
 
 def candidate_levels(
-    prefixes: Int64[np.ndarray, " B-1"], saving: Float[np.ndarray, " B-1"], cost: float
+    prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float
 ) -> list[Candidate]:
     """Cut a prefix tree into levels, from the root down, such that each saves at least `cost`.
 
-    Neighbors are joined if they share at least `need` more pages than the levels before hold; the fewer neighbors are
-    joined, the more pages each pair needs for the level to pay. A group shares what all its neighbors have in common.
+    A request joins the one before it if they share at least `need` more pages than the levels before hold. The fewer
+    join, the more pages each needs for the level to pay. A group shares what all its requests have in common.
 
     Args:
-        prefixes: pages that each request shares with the next one, in an order that makes sharers neighbors.
-        saving: seconds saved for each page that request b + 1 does not read again because request b reads it.
+        prefixes: pages that each request shares with the one before it, in an order that makes sharers neighbors.
+        saving: seconds saved for each page that a request does not read again.
         cost: seconds that a level costs.
     """
-    depth = np.zeros(len(prefixes) + 1, dtype=np.int64)
+    depth = np.zeros_like(prefixes)
     levels: list[Candidate] = []
     while True:
-        more = prefixes - depth[:-1]
+        more = prefixes - depth
         joined, need = more > 0, 0
         while True:
-            saved_per_page = float(saving[joined].sum())
+            saved_per_page = float(saving @ joined)
             if saved_per_page == 0:
                 return levels
             if math.ceil(cost / saved_per_page) <= need:
                 break
             need = math.ceil(cost / saved_per_page)
             joined = more >= need
-        starts = np.flatnonzero(np.append(True, ~joined))
-        shared = np.minimum.reduceat(np.append(np.where(joined, prefixes, NO_END), NO_END), starts)
-        shared = np.repeat(shared, np.diff(starts, append=len(depth)))
+        first = ~joined
+        shared = np.minimum.reduceat(np.where(joined, prefixes, NO_END), np.flatnonzero(first))[first.cumsum() - 1]
         depth = np.where(shared < NO_END, shared, depth)
         levels.append(Candidate(joined, depth))
 
 
-def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B-1"], cost: float) -> list[Candidate]:
+def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
     """Drop the levels that do not pay because of the levels inside them.
 
     Without a level, its pages move into the groups of the next one, which read them once each. So a level saves only
     the reads of its groups beyond the first.
 
     Args:
-        levels: candidates, outermost first.
+        levels: candidates, outermost first; at least one.
         saving: see `candidate_levels`.
         cost: seconds that a level costs.
     """
-    kept: list[Candidate] = []
-    inside = np.zeros_like(saving, dtype=bool)
-    for i, level in reversed(list(enumerate(levels))):
+    kept = levels[-1:]
+    for i in reversed(range(len(levels) - 1)):
+        level = levels[i]
         pages = level.depth - levels[i - 1].depth if i else level.depth
-        if not kept or float(saving @ (pages[:-1] * (level.joined & ~inside))) >= cost:
-            kept.append(level)
-            inside = level.joined
-    return kept[::-1]
+        if float(saving @ (pages * (level.joined & ~kept[0].joined))) >= cost:
+            kept = [level, *kept]
+    return kept
 
 
 def plan_levels(
@@ -204,7 +207,7 @@ def plan_levels(
 
     Args:
         pages: the first pages of each request; those behind its limit may be anything.
-        limits: [B] pages of each request that may be shared, at most W.
+        limits: [B] pages of each request that may be shared.
         num_new: [B] new tokens of each.
         page_size: keys per page.
         costs: what a level costs and saves.
@@ -216,7 +219,7 @@ def plan_levels(
     order = prefix_order(pages)
     order = order[np.argsort(num_new[order] > 1, kind="stable")]
     pages, limits, num_new = pages[order], limits[order], num_new[order]
-    saving, cost = costs.saving(num_new[1:]), costs.cost(int(num_new.sum()))
+    saving, cost = costs.saving(num_new), costs.cost(int(num_new.sum()))
     found = candidate_levels(common_prefixes(pages, limits), saving, cost)
     if not found:
         return np.arange(len(order)), ()
@@ -241,16 +244,19 @@ def build_levels(
     built = []
     before = np.zeros(len(pages), dtype=np.int64)
     for joined, reached in levels:
-        shares = np.append(joined, False) | np.append(False, joined)
-        depth = np.where(shares, reached, before)
+        alone = ~joined
+        alone[:-1] &= ~joined[1:]
+        depth = np.where(alone, before, reached)
         # Neighbors that share nothing in this level are one group without pages.
-        rows = np.flatnonzero(np.append(True, ~joined & (shares[1:] | shares[:-1])))
+        begins = ~joined
+        begins[1:] &= ~(alone[1:] & alone[:-1])
+        rows = np.flatnonzero(begins)
         counts = (depth - before)[rows]
         indptr = _indptr(counts)
         index = _ranges(before[rows], counts)
         built.append(
             PrefixLevel(
-                qo_indptr=_host(first_token[np.append(rows, len(pages))]),
+                qo_indptr=_host(np.append(first_token[rows], first_token[-1])),
                 kv_page_indptr=_host(indptr),
                 kv_page_indices=_host(pages[np.repeat(rows, counts), index]),
                 kv_last_page_len=_host(np.where(counts, page_size, 0)),
@@ -320,7 +326,6 @@ class LevelPlanner:
             longest = int(np.partition(limits, -2)[-2])  # no two requests share more
             if longest:
                 pages = page_table.table[rows, :longest]
-                limits = np.minimum(limits, longest)
                 self._order, levels = plan_levels(pages, limits, num_new, self._page_size, self._costs)
         of_levels = [level.kv_page_indices.numpy() for level in levels]
         self._pages = np.concatenate(of_levels) if levels else self._order[:0]
@@ -334,14 +339,14 @@ class LevelPlanner:
 # --- attention over levels -------------------------------------------------------------------------------------------
 
 
-def shared_pages(level: PrefixLevel, qo_indptr: Int32[Tensor, " B+1"]) -> Int64[np.ndarray, " B"]:
+def shared_pages(level: PrefixLevel, first_token: Int32[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
     """Count the pages that a level holds of each request.
 
     Args:
         level: a level of a step.
-        qo_indptr: first token of each request, and their number.
+        first_token: [B] first token of each request.
     """
-    group = np.searchsorted(level.qo_indptr.numpy(), qo_indptr.numpy()[:-1], side="right") - 1
+    group = np.searchsorted(level.qo_indptr.numpy(), first_token, side="right") - 1
     return np.diff(level.kv_page_indptr.numpy()).astype(np.int64)[group]
 
 
@@ -349,7 +354,7 @@ def own_pages(batch: StepBatch) -> StepBatch:
     """Return the last level of a step: the same tokens, each request with the pages that no level holds of it."""
     shared = np.zeros(batch.num_sequences, dtype=np.int64)
     for level in batch.levels:
-        shared += shared_pages(level, batch.qo_indptr)
+        shared += shared_pages(level, batch.qo_indptr.numpy()[:-1])
     indptr = batch.kv_page_indptr.numpy()
     counts = np.diff(indptr) - shared
     index = _ranges(shared, counts)
@@ -399,7 +404,7 @@ class CascadeBackend(TorchBackend):
         specs: Sequence[AttentionSpec],
         cache: KVCache,
         parts: AttentionParts,
-        costs: CascadeCosts = CascadeCosts(),
+        costs: CascadeCosts = H200_COSTS,
     ) -> None:
         super().__init__(specs, cache, parts)
         self.planner = level_planner(specs, cache, costs)
@@ -412,7 +417,7 @@ class CascadeBackend(TorchBackend):
         before = np.zeros(batch.num_sequences, dtype=np.int64)
         for level in batch.levels:
             self._levels.append(_plan_groups(batch, level, before))
-            before += shared_pages(level, batch.qo_indptr)
+            before += shared_pages(level, batch.qo_indptr.numpy()[:-1])
         self._levels.append(self._plan_sequences(own_pages(batch), range(batch.num_sequences)))
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:

@@ -12,22 +12,24 @@ from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefixLevel:
     """Pages that neighboring requests of a step share, as one level of a cascade (chapter 09).
 
+    Every query of a group sees every key of the group's pages. A group may have no pages.
+
     Attributes:
-        qo_indptr: [G+1] host. First token of each group of requests that share pages, and T.
+        kv_last_page_len: [G] host. Keys in the last page of each group, 0 in a group without pages.
+        kv_page_indices: [P] pages of all groups.
+        qo_indptr: [G+1] host. First token of each group of requests, and T.
         kv_page_indptr: [G+1] host. First entry of each group in `kv_page_indices`.
-        kv_page_indices: the pages of all groups.
-        kv_last_page_len: [G] host. Keys in the last page of each group.
         query_offsets: [T] what is added to a query's position before it meets this level's keys; None for nothing.
     """
 
+    kv_last_page_len: Int32[Tensor, " G"]
+    kv_page_indices: Int32[Tensor, " P"]
     qo_indptr: Int32[Tensor, " G+1"]
     kv_page_indptr: Int32[Tensor, " G+1"]
-    kv_page_indices: Int32[Tensor, " P"]
-    kv_last_page_len: Int32[Tensor, " G"]
     query_offsets: Int[Tensor, " T"] | None = None
 
 
@@ -60,7 +62,8 @@ class StepBatch:
         page_size: keys per page.
         num_sources: how many tokens come from `token_source`.
         has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
-        levels: prefixes shared by several requests, outermost first; a backend without cascade ignores them.
+        levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
+            this order. A backend without cascade ignores them.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -96,6 +99,7 @@ class StepBatch:
         token_source: Sequence[int] | np.ndarray | None = None,
         page_positions: Sequence[int] | np.ndarray | None = None,
         max_decode_tokens: int = 1,
+        levels: tuple[PrefixLevel, ...] = (),
         device: torch.device | str = "cpu",
         into: "StepBuffers | None" = None,
     ) -> "StepBatch":
@@ -111,6 +115,7 @@ class StepBatch:
             token_source: [T] see the class; default all -1.
             page_positions: [P] see the class; default None.
             max_decode_tokens: most new tokens of a decode: 1, and more where drafted tokens are verified.
+            levels: see the class.
             device: where the model runs, if `into` is not given.
             into: buffers that receive the arrays; default new ones on `device`.
 
@@ -177,7 +182,9 @@ class StepBatch:
         np.add((lens - 1) % page_size, 1, out=last_page_len[:num_requests])
         num_sources = 0 if token_source is None else int(np.count_nonzero(sources >= 0))
         buffers.upload()
-        return buffers.batch(num_rows, num_decodes, page_size, num_sources, page_positions is not None, has_gaps)
+        return buffers.batch(
+            num_rows, num_decodes, page_size, num_sources, page_positions is not None, has_gaps, levels
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -227,7 +234,8 @@ class StepBuffers:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._sizes, self._fields = (-1, -1, -1), (0, 0, 0, 0, False, False)
+        self._sizes: tuple[int, int, int] = (-1, -1, -1)
+        self._fields: tuple = ()
         self._batch: StepBatch | None = None
         self._allocate(0)
 
@@ -256,10 +264,17 @@ class StepBuffers:
             self._on_device[: self._used].copy_(self._on_host[: self._used], non_blocking=True)
 
     def batch(
-        self, num_rows: int, num_decodes: int, page_size: int, num_sources: int, has_positions: bool, has_gaps: bool
+        self,
+        num_rows: int,
+        num_decodes: int,
+        page_size: int,
+        num_sources: int,
+        has_positions: bool,
+        has_gaps: bool,
+        levels: tuple[PrefixLevel, ...],
     ) -> StepBatch:
         """The arrays as a step, whose fields the arguments are; the last step's object if all sizes are the same."""
-        fields = num_rows, num_decodes, page_size, num_sources, has_positions, has_gaps
+        fields = num_rows, num_decodes, page_size, num_sources, has_positions, has_gaps, levels
         if self._batch is not None and self._fields == fields:
             return self._batch
         self._fields = fields
@@ -285,6 +300,7 @@ class StepBuffers:
             page_size=page_size,
             num_sources=num_sources,
             has_gaps=has_gaps,
+            levels=levels,
         )
         return self._batch
 

@@ -226,7 +226,16 @@ class LLMEngine:
             metrics.shared_tokens += schedule.num_shared
         if tree:
             metrics.evicted_pages += tree.num_evicted - num_evicted
-        return schedule
+        return self._with_levels(schedule) if self.backend.planner and len(schedule.rows) > 1 else schedule
+
+    def _with_levels(self, schedule: Schedule) -> Schedule:
+        """Let the backend choose the order of the step's requests, and the prefixes that it reads once for several."""
+        assert self.backend.planner is not None
+        rows, num_new, running = schedule.rows, schedule.num_new, self.scheduler.running
+        order, levels = self.backend.planner.arrange(
+            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows]
+        )
+        return replace(schedule, rows=rows[order], num_new=num_new[order], levels=levels)
 
     def _collect(self) -> Sampled:
         """Read the tokens of the oldest launched step, and end the requests that are complete.

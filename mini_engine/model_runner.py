@@ -174,6 +174,7 @@ class ModelRunner:
             num_logits=num_logits,
             token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
             page_positions=page_positions,
+            levels=schedule.levels,
             into=self._buffers[self._num_launched % len(self._buffers)],
         )
 

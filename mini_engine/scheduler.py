@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
+from mini_engine.batch import PrefixLevel
 from mini_engine.errors import ConfigError, RequestError, check_positive
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
@@ -56,6 +57,7 @@ class Schedule:
         preempted: requests that lost their pages for this step, newest first.
         num_shared: tokens of the admitted requests that need not be computed, because pages that hold them are shared.
         copies: pairs of pages; the first is copied to the second before the step writes.
+        levels: prefixes that the requests share, see `StepBatch`.
     """
 
     rows: Rows
@@ -65,6 +67,7 @@ class Schedule:
     preempted: list[Request] = field(default_factory=list)
     num_shared: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
+    levels: tuple[PrefixLevel, ...] = ()
 
 
 class Scheduler:

@@ -17,8 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.batch import StepBatch
+from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.errors import ConfigError
+from mini_engine.kv_cache.page_table import PageTable, Rows
 
 
 @runtime_checkable
@@ -53,6 +54,14 @@ class AttentionParts(Protocol):
     def physical_mask(self, *args: Any) -> Callable[..., Tensor]: ...
 
 
+class StepPlanner(Protocol):
+    """Chooses the order of a step's requests and the levels of their common prefixes; see `cascade.LevelPlanner`."""
+
+    def arrange(
+        self, page_table: PageTable, rows: Rows, num_new: Rows, num_computed: Rows, admissions: Rows
+    ) -> tuple[Rows, tuple[PrefixLevel, ...]]: ...
+
+
 class AttentionBackend(ABC):
     """One way to compute attention over the KV cache; an `Attend`, so the model calls it directly.
 
@@ -63,12 +72,14 @@ class AttentionBackend(ABC):
 
     Attributes:
         bypasses: names of the parts that the backend does not use, or not everywhere.
+        planner: finds the levels of each step; None if the backend does not use levels.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
     """
 
     bypasses: ClassVar[frozenset[str]]
+    planner: StepPlanner | None = None
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts
@@ -111,6 +122,7 @@ class BackendInfo:
         features: those of FEATURES that the backend implements.
         sizes: why it refuses the sizes of a layer's heads and of the cache's pages, if it does.
         package: a package that must be installed, also the name of the engine's extra that installs it.
+        on_cuda: what takes the backend's name on a GPU, if that is another class.
     """
 
     path: str
@@ -120,6 +132,11 @@ class BackendInfo:
     features: frozenset[str] = FEATURES
     sizes: Callable[[AttentionSpec, KVCache], Refusal | None] = lambda spec, cache: None
     package: str | None = None
+    on_cuda: "BackendInfo | None" = None
+
+    def on(self, device_type: str) -> "BackendInfo":
+        """The backend of this name on a type of device."""
+        return self.on_cuda if self.on_cuda and device_type == "cuda" else self
 
 
 def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
@@ -135,10 +152,20 @@ def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
 
 
 def _flashinfer_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
-    return (
-        None if spec.head_dim in (64, 128, 256) else (f"needs heads of size 64, 128 or 256, not {spec.head_dim}", None)
-    )
+    if spec.head_dim in (64, 128, 256):
+        return None
+    return f"needs heads of size 64, 128 or 256, not {spec.head_dim}", None
 
+
+# What FlashInfer's kernels accept.
+ON_FLASHINFER: dict[str, Any] = {
+    "layouts": ("NHD", "HND"),
+    "devices": ("cuda",),
+    "dtypes": (torch.bfloat16, torch.float16),
+    "features": FEATURES - {"kv_dtype"},
+    "sizes": _flashinfer_sizes,
+    "package": "flashinfer",
+}
 
 # In order of preference: an error message names the first one that accepts what another refuses.
 BACKENDS = {
@@ -146,16 +173,12 @@ BACKENDS = {
     "torch_padded": BackendInfo("mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": BackendInfo("mini_engine.attention.torch:ChunkedBackend"),
     "flex": BackendInfo("mini_engine.attention.flex:FlexBackend", features=FEATURES - {"kv_dtype"}, sizes=_flex_sizes),
-    "flashinfer": BackendInfo(
-        "mini_engine.attention.flashinfer:FlashInferBackend",
-        layouts=("NHD", "HND"),
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        features=FEATURES - {"kv_dtype"},
-        sizes=_flashinfer_sizes,
-        package="flashinfer",
-    ),
+    "flashinfer": BackendInfo("mini_engine.attention.flashinfer:FlashInferBackend", **ON_FLASHINFER),
     "split_kv": BackendInfo("mini_engine.attention.split_kv:SplitKVBackend"),
+    "cascade": BackendInfo(
+        "mini_engine.attention.cascade:CascadeBackend",
+        on_cuda=BackendInfo("mini_engine.attention.flashinfer_cascade:FlashInferCascadeBackend", **ON_FLASHINFER),
+    ),
 }
 
 
@@ -179,7 +202,7 @@ def create_backend(
         others = [other for other, info in BACKENDS.items() if not _refusal(info, specs, cache)]
         ways_out = ([f"set {option}"] if option else []) + [f"use attn_backend={other!r}" for other in others[:1]]
         raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
-    return _class_of(name)(specs, cache, parts)
+    return _class_of(BACKENDS[name].on(cache.device.type))(specs, cache, parts)
 
 
 def check_backend(name: str) -> None:
@@ -195,15 +218,16 @@ def bypassed_parts(name: str) -> frozenset[str]:
         ConfigError: if there is no such backend.
     """
     check_backend(name)
-    return _class_of(name).bypasses
+    return _class_of(BACKENDS[name]).bypasses
 
 
-def _class_of(name: str) -> type[AttentionBackend]:
-    module, _, attribute = BACKENDS[name].path.partition(":")
+def _class_of(info: BackendInfo) -> type[AttentionBackend]:
+    module, _, attribute = info.path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> Refusal | None:
+    info = info.on(cache.device.type)
     if cache.device.type not in info.devices:
         return f"does not run on {cache.device.type!r}", f"device={info.devices[0]!r}"
     if info.package and find_spec(info.package) is None:

@@ -18,7 +18,7 @@ from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCa
 from mini_engine.attention.masks import MaskMod
 from mini_engine.attention.naive import alibi_bias, fused_attention
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.attention.state import chunked_attention
+from mini_engine.attention.state import AttentionState, chunked_attention
 from mini_engine.batch import StepBatch
 from mini_engine.transfer import to_device
 
@@ -73,31 +73,30 @@ class TorchBackend(AttentionBackend):
         spec = self.specs[layer]
         out = torch.empty_like(q)
         for sequence in self._sequences:
-            k, v = (
-                pages[sequence.pages].flatten(0, 1)[: sequence.num_keys].to(q.dtype)
-                for pages in self.cache.layers[spec.kv_layer]
-            )
-            out[sequence.tokens] = self._attend(spec, sequence, q[sequence.tokens], k, v)
+            out[sequence.tokens] = self._attend(spec, sequence, q[sequence.tokens])
         return out
 
     def _attend(
-        self,
-        spec: AttentionSpec,
-        sequence: SequencePlan,
-        q: Float[Tensor, "n Hq D"],
-        k: Float[Tensor, "m Hk D"],
-        v: Float[Tensor, "m Hk D"],
+        self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
     ) -> Float[Tensor, "n Hq D"]:
-        bias = None
-        if spec.alibi_slopes is not None:
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device)
-            bias = alibi_bias(slopes, sequence.query_positions, sequence.key_positions)
-        options: dict[str, Any] = {"mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap}
-        if len(k) <= self.KEY_CHUNK:
-            return self.parts.masked_attention(q, k, v, scale=spec.scale, **options)
-        options |= {"chunk_size": self.KEY_CHUNK, "merge": self.parts.merge_states}
-        return chunked_attention(q, k, v, scale=spec.scale, **options).out
+        if sequence.num_keys > self.KEY_CHUNK:
+            return self._attend_in_chunks(spec, sequence, q).out
+        return self.parts.masked_attention(q, *self._gather(spec, sequence, q.dtype), **_options(spec, sequence, q))
+
+    def _attend_in_chunks(
+        self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
+    ) -> AttentionState:
+        k, v = self._gather(spec, sequence, q.dtype)
+        options, merge = _options(spec, sequence, q), self.parts.merge_states
+        return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=merge, **options)
+
+    def _gather(
+        self, spec: AttentionSpec, sequence: SequencePlan, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk D"]]:
+        """Read a sequence's keys and values from their pages."""
+        k, v = self.cache.layers[spec.kv_layer]
+        pages, num_keys = sequence.pages, sequence.num_keys
+        return k[pages].flatten(0, 1)[:num_keys].to(dtype), v[pages].flatten(0, 1)[:num_keys].to(dtype)
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
         """Plan some sequences of a step, one after the other."""
@@ -241,6 +240,16 @@ class PaddedDecodes:
             x[self.padding] = 0
         queries = q.unflatten(1, (spec.num_kv_heads, -1))
         return fused_attention(queries, k.transpose(1, 2), v.transpose(1, 2), scale=spec.scale, mask=mask).flatten(1, 2)
+
+
+def _options(spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]) -> dict[str, Any]:
+    """The arguments by name of `masked_attention`."""
+    bias = None
+    if spec.alibi_slopes is not None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device)
+        bias = alibi_bias(slopes, sequence.query_positions, sequence.key_positions)
+    return {"scale": spec.scale, "mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap}
 
 
 def _page_index(batch: StepBatch, entries: slice) -> slice | Int[Tensor, " pages"]:

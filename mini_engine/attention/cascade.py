@@ -1,0 +1,478 @@
+"""The `cascade` backend: keys that several requests share are read once for all of them.
+
+In a flat step each request reads all its pages, also those that it shares with others. Cascade attention computes the
+attention of all sharers over their common pages in one call, the attention of each request over its remaining pages in
+another, and merges the two states. With a tree of prefixes there are several such levels (Ye et al. 2024, "Cascade
+Inference"; Ye et al. 2025, section 3.1.2; Juravsky et al. 2024, "Hydragen").
+
+A `LevelPlanner` finds the levels of a step in the page table. It keeps those that `CascadeCosts` predicts to pay, so a
+step without long common prefixes is flat: no levels. Explained in chapter 09.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionParts, KVCache
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.state import AttentionState
+from mini_engine.attention.torch import SequencePlan, TorchBackend
+from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.kv_cache.page_table import PageTable, Rows
+from mini_engine.transfer import to_device
+
+# Longer than any prefix.
+NO_END = np.iinfo(np.int64).max
+
+
+# --- what a level costs and saves ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CascadeCosts:
+    """Coefficients of the time that a level costs and saves in one layer.
+
+    Every page is read from HBM once, with or without a level. A level saves the later reads, which a flat kernel serves
+    mostly from the L2 cache. It costs one more launch of attention and one merge. The defaults describe one H200,
+    bfloat16, 16 query and 8 KV heads of 128, kernels replayed from a CUDA graph.
+
+    Attributes:
+        reread_bandwidth: bytes per second of pages that the same kernel has read before.
+        flops: FLOP per second of attention over shared pages.
+        bandwidth: bytes per second of HBM, for the states that are merged.
+        launch_seconds: what a level's attention takes beyond its bytes and FLOPs.
+        merge_seconds: what a merge takes beyond its bytes.
+    """
+
+    reread_bandwidth: float = 9.9e12
+    flops: float = 290e12
+    bandwidth: float = 4.3e12
+    launch_seconds: float = 8e-6
+    merge_seconds: float = 4e-6
+
+
+H200_COSTS = CascadeCosts()
+
+
+@dataclass(frozen=True)
+class LevelCosts:
+    """`CascadeCosts` applied to a kind of layer.
+
+    Attributes:
+        reread_seconds: time to read one page again.
+        compute_seconds: time of one query's attention over one page.
+        level_seconds: cost of a level without tokens.
+        merge_seconds: cost of merging the states of one token.
+    """
+
+    reread_seconds: float
+    compute_seconds: float
+    level_seconds: float
+    merge_seconds: float
+
+    @classmethod
+    def of(cls, costs: CascadeCosts, spec: AttentionSpec, cache: KVCache) -> "LevelCosts":
+        """Apply the coefficients to a layer over a cache."""
+        page_bytes = 2 * cache.page_size * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or cache.dtype).itemsize
+        page_flops = 4 * cache.page_size * spec.num_qo_heads * spec.head_dim
+        state_bytes = spec.num_qo_heads * spec.head_dim * cache.dtype.itemsize
+        return cls(
+            reread_seconds=page_bytes / costs.reread_bandwidth,
+            compute_seconds=page_flops / costs.flops,
+            level_seconds=costs.launch_seconds + costs.merge_seconds,
+            merge_seconds=3 * state_bytes / costs.bandwidth,  # two are read, one is written
+        )
+
+    def saving(self, num_tokens: Int64[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """Seconds saved for each page that a request of `num_tokens` queries does not read again.
+
+        A level computes what the flat kernel computes. A flat request that is compute-bound hides its reads behind
+        that, so nothing is saved.
+        """
+        return np.maximum(self.reread_seconds - self.compute_seconds * num_tokens, 0.0)
+
+    def cost(self, num_tokens: int) -> float:
+        """Seconds that one level adds to a step of `num_tokens` tokens."""
+        return self.level_seconds + self.merge_seconds * num_tokens
+
+
+# --- finding levels --------------------------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """A level while it is being decided.
+
+    Attributes:
+        joined: whether each request belongs to the group of the request before it.
+        depth: pages of each request that this level and the levels outside it hold.
+    """
+
+    joined: Bool[np.ndarray, " B"]
+    depth: Int64[np.ndarray, " B"]
+
+
+def prefix_order(pages: Int32[np.ndarray, "B W"]) -> Int64[np.ndarray, " B"]:
+    """Sort requests lexicographically by their pages, so that the sharers of any prefix become neighbors.
+
+    The sort is stable and compares the pages as strings of bytes, in one call.
+
+    Args:
+        pages: the first W pages of each request.
+    """
+    strings = np.ascontiguousarray(pages).view(np.dtype((np.void, pages.shape[1] * pages.itemsize)))
+    return np.argsort(strings.ravel(), kind="stable")
+
+
+def common_prefixes(pages: Int32[np.ndarray, "B W"], limits: Int64[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
+    """Count the pages that each request shares with the one before it: their longest common prefix.
+
+    Args:
+        pages: the first W pages of each request; those behind its limit may be anything.
+        limits: [B] pages of each request that may be shared.
+    """
+    differs = pages[1:] != pages[:-1]
+    first = differs.argmax(axis=1)  # 0 also where nothing differs
+    first[(first == 0) & ~differs[:, 0]] = pages.shape[1]
+    prefixes = np.zeros_like(limits)
+    prefixes[1:] = np.minimum(first, np.minimum(limits[1:], limits[:-1]))
+    return prefixes
+
+
+def candidate_levels(
+    prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float
+) -> list[Candidate]:
+    """Cut a prefix tree into levels, from the root down, such that each saves at least `cost`.
+
+    A request joins the one before it if they share at least `need` more pages than the levels before hold. The fewer
+    join, the more pages each needs for the level to pay. A group shares what all its requests have in common.
+
+    Args:
+        prefixes: pages that each request shares with the one before it, in an order that makes sharers neighbors.
+        saving: seconds saved for each page that a request does not read again.
+        cost: seconds that a level costs.
+    """
+    depth = np.zeros_like(prefixes)
+    levels: list[Candidate] = []
+    while True:
+        more = prefixes - depth
+        joined, need = more > 0, 0
+        while True:
+            saved_per_page = float(saving @ joined)
+            if saved_per_page == 0:
+                return levels
+            if math.ceil(cost / saved_per_page) <= need:
+                break
+            need = math.ceil(cost / saved_per_page)
+            joined = more >= need
+        first = ~joined
+        shared = np.minimum.reduceat(np.where(joined, prefixes, NO_END), np.flatnonzero(first))[first.cumsum() - 1]
+        depth = np.where(shared < NO_END, shared, depth)
+        levels.append(Candidate(joined, depth))
+
+
+def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
+    """Drop the levels that do not pay because of the levels inside them.
+
+    Without a level, its pages move into the groups of the next one, which read them once each. So a level saves only
+    the reads of its groups beyond the first.
+
+    Args:
+        levels: candidates, outermost first; at least one.
+        saving: see `candidate_levels`.
+        cost: seconds that a level costs.
+    """
+    kept = levels[-1:]
+    for i in reversed(range(len(levels) - 1)):
+        level = levels[i]
+        pages = level.depth - levels[i - 1].depth if i else level.depth
+        if float(saving @ (pages * (level.joined & ~kept[0].joined))) >= cost:
+            kept = [level, *kept]
+    return kept
+
+
+def plan_levels(
+    pages: Int32[np.ndarray, "B W"],
+    limits: Int64[np.ndarray, " B"],
+    num_new: Int64[np.ndarray, " B"],
+    page_size: int,
+    costs: LevelCosts,
+) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
+    """Order the requests of a step and find the levels that pay.
+
+    Args:
+        pages: the first pages of each request; those behind its limit may be anything.
+        limits: [B] pages of each request that may be shared.
+        num_new: [B] new tokens of each.
+        page_size: keys per page.
+        costs: what a level costs and saves.
+
+    Returns:
+        The index of each request in the new order, decodes first, and the levels, outermost first, on the host. The
+        order is unchanged if no level pays.
+    """
+    order = prefix_order(pages)
+    order = order[np.argsort(num_new[order] > 1, kind="stable")]
+    pages, limits, num_new = pages[order], limits[order], num_new[order]
+    saving, cost = costs.saving(num_new), costs.cost(int(num_new.sum()))
+    found = candidate_levels(common_prefixes(pages, limits), saving, cost)
+    if not found:
+        return np.arange(len(order)), ()
+    found = drop_redundant(found, saving, cost)
+    return order, build_levels(found, pages, np.append(0, num_new.cumsum()), page_size)
+
+
+def build_levels(
+    levels: Sequence[Candidate],
+    pages: Int32[np.ndarray, "B W"],
+    first_token: Int64[np.ndarray, " B+1"],
+    page_size: int,
+) -> tuple[PrefixLevel, ...]:
+    """Write levels in CSR form, on the host.
+
+    Args:
+        levels: candidates, outermost first.
+        pages: the first pages of each request.
+        first_token: first token of each request, and their number.
+        page_size: keys per page.
+    """
+    built = []
+    before = np.zeros(len(pages), dtype=np.int64)
+    for joined, reached in levels:
+        alone = ~joined
+        alone[:-1] &= ~joined[1:]
+        depth = np.where(alone, before, reached)
+        # Neighbors that share nothing in this level are one group without pages.
+        begins = ~joined
+        begins[1:] &= ~(alone[1:] & alone[:-1])
+        rows = np.flatnonzero(begins)
+        counts = (depth - before)[rows]
+        indptr = _indptr(counts)
+        index = _ranges(before[rows], counts)
+        built.append(
+            PrefixLevel(
+                qo_indptr=_host(np.append(first_token[rows], first_token[-1])),
+                kv_page_indptr=_host(indptr),
+                kv_page_indices=_host(pages[np.repeat(rows, counts), index]),
+                kv_last_page_len=_host(np.where(counts, page_size, 0)),
+            )
+        )
+        before = depth
+    return tuple(built)
+
+
+class LevelPlanner:
+    """Orders the requests of a step, and finds the levels of their common prefixes.
+
+    Only pages whose keys come before the first query of every sharer are shared, so a level needs no causal mask. The
+    levels are kept for as long as the same requests decode.
+
+    Args:
+        costs: what a level costs and saves.
+        page_size: keys per page.
+        device: where the backend needs the levels' pages.
+    """
+
+    def __init__(self, costs: LevelCosts, page_size: int, device: torch.device) -> None:
+        self._costs, self._page_size, self._device = costs, page_size, device
+        # The last plan, the admissions that it is for, and the pages of its levels with their generations.
+        self._order = self._admissions = self._pages = self._generations = np.zeros(0, dtype=np.int64)
+        self._levels: tuple[PrefixLevel, ...] = ()
+
+    def arrange(
+        self,
+        page_table: PageTable,
+        rows: Rows,
+        num_new: Int64[np.ndarray, " B"],
+        num_computed: Int64[np.ndarray, " B"],
+        admissions: Int64[np.ndarray, " B"],
+    ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
+        """Choose the order of a step's requests and its levels.
+
+        Args:
+            page_table: the pages.
+            rows: row of each request; decodes come first.
+            num_new: new tokens of each.
+            num_computed: tokens of each whose keys are in the cache.
+            admissions: number of the admission that filled each row.
+
+        Returns:
+            For each request of the step its index in `rows`, decodes first, and the levels, outermost first. The order
+            is unchanged if no level pays.
+        """
+        decodes_only = np.count_nonzero(num_new > 1) == 0
+        if not (decodes_only and self._still_holds(page_table, admissions)):
+            self._plan(page_table, rows, num_new, num_computed // self._page_size)
+            self._admissions = admissions if decodes_only else admissions[:0]
+        return self._order, self._levels
+
+    def _still_holds(self, page_table: PageTable, admissions: Int64[np.ndarray, " B"]) -> bool:
+        """Whether the same requests decode as in the last step, and the levels' pages still hold the same keys."""
+        return np.array_equal(admissions, self._admissions) and np.array_equal(
+            page_table.generation[self._pages], self._generations
+        )
+
+    def _plan(
+        self, page_table: PageTable, rows: Rows, num_new: Int64[np.ndarray, " B"], limits: Int64[np.ndarray, " B"]
+    ) -> None:
+        self._order, levels = np.arange(len(rows)), tuple[PrefixLevel, ...]()
+        first_pages = np.sort(page_table.table[rows, 0])
+        if np.count_nonzero(first_pages[1:] == first_pages[:-1]):
+            longest = int(np.partition(limits, -2)[-2])  # no two requests share more
+            if longest:
+                pages = page_table.table[rows, :longest]
+                self._order, levels = plan_levels(pages, limits, num_new, self._page_size, self._costs)
+        of_levels = [level.kv_page_indices.numpy() for level in levels]
+        self._pages = np.concatenate(of_levels) if levels else self._order[:0]
+        self._generations = page_table.generation[self._pages]
+        moved = to_device({str(i): pages for i, pages in enumerate(of_levels)}, self._device) if levels else {}
+        self._levels = tuple(
+            replace(level, kv_page_indices=pages) for level, pages in zip(levels, moved.values(), strict=True)
+        )
+
+
+# --- attention over levels -------------------------------------------------------------------------------------------
+
+
+def shared_pages(level: PrefixLevel, first_token: Int32[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
+    """Count the pages that a level holds of each request.
+
+    Args:
+        level: a level of a step.
+        first_token: [B] first token of each request.
+    """
+    group = np.searchsorted(level.qo_indptr.numpy(), first_token, side="right") - 1
+    return np.diff(level.kv_page_indptr.numpy()).astype(np.int64)[group]
+
+
+def own_pages(batch: StepBatch) -> StepBatch:
+    """Return the last level of a step: the same tokens, each request with the pages that no level holds of it."""
+    shared = np.zeros(batch.num_sequences, dtype=np.int64)
+    for level in batch.levels:
+        shared += shared_pages(level, batch.qo_indptr.numpy()[:-1])
+    indptr = batch.kv_page_indptr.numpy()
+    counts = np.diff(indptr) - shared
+    index = _ranges(shared, counts)
+    host_pages = batch.host_page_indices.numpy()[index + np.repeat(indptr[:-1], counts)]
+    moved = to_device({"pages": host_pages, "positions": index * batch.page_size}, batch.kv_page_indices.device)
+    return replace(
+        batch,
+        levels=(),
+        kv_lens=batch.kv_lens - _host(shared * batch.page_size),
+        kv_page_indptr=_host(_indptr(counts)),
+        kv_page_indices=moved["pages"],
+        host_page_indices=torch.from_numpy(host_pages),
+        page_positions=moved["positions"],
+    )
+
+
+def level_planner(specs: Sequence[AttentionSpec], cache: KVCache, costs: CascadeCosts) -> LevelPlanner | None:
+    """Build a planner for the layers that can use levels; None if there are none.
+
+    A layer with a window reads a few of its last pages, which are seldom shared, and may not read the first ones.
+
+    Args:
+        specs: one for each layer.
+        cache: where keys and values are kept.
+        costs: coefficients.
+    """
+    able = [spec for spec in specs if spec.window is None]
+    return LevelPlanner(LevelCosts.of(costs, able[0], cache), cache.page_size, cache.device) if able else None
+
+
+class CascadeBackend(TorchBackend):
+    """Cascade attention in PyTorch: the reference, on any device, in any dtype, with every feature of AttentionSpec.
+
+    Layers with a window, and steps of requests that have lost pages, are flat.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept.
+        parts: the engine's replaceable parts.
+        costs: decide which levels pay.
+    """
+
+    bypasses: ClassVar[frozenset[str]] = TorchBackend.bypasses | {"masked_attention"}
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        cache: KVCache,
+        parts: AttentionParts,
+        costs: CascadeCosts = H200_COSTS,
+    ) -> None:
+        super().__init__(specs, cache, parts)
+        self.planner = level_planner(specs, cache, costs)
+
+    def plan(self, batch: StepBatch) -> None:
+        super().plan(batch)
+        self._levels: list[list[SequencePlan]] = []
+        if not batch.levels or batch.page_positions is not None:
+            return
+        before = np.zeros(batch.num_sequences, dtype=np.int64)
+        for level in batch.levels:
+            self._levels.append(_plan_groups(batch, level, before))
+            before += shared_pages(level, batch.qo_indptr.numpy()[:-1])
+        self._levels.append(self._plan_sequences(own_pages(batch), range(batch.num_sequences)))
+
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        spec = self.specs[layer]
+        if spec.window is not None or not self._levels:
+            return super().run(layer, q)
+        states = [self._attend_to_level(spec, level, q) for level in self._levels]
+        return functools.reduce(self.parts.merge_states, states).out.to(q.dtype)
+
+    def _attend_to_level(
+        self, spec: AttentionSpec, level: list[SequencePlan], q: Float[Tensor, "T Hq D"]
+    ) -> AttentionState:
+        """Attend with each group's queries to the group's pages; a query without any has the empty state."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=dtype)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
+        for group in level:
+            state = self._attend_in_chunks(spec, group, q[group.tokens])
+            out[group.tokens], lse[group.tokens] = state.out, state.lse
+        return AttentionState(out, lse)
+
+
+def _plan_groups(batch: StepBatch, level: PrefixLevel, before: Int64[np.ndarray, " B"]) -> list[SequencePlan]:
+    """Plan the groups of a level that have pages, each as one sequence whose queries see all keys.
+
+    Args:
+        batch: the step.
+        level: one of its levels.
+        before: pages of each request in the levels outside this one.
+    """
+    first_token, first_page = level.qo_indptr.tolist(), level.kv_page_indptr.tolist()
+    first_request = np.searchsorted(batch.qo_indptr.numpy(), level.qo_indptr.numpy()[:-1])
+    starts = (before[first_request] * batch.page_size).tolist()
+    plans = []
+    for g, last_page_len in enumerate(level.kv_last_page_len.tolist()):
+        tokens, entries = slice(*first_token[g : g + 2]), slice(*first_page[g : g + 2])
+        if entries.stop == entries.start:
+            continue
+        num_keys = (entries.stop - entries.start - 1) * batch.page_size + last_page_len
+        key_positions = torch.arange(starts[g], starts[g] + num_keys, device=batch.positions.device)
+        pages = level.kv_page_indices[entries]
+        plans.append(SequencePlan(tokens, pages, num_keys, batch.positions[tokens], key_positions, {None: None}))
+    return plans
+
+
+def _ranges(starts: Int64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " sum"]:
+    """Concatenate the ranges that begin at `starts` and have `counts` numbers each."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
+
+
+def _indptr(counts: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n+1"]:
+    return np.append(0, counts.cumsum())
+
+
+def _host(array: np.ndarray) -> Int32[Tensor, " n"]:
+    return torch.from_numpy(array.astype(np.int32))

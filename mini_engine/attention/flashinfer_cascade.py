@@ -1,0 +1,104 @@
+"""The `cascade` backend on a GPU: levels of shared pages in front of the `flashinfer` backend.
+
+Without levels it is the `flashinfer` backend. With levels, that backend gets the pages that no level holds, and each
+level is one more launch over all queries, without a mask, whose state is merged into the output. Explained in
+chapter 09.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionParts, KVCache
+from mini_engine.attention.cascade import H200_COSTS, CascadeCosts, level_planner, own_pages
+from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import PrefixLevel, StepBatch
+
+
+class FlashInferCascadeBackend(FlashInferBackend):
+    """Cascade attention by FlashInfer's kernels.
+
+    Layers with a window or ALiBi, whose kernels count keys from a request's first page, are flat.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept, on a GPU.
+        parts: the engine's replaceable parts.
+        costs: decide which levels pay.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        cache: KVCache,
+        parts: AttentionParts,
+        costs: CascadeCosts = H200_COSTS,
+    ) -> None:
+        super().__init__(specs, cache, parts)
+        self.planner = level_planner(
+            [spec for spec, kind in zip(specs, self._kinds, strict=True) if _may_share(kind)], cache, costs
+        )
+        self._level_wrappers: dict[LayerKind, list[Any]] = {kind: [] for kind in self._kinds if _may_share(kind)}
+        self._planned_levels: tuple[PrefixLevel, ...] = ()
+
+    def plan(self, batch: StepBatch) -> None:
+        """Plan the step, and its levels if they are not those of the step before."""
+        self._levels = batch.levels if batch.page_positions is None else ()
+        self._own = own_pages(batch) if self._levels else batch
+        super().plan(batch)
+        if self._levels and self._levels is not self._planned_levels:
+            self._plan_levels(batch.page_size)
+            self._planned_levels = self._levels
+            self._copied.record()
+
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        kind = self._kinds[layer]
+        if not (self._levels and _may_share(kind)):
+            return super().run(layer, q)
+        pages = self.cache.layers[self.specs[layer].kv_layer]
+        out, shared_out = q.new_empty(2, *q.shape)
+        lse, shared_lse = q.new_empty(2, *q.shape[:2], dtype=torch.float32)
+        for tokens, wrapper in self._planned[kind]:
+            wrapper.run(q[tokens], pages, out=out[tokens], lse=lse[tokens], return_lse=True)
+        for wrapper in self._level_wrappers[kind][: len(self._levels)]:
+            wrapper.run(q, pages, out=shared_out, lse=shared_lse, return_lse=True)
+            # Both logarithms are to base 2, as FlashInfer's merge expects.
+            self._flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse)
+        return out
+
+    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind) -> Any:
+        return super()._plan_decodes(self._own if _may_share(kind) else batch, count, kind)
+
+    def _plan_prompts(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
+        return super()._plan_prompts(self._own if _may_share(kind) else batch, first, kind)
+
+    def _plan_levels(self, page_size: int) -> None:
+        """Plan every level for each kind of layer that shares pages."""
+        for kind, wrappers in self._level_wrappers.items():
+            while len(wrappers) < len(self._levels):
+                # A level has few groups. FlashInfer's FlashAttention-2 splits the keys of each over many thread blocks;
+                # its FlashAttention-3 does not.
+                wrappers.append(
+                    self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                        self._workspace, self.cache.layout, backend="fa2"
+                    )
+                )
+            for level, wrapper in zip(self._levels, wrappers, strict=False):
+                wrapper.plan(
+                    level.qo_indptr,
+                    level.kv_page_indptr,
+                    level.kv_page_indices,
+                    level.kv_last_page_len,
+                    *kind[:3],
+                    page_size,
+                    causal=False,
+                    **self._options(kind),
+                )
+
+
+def _may_share(kind: LayerKind) -> bool:
+    return kind.window is None and not kind.alibi

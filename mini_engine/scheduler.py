@@ -344,15 +344,18 @@ class Scheduler:
         count, size = len(pages), table.page_size
         # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
         # Only what earlier steps computed can be copied before this step writes.
-        rows = earlier[(running.num_evicted[earlier] == 0) & (table.counts[earlier] > count)]
+        rest = tokens[count * size : (count + 1) * size]
+        rows = earlier[running.tokens[earlier, count * size] == rest[0]] if len(rest) else earlier[:0]
+        rows = rows[(running.num_evicted[rows] == 0) & (table.counts[rows] > count)]
         if count:
             rows = rows[table.table[rows, count - 1] == pages[-1]]
-        rest = tokens[count * size : (count + 1) * size]
+        if len(rows) == 0:
+            return pages, count * size
         in_page = running.tokens[rows, count * size : count * size + len(rest)]
         equal = np.logical_and.accumulate(in_page == rest[: in_page.shape[1]], axis=1).sum(1)
         known = np.minimum(running.num_computed[rows], running.num_known[rows]) - count * size
         equal = np.clip(np.minimum(equal, known), 0, None)
-        if len(rows) == 0 or equal.max() == 0:
+        if equal.max() == 0:
             return pages, count * size
         best = int(equal.argmax())
         return np.append(pages, table.table[rows[best], count]), count * size + int(equal[best])

@@ -158,7 +158,7 @@ class Watch:
             self._requests[token.request_id].text += token.text
         self._totals.update({"preempted": len(step.preempted), "tokens shared": sum(step.hits.values())})
         news = [(name, f"begins with {count} tokens that others have computed") for name, count in step.hits.items()]
-        news += [(name, f"has ended: its {len(step.pages.get(name, ()))} pages are free again") for name in step.ended]
+        news += [(name, "has ended: its pages are free again") for name in step.ended]
         news += [(name, "was preempted: it is computed again when there are pages") for name in step.preempted]
         for name, what in news[-1:]:
             self._news = Text.assemble((f"step {index}: ", "dim"), self._requests[name].badge, f" {what}")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator
 from collections.abc import Sequence as ListLike
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -56,12 +56,9 @@ class TextRequest:
     detokenizer: Detokenizer
     each_step: bool
     inbox: deque[Piece]
-    num_read: int = field(init=False)
-    num_told: int = field(init=False)
+    num_read: int
+    num_told: int
     num_shown: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_read = self.num_told = len(self.request.prompt_token_ids)
 
 
 class TextEngine:
@@ -241,7 +238,8 @@ class TextEngine:
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
             request = self.engine.add_request(name, token_ids, replace(params, stop=()) if params.stop else params)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
-            text = TextRequest(index, prompt, request, detokenizer, each_step or bool(params.stop), inbox)
+            each_step, start = each_step or bool(params.stop), len(token_ids)
+            text = TextRequest(index, prompt, request, detokenizer, each_step, inbox, start, start)
             self._texts[request] = text
         return text
 
@@ -254,14 +252,10 @@ class TextEngine:
             finished, num_finished = report.finished, self.engine.metrics.finished
             if num_finished != self._num_finished + len(finished):  # a step outside ended some, or this was interrupted
                 finished = [request for request in self._texts if request.finish_reason]
-            for request in report.sampled_by:
+            for request in (*report.sampled_by, *finished):
                 text = self._texts.get(request)
-                if text and text.each_step and request.finish_reason is None:
-                    self._read(text)
-                    self._deliver(text, None, report)
-            for request in finished:
-                if text := self._texts.get(request):
-                    self._deliver(text, self._output(text), report)
+                if text and (text.each_step or request.finish_reason):
+                    self._deliver(text, report)
             self._num_finished = num_finished
 
     def _read(self, text: TextRequest) -> None:
@@ -284,29 +278,26 @@ class TextEngine:
         if detokenizer.stopped:
             self.engine.finish(request, "stop")
 
-    def _output(self, text: TextRequest) -> RequestOutput:
-        """The output of a request that has ended."""
-        request, detokenizer = text.request, text.detokenizer
+    def _deliver(self, text: TextRequest, report: StepReport) -> None:
+        """Put what is new of a request into its inbox, and the whole output if it has ended."""
         self._read(text)
-        if detokenizer.stopped and request.error is None:
-            request.finish_reason = "stop"
-            request.token_ids = request.token_ids[: text.num_read]
-        reason, error = request.finish_reason, request.error
-        assert reason is not None, "the request has not ended"
-        if reason == "abort":
-            error = RequestError(f"the request {request.request_id!r} was aborted; send it again if it is still needed")
-        prompt, output = request.prompt_token_ids, request.output_token_ids
-        return RequestOutput(text.prompt, prompt, output, detokenizer.text, reason, error)
-
-    def _deliver(self, text: TextRequest, output: RequestOutput | None, report: StepReport) -> None:
-        """Put what is new of a request into its inbox."""
-        shown = text.detokenizer.text[text.num_shown :]
-        num_tokens = len(output.prompt_token_ids + output.token_ids) if output else text.num_read
-        piece = Piece(text.index, shown, num_tokens - text.num_told, output, report)
-        text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
+        request, detokenizer, output = text.request, text.detokenizer, None
+        num_tokens = text.num_read
+        if request.finish_reason:
+            error = request.error
+            if detokenizer.stopped and error is None:
+                request.finish_reason = "stop"
+                request.token_ids = request.token_ids[: text.num_read]
+            if request.finish_reason == "abort":
+                error = RequestError(f"the request {request.request_id!r} was aborted; send it again if still needed")
+            prompt, tokens = request.prompt_token_ids, request.output_token_ids
+            output = RequestOutput(text.prompt, prompt, tokens, detokenizer.text, request.finish_reason, error)
+            num_tokens = len(request.token_ids)
+        shown = detokenizer.text[text.num_shown :]
         if output:
-            del self._texts[text.request]
-        text.inbox.append(piece)
+            del self._texts[request]
+        text.inbox.append(Piece(text.index, shown, num_tokens - text.num_told, output, report))
+        text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
 
 
 class LLM(TextEngine):

@@ -127,15 +127,7 @@ class CausalLM(LanguageModel):
                 f"{unexpected[0][:80]!r}: {remedy} (num_hidden_layers, attention_bias, tie_word_embeddings)"
             )
         for name in found:
-            tensor, shape = headers[name], known[name].shape
-            if tensor.shape != shape:
-                need = f"{architecture} with this config.json needs {list(shape)}"
-                raise ModelLoadError(f"tensor {name!r} has shape {list(tensor.shape)}, but {need}: {remedy}")
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise ModelLoadError(
-                    f"tensor {name!r} is stored as {tensor.dtype}, which means nothing without its scales: "
-                    "use a checkpoint in float32, float16 or bfloat16"
-                )
+            _check(name, headers[name], list(known[name].shape), f"{architecture} with this config.json", remedy)
         for name, destination in destinations.items():
             destination.copy_(tensors[name])
         for name in found.keys() - destinations.keys():
@@ -144,3 +136,14 @@ class CausalLM(LanguageModel):
                     f"config.json ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in config.json"
                 )
+
+
+def _check(name: str, tensor: Tensor, shape: list[int], model: str, remedy: str) -> None:
+    if list(tensor.shape) != shape:
+        found = f"tensor {name!r} has shape {list(tensor.shape)}"
+        raise ModelLoadError(f"{found}, but {model} needs {shape}: {remedy}")
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ModelLoadError(
+            f"tensor {name!r} is stored as {tensor.dtype}, which means nothing without its scales: "
+            "use a checkpoint in float32, float16 or bfloat16"
+        )

@@ -79,8 +79,8 @@ class EngineOptions:
             f"{str(llm.model.dtype).split('.')[-1]} on {llm.model.device}, attention backend {config.attn_backend}, "
             f"loaded in {time.perf_counter() - start:.1f} s[/]"
         )
-        if config.attn_backend == "flex":
-            console.print("[dim]The first steps compile kernels, which takes up to a minute; torch keeps them.[/]")
+        if config.attn_backend in ("flex", "flashinfer"):
+            console.print("[dim]The first steps compile kernels, which takes up to a minute once.[/]")
         return llm
 
 

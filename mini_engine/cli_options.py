@@ -79,8 +79,8 @@ class EngineOptions:
             f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
             "dim",
         )
-        if config.attn_backend == "flex":
-            show(console, "The first steps compile kernels, which takes up to a minute; torch keeps them.", "dim")
+        if config.attn_backend in ("flex", "flashinfer", "cascade"):
+            show(console, "The first steps compile kernels, which takes up to a minute; they are kept.", "dim")
         return llm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mini_engine.attention import backend as backend_module
 from mini_engine.attention.backend import BACKENDS, FEATURES, bypassed_parts, create_backend
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.spec import Attend, AttentionSpec
@@ -155,6 +157,15 @@ def test_a_refusal_says_why_and_names_a_way_out(options: dict[str, Any], message
     with pytest.raises(ConfigError) as refusal:
         make(**options)
     assert message in str(refusal.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: None)
+    message = re.escape(
+        "needs the package flashinfer (pip install 'mini-engine[flashinfer]'); use attn_backend='torch'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make("flashinfer", replace(PLAIN, head_dim=64), device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -146,9 +146,9 @@ class FlashInferBackend(AttentionBackend):
             wrapper.run(q[tokens], pages, out=out[tokens])
         return out
 
-    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind) -> Any:
+    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         """Plan the first sequences of the step, which have one query each."""
-        wrapper = self._wrapper(kind, "decode")
+        wrapper = self._wrapper(kind, algorithm)
         wrapper.plan(
             batch.kv_page_indptr[: count + 1],
             batch.kv_page_indices,
@@ -181,13 +181,14 @@ class FlashInferBackend(AttentionBackend):
 
         Args:
             kind: the layers.
-            algorithm: "decode", or for prompts "fa2" or "fa3" (FlashAttention-2 or 3).
+            algorithm: "decode" on tensor cores, "decode on CUDA cores", or for prompts "fa2" or "fa3"
+                (FlashAttention-2 or 3).
         """
         key = kind, algorithm
-        if key not in self._wrappers and algorithm == "decode":
+        if key not in self._wrappers and algorithm.startswith("decode"):
             # On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal ones.
             self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace, self.cache.layout, use_tensor_cores=True, backend="fa2"
+                self._workspace, self.cache.layout, use_tensor_cores=algorithm == "decode", backend="fa2"
             )
         elif key not in self._wrappers:
             self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(

@@ -121,6 +121,19 @@ def new_result(
     return Result(experiment, device_name(device), today, versions(), dict(parameters), tuple(rows))
 
 
+def with_recorded(result: Result, root: Path | None = None) -> Result:
+    """Add the rows that the same device recorded on the same day with the same versions, for the figures not in it.
+
+    So an experiment of several sections can run them one after the other.
+    """
+    figures = {row.figure for row in result.rows}
+    for other in load(result.experiment, root):
+        if (other.device, other.date, dict(other.versions)) == (result.device, result.date, dict(result.versions)):
+            kept = tuple(row for row in other.rows if row.figure not in figures)
+            return replace(result, rows=(*kept, *result.rows))
+    return result
+
+
 def write(result: Result, root: Path | None = None) -> Path:
     """Write `experiments/<experiment>/results/<device>.json`, replacing what this device recorded before."""
     folder = (root or repository_root()) / "experiments" / result.experiment / "results"

@@ -1,0 +1,362 @@
+"""Cascade against flat attention over shared prefixes: one layer's kernels, and the engine's shared-prefix workload.
+
+    python experiments/07_cascade_vs_flat/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+
+On a GPU the heads and the model are Qwen3-0.6B's in bfloat16, in pages of 16 tokens. On a CPU a small case in float32
+runs both in PyTorch, to show that the script works. The result goes to
+experiments/07_cascade_vs_flat/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import ledger, results
+from book.experiment import command_line, record
+from book.random_models import QWEN3_0_6B, random_model
+from mini_engine.attention.backend import create_backend
+from mini_engine.attention.cascade import LevelCosts, LevelPlanner, own_pages
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
+from mini_engine.bench.workloads import SHARED_PREFIX, least_seconds
+from mini_engine.config import EngineConfig
+from mini_engine.engine import LLMEngine
+from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.base import CausalLM
+from mini_engine.parts import Parts
+from mini_engine.roofline import Machine, measure_machine
+
+EXPERIMENT = "07_cascade_vs_flat"
+SECTIONS = KERNELS, ENGINE = "kernels", "engine"
+FLAT, CASCADE, WRAPPER, BY_HAND = "flat", "cascade", "MultiLevelCascade", "two levels by hand"
+READ_ONCE = "the prefix and each request's own keys, read once at the measured bandwidth"
+ALWAYS = LevelCosts(1.0, 0.0, 0.0, 0.0)  # a level costs nothing: the planner takes every shared page
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode of requests that share a prefix.
+
+    Attributes:
+        requests: how many.
+        shared: tokens that all of them share.
+        own: tokens of each.
+    """
+
+    requests: int
+    shared: int
+    own: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs on a kind of device: cases, dtype, query heads, KV heads and head size, and repetitions."""
+
+    cases: tuple[Case, ...]
+    dtype: torch.dtype
+    heads: tuple[int, int, int]
+    repetitions: int
+
+
+PREFIXES, BATCHES = (1024, 4096, 16_384, 65_536), (8, 16, 64, 256, 512)
+SETTINGS = {
+    "cpu": Setting((Case(8, 512, 32),), torch.float32, (9, 3, 64), 3),
+    "cuda": Setting(
+        (
+            *(Case(batch, prefix, 128) for prefix in PREFIXES for batch in BATCHES if batch * prefix <= 2**23),
+            Case(64, 256, 128),
+            Case(256, 256, 128),
+            Case(64, 65_536, 256),
+        ),
+        torch.bfloat16,
+        (16, 8, 128),
+        5,
+    ),
+}
+Run = Callable[[], object]
+
+
+class Step:
+    """One decode step over a cache of one layer, whose pages lie in random order.
+
+    Attributes:
+        flat: the step without levels.
+        cascade: the same step with one level, the shared prefix.
+    """
+
+    def __init__(self, case: Case, setting: Setting, device: torch.device, page_size: int) -> None:
+        self.setting, self.page_size = setting, page_size
+        shared, own = case.shared // page_size, -(-case.own // page_size)
+        num_pages = shared + case.requests * own
+        q_heads, kv_heads, head_dim = setting.heads
+        self.specs = [AttentionSpec(0, 0, q_heads, kv_heads, head_dim, head_dim**-0.5)]
+        layout = "HND" if device.type == "cuda" else "NHD"
+        self.cache = PagedKVCache(self.specs, num_pages, page_size, setting.dtype, device, layout)
+        for tensor in self.cache.layers[0]:
+            tensor.normal_()
+        pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
+        table = PageTable(num_pages, page_size, case.requests, shared + own)
+        rows = np.array([table.allocate() for _ in range(case.requests)])
+        of_row = [np.append(pages[:shared], pages[shared + i * own : shared + (i + 1) * own]) for i in rows]
+        table.table[rows], table.counts[rows] = np.stack(of_row), shared + own
+        computed, ones = np.full(case.requests, case.shared + case.own - 1), np.ones(case.requests, dtype=np.int64)
+        planner = LevelPlanner(ALWAYS, page_size, device)
+        order, levels = planner.arrange(table, rows, ones, computed, rows + 1)
+        arrays: dict[str, Any] = {
+            "token_ids": np.zeros(case.requests, dtype=np.int64), "num_new": None, "kv_lens": computed + 1,
+            "pages": table.pages_of(rows[order], np.full(case.requests, shared + own)), "page_size": page_size,
+            "device": device,
+        }  # fmt: skip
+        self.flat, self.cascade = StepBatch.build(**arrays), StepBatch.build(**arrays, levels=levels)
+        self.q = torch.randn(case.requests, q_heads, head_dim, device=device).to(setting.dtype)
+
+    def backend(self, name: str, batch: StepBatch) -> Run:
+        """The layer of a backend of ours."""
+        backend = create_backend(name, self.specs, self.cache, Parts())
+        backend.plan(batch)
+        return lambda: backend.run(0, self.q)
+
+    def multi_level_cascade(self) -> Run:
+        """FlashInfer's wrapper, which chooses its kernels itself."""
+        import flashinfer
+
+        [level], own = self.cascade.levels, own_pages(self.cascade)
+        one_each = torch.arange(len(self.q) + 1, dtype=torch.int32)
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, self._workspace(), self.cache.layout)
+        wrapper.plan(
+            [level.qo_indptr, one_each],
+            [level.kv_page_indptr, own.kv_page_indptr],
+            [level.kv_page_indices, own.kv_page_indices],
+            [level.kv_last_page_len, own.kv_last_page_len],
+            *self.setting.heads,
+            self.page_size,
+            causal=True,
+            **self._dtypes,
+        )
+        return lambda: wrapper.run(self.q, self.cache.layers[0])
+
+    def by_hand(self) -> Run:
+        """One prefill call over the prefix without a mask, one decode call over the own keys, and a merge."""
+        import flashinfer
+
+        [level], own, layout = self.cascade.levels, own_pages(self.cascade), self.cache.layout
+        over_prefix = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace(), layout, backend="fa2")
+        over_prefix.plan(
+            level.qo_indptr, level.kv_page_indptr, level.kv_page_indices, level.kv_last_page_len, *self.setting.heads,
+            self.page_size, causal=False, **self._dtypes,
+        )  # fmt: skip
+        over_own = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace(), layout)
+        over_own.plan(
+            own.kv_page_indptr, own.kv_page_indices, own.kv_last_page_len, *self.setting.heads, self.page_size,
+            **self._dtypes,
+        )  # fmt: skip
+        pages = self.cache.layers[0]
+
+        def run() -> torch.Tensor:
+            shared = over_prefix.run(self.q, pages, return_lse=True)
+            return flashinfer.merge_state(*shared, *over_own.run(self.q, pages, return_lse=True))[0]
+
+        return run
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {"q_data_type": self.setting.dtype, "kv_data_type": self.setting.dtype}
+
+    def _workspace(self) -> torch.Tensor:
+        return torch.zeros(2**28, dtype=torch.uint8, device=self.q.device)
+
+
+def repeated(run: Run, device: torch.device, times: int = 5) -> Callable[[], float]:
+    """A function that runs a layer several times and returns the seconds of one: on a GPU as a CUDA graph's replay."""
+    if device.type == "cpu":
+
+        def timed() -> float:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+
+        return timed
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+
+    def replay() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    return replay
+
+
+def kernel_rows(setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:
+    """Seconds of one layer of every case in every way, in turns, beside the bound."""
+    rows = []
+    for case in setting.cases:
+        step = Step(case, setting, device, page_size=16)
+        on_gpu = device.type == "cuda"
+        ways = {
+            FLAT: step.backend("flashinfer" if on_gpu else "torch", step.flat),
+            CASCADE: step.backend("cascade", step.cascade),
+        }
+        if on_gpu:
+            ways |= {WRAPPER: step.multi_level_cascade(), BY_HAND: step.by_hand()}
+        tolerance = 2e-2 if on_gpu else 1e-5
+        expected = ways[FLAT]()
+        for run in ways.values():
+            torch.testing.assert_close(run(), expected, atol=tolerance, rtol=tolerance)
+        timers = {way: repeated(run, device) for way, run in ways.items()}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(setting.repetitions):
+            for way, timer in timers.items():
+                times[way].append(timer())
+        _, kv_heads, head_dim = setting.heads
+        num_keys = case.shared + case.requests * case.own
+        bound = 2 * num_keys * kv_heads * head_dim * setting.dtype.itemsize / machine.bandwidth
+        for way, own in times.items():
+            where: dict[str, results.Setting] = {"way": way, **vars(case)}
+            rows.append(
+                results.Row(
+                    "attention of a layer", statistics.median(own), "s", bound, READ_ONCE, where, (min(own), max(own))
+                )
+            )
+        print(case, {way: f"{statistics.median(own) * 1e6:.1f} us" for way, own in times.items()}, flush=True)
+        del step, ways, timers, expected
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    return rows
+
+
+# Engines of the shared-prefix workload: backend, and whether requests share pages.
+ENGINES = {
+    "flat, no prefix cache": ("flashinfer", False),
+    "flat, prefix cache": ("flashinfer", True),
+    "cascade, prefix cache": ("cascade", True),
+}
+
+
+def make_engine(model: CausalLM, backend: str, prefix_sharing: bool) -> LLMEngine:
+    """An engine whose pool holds all requests without sharing."""
+    workload, page_size = SHARED_PREFIX, 16
+    config = EngineConfig(
+        attn_backend=backend,
+        num_pages=workload.num_requests * (-(-workload.longest // page_size) + 1),
+        page_size=page_size,
+        max_batch_size=workload.num_requests,
+        max_model_len=workload.longest,
+        max_num_batched_tokens=8192,
+        prefix_sharing=prefix_sharing,
+    )
+    return LLMEngine(model, config, parts=model.parts)
+
+
+def seconds_to_serve(model: CausalLM, backend: str, prefix_sharing: bool) -> float:
+    """Serve the workload once, on a new engine: its prefix cache is empty."""
+    engine = make_engine(model, backend, prefix_sharing)
+    requests = SHARED_PREFIX.requests(model.config.vocab_size)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for index, (prompt, params) in enumerate(requests):
+        engine.add_request(str(index), prompt, params)
+    while engine.has_unfinished:
+        engine.step()
+    seconds = time.perf_counter() - start
+    del engine
+    gc.collect()
+    return seconds
+
+
+def device_seconds(model: CausalLM, backend: str, prefix_sharing: bool, steps: int = 20) -> tuple[float, float]:
+    """Of a steady decode step: its seconds, and the seconds that the device computes, as the profiler sees them."""
+    engine = make_engine(model, backend, prefix_sharing)
+    for index, (prompt, params) in enumerate(SHARED_PREFIX.requests(model.config.vocab_size)):
+        engine.add_request(str(index), prompt, params)
+    for _ in range(60):
+        engine.step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - start) / steps
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    busy = sum(event.device_time_total for event in profile.key_averages()) / 1e6 / steps
+    del engine
+    gc.collect()
+    return wall, busy
+
+
+def engine_rows(model: CausalLM, machine: Machine, repetitions: int = 3) -> list[results.Row]:
+    """The workload with every engine, in turns after a warm-up, and how much of a decode step the device works."""
+    times: dict[str, list[float]] = {name: [] for name in ENGINES}
+    for round_number in range(repetitions + 1):
+        for name, options in ENGINES.items():
+            seconds = seconds_to_serve(model, *options)
+            if round_number:
+                times[name].append(seconds)
+    requests = SHARED_PREFIX.requests(model.config.vocab_size)
+    least = least_seconds(model.config, machine, requests, model.dtype.itemsize, SHARED_PREFIX.shared)
+    source = "each shared token computed once and read once a step"
+    rows = []
+    for name, own in times.items():
+        case: dict[str, results.Setting] = {"workload": "shared-prefix", "engine": f"mini_engine, {name}"}
+        rows.append(results.Row("time", statistics.median(own), "s", least, source, case, (min(own), max(own))))
+        print(rows[-1].cells()[:5], flush=True)
+        wall, busy = device_seconds(model, *ENGINES[name])
+        why = "the device's share of a steady decode step; the rest is host time"
+        rows.append(results.Row("device busy", busy / wall, "of a step", None, why, case))
+        print(rows[-1].cells()[:5], f"{wall * 1e3:.2f} ms a step", flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = command_line(__doc__)
+    options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
+    options.add_argument("--change", help="add the workload to the engine's ledger: what is new, in a few words")
+    chosen = options.parse_args(arguments)
+    device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
+    machine = measure_machine(device, setting.dtype)
+    rows: list[results.Row] = []
+    if KERNELS in chosen.only:
+        rows += kernel_rows(setting, machine, device)
+    if ENGINE in chosen.only and device.type == "cuda":
+        rows += engine_rows(random_model(QWEN3_0_6B, setting.dtype, device), machine)
+    parameters: dict[str, results.Setting] = {
+        "heads": " / ".join(map(str, setting.heads)), "dtype": machine.dtype, "page size": 16,
+        "repetitions of a kernel": setting.repetitions, "repetitions of the workload": 3,
+    }  # fmt: skip
+    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+    if set(chosen.only) < set(SECTIONS):
+        result = results.with_recorded(result)
+    record(result, chosen.out, {row.figure for row in result.rows})
+    if chosen.change:
+        for row in rows:
+            if row.figure == "time":
+                ledger.add(result, row, chosen.change, chosen.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -43,7 +43,7 @@ class StubConfig:
     """The limits of the stub model."""
 
     vocab_size: int = 16
-    max_position_embeddings: int = 1024
+    max_position_embeddings: int = 4096
 
 
 class StubModel:
@@ -104,6 +104,7 @@ def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, pre
         config = EngineConfig(
             attn_backend="null",
             max_batch_size=rows,
+            max_model_len=longest,
             num_pages=rows * -(-longest // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_num_batched_tokens=rows * longest,

@@ -30,17 +30,15 @@ class SequencePlan:
         tokens: the sequence's rows among the step's tokens.
         pages: its pages; a slice if they follow one another in the pool, which makes a view instead of a copy.
         num_keys: keys in those pages.
-        query_positions: [n] position of each query.
-        key_positions: [m] position of each key.
         masks: for each window of the model's layers, [n, m] the keys that each query sees; None: all.
+        biases: for the ALiBi slopes of each layer, [Hq, n, m] what is added to the scores; None: nothing.
     """
 
     tokens: slice
     pages: slice | Int[Tensor, " pages"]
     num_keys: int
-    query_positions: Int[Tensor, " n"]
-    key_positions: Int[Tensor, " m"]
     masks: dict[int | None, Bool[Tensor, "n m"] | None]
+    biases: dict[tuple[float, ...] | None, Float[Tensor, "Hq n m"] | None]
 
 
 class TorchBackend(AttentionBackend):
@@ -87,16 +85,11 @@ class TorchBackend(AttentionBackend):
         k: Float[Tensor, "m Hk D"],
         v: Float[Tensor, "m Hk D"],
     ) -> Float[Tensor, "n Hq D"]:
-        bias = None
-        if spec.alibi_slopes is not None:
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device)
-            bias = alibi_bias(slopes, sequence.query_positions, sequence.key_positions)
-        options: dict[str, Any] = {"mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap}
+        options: dict[str, Any] = {"mask": sequence.masks[spec.window], "bias": sequence.biases[spec.alibi_slopes]}
+        options |= {"scale": spec.scale, "softcap": spec.softcap}
         if len(k) <= self.KEY_CHUNK:
-            return self.parts.masked_attention(q, k, v, scale=spec.scale, **options)
-        options |= {"chunk_size": self.KEY_CHUNK, "merge": self.parts.merge_states}
-        return chunked_attention(q, k, v, scale=spec.scale, **options).out
+            return self.parts.masked_attention(q, k, v, **options)
+        return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=self.parts.merge_states, **options).out
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
         """Plan some sequences of a step, one after the other."""
@@ -108,20 +101,25 @@ class TorchBackend(AttentionBackend):
         plans = []
         for b in sequences:
             tokens, entries = slice(*first_token[b : b + 2]), slice(*first_page[b : b + 2])
-            query_positions, key_positions = batch.positions[tokens], count_up[: kv_lens[b]]
+            queries, keys = batch.positions[tokens], count_up[: kv_lens[b]]
             if batch.page_positions is not None:
-                page_positions = batch.page_positions[entries]
-                key_positions = (page_positions[:, None] + offsets).flatten()[: kv_lens[b]]
-            is_decode = tokens.stop - tokens.start == 1
+                keys = (batch.page_positions[entries, None] + offsets).flatten()[: kv_lens[b]]
+            is_decode = len(queries) == 1
             num_visible = kv_lens[b] if batch.page_positions is None else math.inf  # pages may be missing in between
             masks = {
                 window: None
                 if is_decode and (window is None or num_visible <= window)
-                else mask_mod(nothing, nothing, query_positions[:, None], key_positions)
+                else mask_mod(nothing, nothing, queries[:, None], keys)
                 for window, mask_mod in self._mask_mods.items()
             }
+            biases = {
+                slopes: None
+                if slopes is None
+                else alibi_bias(torch.tensor(slopes, dtype=torch.float64, device=keys.device), queries, keys)
+                for slopes in {spec.alibi_slopes for spec in self.specs}
+            }
             pages = _page_index(batch, entries)
-            plans.append(SequencePlan(tokens, pages, kv_lens[b], query_positions, key_positions, masks))
+            plans.append(SequencePlan(tokens, pages, kv_lens[b], masks, biases))
         return plans
 
 

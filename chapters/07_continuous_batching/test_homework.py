@@ -1018,7 +1018,8 @@ def test_running_requests_come_first(hw: Homework) -> None:
 
 
 @check(
-    "schedule", mistake="`admit` fills a list of copies and returns the number of shared tokens: both go into the Schedule"
+    "schedule",
+    mistake="`admit` fills a list of copies and returns the number of shared tokens: both go into the Schedule",
 )
 def test_copies_and_shared_tokens(hw: Homework) -> None:
     scheduler = scheduler_with(prefix_sharing=True, budget=20)

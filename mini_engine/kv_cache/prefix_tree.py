@@ -104,7 +104,9 @@ class PrefixTree:
         num_evicted: pages that have been evicted so far.
     """
 
-    def __init__(self, table: PageTable, match: Callable[[Children, Tokens, int], Sequence[int]] = match_prefix) -> None:
+    def __init__(
+        self, table: PageTable, match: Callable[[Children, Tokens, int], Sequence[int]] = match_prefix
+    ) -> None:
         self._table, self._match = table, match
         nothing = np.zeros(0, dtype=np.int32)
         self._root = Node(None, 0, nothing, nothing, table.page_size)

@@ -195,9 +195,9 @@ class ChunkMemory:
             moved = [c for c, placed in zip(chunks, context, strict=True) if placed.query_offset]
             if moved and not self._can_move:
                 raise ChunkError(
-                    f"the chunk {moved[0].name!r} was computed at position {len(moved[0].before)}, and keys of this model "
-                    "cannot be moved, because not every layer has a known RoPE; register the chunk after= those that "
-                    "come before it"
+                    f"the chunk {moved[0].name!r} was computed at position {len(moved[0].before)}, and the keys cannot "
+                    "be moved, because not every layer of the model has a known RoPE; register the chunk after= those "
+                    "that come before it"
                 )
             for name in names:
                 self._chunks.move_to_end(name)
@@ -287,9 +287,9 @@ class ChunkMemory:
                     missing -= len(chunk.pinned.pages)
             if missing > 0:
                 raise ChunkError(
-                    f"{num_pages} pages of registered chunks would have to be evicted, and {missing} of them are needed "
-                    "by unfinished requests or by chunks that stay; wait until these requests have ended, raise "
-                    "max_chunk_pages, or give the engine more pages"
+                    f"{num_pages} pages of registered chunks would have to be evicted, and unfinished requests or the "
+                    f"new chunk need {missing} of them; wait until these requests have ended, raise max_chunk_pages, "
+                    "or give the engine more pages"
                 )
             for name in evicted:
                 self.unregister(name)

@@ -198,7 +198,7 @@ class LLMEngine:
         """Take pages out of the pool for keys that many requests attend to. They stay until `unpin`.
 
         Raises:
-            RequestError: if these are more than `num_pinnable`: every unfinished request must be able to run to its end.
+            RequestError: if these are more than `num_pinnable`.
         """
         with self.transaction():
             pinned = PinnedPages(self.scheduler.pin(num_pages))
@@ -220,7 +220,7 @@ class LLMEngine:
 
     @property
     def num_pinnable(self) -> int:
-        """Pages that `pin` can take now."""
+        """Pages that `pin` can take now, such that every unfinished request can still run to its end."""
         return self.scheduler.num_pinnable
 
     @property

@@ -156,8 +156,8 @@ class Scheduler:
         """
         if num_pages > self.num_pinnable:
             raise RequestError(
-                f"{num_pages} pages are needed, and {self.num_pinnable} of the {self.page_table.num_pages} of the KV cache "
-                "can be taken from the requests; wait until some have ended, or give the engine more pages"
+                f"{num_pages} pages are needed, and of the {self.page_table.num_pages} of the KV cache the requests "
+                f"can spare {max(self.num_pinnable, 0)}; wait until some have ended, or give the engine more pages"
             )
         self._make_room(num_pages)
         self.num_pinned += num_pages

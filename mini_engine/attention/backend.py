@@ -65,7 +65,7 @@ class StepPlanner(Protocol):
         num_new: Rows,
         num_computed: Rows,
         admissions: Rows,
-        contexts: Sequence[Context],
+        contexts: Sequence[Context] = (),
     ) -> tuple[Rows, tuple[PrefixLevel, ...]]: ...
 
 

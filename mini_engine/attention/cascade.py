@@ -355,7 +355,7 @@ class LevelPlanner:
         num_new: Int64[np.ndarray, " B"],
         num_computed: Int64[np.ndarray, " B"],
         admissions: Int64[np.ndarray, " B"],
-        contexts: Sequence[Context],
+        contexts: Sequence[Context] = (),
     ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
         """Choose the order of a step's requests and its levels.
 

@@ -113,6 +113,10 @@ class ChunkMemory:
         engine: an engine with `attn_backend="cascade"`.
         max_pages: pages that the chunks may take together; default half of the KV cache.
 
+    Attributes:
+        engine: the engine.
+        max_pages: see above.
+
     Raises:
         ConfigError: if the engine's backend or model cannot attend to chunks.
     """
@@ -132,7 +136,7 @@ class ChunkMemory:
                 f"the {engine.config.attn_backend} backend attends to a request's own pages only; use "
                 'attn_backend="cascade" for chunk memory'
             )
-        self._engine, self.max_pages = engine, max(num_pages // 2, 1) if max_pages is None else max_pages
+        self.engine, self.max_pages = engine, max(num_pages // 2, 1) if max_pages is None else max_pages
         if self.max_pages > num_pages:
             raise ConfigError(
                 f"max_chunk_pages is {self.max_pages} and the KV cache has {num_pages} pages; lower the first or raise "
@@ -172,10 +176,10 @@ class ChunkMemory:
         Raises:
             ChunkError: if there is no such chunk, or an unfinished request attends to it.
         """
-        with self._engine.transaction():
+        with self.engine.transaction():
             chunk = self._get(name)
             try:
-                self._engine.unpin(chunk.pinned)
+                self.engine.unpin(chunk.pinned)
             except RequestError as error:
                 raise ChunkError(f"the chunk {name!r} cannot be unregistered: {error}") from error
             del self._chunks[name]
@@ -189,7 +193,7 @@ class ChunkMemory:
         Raises:
             ChunkError: if one of them is not registered, or the model cannot use it at another position.
         """
-        with self._engine.transaction():
+        with self.engine.transaction():
             chunks = [self._get(name) for name in names]
             context = _place(chunks)
             moved = [c for c, placed in zip(chunks, context, strict=True) if placed.query_offset]
@@ -229,13 +233,13 @@ class ChunkMemory:
         Raises:
             RequestError: if the tokens are no prompt for the model, or too few pages are free.
         """
-        with self._engine.transaction():
+        with self.engine.transaction():
             self._check(token_ids, sum(len(chunk.token_ids) for chunk in context))
-            pinned = self._engine.pin(self._engine.page_table.pages_for(len(token_ids)))
+            pinned = self.engine.pin(self.engine.page_table.pages_for(len(token_ids)))
             try:
                 return torch.cat(list(self._compute(token_ids, pinned, context)))
             finally:
-                self._engine.unpin(pinned)
+                self.engine.unpin(pinned)
 
     # --- memory --------------------------------------------------------------------------------------------------
 
@@ -251,8 +255,8 @@ class ChunkMemory:
 
     def usage(self) -> list[ChunkUsage]:
         """The memory of each chunk, the least recently used one first."""
-        with self._engine.transaction():
-            in_use = self._engine.pins_in_use
+        with self.engine.transaction():
+            in_use = self.engine.pins_in_use
             return [
                 ChunkUsage(
                     name,
@@ -277,8 +281,8 @@ class ChunkMemory:
         Raises:
             ChunkError: if these chunks have fewer pages; then none is evicted.
         """
-        with self._engine.transaction():
-            in_use = self._engine.pins_in_use
+        with self.engine.transaction():
+            in_use = self.engine.pins_in_use
             evicted: list[str] = []
             missing = num_pages
             for name, chunk in self._chunks.items():
@@ -304,7 +308,7 @@ class ChunkMemory:
             ChunkError: if there is no such chunk.
             ChunkFileError: if the file cannot be written.
         """
-        with self._engine.transaction():
+        with self.engine.transaction():
             chunk = self._get(name)
             slots = self._slots(chunk)
             tensors = {tensor: pages[slots].cpu() for tensor, pages in self._cache_tensors().items()}
@@ -341,7 +345,7 @@ class ChunkMemory:
             for tensor, pages in self._cache_tensors().items():
                 pages[slots] = tensors[tensor].to(pages.device)
 
-        with self._engine.transaction():
+        with self.engine.transaction():
             if before != _tokens(self._chain(after)):
                 raise ChunkFileError(
                     f"the chunk in {path} was computed after {len(before)} tokens, which are not those of after="
@@ -352,7 +356,7 @@ class ChunkMemory:
     @cached_property
     def model_identity(self) -> str:
         """A digest of the model's layers and of samples of its weights."""
-        return model_identity(self._engine.model)
+        return model_identity(self.engine.model)
 
     # --- details -------------------------------------------------------------------------------------------------
 
@@ -374,7 +378,7 @@ class ChunkMemory:
         if not isinstance(name, str | None):
             raise ChunkError(f"the name of a chunk is {name!r}; give a string")
         tokens = list(token_ids)
-        with self._engine.transaction():
+        with self.engine.transaction():
             chain = self._chain(after)
             before = _tokens(chain)
             for chunk in self._chunks.values():
@@ -389,12 +393,12 @@ class ChunkMemory:
                 raise ChunkError(f"the chunk cannot be registered: {error}") from error
             if name is None:
                 name = next(made_up for i in self._numbers if (made_up := f"chunk {i}") not in self._chunks)
-            num_pages = self._engine.page_table.pages_for(len(tokens))
+            num_pages = self.engine.page_table.pages_for(len(tokens))
             chunk = Chunk(name, tokens, before, after, self._pin(num_pages, [other.name for other in chain]))
             try:
                 fill(chunk, chain)
             except BaseException:
-                self._engine.unpin(chunk.pinned)
+                self.engine.unpin(chunk.pinned)
                 raise
             self._chunks[name] = chunk
             return name
@@ -406,8 +410,8 @@ class ChunkMemory:
                 f"the chunk fills {num_pages} pages and chunks may take {self.max_pages} together; shorten it, raise "
                 "max_chunk_pages, or give the engine more pages"
             )
-        self.evict(num_pages - min(self.max_pages - self.num_pages, self._engine.num_pinnable), keep)
-        return self._engine.pin(num_pages)
+        self.evict(num_pages - min(self.max_pages - self.num_pages, self.engine.num_pinnable), keep)
+        return self.engine.pin(num_pages)
 
     def _get(self, name: str) -> Chunk:
         if not isinstance(name, str) or name not in self._chunks:
@@ -430,9 +434,9 @@ class ChunkMemory:
         return chain
 
     def _check(self, token_ids: ListLike[int], context_len: int) -> None:
-        config = self._engine.config
+        config = self.engine.config
         assert config.max_model_len is not None
-        check_prompt(token_ids, self._engine.model.config.vocab_size, config.max_model_len, context_len)
+        check_prompt(token_ids, self.engine.model.config.vocab_size, config.max_model_len, context_len)
 
     def _compute(
         self, token_ids: ListLike[int], pinned: PinnedPages, context: Context
@@ -444,7 +448,7 @@ class ChunkMemory:
             pinned: pages that get their keys and values.
             context: the chunks in front of them.
         """
-        engine = self._engine
+        engine = self.engine
         size, budget, start = engine.config.page_size, engine.config.max_num_batched_tokens, len(_tokens(context))
         for first in range(0, len(token_ids), budget):
             new = token_ids[first : first + budget]
@@ -467,7 +471,7 @@ class ChunkMemory:
 
     def _cache_tensors(self) -> dict[str, Shaped[Tensor, "pages size Hk D"]]:
         """Views of the keys and values of all layers, under their names in a file."""
-        cache = self._engine.cache
+        cache = self.engine.cache
         named = {
             f"{i}.{kind}": pages for i, kv in enumerate(cache.layers) for kind, pages in zip(KINDS, kv, strict=True)
         }
@@ -475,9 +479,9 @@ class ChunkMemory:
 
     def _slots(self, chunk: Chunk) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
         """The page of each token of a chunk, and its place in the page."""
-        index = torch.arange(len(chunk.token_ids), device=self._engine.cache.device)
+        index = torch.arange(len(chunk.token_ids), device=self.engine.cache.device)
         pages = torch.from_numpy(chunk.pinned.pages).to(index.device, torch.long)
-        return pages[index // self._engine.config.page_size], index % self._engine.config.page_size
+        return pages[index // self.engine.config.page_size], index % self.engine.config.page_size
 
     def _read(self, path: Path) -> tuple[list[int], list[int], Mapping[str, Tensor]]:
         """The tokens in a file, those before them, and the keys and values; all checked."""
@@ -493,7 +497,7 @@ class ChunkMemory:
             raise ChunkFileError(f"{path} holds no chunk of this engine; give a file that save_chunk has written")
         if metadata.get("model") != self.model_identity:
             raise ChunkFileError(f"the chunk in {path} was computed by another model; register its text with this one")
-        vocab_size = self._engine.model.config.vocab_size
+        vocab_size = self.engine.model.config.vocab_size
         token_ids, before = (_stored_tokens(path, metadata.get(key), vocab_size) for key in ("token_ids", "before"))
         expected = self._cache_tensors()
         for name in expected.keys() | stored.keys():
@@ -514,7 +518,7 @@ class ChunkMemory:
 
     @property
     def _page_bytes(self) -> int:
-        return self._engine.config.page_size * self._engine.cache.bytes_per_token
+        return self.engine.config.page_size * self.engine.cache.bytes_per_token
 
 
 class ChunkedLLM:

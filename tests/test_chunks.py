@@ -96,7 +96,7 @@ def run(engine: LLMEngine) -> None:
 
 
 def generate(memory: ChunkMemory, names: list[str], prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    engine = memory._engine
+    engine = memory.engine
     request = engine.add_request("request", prompt, params, memory.context(names))
     run(engine)
     if request.error:
@@ -201,7 +201,7 @@ def test_requests_over_chunks_beside_others(data):
         pipeline_depth=data.draw(st.integers(0, 1)),
         prefix_sharing=data.draw(st.booleans()),
     )
-    engine = memory._engine
+    engine = memory.engine
     texts: dict[str, tuple[list[int], int]] = {}
     for i in range(data.draw(st.integers(1, 3))):
         after = data.draw(st.sampled_from([None, *texts]))
@@ -319,7 +319,7 @@ def test_levels_hold_exactly_the_chunks_of_each_request(data):
 
 def test_sharers_at_different_offsets_read_a_chunk_once():
     memory = make_memory(max_batch_size=8)
-    engine = memory._engine
+    engine = memory.engine
     for name, tokens in {"a": A, "b": B, "c": C}.items():
         memory.register(tokens, name)
     names = [["a", "b"], ["b", "a"], ["b", "a"], ["c", "a", "b"], []]
@@ -340,7 +340,7 @@ def test_a_step_without_contexts_is_planned_as_if_there_had_been_none():
     memory = make_memory()
     memory.register(A, "a")
     generate(memory, ["a"], PROMPT)
-    engine = memory._engine
+    engine = memory.engine
     engine.add_request("plain", PROMPT, GREEDY)
     batch = engine.step().batch
     assert batch.levels == () and batch.page_positions is None
@@ -353,7 +353,7 @@ def test_a_step_without_contexts_is_planned_as_if_there_had_been_none():
 @pytest.mark.parametrize("depth", [0, 1])
 def test_preempted_requests_return_to_their_chunks(depth):
     memory, model = make_memory(num_pages=12, max_pages=5, pipeline_depth=depth), exact_model("llama")
-    engine, params = memory._engine, replace(GREEDY, max_tokens=16)
+    engine, params = memory.engine, replace(GREEDY, max_tokens=16)
     memory.register(A, "a")
     memory.register(C, "c")
     lists = [["a", "c"], ["c", "a"], ["c"]]
@@ -368,7 +368,7 @@ def test_preempted_requests_return_to_their_chunks(depth):
 @pytest.mark.parametrize("interrupt", [RuntimeError, KeyboardInterrupt])
 def test_chunks_survive_a_failed_step(monkeypatch, interrupt):
     memory, model = make_memory(), exact_model("llama")
-    engine = memory._engine
+    engine = memory.engine
     memory.register(A, "a")
     memory.register(B, "b")
     requests = [engine.add_request(str(i), PROMPT, GREEDY, memory.context(["b", "a"])) for i in range(2)]
@@ -395,7 +395,7 @@ def test_chunks_survive_a_failed_step(monkeypatch, interrupt):
 
 def test_a_chunk_whose_computation_fails_leaves_nothing(monkeypatch):
     memory = make_memory()
-    engine = memory._engine
+    engine = memory.engine
     memory.register(A, "a")
     request = engine.add_request("running", PROMPT, GREEDY, memory.context(["a"]))
     engine.step()
@@ -415,7 +415,7 @@ def test_a_chunk_whose_computation_fails_leaves_nothing(monkeypatch):
 
 def test_memory_is_counted_in_pages_and_bytes():
     memory = make_memory()
-    engine, spec = memory._engine, exact_model("llama").attention_specs[0]
+    engine, spec = memory.engine, exact_model("llama").attention_specs[0]
     memory.register(A, "a")
     memory.register(B, "b")
     page_bytes = 4 * 3 * 2 * spec.num_kv_heads * spec.head_dim * 8  # tokens, layers, keys and values, float64
@@ -442,7 +442,7 @@ def test_the_same_chunk_is_computed_once():
 
 def test_the_least_recently_used_chunk_that_no_request_needs_is_evicted():
     memory = make_memory(max_pages=4)
-    engine = memory._engine
+    engine = memory.engine
     for name in "abcd":
         memory.register([7, 8, ord(name) - 60], name)
     memory.context(["a"])  # the most recently used one
@@ -465,7 +465,7 @@ def test_the_least_recently_used_chunk_that_no_request_needs_is_evicted():
 
 def test_chunks_leave_every_request_room_to_end():
     memory = make_memory(num_pages=8, max_pages=8)
-    engine = memory._engine
+    engine = memory.engine
     params = replace(GREEDY, max_tokens=17)  # 20 tokens in 5 pages
     engine.add_request("running", PROMPT, params)
     with pytest.raises(ChunkError, match="the new chunk need 1 of them"):
@@ -481,7 +481,7 @@ def test_chunks_leave_every_request_room_to_end():
 
 def test_a_chunk_in_use_is_not_unregistered():
     memory = make_memory()
-    engine = memory._engine
+    engine = memory.engine
     memory.register(A, "a")
     context = memory.context(["a"])
     engine.add_request("waiting", PROMPT, GREEDY, context)
@@ -502,7 +502,7 @@ class ChunkMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = make_memory(num_pages=14, page_size=3, max_pages=9, max_batch_size=3)
-        self.engine = self.memory._engine
+        self.engine = self.memory.engine
         self.names: set[str] = set()
         self.requests: list[tuple[Request, list[str]]] = []
         self.count = 0

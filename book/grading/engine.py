@@ -44,13 +44,15 @@ def homework_options(parts: Parts) -> dict[str, Any]:
     """Return options under which as many of the reader's parts as possible have something to do."""
     mine = {field.name for field in fields(Parts) if getattr(parts, field.name) is not field.default}
     options: dict[str, Any] = {"attn_backend": "torch", "dtype": "float32"}  # float32: outputs can be compared
-    if mine & bypassed_parts("torch"):
+    if "find_levels" in mine:
+        options["attn_backend"] = "cascade"
+    elif mine & bypassed_parts("torch"):
         options["attn_backend"] = "flex"
     elif "merge_states" in mine:
         options["attn_backend"] = "chunked"  # others merge states only in sequences of thousands of tokens
     if "pages_to_evict" in mine:
         options["sliding_window"] = WINDOW
-    if mine & {"match_prefix", "copy_on_write"}:
+    if mine & {"match_prefix", "copy_on_write", "find_levels"}:
         options["prefix_sharing"] = True
     return options
 

@@ -24,10 +24,10 @@ class Entry:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Entries of one kind can be compared: the same device, figure, case and workload."""
-        of_row = ", ".join(f"{key} {value}" for key, value in self.row.case.items())
-        of_run = ", ".join(f"{key} {value}" for key, value in self.parameters.items())
-        return self.device, f"{self.row.figure}, {of_row}; {of_run}"
+        """Entries of one kind can be compared: the same device, workload, figure, engine and dtype."""
+        case = {**self.parameters, **self.row.case}
+        workload, engine, dtype = case.get("workload", "throughput"), case["engine"], case["dtype"]
+        return self.device, f"`{workload}`: {self.row.figure} of {engine}, {dtype}"
 
 
 def add(result: Result, row: Row, change: str, root: Path | None = None) -> None:

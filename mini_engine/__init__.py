@@ -4,15 +4,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mini_engine.chunks import ChunkedLLM
     from mini_engine.config import EngineConfig
     from mini_engine.llm import LLM, Inference
     from mini_engine.outputs import RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "Inference", "Parts", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "ChunkedLLM", "EngineConfig", "Inference", "Parts", "RequestOutput", "SamplingParams"]
 _HOME = {
     "LLM": "llm",
+    "ChunkedLLM": "chunks",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
     "Inference": "llm",

@@ -16,14 +16,16 @@ from torch import Tensor
 class PrefixLevel:
     """Pages that neighboring requests of a step share, as one level of a cascade (chapter 09).
 
-    Every query of a group sees every key of the group's pages. A group may have no pages.
+    Every query of a group sees every key of the group's pages. A group may have no pages. The pages of a level with
+    query offsets are not among the pages of its requests: they hold keys of other positions (chunk memory, chapter 10).
 
     Attributes:
         kv_last_page_len: [G] host. Keys in the last page of each group, 0 in a group without pages.
         kv_page_indices: [P] pages of all groups.
         qo_indptr: [G+1] host. First token of each group of requests, and T.
         kv_page_indptr: [G+1] host. First entry of each group in `kv_page_indices`.
-        query_offsets: [T] what is added to a query's position before it meets this level's keys; None for nothing.
+        query_offsets: [T] what is added to a query's position before it meets this level's keys; None in a level of the
+            requests' own pages.
     """
 
     kv_last_page_len: Int32[Tensor, " G"]
@@ -63,7 +65,8 @@ class StepBatch:
         num_sources: how many tokens come from `token_source`.
         has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
         levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
-            this order. A backend without cascade ignores them.
+            this order. A backend without cascade ignores them. Or, if any request of the step has a context, a level
+            for each chunk of the longest context.
     """
 
     token_ids: Int[Tensor, " T"]

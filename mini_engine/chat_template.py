@@ -45,7 +45,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
         "add_generation_prompt": True,
     }
     request = json.dumps({"template": _pick_template(tokenizer, chat_template), "variables": variables})
-    # -P keeps this folder out of the worker's import path: its trace.py would shadow the standard library's.
+    # -P keeps this folder out of the worker's import path: a module here could shadow one of the standard library.
     command = [sys.executable, "-P", "-W", "ignore", str(WORKER)]
     try:
         worker = subprocess.run(command, input=request.encode(), capture_output=True, timeout=WALL_SECONDS)

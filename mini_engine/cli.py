@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mini_engine.bench.options import BenchOptions
 from mini_engine.cli_options import EngineOptions, SamplingOptions, command
-from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.terminal import make_console, printable, read_line, show
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
@@ -38,18 +38,12 @@ SMALL_POOL: dict[str, Any] = {"num_pages": 36, "page_size": 8, "max_num_batched_
 CHAT_TOKENS = 4096  # that the pool of a watched chat holds at most
 
 
-def _in_a_folder(path: Path) -> Path:
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {path.parent} to write to; create it, or choose another path")
-    return path
-
-
 Prompts = Annotated[list[str] | None, typer.Argument(help="What to answer. Default four examples.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")]
 Template = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
 Watching = Annotated[bool, typer.Option("--watch", help="Draw the pages of the KV cache and the requests, live.")]
 System = Annotated[str | None, typer.Option(help="What the model should know or be before you speak.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace.", callback=_in_a_folder)]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace.")]
 
 
 def make_app() -> typer.Typer:
@@ -251,9 +245,8 @@ def save_trace(console: Console, recorded: "Trace", out: Path) -> None:
 
 def print_error(error: Exception | str) -> None:
     """Print a message on standard error."""
-    console = make_console(stderr=True)
-    show(console, "error: ", "bold red", end="")
-    show(console, str(error))
+    message = Text.assemble(("error: ", "bold red"), printable(str(error)))
+    make_console(stderr=True).print(message, soft_wrap=True)
 
 
 def main(app: typer.Typer = app) -> None:

@@ -28,7 +28,7 @@ from mini_engine.model_runner import Launched, ModelRunner
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import EngineMetrics, StepReport
 from mini_engine.parts import Parts
-from mini_engine.request import FinishReason, Request, check_prompt, end_tokens
+from mini_engine.request import Context, FinishReason, PinnedPages, Request, check_prompt, end_tokens
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule, Scheduler
 
@@ -86,6 +86,7 @@ class LLMEngine:
         windows = [spec.window for spec in specs]
         # All layers share one page table: a page is returned when the widest window has passed it.
         self._window = None if None in windows else max(w for w in windows if w is not None)
+        self._pinned: set[PinnedPages] = set()
         self.scheduler = self._new_scheduler()
         self._depth = config.pipeline_depth
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -100,7 +101,11 @@ class LLMEngine:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: str, prompt_token_ids: ListLike[int], params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: ListLike[int],
+        params: SamplingParams | None = None,
+        context: Context = (),
     ) -> Request:
         """Queue a request; it joins the batch as soon as there is room.
 
@@ -108,6 +113,7 @@ class LLMEngine:
             request_id: a name that no unfinished request has.
             prompt_token_ids: the prompt.
             params: default `SamplingParams()`.
+            context: registered chunks in front of the prompt, from `ChunkMemory.context`.
 
         Returns:
             The request. Read it, and leave it as it is.
@@ -126,10 +132,19 @@ class LLMEngine:
             raise RequestError(f"the prompt is a {type(prompt_token_ids).__name__}; give a list of token ids")
         prompt = list(prompt_token_ids)
         assert self.config.max_model_len is not None
-        check_prompt(prompt, self.model.config.vocab_size, self.config.max_model_len)
-        with self._transaction():
+        in_front = [token_id for chunk in context for token_id in chunk.token_ids]
+        check_prompt(prompt, self.model.config.vocab_size, self.config.max_model_len, len(in_front))
+        if context and self.backend.planner is None:
+            raise RequestError(
+                f"the {self.config.attn_backend} backend attends to a request's own pages only; use "
+                'attn_backend="cascade" for requests over chunks'
+            )
+        prompt = in_front + prompt
+        with self.transaction():
             if request_id in self._requests:
                 raise RequestError(f"a request named {request_id!r} is still running; give each its own name")
+            if not self._pinned.issuperset(chunk.pinned for chunk in context):
+                raise RequestError("a chunk of the request has been unregistered or evicted; register it again")
             request = Request(
                 request_id,
                 prompt,
@@ -138,6 +153,7 @@ class LLMEngine:
                 max_len=min(len(prompt) + params.max_tokens, self.config.max_model_len),
                 end_token_ids=end_tokens(params, self._eos_token_ids),
                 arrival=self._arrivals,
+                context=context,
             )
             self.scheduler.add(request)
             self._requests[request_id] = request
@@ -146,13 +162,13 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages. Unknown or finished names are ignored: it may just have ended."""
-        with self._transaction():
+        with self.transaction():
             if isinstance(request_id, str) and (request := self._requests.get(request_id)):
                 self._end(request, "abort")
 
     def finish(self, request: Request, reason: FinishReason, error: MiniEngineError | None = None) -> None:
         """End a request whose text has ended or failed, unless it has ended already; the next report has it."""
-        with self._transaction():
+        with self.transaction():
             if request.finish_reason is None:
                 request.error = error
                 self._end(request, reason)
@@ -175,6 +191,42 @@ class LLMEngine:
     @property
     def page_table(self) -> PageTable:
         return self.scheduler.page_table
+
+    # --- pages without a request ---------------------------------------------------------------------------------
+
+    def pin(self, num_pages: int) -> PinnedPages:
+        """Take pages out of the pool for keys that many requests attend to. They stay until `unpin`.
+
+        Raises:
+            RequestError: if these are more than `num_pinnable`.
+        """
+        with self.transaction():
+            pinned = PinnedPages(self.scheduler.pin(num_pages))
+            self._pinned.add(pinned)
+        return pinned
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        """Return pinned pages to the pool, unless that has been done.
+
+        Raises:
+            RequestError: if an unfinished request attends to them.
+        """
+        with self.transaction():
+            if pinned in self.pins_in_use:
+                raise RequestError("an unfinished request attends to these pages; wait for its end, or abort it")
+            if pinned in self._pinned:
+                self._pinned.remove(pinned)
+                self.scheduler.unpin(pinned.pages)
+
+    @property
+    def num_pinnable(self) -> int:
+        """Pages that `pin` can take now, such that every unfinished request can still run to its end."""
+        return self.scheduler.num_pinnable
+
+    @property
+    def pins_in_use(self) -> set[PinnedPages]:
+        """The pinned pages that unfinished requests attend to."""
+        return {chunk.pinned for request in self._requests.values() for chunk in request.context}
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -226,14 +278,20 @@ class LLMEngine:
             metrics.shared_tokens += schedule.num_shared
         if tree:
             metrics.evicted_pages += tree.num_evicted - num_evicted
-        return self._with_levels(schedule) if self.backend.planner and len(schedule.rows) > 1 else schedule
+        worth_planning = len(schedule.rows) > 1 or self.scheduler.running.num_contexts
+        return self._with_levels(schedule) if self.backend.planner and worth_planning else schedule
 
     def _with_levels(self, schedule: Schedule) -> Schedule:
-        """Let the backend choose the order of the step's requests, and the prefixes that it reads once for several."""
+        """Let the backend choose the order of the step's requests, and the pages that it reads once for several."""
         assert self.backend.planner is not None
         rows, num_new, running = schedule.rows, schedule.num_new, self.scheduler.running
         order, levels = self.backend.planner.arrange(
-            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows]
+            self.page_table,
+            rows,
+            num_new,
+            running.num_computed[rows],
+            running.admission[rows],
+            running.contexts if running.num_contexts else (),
         )
         return replace(schedule, rows=rows[order], num_new=num_new[order], levels=levels)
 
@@ -342,7 +400,7 @@ class LLMEngine:
             self._requests.pop(request.request_id)
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Exclude other threads; start over if anything but a refusal interrupts."""
         with self._lock:
             try:
@@ -357,7 +415,7 @@ class LLMEngine:
         config = self.config
         assert config.num_pages and config.max_model_len
         pages_per_row = -(-config.max_model_len // config.page_size)
-        return Scheduler(
+        scheduler = Scheduler(
             self.parts.page_table(config.num_pages, config.page_size, config.max_batch_size, pages_per_row),
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -365,6 +423,9 @@ class LLMEngine:
             prefix_sharing=config.prefix_sharing,
             parts=self.parts,
         )
+        if self._pinned:
+            scheduler.pin_again(np.concatenate([pinned.pages for pinned in self._pinned]))
+        return scheduler
 
 
 def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:

@@ -12,6 +12,14 @@ class RequestError(MiniEngineError, ValueError):
     """A request that cannot be served: an empty or too long prompt, sampling values out of range."""
 
 
+class ChunkError(RequestError):
+    """A chunk that cannot be registered, found or used."""
+
+
+class ChunkFileError(MiniEngineError):
+    """A file that holds no chunk, a damaged one, or one that another model has computed."""
+
+
 class ConfigError(MiniEngineError, ValueError):
     """An engine that cannot be built as asked: an unknown backend, an option the backend refuses."""
 

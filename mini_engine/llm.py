@@ -6,7 +6,7 @@ them for stop strings. Explained in chapters 04 and 07.
 
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as ListLike
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,9 +28,10 @@ from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.outputs import Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts, default_parts
-from mini_engine.request import Request
+from mini_engine.request import Context, Request
 from mini_engine.sampling_params import SamplingParams
 
+ContextOf = Callable[[], Context]  # looks up the chunks in front of a prompt at the moment when it is queued
 MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
 
 
@@ -93,36 +94,49 @@ class TextEngine:
         self._lock = threading.RLock()
 
     def generate(
-        self, prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None = None
+        self,
+        prompts: Prompt | ListLike[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None = None,
+        contexts: ListLike[ContextOf] | None = None,
     ) -> list[RequestOutput]:
         """Generate one output for each prompt.
 
         Args:
             prompts: a text or a list of token ids, or several of them.
             params: for all prompts, or one for each; default `default_params`.
+            contexts: the registered chunks in front of each prompt (see `mini_engine.chunks`); default none.
 
         Returns:
             One output for each prompt, in order. Where several prompts are given, one that cannot be served has
             `finish_reason="error"`, and the others are served all the same.
 
         Raises:
-            RequestError: if the only prompt cannot be served, or the numbers of prompts and params differ.
+            RequestError: if the only prompt cannot be served, or the numbers of prompts, params and contexts differ.
         """
         several, is_one = as_prompts(prompts)
         outputs = {
-            piece.index: piece.output for piece in self._pieces(several, params, each_step=False) if piece.output
+            piece.index: piece.output
+            for piece in self._pieces(several, params, each_step=False, contexts=contexts)
+            if piece.output
         }
         if is_one and (error := outputs[0].error):
             raise error
         return [outputs[i] for i in range(len(several))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, context: ContextOf | None = None
+    ) -> Generator[str, None, None]:
         """Generate one output and yield its text as it is generated, never half a character.
+
+        Args:
+            prompt: a text or a list of token ids.
+            params: default `default_params`.
+            context: the registered chunks in front of the prompt; default none.
 
         Raises:
             RequestError: if the prompt cannot be served.
         """
-        with closing(self.stream_batch([prompt], params)) as pieces:
+        with closing(self.stream_batch([prompt], params, contexts=[context] if context else None)) as pieces:
             for piece in pieces:
                 if piece.output and piece.output.error:
                     raise piece.output.error
@@ -134,6 +148,7 @@ class TextEngine:
         prompts: ListLike[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None = None,
         names: ListLike[str] | None = None,
+        contexts: ListLike[ContextOf] | None = None,
     ) -> Generator[Piece, None, None]:
         """Generate one output for each prompt and yield the text of each as it is generated.
 
@@ -143,11 +158,12 @@ class TextEngine:
             prompts: texts or lists of token ids.
             params: for all prompts, or one for each; default `default_params`.
             names: request ids, which traces show; default made up.
+            contexts: the registered chunks in front of each prompt; default none.
 
         Raises:
-            RequestError: if the numbers of prompts, params and names differ.
+            RequestError: if the numbers of prompts, params, names and contexts differ.
         """
-        return self._pieces(as_prompts(prompts)[0], params, each_step=True, names=names)
+        return self._pieces(as_prompts(prompts)[0], params, each_step=True, names=names, contexts=contexts)
 
     def chat(
         self, messages: ListLike[Message], params: SamplingParams | None = None, *, chat_template: str | None = None
@@ -202,19 +218,22 @@ class TextEngine:
         params: SamplingParams | ListLike[SamplingParams] | None,
         each_step: bool,
         names: ListLike[str] | None = None,
+        contexts: ListLike[ContextOf] | None = None,
     ) -> Generator[Piece, None, None]:
         of_each = params if isinstance(params, list | tuple) else [params or self.default_params] * len(prompts)
         if not all(isinstance(own, SamplingParams) for own in of_each):
             raise RequestError(f"params is {str(params)[:80]}; give SamplingParams, or a list of them")
-        for given, what in ((of_each, "SamplingParams"), (prompts if names is None else names, "names")):
-            if len(given) != len(prompts):
+        counted = {"SamplingParams": of_each, "names": names, "contexts": contexts}
+        for what, given in counted.items():
+            if given is not None and len(given) != len(prompts):
                 raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give as many")
         inbox: deque[Piece] = deque()
         unfinished: dict[int, TextRequest] = {}
         try:
             for index, (prompt, own) in enumerate(zip(prompts, of_each, strict=True)):
                 try:
-                    unfinished[index] = self._add(index, prompt, own, each_step, inbox, names[index] if names else None)
+                    context, name = contexts[index]() if contexts else (), names[index] if names else None
+                    unfinished[index] = self._add(index, prompt, own, each_step, inbox, name, context)
                 except RequestError as refused:
                     yield Piece(index, "", 0, RequestOutput(prompt, [], [], "", "error", refused), None)
             while unfinished:
@@ -230,13 +249,21 @@ class TextEngine:
                 self.engine.finish(text.request, "abort")
 
     def _add(
-        self, index: int, prompt: Prompt, params: SamplingParams, each_step: bool, inbox: deque[Piece], name: str | None
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        each_step: bool,
+        inbox: deque[Piece],
+        name: str | None,
+        context: Context,
     ) -> TextRequest:
-        token_ids = self.tokens_of(prompt)
+        token_ids = self.tokens_of(prompt, add_special_tokens=not context)
         with self._lock:
             if name is None:
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
-            request = self.engine.add_request(name, token_ids, replace(params, stop=()) if params.stop else params)
+            params_without_stop = replace(params, stop=()) if params.stop else params
+            request = self.engine.add_request(name, token_ids, params_without_stop, context)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
             each_step, start = each_step or bool(params.stop), len(token_ids)
             text = TextRequest(index, prompt, request, detokenizer, each_step, inbox, start, start)

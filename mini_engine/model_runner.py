@@ -160,7 +160,7 @@ class ModelRunner:
             kv_lens = kv_lens - evicted
         page_counts = -(-kv_lens // size)
         page_positions = None
-        if evicted is not None:
+        if evicted is not None and np.count_nonzero(evicted):
             first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
             page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * size
         on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet

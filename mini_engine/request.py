@@ -11,13 +11,43 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int, Int32, Int64
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.sampling import SAMPLING_DTYPE, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedPages:
+    """Pages that belong to no request and stay as they are until the engine unpins them.
+
+    Attributes:
+        pages: the pages, in order of position.
+    """
+
+    pages: Int32[np.ndarray, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedChunk:
+    """Keys that exist already, at a position in front of a request's own tokens (chunk memory, chapter 10).
+
+    Attributes:
+        pinned: the pages that hold the keys, from the start of the first page.
+        token_ids: the tokens that the keys belong to.
+        query_offset: what is added to a query's position before the query meets these keys: the position of the first
+            key when it was computed, minus its position in this request.
+    """
+
+    pinned: PinnedPages
+    token_ids: ListLike[int]
+    query_offset: int
+
+
+Context = tuple[PlacedChunk, ...]
 
 
 @dataclass(eq=False)
@@ -34,6 +64,7 @@ class Request:
         max_len: prompt and output together end here.
         end_token_ids: tokens at which the output ends.
         arrival: its number in the order of arrival.
+        context: registered chunks whose tokens the prompt begins with, and whose keys are not computed again.
         token_ids: prompt and output, as of when it last left its row.
         finish_reason: None while unfinished; "stop" at an end token or stop string, "length" at `max_len`.
         error: why it failed, if `finish_reason` is "error".
@@ -46,12 +77,18 @@ class Request:
     max_len: int
     end_token_ids: tuple[int, ...]
     arrival: int
+    context: Context = ()
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None
     error: MiniEngineError | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens at the front whose keys are in the pages of registered chunks."""
+        return sum(len(chunk.token_ids) for chunk in self.context)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -83,8 +120,9 @@ class Running:
     Attributes:
         order: rows in use, oldest request first.
         tokens: [rows, max_len] token ids of each request.
-        num_evicted: tokens at the front whose pages were returned because no window reaches them.
-        has_evicted: whether any request has ever returned such pages.
+        num_evicted: tokens at the front whose keys are not in the row's pages: a window has passed them, or the pages
+            of registered chunks hold them.
+        has_evicted: whether any request has ever had such tokens.
         max_len: where each request ends.
         end_tokens: [rows, n] end tokens of each request, filled up with -1.
         sampling: parameters of the sampler.
@@ -92,6 +130,8 @@ class Running:
         admission: serial number of the admission that filled the row, so that what was launched for an earlier
             request of the row can be told apart.
         requests: request of each row.
+        contexts: context of each row.
+        num_contexts: how many rows have one.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
@@ -107,6 +147,8 @@ class Running:
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
         self.seed, self.admission = column(), column()
         self.requests: list[Request | None] = [None] * max_rows
+        self.contexts: list[Context] = [()] * max_rows
+        self.num_contexts = 0
         self._rows: dict[Request, int] = {}
         self._admissions = 0
 
@@ -114,11 +156,15 @@ class Running:
         return len(self.order)
 
     def enter(self, row: int, request: Request) -> None:
-        """Fill a row with a request that is admitted; nothing of it is computed yet."""
+        """Fill a row with a request that is admitted; nothing is computed yet but its context."""
         num_tokens, ends = len(request.token_ids), request.end_token_ids
         self.tokens[row, :num_tokens] = request.token_ids
         self.num_known[row] = self.num_scheduled[row] = num_tokens
-        self.num_computed[row] = self.num_evicted[row] = 0
+        self.num_computed[row] = self.num_evicted[row] = request.context_len
+        self.contexts[row] = request.context
+        if request.context:
+            self.num_contexts += 1
+            self.has_evicted = True
         self.max_len[row] = request.max_len
         if len(ends) > self.end_tokens.shape[1]:
             more = ((0, 0), (0, len(ends) - self.end_tokens.shape[1]))
@@ -139,6 +185,8 @@ class Running:
         request.token_ids = self.tokens[row, : self.num_known[row]].tolist()
         self.order = self.order[self.order != row]
         self.requests[row] = None
+        self.num_contexts -= bool(self.contexts[row])
+        self.contexts[row] = ()
         self.admission[row] = 0
         del self._rows[request]
         return request
@@ -175,13 +223,14 @@ class Running:
         return rows[ended]
 
 
-def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise RequestError for a prompt that the model cannot process."""
+def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, context_len: int = 0) -> None:
+    """Raise RequestError for a prompt that the model cannot process, `context_len` tokens of chunks in front of it."""
     if not token_ids:
         raise RequestError("the prompt is empty; give at least one token")
-    if len(token_ids) >= max_model_len:
+    if context_len + len(token_ids) >= max_model_len:
+        behind = f" behind {context_len} tokens of chunks" if context_len else ""
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens and the model takes {max_model_len}, output included; "
+            f"the prompt has {len(token_ids)} tokens{behind} and the model takes {max_model_len}, output included; "
             "shorten it, or raise max_model_len if the model allows more"
         )
     if not all(type(t) is int and 0 <= t < vocab_size for t in token_ids):

@@ -16,7 +16,7 @@ from jaxtyping import Int, Int32
 
 from mini_engine.batch import PrefixLevel
 from mini_engine.errors import ConfigError, RequestError, check_positive
-from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.request import Request, Running
 
@@ -91,6 +91,7 @@ class Scheduler:
         prefix_tree: pages that requests can share; None without prefix sharing.
         suspects: requests that have to compute a token alone, one after the other, because a step with all of them
             failed.
+        num_pinned: pages of the pool that no request can have.
 
     Raises:
         ConfigError: if a step cannot hold one token of each request.
@@ -116,6 +117,7 @@ class Scheduler:
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len)
         self.suspects: list[Request] = []
+        self.num_pinned = 0
         self._window = window
         self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
         # Rows whose prompt is not computed to its end, and where in the tree they have got to.
@@ -128,13 +130,49 @@ class Scheduler:
         Raises:
             RequestError: if it could not run to its end even alone.
         """
-        needed = self._pages_at_most(request.max_len)
-        if needed > self.page_table.num_pages:
+        needed, available = self._most_pages(request), self.page_table.num_pages - self.num_pinned
+        if needed > available:
+            pinned = f", besides {self.num_pinned} that hold chunks" if self.num_pinned else ""
             raise RequestError(
                 f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, and "
-                f"there are {self.page_table.num_pages}; shorten it, lower max_tokens, or give the engine more pages"
+                f"there are {available}{pinned}; shorten it, lower max_tokens, or give the engine more pages"
             )
         self.waiting[request] = None
+
+    @property
+    def num_pinnable(self) -> int:
+        """Pages that can be taken out of the pool now, such that every unfinished request can still run to its end."""
+        requests = [*self.waiting, *self.running.requests_of(self.running.order)]
+        needed = max(map(self._most_pages, requests), default=0)
+        num_cached = self.prefix_tree.num_evictable if self.prefix_tree else 0
+        num_free = self.page_table.num_free_pages + num_cached
+        return min(num_free, self.page_table.num_pages - self.num_pinned - needed)
+
+    def pin(self, num_pages: int) -> Pages:
+        """Take pages out of the pool.
+
+        Raises:
+            RequestError: if these are more than `num_pinnable`.
+        """
+        if num_pages > self.num_pinnable:
+            raise RequestError(
+                f"{num_pages} pages are needed, and of the {self.page_table.num_pages} of the KV cache the requests "
+                f"can spare {max(self.num_pinnable, 0)}; wait until some have ended, or give the engine more pages"
+            )
+        self._make_room(num_pages)
+        self.num_pinned += num_pages
+        return self.page_table.claim(num_pages)
+
+    def pin_again(self, pages: Pages) -> None:
+        """Take certain pages out of a pool that is still full."""
+        everything = self.page_table.claim(self.page_table.num_pages)
+        self.page_table.drop(everything[~np.isin(everything, pages)])
+        self.num_pinned = len(pages)
+
+    def unpin(self, pages: Pages) -> None:
+        """Return pinned pages to the pool."""
+        self.page_table.drop(pages)
+        self.num_pinned -= len(pages)
 
     def schedule(self) -> Schedule | None:
         """Choose the tokens of the next step and take their pages.
@@ -243,7 +281,7 @@ class Scheduler:
         held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
-            num_tokens = len(request.token_ids)
+            num_tokens = len(request.token_ids) - request.context_len
             pages, shared_tokens = self._match(request, earlier)
             # Pages that a window returns at once are no gain.
             shared_pages = pages[: shared_tokens // table.page_size if self._window is None else 0]
@@ -267,7 +305,7 @@ class Scheduler:
             self._enter(request, pages, shared_tokens, share, copies)
             admitted.append(request)
             num_new.append(share)
-            num_shared += shared_tokens
+            num_shared += shared_tokens + request.context_len
             budget -= share
         return admitted, num_new, num_shared
 
@@ -280,7 +318,7 @@ class Scheduler:
         table, running = self.page_table, self.running
         row = table.allocate()
         running.enter(row, request)
-        running.num_computed[row] = num_shared
+        running.num_computed[row] += num_shared
         if len(pages):
             table.share(row, pages)
         rows = np.array([row])
@@ -333,7 +371,7 @@ class Scheduler:
             request: a waiting request.
             earlier: rows that were admitted before this step.
         """
-        if self.prefix_tree is None:
+        if self.prefix_tree is None or request.context:  # keys behind a context are those of no other prompt
             return np.zeros(0, dtype=np.int32), 0
         table, running = self.page_table, self.running
         if self._next is None or self._next[0] is not request:
@@ -388,9 +426,13 @@ class Scheduler:
             return Schedule(rows, num_new, int(num_new[0]))
         suspect = self.suspects[0]
         del self.waiting[suspect]
-        share = min(len(suspect.token_ids), self.budget)
+        share = min(len(suspect.token_ids) - suspect.context_len, self.budget)
         self._enter(suspect, np.zeros(0, dtype=np.int32), 0, share, copies)
         return Schedule(running.order, np.array([share]), share, admitted=[suspect])
+
+    def _most_pages(self, request: Request) -> int:
+        """Pages that a request fills at its end, its context not counted."""
+        return self._pages_at_most(request.max_len - request.context_len)
 
     def _tokens_at_most(self, num_tokens: int) -> int:
         """Tokens in pages at one time of a request that grows to `num_tokens`: fewer, if it has a window."""

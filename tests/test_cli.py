@@ -164,7 +164,7 @@ def test_chat_goes_on_after_a_message_that_is_refused(run, model, conversations)
         (["bench", "--workload", "everything"], "choose one of"),
         (["bench", "--peer", "nobody"], "choose one of"),
         (["bench", "--prompt-tokens", "1000000000"], "fewer prompt tokens"),
-        (["trace", "--out", "no/such/folder/run.json"], "no folder"),
+        (["trace", "--out", "no/such/folder/run.json"], "choose another path"),
         (["trace", "--out", "run.json", "--page-size", "0"], "page_size is 0"),
     ],
 )

@@ -99,7 +99,7 @@ def busy(run: dict[str, Any]) -> float:
 
 
 def draw(recording: dict[str, Any], to: Path) -> None:
-    figure, axes = figures.new(3.2, rows=len(recording["runs"]))
+    figure, axes = figures.new(1.6 * len(recording["runs"]), rows=len(recording["runs"]))
     for ax, run in zip(axes[:, 0], recording["runs"], strict=True):
         for lane, (name, color) in enumerate((("device", figures.PALETTE[1]), ("steps", figures.PALETTE[0]))):
             spans = [(a / 1e3, (b - a) / 1e3) for a, b in run[name]]

@@ -20,6 +20,7 @@ from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.page_table import PageTable, Rows
+from mini_engine.request import Context
 
 
 @runtime_checkable
@@ -56,10 +57,16 @@ class AttentionParts(Protocol):
 
 
 class StepPlanner(Protocol):
-    """Chooses the order of a step's requests and the levels of their common prefixes; see `cascade.LevelPlanner`."""
+    """Chooses the order of a step's requests and its levels; see `cascade.LevelPlanner`."""
 
     def arrange(
-        self, page_table: PageTable, rows: Rows, num_new: Rows, num_computed: Rows, admissions: Rows
+        self,
+        page_table: PageTable,
+        rows: Rows,
+        num_new: Rows,
+        num_computed: Rows,
+        admissions: Rows,
+        contexts: Sequence[Context] = (),
     ) -> tuple[Rows, tuple[PrefixLevel, ...]]: ...
 
 

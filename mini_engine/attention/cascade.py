@@ -7,6 +7,9 @@ Inference"; Ye et al. 2025, section 3.1.2; Juravsky et al. 2024, "Hydragen").
 
 A `LevelPlanner` finds the levels of a step in the page table. It keeps those that `CascadeCosts` predicts to pay, so a
 step without long common prefixes is flat: no levels. Explained in chapter 09.
+
+The chunks in front of a request (chunk memory) are levels, too. Their keys were computed at other positions, so the
+queries are rotated before they meet these keys. Explained in chapter 10.
 """
 
 import functools
@@ -26,10 +29,14 @@ from mini_engine.attention.state import AttentionState
 from mini_engine.attention.torch import SequencePlan, TorchBackend
 from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.kv_cache.page_table import PageTable, Rows
+from mini_engine.request import Context, PinnedPages, PlacedChunk
+from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
 from mini_engine.transfer import to_device
 
 # Longer than any prefix.
 NO_END = np.iinfo(np.int64).max
+# Stands for a chunk where a request has fewer of them than another.
+NO_CHUNK = PlacedChunk(PinnedPages(np.zeros(0, dtype=np.int32)), (), 0)
 
 
 # --- what a level costs and saves ------------------------------------------------------------------------------------
@@ -281,8 +288,64 @@ def build_levels(
     return tuple(built)
 
 
+def context_levels(
+    contexts: Sequence[Context], num_new: Int64[np.ndarray, " B"], page_size: int, device: torch.device
+) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
+    """Order the requests of a step, and write the chunks in front of them as levels.
+
+    Attention to a request's chunks can be merged in any order. So each request lists its chunks in the order of their
+    pages, and level i holds the i-th chunk of every list: requests with the same chunks share them at whatever
+    positions they have them.
+
+    Args:
+        contexts: the chunks in front of each request.
+        num_new: [B] new tokens of each.
+        page_size: keys per page.
+        device: where the backend needs the pages and the query offsets.
+
+    Returns:
+        The index of each request in the new order, decodes first, and the levels.
+    """
+    depth = max(map(len, contexts))
+    chunks = [sorted(context, key=_first_page) + [NO_CHUNK] * (depth - len(context)) for context in contexts]
+    first_pages = np.array([[_first_page(chunk) for chunk in own] for own in chunks])
+    order = np.lexsort((*first_pages.T[::-1], num_new > 1))  # the last key sorts first
+    chunks, first_pages, num_new = [chunks[b] for b in order.tolist()], first_pages[order], num_new[order]
+    first_token = np.append(0, num_new.cumsum())
+    arrays: dict[str, np.ndarray] = {}
+    host: list[tuple[np.ndarray, ...]] = []
+    for i in range(depth):
+        starts = np.flatnonzero(np.append(True, np.diff(first_pages[:, i]) != 0))
+        groups = [chunks[b][i] for b in starts.tolist()]
+        lens = np.array([len(chunk.token_ids) for chunk in groups])
+        page_indptr = _indptr(-(-lens // page_size))
+        host.append(
+            (first_token[np.append(starts, len(order))], page_indptr, np.where(lens, (lens - 1) % page_size + 1, 0))
+        )
+        arrays[f"pages {i}"] = np.concatenate([chunk.pinned.pages for chunk in groups])
+        arrays[f"offsets {i}"] = np.repeat([own[i].query_offset for own in chunks], num_new)
+    moved = to_device(arrays, device)
+    return order, tuple(
+        PrefixLevel(
+            qo_indptr=_host(qo_indptr),
+            kv_page_indptr=_host(page_indptr),
+            kv_page_indices=moved[f"pages {i}"],
+            kv_last_page_len=_host(last_page_len),
+            query_offsets=moved[f"offsets {i}"],
+        )
+        for i, (qo_indptr, page_indptr, last_page_len) in enumerate(host)
+    )
+
+
+def _first_page(chunk: PlacedChunk) -> int:
+    """The first page of a chunk, which no other chunk has."""
+    return int(chunk.pinned.pages[0]) if len(chunk.token_ids) else -1
+
+
 class LevelPlanner:
     """Orders the requests of a step, and finds the levels of their common prefixes.
+
+    In a step with requests over chunks, the levels are those of the chunks, and common prefixes stay flat.
 
     Only pages whose keys come before the first query of every sharer are shared, so a level needs no causal mask. The
     levels are kept for as long as the same requests decode.
@@ -307,6 +370,7 @@ class LevelPlanner:
         num_new: Int64[np.ndarray, " B"],
         num_computed: Int64[np.ndarray, " B"],
         admissions: Int64[np.ndarray, " B"],
+        contexts: Sequence[Context] = (),
     ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
         """Choose the order of a step's requests and its levels.
 
@@ -316,6 +380,7 @@ class LevelPlanner:
             num_new: new tokens of each.
             num_computed: tokens of each whose keys are in the cache.
             admissions: number of the admission that filled each row.
+            contexts: the chunks in front of the request of each row; nothing if no running request has any.
 
         Returns:
             For each request of the step its index in `rows`, decodes first, and the levels, outermost first. The order
@@ -323,7 +388,12 @@ class LevelPlanner:
         """
         decodes_only = np.count_nonzero(num_new > 1) == 0
         if not (decodes_only and self._still_holds(page_table, admissions)):
-            self._plan(page_table, rows, num_new, num_computed // self._page_size)
+            own = [contexts[row] for row in rows.tolist()] if contexts else []
+            if any(own):
+                self._order, self._levels = context_levels(own, num_new, self._page_size, self._device)
+                self._pages = self._generations = self._order[:0]  # pinned pages do not change
+            else:
+                self._plan(page_table, rows, num_new, num_computed // self._page_size)
             self._admissions = admissions if decodes_only else admissions[:0]
         return self._order, self._levels
 
@@ -366,8 +436,16 @@ def shared_pages(level: PrefixLevel, first_token: Int32[np.ndarray, " B"]) -> In
     return np.diff(level.kv_page_indptr.numpy()).astype(np.int64)[group]
 
 
+def usable_levels(batch: StepBatch) -> tuple[PrefixLevel, ...]:
+    """Return the levels of a step; none if they are prefixes, and requests have lost pages."""
+    of_chunks = all(level.query_offsets is not None for level in batch.levels)
+    return batch.levels if of_chunks or batch.page_positions is None else ()
+
+
 def own_pages(batch: StepBatch) -> StepBatch:
     """Return the last level of a step: the same tokens, each request with the pages that no level holds of it."""
+    if all(level.query_offsets is not None for level in batch.levels):  # chunks are in pages of their own
+        return batch
     shared = np.zeros(batch.num_sequences, dtype=np.int64)
     for level in batch.levels:
         shared += shared_pages(level, batch.qo_indptr.numpy()[:-1])
@@ -406,10 +484,42 @@ def level_planner(
     return LevelPlanner(LevelCosts.of(costs, able[0], cache), cache.page_size, cache.device, find)
 
 
+class QueryRotation:
+    """Rotates the queries of a step to meet the keys of a level, which were computed at other positions.
+
+    RoPE makes a score depend on the distance of a query and a key only. So rotating a query by the offset of a level
+    has the effect of rotating all the keys of the level back by it. Layers without RoPE are left alone.
+
+    Args:
+        specs: one for each layer.
+        dtype: of the angles.
+        device: where the queries are.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device) -> None:
+        self._frequencies: dict[RopeConfig | None, Tensor] = {
+            rope: inverse_frequencies(rope).to(device, dtype) for rope in {spec.rope for spec in specs} if rope
+        }
+
+    def plan(self, levels: Sequence[PrefixLevel]) -> None:
+        """Compute the rotations of a step's levels, once for all layers."""
+        self._tables = [
+            {rope: rope_tables(level.query_offsets, inv_freq) for rope, inv_freq in self._frequencies.items()}
+            if level.query_offsets is not None
+            else {}
+            for level in levels
+        ]
+
+    def __call__(self, spec: AttentionSpec, level: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        """Rotate a layer's queries for one of the levels; those for a prefix of their own pages stay as they are."""
+        tables = self._tables[level].get(spec.rope)
+        return q if tables is None else apply_rope(q, *tables)
+
+
 class CascadeBackend(TorchBackend):
     """Cascade attention in PyTorch: the reference, on any device, in any dtype, with every feature of AttentionSpec.
 
-    Layers with a window, and steps of requests that have lost pages, are flat.
+    Layers with a window, and steps of requests that have lost pages, are flat; neither meets chunks.
 
     Args:
         specs: one for each layer of the model, in order.
@@ -429,23 +539,27 @@ class CascadeBackend(TorchBackend):
     ) -> None:
         super().__init__(specs, cache, parts)
         self.planner = level_planner(specs, cache, costs, parts.find_levels)
+        self._rotated = QueryRotation(specs, torch.promote_types(cache.dtype, torch.float32), cache.device)
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
         self._levels: list[list[SequencePlan]] = []
-        if not batch.levels or batch.page_positions is not None:
+        levels = usable_levels(batch)
+        if not levels:
             return
+        self._rotated.plan(levels)
         before = np.zeros(batch.num_sequences, dtype=np.int64)
-        for level in batch.levels:
+        for level in levels:
             self._levels.append(_plan_groups(batch, level, before))
             before += shared_pages(level, batch.qo_indptr.numpy()[:-1])
-        self._levels.append(self._plan_sequences(own_pages(batch), range(batch.num_sequences)))
+        self._own = self._plan_sequences(own_pages(batch), range(batch.num_sequences))
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         spec = self.specs[layer]
         if spec.window is not None or not self._levels:
             return super().run(layer, q)
-        states = [self._attend_to_level(spec, level, q) for level in self._levels]
+        states = [self._attend_to_level(spec, level, self._rotated(spec, i, q)) for i, level in enumerate(self._levels)]
+        states.append(self._attend_to_level(spec, self._own, q))
         return functools.reduce(self.parts.merge_states, states).out.to(q.dtype)
 
     def _attend_to_level(
@@ -467,7 +581,8 @@ def _plan_groups(batch: StepBatch, level: PrefixLevel, before: Int64[np.ndarray,
     Args:
         batch: the step.
         level: one of its levels.
-        before: pages of each request in the levels outside this one.
+        before: pages of each request in the levels outside this one. The positions of the keys follow from it. Only
+            ALiBi depends on them, and chunks do not support it.
     """
     first_token, first_page = level.qo_indptr.tolist(), level.kv_page_indptr.tolist()
     first_request = np.searchsorted(batch.qo_indptr.numpy(), level.qo_indptr.numpy()[:-1])

@@ -1,8 +1,8 @@
 """The `cascade` backend on a GPU: levels of shared pages in front of the `flashinfer` backend.
 
 Without levels it is the `flashinfer` backend. With levels, that backend gets the pages that no level holds, and each
-level is one more launch over all queries, without a mask, whose state is merged into the output. Explained in
-chapter 09.
+level is one more launch over all queries, without a mask, whose state is merged into the output. Queries are rotated to
+meet the keys of chunks. Explained in chapters 09 and 10.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionParts, KVCache
-from mini_engine.attention.cascade import H200_COSTS, CascadeCosts, level_planner, own_pages
+from mini_engine.attention.cascade import (
+    H200_COSTS,
+    CascadeCosts,
+    QueryRotation,
+    level_planner,
+    own_pages,
+    usable_levels,
+)
 from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import PrefixLevel, StepBatch
@@ -51,14 +58,16 @@ class FlashInferCascadeBackend(FlashInferBackend):
         )
         self._level_wrappers: dict[LayerKind, list[Any]] = {kind: [] for kind in self._kinds if _may_share(kind)}
         self._planned_levels: tuple[PrefixLevel, ...] = ()
+        self._rotated = QueryRotation(specs, torch.float32, cache.device)
 
     def plan(self, batch: StepBatch) -> None:
         """Plan the step, and its levels if they are not those of the step before."""
-        self._levels = batch.levels if batch.page_positions is None else ()
+        self._levels = usable_levels(batch)
         self._own = own_pages(batch) if self._levels else batch
         super().plan(batch)
         if self._levels and self._levels is not self._planned_levels:
             self._plan_levels(batch.page_size)
+            self._rotated.plan(self._levels)
             self._planned_levels = self._levels
             self._copied.record()
 
@@ -71,8 +80,9 @@ class FlashInferCascadeBackend(FlashInferBackend):
         lse, shared_lse = q.new_empty(2, *q.shape[:2], dtype=torch.float32)
         for tokens, wrapper in self._planned[kind]:
             wrapper.run(q[tokens], pages, out=out[tokens], lse=lse[tokens], return_lse=True)
-        for wrapper in self._level_wrappers[kind][: len(self._levels)]:
-            wrapper.run(q, pages, out=shared_out, lse=shared_lse, return_lse=True)
+        for level in range(len(self._levels)):
+            queries, wrapper = self._rotated(self.specs[layer], level, q), self._level_wrappers[kind][level]
+            wrapper.run(queries, pages, out=shared_out, lse=shared_lse, return_lse=True)
             # Both logarithms are to base 2, as FlashInfer's merge expects.
             self._flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse)
         return out

@@ -100,6 +100,7 @@ def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, pre
         config = EngineConfig(
             attn_backend="null",
             max_batch_size=rows,
+            max_model_len=longest,
             num_pages=rows * -(-longest // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_num_batched_tokens=rows * longest,

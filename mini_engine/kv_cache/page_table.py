@@ -94,6 +94,14 @@ class PageTable:
         self.table[owner, self.counts[owner] + index] = pages
         self.counts[rows] += num_pages
 
+    def claim(self, num_pages: int) -> Pages:
+        """Take free pages for an owner that is not a row; `drop` returns them.
+
+        Raises:
+            IndexError: if the pool has fewer pages free; nothing has changed then.
+        """
+        return self._pop(num_pages)
+
     def share(self, row: int, pages: Pages) -> None:
         """Append pages that have an owner already: the row becomes one more owner of each.
 

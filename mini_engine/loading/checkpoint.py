@@ -5,7 +5,7 @@ A model is opened without reading its weights: `open_checkpoint` checks the file
 
 Everything in a model folder is data, and none of it is trusted. Pickles (`pytorch_model.bin`) are refused, code
 (`auto_map`) is never run, and no file outside the folder is opened, whatever a link, an index or a configuration says.
-transformers never sees the folder: it builds the tokenizer from checked copies of a few files.
+transformers never sees the folder: its tokenizer is built from contents that were read and checked here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -39,14 +39,7 @@ from mini_engine.sampling_params import SamplingParams
 MAX_JSON_BYTES = 8 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
 
-# The files from which transformers may build a tokenizer, beside tokenizer_config.json.
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "added_tokens.json", "chat_template.jinja")
-# The entries that transformers is given of tokenizer_config.json and special_tokens_map.json, beside those that name
-# tokens: none of them is a path. `vocab`, `tokenizer_file` and others would be opened.
-TOKENIZER_SETTINGS = {"tokenizer_class", "chat_template", "model_max_length", "model_input_names", "do_lower_case"}
-TOKENIZER_SETTINGS |= {"added_tokens_decoder", "add_prefix_space", "clean_up_tokenization_spaces", "errors", "legacy"}
-TOKENIZER_SETTINGS |= {"spaces_between_special_tokens", "split_special_tokens", "padding_side", "truncation_side"}
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -199,7 +192,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     generation = read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
     eos = token_ids(generation.get("eos_token_id")) or config.eos_token_ids
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
-    tokenizer = partial(_folder_tokenizer, folder, files, str(hf.get("model_type")))
+    tokenizer = partial(_folder_tokenizer, folder, files)
     return Checkpoint(folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer)
 
 
@@ -348,31 +341,24 @@ def _damaged(path: Path, problem: str) -> WeightFileError:
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-def _folder_tokenizer(folder: Path, files: Mapping[str, Path], model_type: str) -> PreTrainedTokenizerBase:
-    """Build the tokenizer from copies: transformers opens files that a configuration names, wherever they are."""
-    if not files.keys() & set(VOCABULARIES):
-        raise ModelLoadError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json.")
-    names = ("tokenizer_config.json", "special_tokens_map.json")
-    contents = {name: read_json(files[name]) if name in files else {} for name in names}
-    settings = contents["tokenizer_config.json"]
-    if "fast_tokenizer_files" in settings:
-        problem = f"{folder}/tokenizer_config.json names other files (fast_tokenizer_files), which can be anywhere"
-        raise ModelLoadError(f"{problem}: remove the entry, and call the file tokenizer.json.")
-    with tempfile.TemporaryDirectory(prefix="mini-engine-") as temporary:
-        copies = Path(temporary)
-        (copies / "config.json").write_text(json.dumps({"model_type": model_type}))
-        for name, content in contents.items():
-            known = {k: v for k, v in content.items() if k in TOKENIZER_SETTINGS or k.endswith(("_token", "_tokens"))}
-            (copies / name).write_text(json.dumps(known))
-        for name in files.keys() & set(TOKENIZER_FILES):
-            (copies / name).write_bytes(_read_bytes(files[name], MAX_TOKENIZER_BYTES))
-        generic = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        if generic and "tokenizer.json" in files:
-            # The class that AutoTokenizer would choose, without the seconds that it takes to find it.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(copies, local_files_only=True)
-        else:
-            from transformers import AutoTokenizer  # takes a second
-
-            tokenizer = AutoTokenizer.from_pretrained(copies, local_files_only=True, trust_remote_code=False)
-    tokenizer.name_or_path = str(folder)
-    return tokenizer
+def _folder_tokenizer(folder: Path, files: Mapping[str, Path]) -> PreTrainedTokenizerBase:
+    """Build the tokenizer of tokenizer.json, with the special tokens and the chat template that other files name."""
+    if "tokenizer.json" not in files:
+        remedy = "load the tokenizer with transformers, and save it there with save_pretrained"
+        raise ModelLoadError(f"{folder} has no tokenizer.json: {remedy}.")
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    special, settings = (read_json(files[name]) if name in files else {} for name in names)
+    tokens = {name: value for name, value in (special | settings).items() if name in SPECIAL_TOKENS and value}
+    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+    template = settings.get("chat_template")
+    if "chat_template.jinja" in files:
+        template = _read_bytes(files["chat_template.jinja"], MAX_JSON_BYTES).decode()
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_buffer(_read_bytes(files["tokenizer.json"], MAX_TOKENIZER_BYTES)),
+        chat_template=template,
+        clean_up_tokenization_spaces=settings.get("clean_up_tokenization_spaces") is True,
+        name_or_path=str(folder),
+        **tokens,
+    )

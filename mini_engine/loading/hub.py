@@ -38,8 +38,7 @@ MANIFEST = "mini-engine.json"
 CONVERSION = 1
 
 # What is fetched from the hub: configuration, weights, tokenizer. No pickles and no code.
-HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
-HUB_EXCEPT = ["*/*", "consolidated*", "*.py", "*.bin", "*.pt", "*.pkl"]
+HUB_FILES, HUB_EXCEPT = ["*.json", "*.safetensors", "*.jinja"], ["*/*", "consolidated*"]
 
 
 def cache_folder() -> Path:

@@ -119,7 +119,8 @@ class CausalLM(LanguageModel):
         found = dict.fromkeys(name for name in headers if not name.endswith(".rotary_emb.inv_freq"))
         if missing := [name for name in destinations if name not in found]:
             need = f"{architecture} needs with shape {list(destinations[missing[0]].shape)}"
-            raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}, which {need}: {remedy}")
+            has = ", ".join(repr(name[:80]) for name in list(found)[:3])
+            raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}, which {need}, but {has}...: {remedy}")
         known = destinations | {"lm_head.weight": self.lm_head}  # a checkpoint may repeat tied weights
         if unexpected := [name for name in found if name not in known]:
             raise ModelLoadError(

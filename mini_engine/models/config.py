@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,8 @@ _UNSUPPORTED = {
 
 # The values to read for each family, with transformers' defaults. None: the file must state the value, or it follows
 # from others.
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_COMMON = dict.fromkeys((*_REQUIRED, "max_position_embeddings", "num_key_value_heads", "head_dim"))
+_COMMON = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
+_COMMON |= dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"))
 _LLAMA = _COMMON | {"hidden_act": "silu", "norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False}
 _QWEN3 = _LLAMA | {"num_key_value_heads": 32, "head_dim": 128}
 _GEMMA2 = _LLAMA | {"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
@@ -246,7 +246,8 @@ def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
         raise _bad("rope_parameters", given, "these families rotate every layer alike: give one set of values")
     if head_dim % 2:
         raise _bad("head_dim", head_dim, "RoPE rotates pairs of a whole head, so it must be even")
-    given = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": given.get("type", "default"), **given}
+    defaults = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": given.get("type", "default")}
+    given = {**defaults, "original_max_position_embeddings": longest, **given}
     if given.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1):
         raise _bad("partial_rotary_factor", given, "these families rotate whole heads: it must be 1")
 
@@ -260,10 +261,7 @@ def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
         case "linear":
             scaling = Linear(value("factor"))
         case "llama3":
-            length = _checked(
-                "original_max_position_embeddings", given.get("original_max_position_embeddings", longest)
-            )
-            scaling = Llama3(value("factor"), value("low_freq_factor"), value("high_freq_factor"), length)
+            scaling = Llama3(**{field.name: value(field.name) for field in fields(Llama3)})
             if scaling.low_freq_factor >= scaling.high_freq_factor:
                 raise _bad("low_freq_factor", scaling.low_freq_factor, "it must be below high_freq_factor")
         case kind:

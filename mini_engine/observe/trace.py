@@ -181,10 +181,9 @@ class Trace:
             TraceFileError: if the file cannot be written.
         """
         other = FORMAT | {"num_pages": self.num_pages, "page_size": self.page_size}
-        events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(self.steps))
-        text = f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n{events}\n]}}\n'
+        data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": list(_events(self.steps))}
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(json.dumps(data, separators=(",", ":")), encoding="utf-8")
         except OSError as error:
             raise TraceFileError(f"cannot write {path}: {error.strerror}; choose another path") from error
 

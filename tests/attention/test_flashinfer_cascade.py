@@ -7,19 +7,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mini_engine.attention.cascade import CascadeBackend, context_levels
 from mini_engine.attention.flashinfer_cascade import FlashInferCascadeBackend
 from mini_engine.attention.naive import alibi_slopes, attention_mask
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState, attention_state, merge_states
 from mini_engine.attention.torch import TorchBackend
+from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
+from mini_engine.request import Context, PinnedPages, PlacedChunk
+from mini_engine.rope import RopeConfig
 from tests.attention import fake_flashinfer
 from tests.attention.stepping import check_equal
 from tests.attention.test_cascade import Step, in_pages, prefixed, steps
@@ -117,6 +122,28 @@ def test_levels_are_planned_again_only_when_they_change(fake: None) -> None:
     assert Level.plans == 2, "once for each kind of layer that has levels"
     backend.plan(replace(batch, levels=(replace(batch.levels[0]),)))
     assert Level.plans == 4
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_chunks_at_any_offset_equal_the_reference(fake: None, layout: str) -> None:
+    """Decodes and prompts over chunks, one of them over none, and the same requests with their chunks moved."""
+    specs = tuple(replace(spec, window=None, alibi_slopes=None, rope=RopeConfig(100.0, 8)) for spec in SPECS[:2])
+    caches = [PagedKVCache(specs, 20, 4, torch.float64, layout=layout) for layout in (layout, "NHD")]
+    mine, theirs = FlashInferCascadeBackend(specs, caches[0], Parts()), CascadeBackend(specs, caches[1], Parts())
+    pinned = [PinnedPages(np.array(pages, dtype=np.int32)) for pages in ([7, 2], [9], [4, 5, 11])]
+    lens, num_new = (6, 4, 9), np.array([1, 1, 1, 5])
+    for moved in (0, 3):
+        contexts: list[Context] = [
+            tuple(PlacedChunk(pinned[i], [0] * lens[i], moved - 2 * place) for place, i in enumerate(order))
+            for order in ((0, 1), (2, 1, 0), (), (1,))
+        ]
+        order, levels = context_levels(contexts, num_new, 4, torch.device("cpu"))
+        assert len(levels) == 3
+        batch = StepBatch.build(
+            token_ids=[0] * 8, num_new=num_new[order], kv_lens=[3, 2, 1, 7], pages=[12, 0, 1, 3, 6], page_size=4,
+            page_positions=[19, 10, 0, 4, 8], levels=levels,
+        )  # fmt: skip
+        check_equal(batch, mine, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("spec", SPECS[2:])

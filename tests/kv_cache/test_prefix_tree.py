@@ -255,6 +255,40 @@ def test_the_work_does_not_grow_with_the_other_requests_or_the_chunks(num_tokens
     assert tree.match(other).tolist() == table.pages(row).tolist()
 
 
+def test_an_insertion_goes_on_where_the_edge_was_extended_and_split_meanwhile():
+    table = PageTable(400, 4, 2)
+    tree = PrefixTree(table)
+    text = np.arange(400, dtype=np.int32).view(CountedTokens)
+    first, second = table.allocate(), table.allocate()
+    table.take(np.array([first, second]), np.array([100, 100]))
+    place = tree.insert(text[:200], table.pages(first))
+    tree.insert(text, table.pages(second))
+    tree.match(text[:300])
+    chunk = text[:208]
+    CountedTokens.num_read = 0
+    assert tree.insert(chunk, table.pages(first), place)[1] == 52
+    assert CountedTokens.num_read < 50
+    assert tree.match(text).tolist() == table.pages(first).tolist()[:50] + table.pages(second).tolist()[50:]
+
+
+def test_an_insertion_starts_over_if_its_beginning_was_evicted_meanwhile():
+    """The beginning was in the tree with pages of another request; now the request's own pages take their place."""
+    table = PageTable(20, 2, 2)
+    tree = PrefixTree(table)
+    text = tokens_of([1, 1, 2, 2, 3, 3, 4, 4])
+    fill(table, tree, [1, 1, 2, 2])
+    row = table.allocate()
+    table.take(np.array([row]), np.array([4]))
+    place = tree.insert(text[:4], table.pages(row))
+    assert tree.evict(1) == 1
+    fill(table, tree, [1, 1, 5, 5])  # something else where the place was
+    place = tree.insert(text[:6], table.pages(row), place)
+    assert tree.match(text).tolist()[1:] == table.pages(row).tolist()[1:3]
+    tree.evict(20)
+    tree.insert(text, table.pages(row), place)
+    assert tree.match(text).tolist()[1:] == table.pages(row).tolist()[1:]
+
+
 def test_a_text_inserted_in_chunks_is_one_edge():
     """So a match compares it at once, however it was computed."""
     lookups = []

@@ -114,7 +114,7 @@ def test_without_a_tokenizer_a_model_still_opens(folder: Path) -> None:
     edit(folder / "config.json", eos_token_id=None)
     checkpoint = open_checkpoint(folder)
     assert checkpoint.eos_token_ids == ()
-    with pytest.raises(ModelLoadError, match=r"no tokenizer: add its tokenizer\.json"):
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json: load the tokenizer with transformers"):
         load_tokenizer(checkpoint)
 
 
@@ -220,13 +220,25 @@ def test_a_linked_folder_of_chat_templates_is_refused_and_a_nested_link_not_open
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_fast_tokenizer_files_are_refused(relative: bool, folder: Path, tmp_path: Path) -> None:
+def test_fast_tokenizer_files_are_not_opened(relative: bool, folder: Path, tmp_path: Path) -> None:
     """transformers would open a file anywhere, if it has a name like this."""
     other = tmp_path / "tokenizer.4.0.0.json"
     other.write_text((folder / "tokenizer.json").read_text().replace("<e>", "<outside>"))
     edit(folder / "tokenizer_config.json", fast_tokenizer_files=["../tokenizer.4.0.0.json" if relative else str(other)])
-    with pytest.raises(ModelLoadError, match="fast_tokenizer_files"):
-        load_tokenizer(open_checkpoint(folder))
+    assert "<outside>" not in load_tokenizer(open_checkpoint(folder)).get_vocab()
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_special_tokens_and_named_templates_are_those_that_transformers_reads(as_dict: bool, folder: Path) -> None:
+    """Older files describe a token by an object and list several templates."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    token = {"content": "<e>", "special": True, "__type": "AddedToken"} if as_dict else "<e>"
+    templates = [{"name": "default", "template": "a"}, {"name": "tools", "template": "b"}]
+    edit(folder / "tokenizer_config.json", eos_token=token, pad_token=token, chat_template=templates)
+    ours, theirs = load_tokenizer(open_checkpoint(folder)), AutoTokenizer.from_pretrained(folder)
+    assert ours.special_tokens_map == theirs.special_tokens_map and ours.eos_token_id == 2
+    assert ours.chat_template == theirs.chat_template == {"default": "a", "tools": "b"}
+    assert ours("ab<e>").input_ids == theirs("ab<e>").input_ids
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])

@@ -339,7 +339,7 @@ def test_a_hub_id_elsewhere_is_downloaded_without_pickles_and_code(
         return allowed and not any(fnmatch(name, pattern) for pattern in asked["ignore_patterns"])
 
     files = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-    files += ["tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja", "generation_config.json"]
+    files += ["tokenizer.json", "chat_template.jinja", "generation_config.json"]
     assert all(wanted(name) for name in files)
     refused = ["pytorch_model.bin", "modeling.py", "tokenizer.py", "tokenizer.pkl", "original/model.safetensors"]
     assert not any(wanted(name) for name in [*refused, "consolidated.safetensors", "model.gguf", "README.md"])

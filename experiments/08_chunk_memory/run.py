@@ -1,0 +1,387 @@
+"""Chunk memory: time to first token with registered documents, and what composed chunks lose on real text.
+
+    python experiments/08_chunk_memory/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/08_chunk_memory/run.py --predict
+
+Times: on a CPU the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights.
+Quality: the embedded model on both, in the same dtypes, on the prose of the book's own chapters. The result goes to
+experiments/08_chunk_memory/results/<device>.json, below DIR where one is given.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import results
+from book.experiment import command_line, record
+from book.paths import repository_root
+from book.random_models import QWEN3_0_6B, random_model
+from mini_engine.bench.workloads import LARGEST_TOKEN, model_shape
+from mini_engine.chunks import ChunkMemory
+from mini_engine.config import EngineConfig
+from mini_engine.engine import LLMEngine
+from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
+from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.parts import default_parts
+from mini_engine.request import Context
+from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
+from mini_engine.sampling_params import SamplingParams
+
+EXPERIMENT = "08_chunk_memory"
+MODEL = "smollm2-135m-instruct"
+SECTIONS = TIMES, QUALITY = "times", "quality"
+PAGE_SIZE, STEP_TOKENS = 16, 8192
+PLAIN, EXACT, COMPOSED, IN_PLACE, DROPPED = (
+    "full recompute", "exact chunks", "composed chunks", "composed, not rotated", "no chunks",
+)  # fmt: skip
+# What the prediction was made for.
+CPU = Machine("a CPU core", "float32", bandwidth=10e9, flops=100e9)
+H200 = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on a kind of device.
+
+    Attributes:
+        dtype: of both models.
+        documents: tokens of the documents that are registered.
+        question: tokens of the prompt behind them.
+        pieces: chunks that a document is cut into, beside one.
+        repetitions: of each time; the ways take turns.
+        passages: passages from each chapter.
+        context: tokens of each passage in front of its continuation.
+        chunks: numbers of chunks that the context is cut into.
+        continuation: tokens whose likelihood is computed.
+        greedy: tokens generated behind the continuation.
+    """
+
+    dtype: torch.dtype
+    documents: tuple[int, ...]
+    question: int
+    pieces: int
+    repetitions: int
+    passages: int
+    context: int
+    chunks: tuple[int, ...]
+    continuation: int
+    greedy: int
+
+
+SETTINGS = {
+    "cpu": Setting(torch.float32, (128, 512), 32, 4, 3, 1, 256, (2, 8), 48, 8),
+    "cuda": Setting(torch.bfloat16, (1024, 4096, 16_384, 32_768), 64, 8, 5, 8, 768, (1, 2, 4, 8, 16, 32), 128, 32),
+}
+
+
+# --- time to first token ---------------------------------------------------------------------------------------------
+
+
+def make_memory(model: CausalLM, num_tokens: int, num_copies: int) -> ChunkMemory:
+    """Chunk memory in an engine whose pool holds `num_copies` texts of `num_tokens` tokens, cut into any chunks."""
+    config = EngineConfig(
+        attn_backend="cascade",
+        num_pages=num_copies * (-(-num_tokens // PAGE_SIZE) + max(max(s.chunks) for s in SETTINGS.values())),
+        page_size=PAGE_SIZE,
+        max_batch_size=1,
+        max_num_batched_tokens=STEP_TOKENS,
+    )
+    engine = LLMEngine(model, config, parts=model.parts)
+    return ChunkMemory(engine, max_pages=config.num_pages)
+
+
+def register_pieces(memory: ChunkMemory, tokens: Sequence[int], count: int, chained: bool = False) -> list[str]:
+    """Register a text as `count` chunks of about equal length, each after the one before if `chained`."""
+    ends = [len(tokens) * i // count for i in range(count + 1)]
+    names: list[str] = []
+    for i in range(count):
+        after = names[-1] if chained and names else None
+        names.append(memory.register(list(tokens[ends[i] : ends[i + 1]]), after=after))
+    return names
+
+
+@contextmanager
+def registered(memory: ChunkMemory, names: Sequence[str]) -> Iterator[Context]:
+    """The context of some chunks, which are unregistered afterwards."""
+    try:
+        yield memory.context(names)
+    finally:
+        for name in dict.fromkeys(names):
+            memory.unregister(name)
+
+
+def generate(engine: LLMEngine, prompt: Sequence[int], num_tokens: int, context: Context = ()) -> list[int]:
+    """The most likely tokens behind a prompt, one after the other."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    request = engine.add_request("request", list(prompt), params, context)
+    while engine.has_unfinished:
+        engine.step()
+    return request.output_token_ids
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """How long one call takes, on the device too."""
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def time_rows(model: CausalLM, setting: Setting, machine: Machine, length: int) -> list[results.Row]:
+    """Seconds to the first token behind one document, with and without chunks, and to register and to load it."""
+    device, shape, size = model.device, model_shape(model.config), setting.dtype.itemsize
+    tokens = torch.randint(LARGEST_TOKEN, (length + setting.question,), generator=torch.Generator().manual_seed(0))
+    document, question = tokens[:length].tolist(), tokens[length:].tolist()
+    memory = make_memory(model, length + setting.question, num_copies=4)
+    engine = memory.engine
+    one, several = (register_pieces(memory, document, count) for count in (1, setting.pieces))
+    contexts = {"one chunk": memory.context(one), f"{setting.pieces} chunks": memory.context(several)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "document.safetensors"
+        memory.save(one[0], path)
+
+        def add(register: Callable[[], str]) -> None:
+            with registered(memory, [register()]):
+                pass
+
+        ways: dict[str, Callable[[], object]] = {
+            PLAIN: lambda: generate(engine, document + question, 1),
+            **{
+                name: lambda context=context: generate(engine, question, 1, context)
+                for name, context in contexts.items()
+            },
+            "register": lambda: add(lambda: memory.register(document[::-1])),  # another text: the first one is there
+            "load": lambda: add(lambda: memory.load(path, "loaded")),
+        }
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for round_number in range(setting.repetitions + 1):
+            for way, run in ways.items():
+                seconds = seconds_of(run, device)
+                if round_number:  # the first round is a warm-up
+                    times[way].append(seconds)
+    total, rows = length + setting.question, []
+    prefill = model_step_cost(shape, total, total, size).seconds(machine)
+    behind = model_step_cost(shape, setting.question, total, size).seconds(machine)
+    computed = model_step_cost(shape, length, length, size).seconds(machine)
+    written = length * engine.cache.bytes_per_token / machine.bandwidth
+    bounds = {
+        PLAIN: (prefill, "the document and the question computed at the machine's rates"),
+        "register": (computed, "the document computed at the machine's rates"),
+        "load": (written, "its keys and values read once at the measured bandwidth of the device's memory"),
+    }
+    for way, own in times.items():
+        figure = way if way in ("register", "load") else "time to first token"
+        bound, source = bounds.get(way, (behind, "the question computed over all keys at the machine's rates"))
+        case: dict[str, results.Setting] = {"document": length}
+        if figure != way:
+            case["way"] = way
+        rows.append(results.Row(figure, statistics.median(own), "s", bound, source, case, (min(own), max(own))))
+        print(rows[-1].cells()[:5], flush=True)
+    return rows
+
+
+# --- quality ---------------------------------------------------------------------------------------------------------
+
+
+class Passage(NamedTuple):
+    """A piece of real text."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+def prose(chapter: Path) -> str:
+    """The longer paragraphs of a chapter, without code, tables, headings and figures."""
+    text = "".join(chapter.read_text(encoding="utf-8").split("```")[::2])
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    return "\n\n".join(p for p in paragraphs if len(p) > 200 and p[0].isalpha())
+
+
+def passages(encode: Callable[[str], list[int]], setting: Setting) -> list[Passage]:
+    """Passages of equal length from each chapter, as far apart as the chapter allows."""
+    found = []
+    length = setting.context + setting.continuation
+    for chapter in sorted((repository_root() / "chapters").glob("*/[0-9]*.md")):
+        tokens = encode(prose(chapter))
+        room = len(tokens) - length
+        starts = {room * i // max(setting.passages - 1, 1) for i in range(setting.passages)} if room >= 0 else set()
+        for start in sorted(starts):
+            own = tokens[start : start + length]
+            found.append(Passage(own[: setting.context], own[setting.context :]))
+    return found
+
+
+class Mode(NamedTuple):
+    """A way to give the model a passage's context, and the number of chunks in which it has it."""
+
+    name: str
+    chunks: int = 0
+
+
+class Scores(NamedTuple):
+    """What one mode gives on one passage.
+
+    Attributes:
+        nll: mean negative log-likelihood of the continuation's tokens behind its first one, in nats.
+        most_likely: the most likely token at each of these places.
+        greedy: tokens generated behind the continuation.
+    """
+
+    nll: float
+    most_likely: Tensor
+    greedy: list[int]
+
+
+def score(memory: ChunkMemory, prompt: list[int], passage: Passage, num_greedy: int, context: Context = ()) -> Scores:
+    """Score a passage's continuation, with which the prompt ends."""
+    engine, count = memory.engine, len(passage.continuation)
+    hidden = memory.hidden_states(prompt, context)[-count:-1]
+    log_probs = engine.model.compute_logits(hidden).log_softmax(-1)
+    targets = torch.tensor(passage.continuation[1:], device=log_probs.device)
+    nll = -log_probs.gather(1, targets[:, None]).mean()
+    return Scores(float(nll), log_probs.argmax(-1).cpu(), generate(engine, prompt, num_greedy, context))
+
+
+def score_modes(memory: ChunkMemory, passage: Passage, setting: Setting) -> dict[Mode, Scores]:
+    """Every mode on one passage, its context cut into each number of chunks."""
+    continuation, whole = passage.continuation, passage.context + passage.continuation
+    scores = {
+        Mode(PLAIN): score(memory, whole, passage, setting.greedy),
+        Mode(DROPPED): score(memory, continuation, passage, setting.greedy),
+    }
+    most = max(setting.chunks)
+    with registered(memory, register_pieces(memory, passage.context, most, chained=True)) as context:
+        scores[Mode(EXACT, most)] = score(memory, continuation, passage, setting.greedy, context)
+    for count in setting.chunks:
+        with registered(memory, register_pieces(memory, passage.context, count)) as context:
+            in_place = tuple(replace(chunk, query_offset=0) for chunk in context)
+            scores[Mode(COMPOSED, count)] = score(memory, continuation, passage, setting.greedy, context)
+            scores[Mode(IN_PLACE, count)] = score(memory, continuation, passage, setting.greedy, in_place)
+    return scores
+
+
+def quality_rows(scores: Sequence[dict[Mode, Scores]]) -> list[results.Row]:
+    """Each mode on all passages: the mean likelihood of the text, and the median agreement with full recompute."""
+    rows = []
+    reference = "none: full recompute is what it is compared with"
+    plain = [of_passage[Mode(PLAIN)] for of_passage in scores]
+    for mode in scores[0]:
+        case: dict[str, results.Setting] = {"mode": mode.name} | ({"chunks": mode.chunks} if mode.chunks else {})
+        own = [of_passage[mode] for of_passage in scores]
+        nll = statistics.mean(score.nll for score in own)
+        rows.append(results.Row("negative log-likelihood", nll, "nats/token", None, reference, case))
+        if mode.name == PLAIN:
+            continue
+        pairs = list(zip(own, plain, strict=True))
+        figures = (
+            ("above full recompute", "nats/token", [a.nll - b.nll for a, b in pairs]),
+            (
+                "same most likely token",
+                "of all",
+                [float((a.most_likely == b.most_likely).float().mean()) for a, b in pairs],
+            ),
+            ("greedy tokens before the first difference", "tokens", [num_equal(a.greedy, b.greedy) for a, b in pairs]),
+        )
+        for figure, unit, values in figures:
+            spread = (min(values), max(values))
+            rows.append(results.Row(figure, statistics.median(values), unit, None, reference, case, spread))
+    for row in rows:
+        print(row.cells()[:3], flush=True)
+    return rows
+
+
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
+
+
+def measure_quality(model: CausalLM, texts: Sequence[Passage], setting: Setting) -> list[results.Row]:
+    """All modes on all passages."""
+    memory = make_memory(model, setting.context + setting.continuation + setting.greedy, num_copies=3)
+    return quality_rows([score_modes(memory, passage, setting) for passage in texts])
+
+
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+
+def prediction(shape: ModelShape, setting: Setting, machine: Machine) -> dict[str, str]:
+    """Derive what the README predicts for the times: each quantity with its value, from the machine's rates."""
+    size = setting.dtype.itemsize
+
+    def milliseconds(num_tokens: int, num_keys: int) -> float:
+        return 1e3 * model_step_cost(shape, num_tokens, num_keys, size).seconds(machine)
+
+    predicted = {}
+    for length in setting.documents:
+        total = length + setting.question
+        plain, behind = milliseconds(total, total), milliseconds(setting.question, total)
+        predicted[f"{machine.name}: first token behind {length:,} tokens"] = (
+            f"{plain:.3g} ms computed, {behind:.3g} ms behind a chunk: {plain / behind:.0f} times"
+        )
+    return predicted
+
+
+def all_predictions() -> dict[str, str]:
+    """What the README predicts for both devices."""
+    embedded = model_shape(open_checkpoint(MODEL).config)
+    qwen3 = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict()))
+    return prediction(embedded, SETTINGS["cpu"], CPU) | prediction(qwen3, SETTINGS["cuda"], H200)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = command_line(__doc__)
+    options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
+    options.add_argument("--predict", action="store_true", help="print what the README predicts, and stop")
+    chosen = options.parse_args(arguments)
+    if chosen.predict:
+        print("\n".join(f"| {what} | {value} |" for what, value in all_predictions().items()))
+        return
+    device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
+    checkpoint = open_checkpoint(MODEL)
+    embedded = load_model(checkpoint, default_parts(device), setting.dtype, device)
+    rows: list[results.Row] = []
+    if TIMES in chosen.only:
+        machine = measure_machine(device, setting.dtype)
+        model = embedded if device.type == "cpu" else random_model(QWEN3_0_6B, setting.dtype, device)
+        for length in setting.documents:
+            rows += time_rows(model, setting, machine, length)
+            gc.collect()
+    tokenizer = load_tokenizer(checkpoint)
+    texts = passages(lambda text: tokenizer.encode(text, verbose=False), setting)
+    if QUALITY in chosen.only:
+        rows += measure_quality(embedded, texts, setting)
+    parameters: dict[str, results.Setting] = {
+        "model of the times": "SmolLM2-135M" if device.type == "cpu" else "Qwen3-0.6B's shape",
+        "model of the quality": "SmolLM2-135M",
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "question": setting.question,
+        "repetitions": setting.repetitions,
+        "passages": len(texts),
+        "tokens of context": setting.context,
+        "tokens of continuation": setting.continuation,
+        "greedy tokens": setting.greedy,
+    }
+    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+    if set(chosen.only) < set(SECTIONS):
+        result = results.with_recorded(result)
+    record(result, chosen.out, {row.figure for row in result.rows})
+
+
+if __name__ == "__main__":
+    main()

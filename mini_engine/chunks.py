@@ -1,0 +1,699 @@
+"""Chunk memory: compute the keys and values of a text once, and use them at any position of any request.
+
+A registered chunk keeps its keys and values in pages of the KV cache that no request owns. A request names the chunks
+that come before its prompt. Each is one level of a cascade: the request's queries attend to the chunk's keys, to those
+of the other chunks, and to the request's own, and the states are merged. There are two modes, and they mix:
+
+- *Exact.* The keys of a chunk depend on the tokens before it. A chunk that is computed `after` others, and used behind
+  the same tokens, has the keys that a plain prompt would have, so the output is that of the plain prompt.
+- *Composed.* A chunk that was computed on its own, or after other tokens, is used at another position. RoPE makes
+  attention depend on distances only, so the queries are rotated by the distance that the chunk has been moved, and its
+  keys act as if they had been computed there. The output is an approximation: the chunks have not attended to each
+  other, as they do in a plain prompt. PromptCache (Gim et al. 2024, section 3) reuses such chunks as they are;
+  CacheBlend (Yao et al. 2024, section 4) computes the most affected tokens again, which this module does not.
+
+Explained in chapter 10.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mini_engine.attention.cascade import context_levels
+from mini_engine.batch import StepBatch
+from mini_engine.engine import LLMEngine
+from mini_engine.errors import ChunkError, ChunkFileError, ConfigError, RequestError, WeightFileError, check_positive
+from mini_engine.llm import LLM, TextEngine, as_prompts
+from mini_engine.loading.checkpoint import open_safetensors
+from mini_engine.models.base import LanguageModel
+from mini_engine.outputs import Prompt, RequestOutput
+from mini_engine.request import Context, PinnedPages, PlacedChunk, check_prompt
+from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
+from mini_engine.sampling_params import SamplingParams
+
+FORMAT = "mini_engine chunk 1"
+KINDS = "keys", "values"
+MAX_SAMPLES = 64  # values of each weight that a model's identity depends on
+
+
+def rotate_keys(k: Float[Tensor, "n Hk D"], offset: int, rope: RopeConfig) -> Float[Tensor, "n Hk D"]:
+    """Move cached keys by `offset` positions: rotate them once more.
+
+    Rotations by two angles add up, so a key that was rotated to position p and then by `offset` is the key of position
+    p + `offset` (Su et al. 2021, section 3.2.2).
+
+    Args:
+        k: keys to which RoPE has been applied.
+        offset: how far they move; negative towards the front.
+        rope: the model's rotary embedding.
+    """
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    offsets = torch.full((len(k),), offset, device=k.device)
+    return apply_rope(k, *rope_tables(offsets, inverse_frequencies(rope).to(k.device, dtype)))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A registered chunk.
+
+    Attributes:
+        name: its name.
+        token_ids: its tokens.
+        before: the tokens that it was computed after; its first key is at position `len(before)`.
+        after: name of the chunk that ends with those tokens; None if there are none.
+        pinned: the pages that hold its keys and values.
+    """
+
+    name: str
+    token_ids: list[int]
+    before: list[int]
+    after: str | None
+    pinned: PinnedPages
+
+
+@dataclass(frozen=True)
+class ChunkUsage:
+    """The memory that a chunk takes.
+
+    Attributes:
+        name: its name.
+        num_tokens: its tokens.
+        num_pages: its pages; the last one may be filled in part.
+        num_bytes: bytes of these pages, keys and values over all layers.
+        in_use: whether an unfinished request attends to it.
+    """
+
+    name: str
+    num_tokens: int
+    num_pages: int
+    num_bytes: int
+    in_use: bool
+
+
+class ChunkMemory:
+    """The registered chunks of an engine, by token ids. `ChunkedLLM` puts text in front.
+
+    When a new chunk needs room, the least recently used chunks that no unfinished request attends to are evicted.
+
+    Args:
+        engine: an engine with `attn_backend="cascade"`.
+        max_pages: pages that the chunks may take together; default half of the KV cache.
+
+    Attributes:
+        engine: the engine.
+        max_pages: see above.
+
+    Raises:
+        ConfigError: if the engine's backend or model cannot attend to chunks.
+    """
+
+    def __init__(self, engine: LLMEngine, max_pages: int | None = None) -> None:
+        check_positive(max_chunk_pages=max_pages)
+        specs, num_pages = engine.backend.specs, engine.page_table.num_pages
+        if windows := [spec for spec in specs if spec.window is not None]:
+            raise ConfigError(
+                f"layer {windows[0].layer} sees the last {windows[0].window} keys only, and a chunk is seen by all "
+                "queries or none; use a model, or options, without a sliding window"
+            )
+        if any(spec.alibi_slopes is not None for spec in specs):
+            raise ConfigError("the model's scores depend on positions by ALiBi, which chunks do not support: use RoPE")
+        if engine.backend.planner is None:
+            raise ConfigError(
+                f"the {engine.config.attn_backend} backend attends to a request's own pages only; use "
+                'attn_backend="cascade" for chunk memory'
+            )
+        self.engine, self.max_pages = engine, max(num_pages // 2, 1) if max_pages is None else max_pages
+        if self.max_pages > num_pages:
+            raise ConfigError(
+                f"max_chunk_pages is {self.max_pages} and the KV cache has {num_pages} pages; lower the first or raise "
+                "num_pages"
+            )
+        self._can_move = all(spec.rope is not None for spec in specs)
+        self._chunks: OrderedDict[str, Chunk] = OrderedDict()  # least recently used first
+        self._numbers = count()
+
+    # --- registering and using chunks ----------------------------------------------------------------------------
+
+    def register(self, token_ids: ListLike[int], name: str | None = None, after: str | None = None) -> str:
+        """Compute the keys and values of a chunk.
+
+        Args:
+            token_ids: its tokens.
+            name: how requests refer to it; default made up.
+            after: a chunk whose tokens, and those that it was computed after, come before this chunk's tokens.
+
+        Returns:
+            The name. Nothing is computed if the same chunk has that name already.
+
+        Raises:
+            ChunkError: if the tokens are no prompt for the model, another chunk has the name, `after` is unknown, or
+                there is no room.
+        """
+
+        def fill(chunk: Chunk, chain: list[Chunk]) -> None:
+            for _ in self._compute(chunk.token_ids, chunk.pinned, _place(chain)):
+                pass  # the keys are in the cache
+
+        return self._add(token_ids, name, after, fill)
+
+    def unregister(self, name: str) -> None:
+        """Forget a chunk and return its pages.
+
+        Raises:
+            ChunkError: if there is no such chunk, or an unfinished request attends to it.
+        """
+        with self.engine.transaction():
+            chunk = self._get(name)
+            try:
+                self.engine.unpin(chunk.pinned)
+            except RequestError as error:
+                raise ChunkError(f"the chunk {name!r} cannot be unregistered: {error}") from error
+            del self._chunks[name]
+
+    def context(self, names: ListLike[str]) -> Context:
+        """Place chunks one behind the other, for `LLMEngine.add_request`.
+
+        Args:
+            names: registered chunks, in the order in which their tokens come.
+
+        Raises:
+            ChunkError: if one of them is not registered, or the model cannot use it at another position.
+        """
+        with self.engine.transaction():
+            chunks = [self._get(name) for name in names]
+            context = _place(chunks)
+            moved = [c for c, placed in zip(chunks, context, strict=True) if placed.query_offset]
+            if moved and not self._can_move:
+                raise ChunkError(
+                    f"the chunk {moved[0].name!r} was computed at position {len(moved[0].before)}, and the keys cannot "
+                    "be moved, because not every layer of the model has a known RoPE; register the chunk after= those "
+                    "that come before it"
+                )
+            for name in names:
+                self._chunks.move_to_end(name)
+            return context
+
+    def is_exact(self, names: ListLike[str]) -> bool:
+        """Whether a request over these chunks gets the output of a plain prompt: each was computed after the others.
+
+        Raises:
+            ChunkError: if one of them is not registered.
+        """
+        tokens: list[int] = []
+        for chunk in map(self._get, names):
+            if chunk.before != tokens:
+                return False
+            tokens = tokens + chunk.token_ids
+        return True
+
+    def hidden_states(self, token_ids: ListLike[int], context: Context = ()) -> Float[Tensor, "n hidden"]:
+        """Run the model over the tokens behind a context, for example to compute the likelihood of a given text.
+
+        Args:
+            token_ids: the tokens, the last of which is at most at the model's last position.
+            context: from `context`.
+
+        Returns:
+            The final hidden state of each token; `LanguageModel.compute_logits` takes it.
+
+        Raises:
+            RequestError: if the tokens are no prompt for the model, or too few pages are free.
+        """
+        with self.engine.transaction():
+            self._check(token_ids, sum(len(chunk.token_ids) for chunk in context))
+            pinned = self.engine.pin(self.engine.page_table.pages_for(len(token_ids)))
+            try:
+                return torch.cat(list(self._compute(token_ids, pinned, context)))
+            finally:
+                self.engine.unpin(pinned)
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that all chunks take."""
+        return sum(len(chunk.pinned.pages) for chunk in self._chunks.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these pages, keys and values over all layers."""
+        return self.num_pages * self._page_bytes
+
+    def usage(self) -> list[ChunkUsage]:
+        """The memory of each chunk, the least recently used one first."""
+        with self.engine.transaction():
+            in_use = self.engine.pins_in_use
+            return [
+                ChunkUsage(
+                    name,
+                    len(chunk.token_ids),
+                    len(chunk.pinned.pages),
+                    len(chunk.pinned.pages) * self._page_bytes,
+                    chunk.pinned in in_use,
+                )
+                for name, chunk in self._chunks.items()
+            ]
+
+    def evict(self, num_pages: int, keep: ListLike[str] = ()) -> list[str]:
+        """Unregister the least recently used chunks that no unfinished request attends to.
+
+        Args:
+            num_pages: pages that they take, at least, together.
+            keep: names of chunks that stay.
+
+        Returns:
+            Their names.
+
+        Raises:
+            ChunkError: if these chunks have fewer pages; then none is evicted.
+        """
+        with self.engine.transaction():
+            in_use = self.engine.pins_in_use
+            evicted: list[str] = []
+            missing = num_pages
+            for name, chunk in self._chunks.items():
+                if missing > 0 and chunk.pinned not in in_use and name not in keep:
+                    evicted.append(name)
+                    missing -= len(chunk.pinned.pages)
+            if missing > 0:
+                raise ChunkError(
+                    f"{num_pages} pages of registered chunks would have to be evicted, and unfinished requests or the "
+                    f"new chunk need {missing} of them; wait until these requests have ended, raise max_chunk_pages, "
+                    "or give the engine more pages"
+                )
+            for name in evicted:
+                self.unregister(name)
+            return evicted
+
+    # --- files ---------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, path: str | Path) -> None:
+        """Write a chunk to a safetensors file: its tokens, and their keys and values in each layer.
+
+        Raises:
+            ChunkError: if there is no such chunk.
+            ChunkFileError: if the file cannot be written.
+        """
+        with self.engine.transaction():
+            chunk = self._get(name)
+            slots = self._slots(chunk)
+            tensors = {tensor: pages[slots].cpu() for tensor, pages in self._cache_tensors().items()}
+        metadata = {
+            "format": FORMAT,
+            "model": self.model_identity,
+            "token_ids": json.dumps(chunk.token_ids),
+            "before": json.dumps(chunk.before),
+        }
+        try:
+            save_file(tensors, path, metadata)
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: a path with a null byte
+            raise ChunkFileError(f"the chunk cannot be written to {path}: {error}") from error
+
+    def load(self, path: str | Path, name: str | None = None, after: str | None = None) -> str:
+        """Register a chunk from a file. Nothing is computed.
+
+        Args:
+            path: a file that `save` has written with the same model, in the same dtype.
+            name: as for `register`.
+            after: as for `register`; required if the chunk was computed after another.
+
+        Returns:
+            The name.
+
+        Raises:
+            ChunkFileError: if the file holds no chunk of this model, or is damaged.
+            ChunkError: as for `register`.
+        """
+        token_ids, before, tensors = self._read(Path(path))
+
+        def fill(chunk: Chunk, chain: list[Chunk]) -> None:
+            slots = self._slots(chunk)
+            for tensor, pages in self._cache_tensors().items():
+                pages[slots] = tensors[tensor].to(pages.device)
+
+        with self.engine.transaction():
+            if before != _tokens(self._chain(after)):
+                raise ChunkFileError(
+                    f"the chunk in {path} was computed after {len(before)} tokens, which are not those of after="
+                    f"{after!r}; register or load the chunks that come before it, and name the last of them by after="
+                )
+            return self._add(token_ids, name, after, fill)
+
+    @cached_property
+    def model_identity(self) -> str:
+        """A digest of the model's layers and of samples of its weights."""
+        return model_identity(self.engine.model)
+
+    # --- details -------------------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        token_ids: ListLike[int],
+        name: str | None,
+        after: str | None,
+        fill: Callable[[Chunk, list[Chunk]], None],
+    ) -> str:
+        """Register a chunk, unless it is registered already, and return its name.
+
+        Args:
+            token_ids: its tokens.
+            name: its name; default made up.
+            after: the chunk that it comes after.
+            fill: called with the chunk and those that it comes after; writes keys and values into its pages.
+        """
+        if not isinstance(name, str | None):
+            raise ChunkError(f"the name of a chunk is {name!r}; give a string")
+        tokens = list(token_ids)
+        with self.engine.transaction():
+            chain = self._chain(after)
+            before = _tokens(chain)
+            for chunk in self._chunks.values():
+                if name in (None, chunk.name) and (chunk.token_ids, chunk.before) == (tokens, before):
+                    self._chunks.move_to_end(chunk.name)
+                    return chunk.name
+            if name in self._chunks:
+                raise ChunkError(f"another chunk is named {name!r}; unregister it, or give this one its own name")
+            try:
+                self._check(tokens, len(before))
+            except RequestError as error:
+                raise ChunkError(f"the chunk cannot be registered: {error}") from error
+            if name is None:
+                name = next(made_up for i in self._numbers if (made_up := f"chunk {i}") not in self._chunks)
+            num_pages = self.engine.page_table.pages_for(len(tokens))
+            chunk = Chunk(name, tokens, before, after, self._pin(num_pages, [other.name for other in chain]))
+            try:
+                fill(chunk, chain)
+            except BaseException:
+                self.engine.unpin(chunk.pinned)
+                raise
+            self._chunks[name] = chunk
+            return name
+
+    def _pin(self, num_pages: int, keep: ListLike[str]) -> PinnedPages:
+        """Take pages for a new chunk, and evict other chunks if there is no room."""
+        if num_pages > self.max_pages:
+            raise ChunkError(
+                f"the chunk fills {num_pages} pages and chunks may take {self.max_pages} together; shorten it, raise "
+                "max_chunk_pages, or give the engine more pages"
+            )
+        self.evict(num_pages - min(self.max_pages - self.num_pages, self.engine.num_pinnable), keep)
+        return self.engine.pin(num_pages)
+
+    def _get(self, name: str) -> Chunk:
+        if not isinstance(name, str) or name not in self._chunks:
+            raise ChunkError(
+                f"there is no chunk {name!r}: it was never registered, or it has been evicted; register it"
+            )
+        return self._chunks[name]
+
+    def _chain(self, after: str | None) -> list[Chunk]:
+        """The chunks that a chunk `after` ends, each computed after those before it."""
+        chain: list[Chunk] = []
+        while after is not None:
+            chain.insert(0, self._get(after))
+            after = chain[0].after
+        if chain and chain[-1].before != _tokens(chain[:-1]):
+            raise ChunkError(
+                f"a chunk that {chain[-1].name!r} was computed after has been replaced by another of its name; "
+                f"unregister {chain[-1].name!r} and register it again"
+            )
+        return chain
+
+    def _check(self, token_ids: ListLike[int], context_len: int) -> None:
+        config = self.engine.config
+        assert config.max_model_len is not None
+        check_prompt(token_ids, self.engine.model.config.vocab_size, config.max_model_len, context_len)
+
+    def _compute(
+        self, token_ids: ListLike[int], pinned: PinnedPages, context: Context
+    ) -> Iterator[Float[Tensor, "n hidden"]]:
+        """Compute tokens behind a context, as many at a time as a step may have, and yield their hidden states.
+
+        Args:
+            token_ids: the tokens.
+            pinned: pages that get their keys and values.
+            context: the chunks in front of them.
+        """
+        engine = self.engine
+        size, budget, start = engine.config.page_size, engine.config.max_num_batched_tokens, len(_tokens(context))
+        for first in range(0, len(token_ids), budget):
+            new = token_ids[first : first + budget]
+            pages = pinned.pages[: engine.page_table.pages_for(first + len(new))]
+            _, levels = context_levels([context], np.array([len(new)]), size, engine.model.device)
+            with torch.inference_mode():
+                batch = StepBatch.build(
+                    token_ids=new,
+                    num_new=[len(new)],
+                    kv_lens=[first + len(new)],
+                    pages=pages,
+                    page_size=size,
+                    page_positions=start + size * np.arange(len(pages)),
+                    levels=levels,
+                    device=engine.model.device,
+                )
+                engine.backend.plan(batch)
+                hidden = engine.model(batch.token_ids, batch.positions, engine.backend)
+            yield hidden
+
+    def _cache_tensors(self) -> dict[str, Shaped[Tensor, "pages size Hk D"]]:
+        """Views of the keys and values of all layers, under their names in a file."""
+        cache = self.engine.cache
+        named = {
+            f"{i}.{kind}": pages for i, kv in enumerate(cache.layers) for kind, pages in zip(KINDS, kv, strict=True)
+        }
+        return named if cache.layout == "NHD" else {name: pages.transpose(1, 2) for name, pages in named.items()}
+
+    def _slots(self, chunk: Chunk) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+        """The page of each token of a chunk, and its place in the page."""
+        index = torch.arange(len(chunk.token_ids), device=self.engine.cache.device)
+        pages = torch.from_numpy(chunk.pinned.pages).to(index.device, torch.long)
+        return pages[index // self.engine.config.page_size], index % self.engine.config.page_size
+
+    def _read(self, path: Path) -> tuple[list[int], list[int], Mapping[str, Tensor]]:
+        """The tokens in a file, those before them, and the keys and values; all checked."""
+        try:
+            stored = open_safetensors(path)
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ChunkFileError(f"{path} cannot be read: {error}") from error
+        except WeightFileError as error:
+            raise ChunkFileError(str(error)) from error
+        if metadata.get("format") != FORMAT:
+            raise ChunkFileError(f"{path} holds no chunk of this engine; give a file that save_chunk has written")
+        if metadata.get("model") != self.model_identity:
+            raise ChunkFileError(f"the chunk in {path} was computed by another model; register its text with this one")
+        vocab_size = self.engine.model.config.vocab_size
+        token_ids, before = (_stored_tokens(path, metadata.get(key), vocab_size) for key in ("token_ids", "before"))
+        expected = self._cache_tensors()
+        for name in expected.keys() | stored.keys():
+            pages, header = expected.get(name), stored.headers.get(name)
+            if pages is None or header is None or header.shape != (len(token_ids), *pages.shape[2:]):
+                raise ChunkFileError(
+                    f"{path} is damaged: {name[:40]!r} does not have a row for each token; save it again"
+                )
+            if header.dtype != pages.dtype:
+                raise ChunkFileError(
+                    f"the chunk in {path} is stored in {header.dtype} and the KV cache in {pages.dtype}; build the "
+                    "engine with that dtype, or register the text again"
+                )
+        tensors = {name: stored[name] for name in expected}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise ChunkFileError(f"{path} is damaged: it holds numbers that are not finite; save it again")
+        return token_ids, before, tensors
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.engine.config.page_size * self.engine.cache.bytes_per_token
+
+
+class ChunkedLLM:
+    """A language model with chunk memory: texts that are computed once, and used in any request at any position.
+
+    A text gets the special tokens of the tokenizer, such as a beginning-of-sequence token, where nothing comes before
+    it: as a chunk that is not computed `after` another. A prompt behind chunks gets none.
+
+    Args:
+        llm: a front end with `attn_backend="cascade"`, or what `LLM` takes as its model.
+        max_chunk_pages: pages that the chunks may take together; default half of the KV cache.
+        options: what else `LLM` takes, if `llm` is a model.
+
+    Attributes:
+        llm: the front end, for requests without chunks.
+        memory: the chunks, by token ids.
+
+    Raises:
+        ConfigError: for impossible options, or if the backend or the model cannot attend to chunks.
+        ModelLoadError: if the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        llm: TextEngine | str | Path = "smollm2-135m-instruct",
+        *,
+        max_chunk_pages: int | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(llm, TextEngine) and options:
+            raise ConfigError(f"the engine is built already; give {', '.join(options)} to it, or the name of a model")
+        if not isinstance(llm, TextEngine):
+            llm = LLM(llm, **({} if "config" in options else {"attn_backend": "cascade"}) | options)
+        self.llm, self.memory = llm, ChunkMemory(llm.engine, max_chunk_pages)
+
+    def register_chunk(self, chunk: Prompt, name: str | None = None, after: str | None = None) -> str:
+        """Compute the keys and values of a text.
+
+        Args:
+            chunk: a text, or token ids.
+            name: how `generate` refers to it; default made up.
+            after: a registered chunk. This one is computed as what follows it, so behind it the chunk is exact.
+
+        Returns:
+            The name. Nothing is computed if the same chunk has that name already.
+
+        Raises:
+            ChunkError: if the tokens are no prompt for the model, another chunk has the name, `after` is unknown, or
+                there is no room.
+        """
+        return self.memory.register(self.llm.tokens_of(chunk, add_special_tokens=after is None), name, after)
+
+    def unregister(self, name: str) -> None:
+        """Forget a chunk and return its pages.
+
+        Raises:
+            ChunkError: if there is no such chunk, or an unfinished request attends to it.
+        """
+        self.memory.unregister(name)
+
+    def generate(
+        self,
+        chunks: ListLike[str] | ListLike[ListLike[str]],
+        prompt: Prompt | ListLike[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate one output for each prompt, behind registered chunks.
+
+        Args:
+            chunks: names of chunks, in the order in which they come before the prompt; or such a list for each prompt.
+            prompt: a text or a list of token ids, or several of them.
+            params: for all prompts, or one for each; default the model's.
+
+        Returns:
+            One output for each prompt, in order. Its `prompt_token_ids` begin with those of the chunks. Where several
+            prompts are given, one that cannot be served has `finish_reason="error"`.
+
+        Raises:
+            RequestError: if the only prompt cannot be served, or the numbers of prompts, chunk lists and params differ.
+            ChunkError: if a chunk of the only prompt is not registered, or cannot be used at its position.
+        """
+        prompts, is_one = as_prompts(prompt)
+        contexts = [partial(self.memory.context, names) for names in _lists(chunks, len(prompts))]
+        return self.llm.generate(prompts[0] if is_one else prompts, params, contexts)
+
+    def stream(
+        self, chunks: ListLike[str], prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
+        """Generate one output behind registered chunks, and yield its text as it is generated.
+
+        Raises:
+            RequestError: if the prompt cannot be served.
+            ChunkError: if a chunk is not registered, or cannot be used at its position.
+        """
+        return self.llm.stream(prompt, params, partial(self.memory.context, *_lists(chunks, 1)))
+
+    def is_exact(self, chunks: ListLike[str]) -> bool:
+        """Whether the output behind these chunks is that of a plain prompt: each was computed after the others.
+
+        Raises:
+            ChunkError: if one of them is not registered.
+        """
+        return self.memory.is_exact(chunks)
+
+    def save_chunk(self, name: str, path: str | Path) -> None:
+        """Write a chunk to a safetensors file.
+
+        Raises:
+            ChunkError: if there is no such chunk.
+            ChunkFileError: if the file cannot be written.
+        """
+        self.memory.save(name, path)
+
+    def load_chunk(self, path: str | Path, name: str | None = None, after: str | None = None) -> str:
+        """Register a chunk that `save_chunk` has written with the same model, in the same dtype. Nothing is computed.
+
+        Args:
+            path: the file.
+            name: how `generate` refers to it; default made up.
+            after: the registered chunk that it was computed after, if there was one.
+
+        Returns:
+            The name.
+
+        Raises:
+            ChunkFileError: if the file holds no chunk of this model, or is damaged.
+            ChunkError: if another chunk has the name, there is no chunk `after`, or there is no room.
+        """
+        return self.memory.load(path, name, after)
+
+
+def model_identity(model: LanguageModel) -> str:
+    """Return a digest of a model's layers, and of the names, shapes and some values of its weights.
+
+    It does not depend on the dtype, as long as the dtype represents the checkpoint's values.
+    """
+    assert isinstance(model, nn.Module)
+    weights = model.state_dict()
+    shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    samples = [w.flatten()[:: w.numel() // MAX_SAMPLES + 1].to(torch.float64) for w in weights.values()]
+    digest = hashlib.sha256(repr((model.attention_specs, shapes)).encode())
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _place(chunks: ListLike[Chunk]) -> Context:
+    """Place chunks one behind the other, from position 0."""
+    starts = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
+    return tuple(
+        PlacedChunk(chunk.pinned, chunk.token_ids, len(chunk.before) - start)
+        for chunk, start in zip(chunks, starts, strict=False)
+    )
+
+
+def _tokens(chunks: ListLike[Chunk] | Context) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def _lists(chunks: ListLike[str] | ListLike[ListLike[str]], num_prompts: int) -> list[ListLike[str]]:
+    """The names of chunks for each prompt."""
+    if isinstance(chunks, str) or not isinstance(chunks, ListLike):
+        raise RequestError(f"chunks is a {type(chunks).__name__}; give a list of names of chunks")
+    if all(isinstance(name, str) for name in chunks):
+        return [chunks] * num_prompts  # type: ignore[list-item]
+    if len(chunks) != num_prompts or any(isinstance(names, str) for names in chunks):
+        raise RequestError(f"{num_prompts} prompts but {len(chunks)} lists of chunks; give one for all, or as many")
+    return list(chunks)
+
+
+def _stored_tokens(path: Path, text: str | None, vocab_size: int) -> list[int]:
+    """Read token ids from a file's metadata."""
+    try:
+        tokens = json.loads(text or "")
+    except (ValueError, RecursionError):
+        tokens = None
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        raise ChunkFileError(f"{path} is damaged: its metadata holds no token ids of this model; save it again")
+    return tokens

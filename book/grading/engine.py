@@ -47,7 +47,9 @@ def homework_options(parts: Parts) -> dict[str, Any]:
     """
     mine = {field.name for field in fields(Parts) if getattr(parts, field.name) is not field.default}
     options: dict[str, Any] = {"attn_backend": "torch", "dtype": "float32"}  # float32: outputs can be compared
-    if "plan_work" in mine:
+    if "find_levels" in mine:
+        options["attn_backend"] = "cascade"
+    elif "plan_work" in mine:
         options["attn_backend"] = "split_kv"
     elif mine & bypassed_parts("torch"):
         options["attn_backend"] = "flex"
@@ -55,7 +57,7 @@ def homework_options(parts: Parts) -> dict[str, Any]:
         options["attn_backend"] = "chunked"  # others merge states only in sequences of thousands of tokens
     if "pages_to_evict" in mine:
         options["sliding_window"] = WINDOW
-    if mine & {"match_prefix", "copy_on_write"}:
+    if mine & {"match_prefix", "copy_on_write", "find_levels"}:
         options["prefix_sharing"] = True
     return options
 

@@ -14,7 +14,7 @@ queries are rotated before they meet these keys. Explained in chapter 10.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -204,12 +204,26 @@ def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cos
     return kept
 
 
+def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
+    """Find the levels of a prefix tree that pay, outermost first; the arguments are those of `candidate_levels`.
+
+    Groups nest: a request that joins the one before it in a level has joined it in all levels outside.
+    """
+    candidates = candidate_levels(prefixes, saving, cost)
+    return drop_redundant(candidates, saving, cost) if candidates else []
+
+
+Candidates = Sequence[tuple[Bool[np.ndarray, " B"], Int64[np.ndarray, " B"]]]
+FindLevels = Callable[[Int64[np.ndarray, " B"], Float[np.ndarray, " B"], float], Candidates]
+
+
 def plan_levels(
     pages: Int32[np.ndarray, "B W"],
     limits: Int64[np.ndarray, " B"],
     num_new: Int64[np.ndarray, " B"],
     page_size: int,
     costs: LevelCosts,
+    find: FindLevels = find_levels,
 ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
     """Order the requests of a step and find the levels that pay.
 
@@ -219,6 +233,7 @@ def plan_levels(
         num_new: [B] new tokens of each.
         page_size: keys per page.
         costs: what a level costs and saves.
+        find: `find_levels`, or a reader's.
 
     Returns:
         The index of each request in the new order, decodes first, and the levels, outermost first, on the host. The
@@ -228,15 +243,14 @@ def plan_levels(
     order = order[np.argsort(num_new[order] > 1, kind="stable")]
     pages, limits, num_new = pages[order], limits[order], num_new[order]
     saving, cost = costs.saving(num_new), costs.cost(int(num_new.sum()))
-    found = candidate_levels(common_prefixes(pages, limits), saving, cost)
+    found = find(common_prefixes(pages, limits), saving, cost)
     if not found:
         return np.arange(len(order)), ()
-    found = drop_redundant(found, saving, cost)
     return order, build_levels(found, pages, np.append(0, num_new.cumsum()), page_size)
 
 
 def build_levels(
-    levels: Sequence[Candidate],
+    levels: Candidates,
     pages: Int32[np.ndarray, "B W"],
     first_token: Int64[np.ndarray, " B+1"],
     page_size: int,
@@ -340,10 +354,11 @@ class LevelPlanner:
         costs: what a level costs and saves.
         page_size: keys per page.
         device: where the backend needs the levels' pages.
+        find: `find_levels`, or a reader's.
     """
 
-    def __init__(self, costs: LevelCosts, page_size: int, device: torch.device) -> None:
-        self._costs, self._page_size, self._device = costs, page_size, device
+    def __init__(self, costs: LevelCosts, page_size: int, device: torch.device, find: FindLevels = find_levels) -> None:
+        self._costs, self._page_size, self._device, self._find = costs, page_size, device, find
         # The last plan, the admissions that it is for, and the pages of its levels with their generations.
         self._order = self._admissions = self._pages = self._generations = np.zeros(0, dtype=np.int64)
         self._levels: tuple[PrefixLevel, ...] = ()
@@ -397,7 +412,7 @@ class LevelPlanner:
             longest = int(np.partition(limits, -2)[-2])  # no two requests share more
             if longest:
                 pages = page_table.table[rows, :longest]
-                self._order, levels = plan_levels(pages, limits, num_new, self._page_size, self._costs)
+                self._order, levels = plan_levels(pages, limits, num_new, self._page_size, self._costs, self._find)
         of_levels = [level.kv_page_indices.numpy() for level in levels]
         self._pages = np.concatenate(of_levels) if levels else self._order[:0]
         self._generations = page_table.generation[self._pages]
@@ -450,7 +465,9 @@ def own_pages(batch: StepBatch) -> StepBatch:
     )
 
 
-def level_planner(specs: Sequence[AttentionSpec], cache: KVCache, costs: CascadeCosts) -> LevelPlanner | None:
+def level_planner(
+    specs: Sequence[AttentionSpec], cache: KVCache, costs: CascadeCosts, find: FindLevels = find_levels
+) -> LevelPlanner | None:
     """Build a planner for the layers that can use levels; None if there are none.
 
     A layer with a window reads a few of its last pages, which are seldom shared, and may not read the first ones.
@@ -459,9 +476,12 @@ def level_planner(specs: Sequence[AttentionSpec], cache: KVCache, costs: Cascade
         specs: one for each layer.
         cache: where keys and values are kept.
         costs: coefficients.
+        find: `find_levels`, or a reader's.
     """
     able = [spec for spec in specs if spec.window is None]
-    return LevelPlanner(LevelCosts.of(costs, able[0], cache), cache.page_size, cache.device) if able else None
+    if not able:
+        return None
+    return LevelPlanner(LevelCosts.of(costs, able[0], cache), cache.page_size, cache.device, find)
 
 
 class QueryRotation:
@@ -508,7 +528,7 @@ class CascadeBackend(TorchBackend):
         costs: decide which levels pay.
     """
 
-    bypasses: ClassVar[frozenset[str]] = TorchBackend.bypasses | {"masked_attention"}
+    bypasses: ClassVar[frozenset[str]] = (TorchBackend.bypasses | {"masked_attention"}) - {"find_levels"}
 
     def __init__(
         self,
@@ -518,7 +538,7 @@ class CascadeBackend(TorchBackend):
         costs: CascadeCosts = H200_COSTS,
     ) -> None:
         super().__init__(specs, cache, parts)
-        self.planner = level_planner(specs, cache, costs)
+        self.planner = level_planner(specs, cache, costs, parts.find_levels)
         self._rotated = QueryRotation(specs, torch.promote_types(cache.dtype, torch.float32), cache.device)
 
     def plan(self, batch: StepBatch) -> None:

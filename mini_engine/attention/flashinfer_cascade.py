@@ -6,7 +6,7 @@ meet the keys of chunks. Explained in chapters 09 and 10.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -40,6 +40,8 @@ class FlashInferCascadeBackend(FlashInferBackend):
         costs: decide which levels pay.
     """
 
+    bypasses: ClassVar[frozenset[str]] = FlashInferBackend.bypasses - {"find_levels"}
+
     def __init__(
         self,
         specs: Sequence[AttentionSpec],
@@ -49,7 +51,10 @@ class FlashInferCascadeBackend(FlashInferBackend):
     ) -> None:
         super().__init__(specs, cache, parts)
         self.planner = level_planner(
-            [spec for spec, kind in zip(specs, self._kinds, strict=True) if _may_share(kind)], cache, costs
+            [spec for spec, kind in zip(specs, self._kinds, strict=True) if _may_share(kind)],
+            cache,
+            costs,
+            parts.find_levels,
         )
         self._level_wrappers: dict[LayerKind, list[Any]] = {kind: [] for kind in self._kinds if _may_share(kind)}
         self._planned_levels: tuple[PrefixLevel, ...] = ()

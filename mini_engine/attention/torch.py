@@ -51,7 +51,9 @@ class TorchBackend(AttentionBackend):
     the parts for those.
     """
 
-    bypasses: ClassVar[frozenset[str]] = frozenset({"classify_blocks", "physical_blocks", "physical_mask", "plan_work"})
+    bypasses: ClassVar[frozenset[str]] = frozenset(
+        {"classify_blocks", "find_levels", "physical_blocks", "physical_mask", "plan_work"}
+    )
 
     # Longer sequences are attended to in chunks of this many keys, which bounds the size of the score matrix.
     KEY_CHUNK = 8192

@@ -265,7 +265,7 @@ class TextEngine:
             params_without_stop = replace(params, stop=()) if params.stop else params
             request = self.engine.add_request(name, token_ids, params_without_stop, context)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
-            each_step, start = each_step or bool(params.stop), len(token_ids)
+            each_step, start = each_step or bool(params.stop), len(request.prompt_token_ids)
             text = TextRequest(index, prompt, request, detokenizer, each_step, inbox, start, start)
             self._texts[request] = text
         return text
@@ -306,11 +306,15 @@ class TextEngine:
             self.engine.finish(request, "stop")
 
     def _deliver(self, text: TextRequest, report: StepReport) -> None:
-        """Put what is new of a request into its inbox, and the whole output if it has ended."""
-        self._read(text)
+        """Put what is new of a request into its inbox, and the whole output if it has ended.
+
+        A request that ends here, at a stop string, is reported by the next step, which delivers its output.
+        """
         request, detokenizer, output = text.request, text.detokenizer, None
+        has_ended = request.finish_reason is not None
+        self._read(text)
         num_tokens = text.num_read
-        if request.finish_reason:
+        if has_ended and request.finish_reason:
             error = request.error
             if detokenizer.stopped and error is None:
                 request.finish_reason = "stop"

@@ -147,8 +147,7 @@ def serve(table: PageTable, lengths: Sequence[tuple[int, int]]) -> Usage:
             samples.append((keys, pool - free - keys, free, len(running)))
         sampling = rows[running.num_computed[rows] == running.num_scheduled[rows]]
         running.num_scheduled[sampling] += 1
-        running.append(sampling, np.ones(len(sampling), dtype=np.int64))
-        for request in running.requests_of(running.ended(sampling)):
+        for request in running.requests_of(running.append(sampling, np.ones(len(sampling), dtype=np.int64))):
             scheduler.remove(request)
     needed = sum(prompt + output - 1 for prompt, output in lengths)  # the last token is never fed back
     keys, empty, free, at_once = np.mean(samples, axis=0).tolist()

@@ -222,7 +222,7 @@ def test_a_model_that_does_not_fit_is_a_typed_error_and_changes_nothing() -> Non
 
 
 def test_the_reader_s_parts_are_the_ones_that_run() -> None:
-    calls = dict.fromkeys(("rms_norm", "gated_mlp", "apply_rope"), 0)
+    calls = dict.fromkeys(("rms_norm", "qk_norm", "gated_mlp", "apply_rope"), 0)
 
     def counted(name: str) -> Any:
         part = getattr(Parts(), name)
@@ -236,5 +236,5 @@ def test_the_reader_s_parts_are_the_ones_that_run() -> None:
     theirs = transformers_model("qwen3")
     model = our_model(theirs, parts=replace(Parts(), **{name: counted(name) for name in calls}))
     whole(model, [TOKENS])
-    # Three layers with two norms and two more on the heads, and the last norm; queries and keys rotate in one call.
-    assert calls == {"rms_norm": 13, "gated_mlp": 3, "apply_rope": 3}
+    # Three layers with two norms and one call for the heads', and the last norm; queries and keys rotate in one call.
+    assert calls == {"rms_norm": 7, "qk_norm": 3, "gated_mlp": 3, "apply_rope": 3}

@@ -85,7 +85,7 @@ class Figure {
       const request = this.state[this.active];
       request.pages.push(page);
       request.keys = (request.pages.length - 1) * PAGE_SIZE + 1;
-      this.draw(`Page ${page} is now ${this.active}'s last page: later entries of kv_indices move up, later entries of kv_indptr grow by 1.`);
+      this.draw(`Page ${page} is now ${this.active}'s last page and holds one key; the pages before it are full. Later entries of kv_indptr grow by 1.`);
     } else if (this.state[name].pages.at(-1) === page) {
       const request = this.state[name];
       request.pages.pop();

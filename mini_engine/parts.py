@@ -20,6 +20,7 @@ from mini_engine.attention.block_mask import classify_blocks, physical_blocks, p
 from mini_engine.attention.cascade import FindLevels, find_levels
 from mini_engine.attention.masks import MaskMod, visible
 from mini_engine.attention.naive import sdpa_attention
+from mini_engine.attention.split_kv import WorkPlan, plan_work
 from mini_engine.attention.state import AttentionState, merge_states
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import append_kv
@@ -74,6 +75,7 @@ class Parts:
     classify_blocks: Callable[..., tuple[Tensor, Tensor]] = part(classify_blocks, "Block classes", 5, PLANNING)
     physical_blocks: Callable[[Tensor, Tensor, int], Tensor] = part(physical_blocks, "Physical blocks", 6, PLANNING)
     physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = part(physical_mask, "Physical mask", 6, PLANNING)
+    plan_work: Callable[..., WorkPlan] = part(plan_work, "Work plan", 8, PLANNING)
     find_levels: FindLevels = part(find_levels, "Level discovery", 9, PLANNING)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
     qk_norm: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = part(qk_norm, "QK-norm", 3, LAYER)

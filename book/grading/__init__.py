@@ -38,7 +38,7 @@ An answer that needs another exercise takes it from `solution("NN_slug")`.
 """
 
 from book.grading.answers import Answer, right, wrong
-from book.grading.assertions import assert_close, assert_equal, assert_raises
+from book.grading.assertions import assert_close, assert_equal, assert_no_loop, assert_raises, lines_run
 from book.grading.chapter import Chapter, Check, Exercise, check, load_chapter, solution
 from book.grading.submission import Homework
 
@@ -50,8 +50,10 @@ __all__ = [
     "Homework",
     "assert_close",
     "assert_equal",
+    "assert_no_loop",
     "assert_raises",
     "check",
+    "lines_run",
     "load_chapter",
     "right",
     "solution",

@@ -41,11 +41,16 @@ def homework_parts(console: Console) -> Parts:
 
 
 def homework_options(parts: Parts) -> dict[str, Any]:
-    """Return options under which as many of the reader's parts as possible have something to do."""
+    """Return options under which the reader's parts have something to do.
+
+    If parts need different backends, those of the latest chapter decide.
+    """
     mine = {field.name for field in fields(Parts) if getattr(parts, field.name) is not field.default}
     options: dict[str, Any] = {"attn_backend": "torch", "dtype": "float32"}  # float32: outputs can be compared
     if "find_levels" in mine:
         options["attn_backend"] = "cascade"
+    elif "plan_work" in mine:
+        options["attn_backend"] = "split_kv"
     elif mine & bypassed_parts("torch"):
         options["attn_backend"] = "flex"
     elif "merge_states" in mine:

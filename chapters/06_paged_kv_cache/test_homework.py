@@ -2,17 +2,24 @@
 
 import copy
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
+from book.grading import (
+    Exercise,
+    Homework,
+    assert_close,
+    assert_equal,
+    assert_no_loop,
+    assert_raises,
+    check,
+    lines_run,
+)
 from mini_engine.kv_cache import page_table
 
 EXERCISES = [
@@ -114,29 +121,6 @@ EXERCISES = [
 
 def permutation(num_pages: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(num_pages), num_pages)
-
-
-def lines_run(function: Callable[..., Any], *args: Any) -> int:
-    """Count the lines of Python that a call runs, each time that it runs. Loops inside numpy and torch do not count."""
-    count = 0
-
-    def trace(frame: Any, event: str, arg: object) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function(*args)
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def assert_no_loop(name: str, small: int, large: int) -> None:
-    """Fail if `name` runs far more Python for an input that is eight times as large."""
-    assert large < 3 * small, f"{name} runs {large} lines of Python for 512 items, and {small} for 64"
 
 
 # slots --------------------------------------------------------------------------------------------------------------

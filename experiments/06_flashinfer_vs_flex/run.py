@@ -15,7 +15,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,9 @@ from mini_engine.parts import Parts
 from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
 
 EXPERIMENT = "06_flashinfer_vs_flex"
-SECTIONS = DECODE, PREFILL, ENGINE = "decode", "prefill", "engine"
+SECTIONS = DECODE, PREFILL, BALANCE, ENGINE = "decode", "prefill", "balance", "engine"
+# Keys of the twelve decodes with which chapter 08 begins, 16 times as long: enough bytes to hide the launch.
+RAGGED = tuple(16 * n for n in (443, 279, 519, 293, 160, 372, 945, 662, 139, 146, 470, 389))
 STEPS = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
 READ = "the keys and values of all requests, read once at the measured bandwidth"
 COMPUTE = "the products of all visible pairs at the measured rate"
@@ -138,23 +140,48 @@ def run_layers(backend: AttentionBackend, q: Tensor, num_layers: int) -> Run:
     return run
 
 
-def wrapper_run(case: Case, setting: Setting, device: torch.device, algorithm: str, page_size: int) -> Run:
-    """FlashInfer's prefill over the same pages by one of its algorithms, "fa2" or "fa3", for decodes and prompts."""
+def wrapper_run(
+    kv_lens: Sequence[int],
+    queries: int,
+    num_layers: int,
+    setting: Setting,
+    device: torch.device,
+    algorithm: str,
+    layout: str = "NHD",
+    split: bool = True,
+) -> Run:
+    """FlashInfer's prefill over pages of 16 tokens, for decodes and prompts.
+
+    Args:
+        kv_lens: keys of each request.
+        queries: how many of them are new, the same number for all requests.
+        num_layers: layers, with a cache each.
+        setting: dtype and heads.
+        device: a GPU.
+        algorithm: "fa2" or "fa3".
+        layout: of the pages, "NHD" or "HND".
+        split: whether the plan may split the keys of a request over several thread blocks.
+    """
     import flashinfer
 
     q_heads, kv_heads, head_dim = setting.heads
-    num_layers, pages_each = layers_of(case, setting), -(-case.keys // page_size)
-    shape = (case.requests * pages_each, page_size, kv_heads, head_dim)
+    page_size, lens = 16, torch.tensor(kv_lens, dtype=torch.int32)
+    indptr = torch.zeros(len(kv_lens) + 1, dtype=torch.int32)
+    indptr[1:] = (-(-lens // page_size)).cumsum(0)
+    num_pages = int(indptr[-1])
+    page = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
+    shape = (num_pages, *page, head_dim)
     caches = [[torch.randn(shape, device=device, dtype=setting.dtype) for _ in range(2)] for _ in range(num_layers)]
-    q = torch.randn(case.requests * case.queries, q_heads, head_dim, device=device).to(setting.dtype)
+    q = torch.randn(len(kv_lens) * queries, q_heads, head_dim, device=device).to(setting.dtype)
     workspace = torch.empty(2**28, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=algorithm)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend=algorithm)
     wrapper.plan(
-        torch.arange(case.requests + 1, dtype=torch.int32) * case.queries,
-        torch.arange(case.requests + 1, dtype=torch.int32) * pages_each,
-        torch.randperm(case.requests * pages_each, device=device).int(),
-        torch.full((case.requests,), (case.keys - 1) % page_size + 1, dtype=torch.int32),
+        torch.arange(len(kv_lens) + 1, dtype=torch.int32) * queries,
+        indptr,
+        torch.randperm(num_pages, device=device).int(),
+        (lens - 1) % page_size + 1,
         q_heads, kv_heads, head_dim, page_size, causal=True, q_data_type=setting.dtype, kv_data_type=setting.dtype,
+        disable_split_kv=not split,
     )  # fmt: skip
 
     def run() -> None:
@@ -220,13 +247,11 @@ def kernel_rows(section: str, cases: Sequence[Case], setting: Setting, machine: 
     for case in cases:
         ways = dict(backend_runs(case, setting, device, page_size))
         if device.type == "cuda":
-            ways |= {f"{name} by hand": wrapper_run(case, setting, device, name, 16) for name in ("fa2", "fa3")}
+            num_layers, lens = layers_of(case, setting), [case.keys] * case.requests
+            for name in ("fa2", "fa3"):
+                ways[f"{name} by hand"] = wrapper_run(lens, case.queries, num_layers, setting, device, name)
         ways["sdpa"] = sdpa_run(case, setting, device)
-        replays = {name: captured(run, device) for name, run in ways.items()}
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(setting.repetitions):
-            for name, replay in replays.items():
-                times[name].append(seconds(replay, device) / layers_of(case, setting))
+        times = layer_seconds(ways, layers_of(case, setting), setting, device)
         cost = case.cost(setting.heads, setting.dtype)
         amount, unit = (cost.bytes, "B/s") if section == DECODE else (cost.flops, "FLOP/s")
         bound, source = (machine.bandwidth, READ) if section == DECODE else (machine.flops, COMPUTE)
@@ -239,10 +264,45 @@ def kernel_rows(section: str, cases: Sequence[Case], setting: Setting, machine: 
                 )
             )  # fmt: skip
             print(rows[-1].cells()[:5], flush=True)
-        del ways, replays
+        del ways
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    return rows
+
+
+def layer_seconds(
+    ways: Mapping[str, Run], num_layers: int, setting: Setting, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of a layer for each way and repetition; the ways take turns."""
+    replays = {name: captured(run, device) for name, run in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(setting.repetitions):
+        for name, replay in replays.items():
+            times[name].append(seconds(replay, device) / num_layers)
+    return times
+
+
+def balance_rows(setting: Setting, machine: Machine) -> list[results.Row]:
+    """Bytes per second of decodes of unequal lengths: planned in both layouts, and with a thread block each."""
+    device, num_layers = torch.device("cuda"), 12
+    ways = {
+        "planned, NHD": wrapper_run(RAGGED, 1, num_layers, setting, device, "fa2"),
+        "planned, HND": wrapper_run(RAGGED, 1, num_layers, setting, device, "fa2", layout="HND"),
+        "one block per request, NHD": wrapper_run(RAGGED, 1, num_layers, setting, device, "fa2", split=False),
+    }
+    _, kv_heads, head_dim = setting.heads
+    num_bytes = 2 * sum(RAGGED) * kv_heads * head_dim * setting.dtype.itemsize
+    rows = []
+    for name, own in layer_seconds(ways, num_layers, setting, device).items():
+        rates = [num_bytes / one for one in own]
+        rows.append(
+            results.Row(
+                "balance: rate", statistics.median(rates), "B/s", machine.bandwidth, READ, {"way": name},
+                (min(rates), max(rates)),
+            )
+        )  # fmt: skip
+        print(rows[-1].cells()[:5], flush=True)
     return rows
 
 
@@ -348,6 +408,8 @@ def main() -> None:
         rows += kernel_rows(DECODE, [Case(b, n, 1) for b, n in setting.decodes], setting, machine)
     if PREFILL in arguments.only:
         rows += kernel_rows(PREFILL, [Case(b, n, n) for b, n in setting.prefills], setting, machine)
+    if BALANCE in arguments.only and device.type == "cuda":
+        rows += balance_rows(setting, machine)
     if ENGINE in arguments.only and device.type == "cuda":
         model = random_model(QWEN3_0_6B, setting.dtype, device)
         rows += engine_rows(model, setting, machine, arguments.workloads)

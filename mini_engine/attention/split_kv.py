@@ -214,7 +214,7 @@ class SplitKVBackend(AttentionBackend):
 
     def _plan_tiles(self, batch: StepBatch, kind: LayerKind) -> list[Tile]:
         """Plan the work of one kind of layer, and evaluate the masks."""
-        plan = plan_work(
+        plan = self.parts.plan_work(
             batch.qo_indptr.numpy(),
             batch.kv_lens.numpy(),
             max(1, self._thread_blocks // kind.num_kv_heads),

@@ -120,6 +120,7 @@ def test_options_give_parts_something_to_do():
     assert options() == options(rms_norm=right_norm) == plain
     assert options(merge_states=merge) == plain | {"attn_backend": "chunked"}
     assert options(merge_states=merge, classify_blocks=merge) == plain | {"attn_backend": "flex"}
+    assert options(plan_work=merge, classify_blocks=merge) == plain | {"attn_backend": "split_kv"}
     assert options(find_levels=merge) == plain | {"attn_backend": "cascade", "prefix_sharing": True}
     assert options(pages_to_evict=merge) == plain | {"sliding_window": engine.WINDOW}
     assert options(match_prefix=merge) == options(copy_on_write=merge) == plain | {"prefix_sharing": True}

@@ -1,0 +1,899 @@
+"""Grader of chapter 08. Its oracles are loops over sequences, tokens and keys, and on a GPU FlashInfer's kernels."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from book.grading import (
+    Exercise,
+    Homework,
+    assert_close,
+    assert_equal,
+    assert_no_loop,
+    check,
+    lines_run,
+)
+from mini_engine.attention.naive import masked_attention
+from mini_engine.attention.split_kv import WorkPlan
+from mini_engine.attention.state import AttentionState, attention_state
+
+EXERCISES = [
+    Exercise(
+        "csr_from_table",
+        points=2,
+        minutes=15,
+        difficulty=1,
+        hints=(
+            "Three questions, one for each array: how many pages does each sequence have, which entries of the table "
+            "are those, and how many keys are in the last of them?",
+            "counts = -(-kv_lens // page_size) rounds up. indptr is their cumulative sum with a 0 in front. A mask "
+            "[B, W] that is True for the entries in use picks them row after row. All pages but the last are full.",
+            "used = np.arange(table.shape[1]) < counts[:, None]; indices = table[used]; last_page_len = kv_lens - "
+            "np.maximum(counts - 1, 0) * page_size. Then the dtypes.",
+        ),
+    ),
+    Exercise(
+        "table_from_csr",
+        points=1,
+        minutes=10,
+        difficulty=1,
+        hints=(
+            "np.diff(indptr) is the number of pages of each sequence. Which entries of the table do they fill?",
+            "A mask can be written through as well as read through: table[mask] = indices fills row after row.",
+            "counts = np.diff(indptr); table = np.zeros((len(counts), counts.max()), dtype=np.int32); "
+            "table[np.arange(table.shape[1]) < counts[:, None]] = indices. kv_lens undoes the last line of the hint "
+            "for csr_from_table.",
+        ),
+    ),
+    Exercise(
+        "append_positions",
+        points=3,
+        minutes=20,
+        difficulty=2,
+        hints=(
+            "Take one new token. Its sequence has kv_lens[b] keys already, and the token is the i-th new one of that "
+            "sequence. What is its position? In which of its sequence's pages is that?",
+            "np.repeat(np.arange(B), np.diff(qo_indptr)) is batch_indices. With it as an index, qo_indptr, kv_lens and "
+            "kv_indptr give a number for each token. last_page_len counts the new keys too.",
+            "positions = np.arange(T) - qo_indptr[batch_indices] + kv_lens[batch_indices]; page = "
+            "kv_indices[kv_indptr[batch_indices] + positions // page_size]; last_page_len = (kv_lens + num_new - 1) % "
+            "page_size + 1. Make the pages int64 before you multiply.",
+        ),
+    ),
+    Exercise(
+        "smallest_chunk",
+        points=2,
+        minutes=15,
+        difficulty=2,
+        hints=(
+            "How many chunks does a tile of n keys make at size c? If c fits, does c + 1?",
+            "n keys make -(-n // c) chunks, and never more at a larger c. So all sizes that fit come after all that do "
+            "not, and a binary search finds the border.",
+            "low, high = least, max(least, num_keys.max()); while low < high: middle = (low + high) // 2; if there are "
+            "too many chunks at middle, low = middle + 1, else high = middle. Return low.",
+        ),
+    ),
+    Exercise(
+        "plan_work",
+        points=6,
+        minutes=60,
+        difficulty=3,
+        part="plan_work",
+        hints=(
+            "Two steps of the same kind: sequences are cut into tiles, then tiles into chunks. In each, n things are "
+            "cut into counts[i] pieces, and every piece must know i and its index among the pieces of i. Write that "
+            "as a function of counts first.",
+            "groups = np.repeat(np.arange(len(counts)), counts), and the index is np.arange(len(groups)) minus the "
+            "number of pieces before the group. A token t of sequence b is at position t - qo_indptr[b + 1] + "
+            "kv_lens[b]; the keys of a tile end behind its last query, and begin where the window of its first query "
+            "does.",
+            "For tiles: first = qo_indptr[seq] + index * tile_len; end = np.minimum(first + tile_len, qo_indptr[seq + "
+            "1]); shift = kv_lens[seq] - qo_indptr[seq + 1]; end_keys = end + shift; first_keys = np.maximum(first + "
+            "shift + 1 - window, 0), or 0. For items, with c = smallest_chunk(end_keys - first_keys, num_workers, "
+            "least_keys): the same again with -(-(end_keys - first_keys) // c) as counts.",
+        ),
+    ),
+    Exercise(
+        "split_kv_decode",
+        points=4,
+        minutes=30,
+        difficulty=2,
+        hints=(
+            "Write it for one item first: its positions are first_keys to end_keys - 1 of one sequence. In which page "
+            "is each, and at which offset?",
+            "pages = kv_indices[kv_indptr[sequence] + positions // page_size]; k_pages[pages, positions % page_size] "
+            "is [m, Hk, D]. The items of tile t are item_indptr[t] to item_indptr[t + 1] - 1: merge their states.",
+            "for first, end in pairwise(plan.item_indptr.tolist()): states = [one for each item]; merged = "
+            "reduce(merge_states, states) belongs to row plan.first_tokens[first] of q. At the end concatenate out "
+            "and lse in the order of the rows.",
+        ),
+    ),
+    Exercise(
+        "cut_evenly",
+        points=4,
+        minutes=40,
+        difficulty=3,
+        challenge=True,
+        hints=(
+            "Lay the keys of all tiles end to end on a line. Where does each worker's share end on it? Where does each "
+            "tile end?",
+            "Both kinds of ends are cuts, and an item is what lies between two neighboring cuts. tiles + W ends, of "
+            "which the last two coincide, make at most tiles + W - 1 items. total * np.arange(1, W + 1) // W are "
+            "shares that differ by one key at most.",
+            "ends = num_keys.cumsum(); shares = ends[-1] * np.arange(1, W + 1) // W; cuts = np.unique of 0, ends and "
+            "shares; first, end = cuts[:-1], cuts[1:]; tiles = np.searchsorted(ends, first, side='right'), workers "
+            "likewise in shares. Last, count the keys from the beginning of their tile.",
+        ),
+    ),
+]
+
+Lists = list[list[int]]
+ON_GPU = torch.cuda.is_available() and find_spec("flashinfer") is not None
+COMPILING = 300.0  # CPU seconds that FlashInfer may need to compile its kernels
+
+
+def int32(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def assert_array(actual: Any, expected: Sequence[Any], dtype: str, *, name: str) -> None:
+    """Compare an array of whole numbers with a list, and its dtype if one is asked for."""
+    got = torch.from_numpy(actual) if isinstance(actual, np.ndarray) else actual
+    want = torch.tensor(expected, dtype=getattr(torch, dtype) if dtype != "any" else torch.int64)
+    if dtype == "any" and isinstance(got, Tensor) and not got.is_floating_point():
+        got = got.long()
+    if got is not None and not isinstance(got, Tensor):
+        raise AssertionError(f"{name} is a {type(actual).__name__}; it should be a NumPy array")
+    assert_equal(got, want, name=name if len(name) < 160 else f"{name[:150]}…")
+
+
+def assert_tuple(actual: Any, names: Sequence[str], what: str) -> None:
+    assert actual is not None, f"{what} returns None: is a `return` missing?"
+    assert isinstance(actual, tuple) and len(actual) == len(names), f"{what} returns {', '.join(names)} as a tuple"
+
+
+def paged_lists(kv_lens: Sequence[int], page_size: int, seed: int) -> Lists:
+    """Pages of sequences of these lengths, in random order."""
+    counts = [-(-n // page_size) for n in kv_lens]
+    pages = random.Random(seed).sample(range(sum(counts) + 3), sum(counts))
+    return [[pages.pop() for _ in range(count)] for count in counts]
+
+
+def indptr_of(lists: Sequence[Sequence[int]]) -> list[int]:
+    out = [0]
+    for entries in lists:
+        out.append(out[-1] + len(entries))
+    return out
+
+
+def last_lens(kv_lens: Sequence[int], page_size: int) -> list[int]:
+    lens = []
+    for n in kv_lens:
+        while n > page_size:
+            n -= page_size
+        lens.append(n)
+    return lens
+
+
+# csr_from_table -----------------------------------------------------------------------------------------------------
+
+
+def assert_csr(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, stale: int = 77) -> None:
+    width = max(len(own) for own in pages) + 1
+    table = np.array([own + [stale] * (width - len(own)) for own in pages], dtype=np.int32)
+    what = f"csr_from_table({table.tolist()}, {list(kv_lens)}, {page_size})"
+    got = hw.csr_from_table(table, int32(kv_lens), page_size)
+    names = ["indptr", "indices", "last_page_len"]
+    assert_tuple(got, names, what)
+    want = indptr_of(pages), [page for own in pages for page in own], last_lens(kv_lens, page_size)
+    for name, array, expected in zip(names, got, want, strict=True):
+        assert_array(array, expected, "int32", name=f"{name} of {what}")
+
+
+@check("csr_from_table", mistake="a sequence of 3 keys has one page of 4, and 3 keys in it")
+def test_one_page(hw: Homework) -> None:
+    assert_csr(hw, [[5]], [3], 4)
+
+
+@check(
+    "csr_from_table",
+    mistake="with pages of 4, 8 keys fill two pages: the last is full, not empty, and there is no third",
+)
+def test_a_full_last_page(hw: Homework) -> None:
+    assert_csr(hw, [[5, 2]], [8], 4)
+
+
+@check("csr_from_table", mistake="indptr counts pages, not keys, and begins with 0")
+def test_three_sequences(hw: Homework) -> None:
+    assert_csr(hw, [[2, 0, 3], [1], [7, 6]], [10, 4, 5], 4)
+
+
+@check(
+    "csr_from_table",
+    mistake="the entries behind a row's pages are stale, and 0 is a page like any other: trust kv_lens",
+)
+def test_page_0_and_stale_entries(hw: Homework) -> None:
+    assert_csr(hw, [[0], [3, 0], [4]], [2, 6, 1], 4, stale=0)
+    assert_csr(hw, [[0], [3, 0], [4]], [2, 6, 1], 4, stale=3)
+
+
+@check("csr_from_table", mistake="a sequence without keys has no page, and a last_page_len of 0")
+def test_a_sequence_without_keys(hw: Homework) -> None:
+    assert_csr(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
+
+
+@check("csr_from_table", mistake="take the entries of all rows through one mask: no loop over sequences or pages")
+def test_csr_without_a_loop(hw: Homework) -> None:
+    table = np.zeros((512, 20), dtype=np.int32)
+    counts = [lines_run(hw.csr_from_table, table[:n], np.full(n, 70, dtype=np.int32), 4) for n in (64, 512)]
+    assert_no_loop("csr_from_table", *counts)
+
+
+@check(
+    "csr_from_table", mistake="lengths and page sizes of all kinds: compare the arrays printed with your own by hand"
+)
+def test_random_tables(hw: Homework) -> None:
+    for seed, page_size in enumerate([1, 2, 3, 16, 128]):
+        kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
+        assert_csr(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
+
+
+@check("csr_from_table", seconds=COMPILING, mistake="FlashInfer computes other lengths from your arrays (on your GPU)")
+def test_lengths_on_the_gpu(hw: Homework) -> None:
+    if not ON_GPU:
+        return
+    from flashinfer import get_seq_lens
+
+    kv_lens, page_size = [10, 4, 33, 16, 1], 16
+    pages = paged_lists(kv_lens, page_size, seed=0)
+    table = int32([[*own, 0, 0, 0][:3] for own in pages])
+    indptr, _, last_page_len = (torch.from_numpy(x).cuda() for x in hw.csr_from_table(table, int32(kv_lens), page_size))
+    assert_array(get_seq_lens(indptr, last_page_len, page_size).cpu(), kv_lens, "int32", name="get_seq_lens(...)")
+
+
+# table_from_csr -----------------------------------------------------------------------------------------------------
+
+
+def assert_table(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int) -> None:
+    indices = [page for own in pages for page in own]
+    arrays = indptr_of(pages), indices, last_lens(kv_lens, page_size)
+    what = f"table_from_csr({', '.join(map(str, arrays))}, {page_size})"
+    got = hw.table_from_csr(*(int32(array) for array in arrays), page_size)
+    assert_tuple(got, ["table", "kv_lens"], what)
+    width = max(len(own) for own in pages)
+    assert_array(got[0], [own + [0] * (width - len(own)) for own in pages], "int32", name=f"the table of {what}")
+    assert_array(got[1], list(kv_lens), "int32", name=f"kv_lens of {what}")
+
+
+@check(
+    "table_from_csr",
+    mistake="a sequence with two pages has page_size + last_page_len keys: only its last page is part empty",
+)
+def test_back_to_one_row(hw: Homework) -> None:
+    assert_table(hw, [[5, 2]], [6], 4)
+
+
+@check(
+    "table_from_csr", mistake="each row has its own pages in front and zeros behind them; the longest row has no zeros"
+)
+def test_back_to_rows(hw: Homework) -> None:
+    assert_table(hw, [[1], [2, 0, 3], [7, 6]], [4, 10, 5], 4)
+
+
+@check("table_from_csr", mistake="a sequence without pages has no keys")
+def test_back_to_an_empty_row(hw: Homework) -> None:
+    assert_table(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
+
+
+@check("table_from_csr", mistake="write all rows through one mask: no loop over sequences or pages")
+def test_table_without_a_loop(hw: Homework) -> None:
+    counts = []
+    for n in (64, 512):
+        indptr = np.arange(n + 1, dtype=np.int32) * 3
+        arrays = indptr, np.zeros(3 * n, dtype=np.int32), np.ones(n, dtype=np.int32)
+        counts.append(lines_run(hw.table_from_csr, *arrays, 4))
+    assert_no_loop("table_from_csr", *counts)
+
+
+@check(
+    "table_from_csr", mistake="lengths and page sizes of all kinds: compare the arrays printed with your own by hand"
+)
+def test_random_csr(hw: Homework) -> None:
+    for seed, page_size in enumerate([1, 2, 3, 16, 128]):
+        kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
+        assert_table(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
+
+
+# append_positions ---------------------------------------------------------------------------------------------------
+
+APPENDED = ["batch_indices", "positions", "slot_mapping", "last_page_len"]
+
+
+def append_arrays(num_new: Sequence[int], before: Sequence[int], pages: Lists) -> tuple[np.ndarray, ...]:
+    qo_indptr = indptr_of([range(n) for n in num_new])
+    return int32(qo_indptr), int32(before), int32(indptr_of(pages)), int32([page for own in pages for page in own])
+
+
+def assert_append(hw: Homework, num_new: Sequence[int], before: Sequence[int], pages: Lists, page_size: int) -> None:
+    arrays = append_arrays(num_new, before, pages)
+    what = f"append_positions({', '.join(str(x.tolist()) for x in arrays)}, {page_size})"
+    got = hw.append_positions(*arrays, page_size)
+    assert_tuple(got, APPENDED, what)
+    tokens = [(b, before[b] + i) for b in range(len(pages)) for i in range(num_new[b])]
+    after = [n + new for n, new in zip(before, num_new, strict=True)]
+    want = (
+        [b for b, _ in tokens],
+        [position for _, position in tokens],
+        [pages[b][position // page_size] * page_size + position % page_size for b, position in tokens],
+        last_lens(after, page_size),
+    )
+    dtypes = "int32", "int32", "int64", "int32"
+    for name, array, expected, dtype in zip(APPENDED, got, want, dtypes, strict=True):
+        assert_array(array, expected, dtype, name=f"{name} of {what}")
+
+
+@check(
+    "append_positions",
+    mistake="3 keys are there, so the new one is at position 3, the last slot of the page, which then is full",
+)
+def test_one_decode(hw: Homework) -> None:
+    assert_append(hw, [1], [3], [[2]], 4)
+
+
+@check(
+    "append_positions",
+    mistake="4 keys fill a page of 4, so the new one begins the second page: last_page_len is 1, not 5 and not 4",
+)
+def test_a_decode_on_a_new_page(hw: Homework) -> None:
+    assert_append(hw, [1], [4], [[2, 5]], 4)
+
+
+@check(
+    "append_positions", mistake="a new sequence begins at position 0, and its tokens go through its own pages in order"
+)
+def test_a_prompt(hw: Homework) -> None:
+    assert_append(hw, [10], [0], [[3, 0, 2]], 4)
+
+
+@check("append_positions", mistake="each token belongs to its own sequence, with its own length and its own pages")
+def test_a_mixed_step(hw: Homework) -> None:
+    assert_append(hw, [1, 1, 5, 3], [7, 12, 0, 6], [[4, 9], [1, 0, 2, 8], [5, 6], [3, 7, 10]], 4)
+
+
+@check(
+    "append_positions",
+    mistake="a large pool has more slots than 32 bits can count: make the pages int64 before you multiply",
+)
+def test_a_large_pool(hw: Homework) -> None:
+    assert_append(hw, [2], [5], [[2**24]], 128)
+
+
+@check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens")
+def test_append_without_a_loop(hw: Homework) -> None:
+    counts = []
+    for n in (64, 512):
+        step = append_arrays([2] * n, [3] * n, [[2 * b, 2 * b + 1] for b in range(n)])
+        counts.append(lines_run(hw.append_positions, *step, 4))
+    assert_no_loop("append_positions", *counts)
+
+
+@check("append_positions", mistake="steps of all kinds: compare the arrays printed with your own by hand")
+def test_random_steps(hw: Homework) -> None:
+    for seed, page_size in enumerate([1, 2, 3, 16, 128]):
+        rng = random.Random(seed)
+        before = [rng.randrange(4 * page_size) for _ in range(6)]
+        num_new = [rng.randint(1, 2 * page_size) for _ in before]
+        after = [n + new for n, new in zip(before, num_new, strict=True)]
+        assert_append(hw, num_new, before, paged_lists(after, page_size, seed), page_size)
+
+
+@check(
+    "append_positions", seconds=COMPILING, mistake="append_paged_kv_cache stores other keys in your slots (on your GPU)"
+)
+def test_append_on_the_gpu(hw: Homework) -> None:
+    if not ON_GPU:
+        return
+    from flashinfer import append_paged_kv_cache, get_batch_indices_positions
+
+    num_new, before, page_size = [1, 1, 5, 30], [7, 16, 0, 6], 16
+    after = [n + new for n, new in zip(before, num_new, strict=True)]
+    pages = paged_lists(after, page_size, seed=1)
+    arrays = append_arrays(num_new, before, pages)
+    found = [torch.from_numpy(x).cuda() for x in hw.append_positions(*arrays, page_size)]
+    qo_indptr, _, kv_indptr, kv_indices = (torch.from_numpy(x).cuda() for x in arrays)
+    theirs = get_batch_indices_positions(qo_indptr, torch.tensor(after, dtype=torch.int32, device="cuda"), sum(num_new))
+    for name, mine, want in zip(APPENDED, found, theirs, strict=False):
+        assert_equal(mine, want, name=f"{name}, beside FlashInfer's")
+    k, v = torch.randn(2, sum(num_new), 2, 64, device="cuda", dtype=torch.bfloat16)
+    k_pages, v_pages = torch.zeros(2, sum(map(len, pages)) + 3, page_size, 2, 64, device="cuda", dtype=torch.bfloat16)
+    append_paged_kv_cache(k, v, found[0], found[1], (k_pages, v_pages), kv_indices, kv_indptr, found[3])
+    for stored, new, name in ((k_pages, k, "keys"), (v_pages, v, "values")):
+        assert_equal(stored.flatten(0, 1)[found[2]].float(), new.float(), name=f"the {name} in your slots")
+
+
+# smallest_chunk -----------------------------------------------------------------------------------------------------
+
+
+def smallest_by_trying(num_keys: Sequence[int], num_workers: int, least: int) -> int:
+    sizes = range(least, max(least, *num_keys) + 1)
+    return next((c for c in sizes if sum(-(-n // c) for n in num_keys) <= num_workers), sizes[-1])
+
+
+def assert_chunk(hw: Homework, num_keys: Sequence[int], num_workers: int, least: int = 1) -> None:
+    got = hw.smallest_chunk(np.array(num_keys), num_workers, least)
+    name = f"smallest_chunk({list(num_keys)}, {num_workers}, {least})"
+    assert_equal(got, smallest_by_trying(num_keys, num_workers, least), name=name)
+
+
+@check(
+    "smallest_chunk",
+    mistake="12 keys for 4 workers are 3 each; 13 keys are 4 each, because 3 each would make a fifth chunk",
+)
+def test_one_tile(hw: Homework) -> None:
+    for n in (12, 13, 15, 16, 3):
+        assert_chunk(hw, [n], 4)
+
+
+@check("smallest_chunk", mistake="chunks are counted for each tile, rounded up, and not for the sum of all keys")
+def test_several_tiles(hw: Homework) -> None:
+    assert_chunk(hw, [100, 20], 4)
+    assert_chunk(hw, [4000, 90, 80, 70], 8)
+    assert_chunk(hw, [5, 5, 5], 4)
+
+
+@check(
+    "smallest_chunk", mistake="with more tiles than workers no size is small enough: return the largest number of keys"
+)
+def test_more_tiles_than_workers(hw: Homework) -> None:
+    assert_chunk(hw, [30, 10, 20, 5], 3)
+
+
+@check("smallest_chunk", mistake="the size is never below `least`, even if all tiles are smaller")
+def test_least(hw: Homework) -> None:
+    assert_chunk(hw, [100, 20], 50, least=16)
+    assert_chunk(hw, [10, 5], 50, least=16)
+    assert_chunk(hw, [10, 5], 1, least=16)
+
+
+@check("smallest_chunk", mistake="do not try one size after the other: a tile may have millions of keys")
+def test_many_keys(hw: Homework) -> None:
+    lines = [lines_run(hw.smallest_chunk, np.full(4, n), 4) for n in (1_000, 16_000)]
+    assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
+    got = hw.smallest_chunk(np.full(1000, 30_000_000), 2000)
+    assert_equal(got, 15_000_000, name="smallest_chunk of 1,000 tiles of 30 million keys and 2,000 workers")
+
+
+@check("smallest_chunk", mistake="a size fits, and a smaller one fits as well: is your search one off?")
+def test_random_chunks(hw: Homework) -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        num_keys = [rng.randint(1, 60) for _ in range(rng.randint(1, 5))]
+        assert_chunk(hw, num_keys, rng.randint(1, 20), rng.randint(1, 9))
+
+
+# plan_work ----------------------------------------------------------------------------------------------------------
+
+ARRAYS = [field.name for field in fields(WorkPlan) if field.name != "chunk_size"]
+
+
+def planned_in_loops(
+    num_new: Sequence[int], kv_lens: Sequence[int], num_workers: int, tile_len: int, least: int, window: int | None
+) -> dict[str, Any]:
+    """The plan as the docstring defines it: which keys a tile needs is found query by query."""
+    tiles, token = [], 0
+    for b, (new, kv_len) in enumerate(zip(num_new, kv_lens, strict=True)):
+        for first in range(0, new, tile_len):
+            end = min(first + tile_len, new)
+            positions = range(kv_len - new + first, kv_len - new + end)
+            seen = {key for p in positions for key in range(0 if window is None else max(0, p + 1 - window), p + 1)}
+            tiles.append((b, token + first, token + end, min(seen), max(seen) + 1))
+        token += new
+    chunk = smallest_by_trying([end - first for *_, first, end in tiles], num_workers, least)
+    items, item_indptr = [], [0]
+    for b, first, end, first_key, end_key in tiles:
+        items += [(b, first, end, key, min(key + chunk, end_key)) for key in range(first_key, end_key, chunk)]
+        item_indptr.append(len(items))
+    return dict(zip(["chunk_size", *ARRAYS], [chunk, *map(list, zip(*items, strict=True)), item_indptr], strict=True))
+
+
+def assert_plan(
+    hw: Homework,
+    num_new: Sequence[int],
+    kv_lens: Sequence[int],
+    num_workers: int,
+    *,
+    tile_len: int = 16,
+    least: int = 1,
+    window: int | None = None,
+    only: Sequence[str] = ("chunk_size", *ARRAYS),
+) -> None:
+    qo_indptr = int32(indptr_of([range(n) for n in num_new]))
+    options = {"tile_len": tile_len, "least_keys": least, "window": window}
+    plan = hw.plan_work(qo_indptr, int32(kv_lens), num_workers, **options)
+    options_said = ", ".join(f"{name}={value}" for name, value in options.items())
+    what = f"plan_work({qo_indptr.tolist()}, {list(kv_lens)}, {num_workers}, {options_said})"
+    assert plan is not None, f"{what} returns None: is a `return` missing?"
+    assert isinstance(plan, WorkPlan), f"{what} returns a {type(plan).__name__}; it should be a WorkPlan"
+    want = planned_in_loops(num_new, kv_lens, num_workers, tile_len, least, window)
+    for name in only:
+        if name == "chunk_size":
+            assert_equal(plan.chunk_size, want[name], name=f"chunk_size of {what}")
+        else:
+            assert_array(getattr(plan, name), want[name], "any", name=f"{name} of {what}")
+
+
+@check("plan_work", mistake="one decode and one worker are one item: query 0, keys 0 to 9, and item_indptr is [0, 1]")
+def test_one_item(hw: Homework) -> None:
+    assert_plan(hw, [1], [10], 1)
+
+
+@check(
+    "plan_work",
+    mistake="40 keys and 4 workers are 4 items of 10, with the same query, and the next begins where one ends",
+)
+def test_one_sequence_is_split(hw: Homework) -> None:
+    assert_plan(hw, [1], [40], 4)
+
+
+@check("plan_work", mistake="the last chunk of a tile ends where its keys end, not at a multiple of chunk_size")
+def test_the_last_chunk_is_shorter(hw: Homework) -> None:
+    assert_plan(hw, [1], [41], 4)
+
+
+@check(
+    "plan_work",
+    mistake="one chunk size serves all tiles: only the long sequence is split, and item_indptr says where tiles begin",
+)
+def test_only_the_long_one_is_split(hw: Homework) -> None:
+    assert_plan(hw, [1, 1, 1, 1], [90, 4000, 80, 70], 8)
+
+
+@check(
+    "plan_work",
+    mistake="an item is too large: with two workers for each tile the largest load is at most twice the mean",
+)
+def test_the_largest_load(hw: Homework) -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        kv_lens = [int(10 ** rng.uniform(0, 4)) for _ in range(rng.randint(1, 12))]
+        num_workers = rng.randint(2, 5) * len(kv_lens)
+        plan = hw.plan_work(np.arange(len(kv_lens) + 1), int32(kv_lens), num_workers, tile_len=1)
+        loads = np.asarray(plan.end_keys) - np.asarray(plan.first_keys)
+        mean = sum(kv_lens) / num_workers
+        said = f"{kv_lens} keys for {num_workers} workers"
+        assert len(loads) <= num_workers, f"{len(loads)} items of {said}"
+        assert loads.max() <= 2 * mean + 1, f"an item of {loads.max()} keys, of {said}: the mean load is {mean:.1f}"
+
+
+@check("plan_work", mistake="queries are cut into tiles of tile_len, and the last tile of a sequence may be shorter")
+def test_tiles_of_queries(hw: Homework) -> None:
+    assert_plan(
+        hw, [1, 7, 4], [9, 7, 4], 1, tile_len=3, only=["sequences", "first_tokens", "end_tokens", "item_indptr"]
+    )
+
+
+@check(
+    "plan_work", mistake="a tile needs the keys up to its last query, and none behind: its later queries are not in it"
+)
+def test_causal_tiles(hw: Homework) -> None:
+    assert_plan(hw, [7], [7], 1, tile_len=3)
+
+
+@check(
+    "plan_work",
+    mistake="the queries are the last of the keys: the first query of a chunk of a prompt is not at position 0",
+)
+def test_keys_before_the_step(hw: Homework) -> None:
+    assert_plan(hw, [1, 5], [30, 25], 2, tile_len=2)
+    assert_plan(hw, [1, 5], [30, 25], 12, tile_len=2)
+
+
+@check("plan_work", mistake="no chunk is smaller than least_keys, except the last one of a tile")
+def test_least_keys(hw: Homework) -> None:
+    assert_plan(hw, [1, 1], [100, 20], 50, least=16)
+
+
+@check(
+    "plan_work", mistake="with a window of W the first query of a tile sees W keys, its own included, and none before 0"
+)
+def test_a_window(hw: Homework) -> None:
+    assert_plan(hw, [1], [5000], 4, window=100)
+    assert_plan(hw, [1, 6], [5000, 40], 4, tile_len=4, window=10)
+    assert_plan(hw, [6], [6], 4, tile_len=2, window=4)
+
+
+@check("plan_work", mistake="numpy has to number tiles and items: no loop over sequences, tiles or items")
+def test_plan_without_a_loop(hw: Homework) -> None:
+    counts = []
+    for n in (64, 512):
+        kv_lens = np.full(n, 200, dtype=np.int32)
+        counts.append(
+            lines_run(lambda n=n, kv_lens=kv_lens: hw.plan_work(np.arange(n + 1), kv_lens, 4 * n, tile_len=1))
+        )
+    assert_no_loop("plan_work", *counts)
+
+
+@check("plan_work", mistake="steps of all kinds: compare the arrays printed with your own by hand")
+def test_random_plans(hw: Homework) -> None:
+    rng = random.Random(0)
+    for _ in range(150):
+        kv_lens = [rng.randint(1, 90) for _ in range(rng.randint(1, 5))]
+        num_new = [rng.choice([1, rng.randint(1, n)]) for n in kv_lens]
+        window = rng.choice([None, rng.randint(1, 40)])
+        options = {"tile_len": rng.randint(1, 20), "least": rng.randint(1, 12), "window": window}
+        assert_plan(hw, num_new, kv_lens, rng.randint(1, 30), **options)
+
+
+@check(
+    "plan_work", seconds=COMPILING, mistake="the backend split_kv on your plan disagrees with FlashInfer (on your GPU)"
+)
+def test_plan_on_the_gpu(hw: Homework) -> None:
+    if not ON_GPU:
+        return
+    from mini_engine.attention.backend import create_backend
+    from mini_engine.attention.spec import AttentionSpec
+    from mini_engine.batch import StepBatch
+    from mini_engine.kv_cache.paged import PagedKVCache
+    from mini_engine.parts import Parts
+
+    specs = [
+        AttentionSpec(i, i, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, window=window)
+        for i, window in enumerate((None, 100))
+    ]
+    num_new, kv_lens = [1, 1, 1, 40, 200], [1, 900, 5000, 90, 200]
+    pages = paged_lists(kv_lens, 16, seed=0)
+    batch = StepBatch.build(
+        token_ids=[0] * sum(num_new),
+        num_new=num_new,
+        kv_lens=kv_lens,
+        pages=[page for own in pages for page in own],
+        page_size=16,
+        device="cuda",
+    )
+    cache = PagedKVCache(specs, sum(map(len, pages)) + 3, 16, torch.bfloat16, "cuda")
+    for k_and_v in cache.layers:
+        for x in k_and_v:
+            x.normal_()
+    q = torch.randn(batch.num_tokens, 16, 128, device="cuda", dtype=torch.bfloat16)
+    mine = create_backend("split_kv", specs, cache, replace(Parts(), plan_work=hw.plan_work))
+    theirs = create_backend("flashinfer", specs, cache, Parts())
+    for backend in (mine, theirs):
+        backend.plan(batch)
+    for layer in range(2):
+        got, want = mine.run(layer, q), theirs.run(layer, q)
+        assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2, name=f"layer {layer} beside FlashInfer's")
+
+
+# split_kv_decode ----------------------------------------------------------------------------------------------------
+
+
+class Decodes:
+    """Decodes over a paged cache in float64. Slots that hold no key are NaN, as in memory that was never written."""
+
+    def __init__(self, kv_lens: Sequence[int], page_size: int, heads: tuple[int, int] = (4, 2), seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        (q_heads, kv_heads), dim = heads, 8
+
+        def random_normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.kv_lens, self.page_size = list(kv_lens), page_size
+        self.q = random_normal(len(kv_lens), q_heads, dim)
+        self.k, self.v = ([random_normal(n, kv_heads, dim) for n in kv_lens] for _ in range(2))
+        pages = paged_lists(kv_lens, page_size, seed)
+        self.indptr, self.indices = int32(indptr_of(pages)), int32([page for own in pages for page in own])
+        shape = len(self.indices) + 3, page_size, kv_heads, dim
+        self.k_pages, self.v_pages = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
+        for b, own in enumerate(pages):
+            for p in range(kv_lens[b]):
+                page, offset = own[p // page_size], p % page_size
+                self.k_pages[page, offset], self.v_pages[page, offset] = self.k[b][p], self.v[b][p]
+        self.loads: list[int] = []
+
+    def worker(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionState:
+        assert q.shape == (1, *self.q.shape[1:]), f"a worker gets one query, [1, Hq, D], not {list(q.shape)}"
+        assert k.shape == v.shape and k.ndim == 3, f"a worker gets keys [m, Hk, D], not {list(k.shape)}"
+        self.loads.append(len(k))
+        return attention_state(q, k, v, scale=0.3)
+
+    def run(self, hw: Homework, plan: WorkPlan) -> None:
+        pages = self.k_pages, self.v_pages, self.indptr, self.indices
+        got = hw.split_kv_decode(self.q, *pages, plan, self.worker)
+        said = f"decodes of {self.kv_lens} keys, pages of {self.page_size}, {len(plan.sequences)} items"
+        assert isinstance(got, AttentionState), f"split_kv_decode returns an AttentionState, not a {type(got).__name__}"
+        for b in range(len(self.q)):
+            want = masked_attention(self.q[b : b + 1], self.k[b], self.v[b], scale=0.3)
+            name = f"out[{b}] of {said}"
+            assert len(got.out) == len(self.q), f"out has {len(got.out)} rows for {len(self.q)} queries"
+            assert_close(got.out[b : b + 1], want, atol=1e-10, name=name)
+            lse = attention_state(self.q[b : b + 1], self.k[b], self.v[b], scale=0.3).lse
+            assert_close(got.lse[b : b + 1], lse, atol=1e-10, name=f"lse[{b}] of {said}")
+
+
+def decode_plan(kv_lens: Sequence[int], chunk: int, order: Sequence[int] | None = None) -> WorkPlan:
+    """A plan in chunks of a size, with the tiles in an order of their own."""
+    items, item_indptr = [], [0]
+    for b in order or range(len(kv_lens)):
+        items += [(b, b, b + 1, key, min(key + chunk, kv_lens[b])) for key in range(0, kv_lens[b], chunk)]
+        item_indptr.append(len(items))
+    return WorkPlan(chunk, *np.array(items).T, np.array(item_indptr))
+
+
+@check(
+    "split_kv_decode",
+    mistake="an item that is a whole sequence: gather its keys through its pages, and call worker once",
+)
+def test_one_item_each(hw: Homework) -> None:
+    Decodes([3], 4).run(hw, decode_plan([3], 4))
+    Decodes([10], 4).run(hw, decode_plan([10], 99))
+
+
+@check("split_kv_decode", mistake="two sequences have pages of their own: kv_indptr says where each one's begin")
+def test_two_sequences_of_pages(hw: Homework) -> None:
+    Decodes([10, 3], 4).run(hw, decode_plan([10, 3], 99))
+
+
+@check(
+    "split_kv_decode",
+    mistake="the states of a tile's items are merged by their LSEs, not averaged, and none is left out",
+)
+def test_items_are_merged(hw: Homework) -> None:
+    Decodes([12], 4).run(hw, decode_plan([12], 8))
+    Decodes([30], 4).run(hw, decode_plan([30], 4))
+
+
+@check("split_kv_decode", mistake="a range of keys may begin and end inside a page")
+def test_ranges_inside_pages(hw: Homework) -> None:
+    Decodes([30], 8).run(hw, decode_plan([30], 5))
+    Decodes([7], 16).run(hw, decode_plan([7], 2))
+
+
+@check("split_kv_decode", mistake="each item is computed once, from its own keys and no others")
+def test_a_worker_gets_its_own_keys(hw: Homework) -> None:
+    decodes, plan = Decodes([30, 2, 17], 4), decode_plan([30, 2, 17], 6)
+    decodes.run(hw, plan)
+    want = sorted((plan.end_keys - plan.first_keys).tolist())
+    assert_equal(sorted(decodes.loads), want, name="keys of each call of worker, sorted,")
+
+
+@check(
+    "split_kv_decode",
+    mistake="tiles come in any order: first_tokens says whose result it is, item_indptr where its items are",
+)
+def test_tiles_in_another_order(hw: Homework) -> None:
+    kv_lens = [9, 30, 2, 17]
+    Decodes(kv_lens, 4).run(hw, decode_plan(kv_lens, 99, order=[1, 3, 0, 2]))
+    Decodes(kv_lens, 4).run(hw, decode_plan(kv_lens, 6, order=[1, 3, 0, 2]))
+
+
+@check("split_kv_decode", mistake="batches of all kinds: compare a single sequence with masked_attention over its keys")
+def test_random_decodes(hw: Homework) -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        kv_lens = [rng.randint(1, 60) for _ in range(rng.randint(1, 5))]
+        decodes = Decodes(kv_lens, rng.choice([1, 3, 16]), rng.choice([(4, 2), (3, 3), (6, 1)]), seed)
+        decodes.run(hw, decode_plan(kv_lens, rng.randint(1, 30), rng.sample(range(len(kv_lens)), len(kv_lens))))
+
+
+@check("split_kv_decode", seconds=COMPILING, mistake="your result differs from FlashInfer's decode (on your GPU)")
+def test_decode_on_the_gpu(hw: Homework) -> None:
+    if not ON_GPU:
+        return
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    kv_lens, page_size = [1, 900, 33, 5000], 16
+    pages = paged_lists(kv_lens, page_size, seed=0)
+    indptr, indices = int32(indptr_of(pages)), int32([page for own in pages for page in own])
+    q = torch.randn(4, 16, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, len(indices) + 3, page_size, 8, 128, device="cuda", dtype=torch.bfloat16)
+
+    def worker(q: Tensor, k: Tensor, v: Tensor) -> AttentionState:
+        return attention_state(q.float(), k.float(), v.float(), scale=128**-0.5)
+
+    mine = hw.split_kv_decode(q, k, v, indptr, indices, decode_plan(kv_lens, 400), worker)
+    workspace = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    wrapper.plan(
+        torch.from_numpy(indptr),
+        torch.from_numpy(indices).cuda(),
+        torch.from_numpy(int32(last_lens(kv_lens, page_size))),
+        16, 8, 128, page_size, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    out, lse = wrapper.run(q, (k, v), return_lse=True)
+    assert_close(mine.out, out.float(), atol=2e-2, rtol=2e-2, name="out beside FlashInfer's")
+    base_2 = mine.lse / np.log(2)  # FlashInfer's LSE is a logarithm to base 2
+    assert_close(base_2, lse, atol=2e-2, rtol=2e-2, name="the LSE in base 2 beside FlashInfer's")
+
+
+# cut_evenly ---------------------------------------------------------------------------------------------------------
+
+CUT = ["workers", "tiles", "first_keys", "end_keys"]
+
+
+def assert_cut(hw: Homework, num_keys: Sequence[int], num_workers: int, step: Callable[[str], bool]) -> None:
+    """Check what `step` names: "keys", "loads", "items"."""
+    got = hw.cut_evenly(np.array(num_keys), num_workers)
+    what = f"cut_evenly({list(num_keys)}, {num_workers})"
+    assert_tuple(got, CUT, what)
+    lengths = {np.asarray(array).shape for array in got}
+    assert len(lengths) == 1 and len(*lengths) == 1, f"{what} returns arrays of shapes {lengths}; all are [N]"
+    items = list(zip(*(np.asarray(array).tolist() for array in got), strict=True))
+    held: Lists = [[0] * n for n in num_keys]
+    loads = [0] * num_workers
+    for worker, tile, first, end in items:
+        assert 0 <= tile < len(num_keys) and 0 <= first < end <= num_keys[tile], (
+            f"{what}: keys {first} to {end} of tile {tile}"
+        )
+        assert 0 <= worker < num_workers, f"{what}: an item for worker {worker}"
+        loads[worker] += end - first
+        for key in range(first, end):
+            held[tile][key] += 1
+    if step("keys"):
+        for tile, counts in enumerate(held):
+            assert set(counts) == {1}, f"{what}: keys of tile {tile} are in {sorted(set(counts))} items each"
+    if step("loads"):
+        assert max(loads) - min(loads) <= 1, f"{what}: the loads of the workers are {loads}"
+    if step("items"):
+        most = len(num_keys) + num_workers - 1
+        assert len(items) <= most, f"{what} has {len(items)} items; {most} are enough"
+
+
+def everything(step: str) -> bool:
+    return True
+
+
+@check("cut_evenly", mistake="one worker computes every tile as a whole, from key 0 to its last")
+def test_one_worker(hw: Homework) -> None:
+    assert_cut(hw, [5], 1, everything)
+    assert_cut(hw, [5, 3, 8], 1, everything)
+
+
+@check("cut_evenly", mistake="each key of each tile is in exactly one item, and no item belongs to two tiles")
+def test_every_key_once(hw: Homework) -> None:
+    for num_keys in ([12], [8, 4], [7, 1, 30, 2]):
+        for num_workers in (2, 3, 5):
+            assert_cut(hw, num_keys, num_workers, lambda step: step == "keys")
+
+
+@check(
+    "cut_evenly", mistake="the loads of two workers differ by one key at most: 10 keys for 4 workers are 3, 3, 2 and 2"
+)
+def test_even_loads(hw: Homework) -> None:
+    for num_keys in ([12], [10], [8, 4], [7, 1, 30, 2], [100, 1, 1]):
+        for num_workers in (2, 3, 4, 7):
+            assert_cut(hw, num_keys, num_workers, lambda step: step == "loads")
+
+
+@check("cut_evenly", mistake="cut as seldom as you can: a worker goes on in the next tile where its tile ends")
+def test_few_items(hw: Homework) -> None:
+    for num_keys in ([12], [8, 4], [7, 1, 30, 2], [3, 3, 3, 3]):
+        for num_workers in (2, 3, 4, 7):
+            assert_cut(hw, num_keys, num_workers, everything)
+
+
+@check("cut_evenly", mistake="with fewer keys than workers some have nothing to do, and no item is empty")
+def test_fewer_keys_than_workers(hw: Homework) -> None:
+    assert_cut(hw, [1, 1], 5, everything)
+    assert_cut(hw, [2], 3, everything)
+
+
+@check("cut_evenly", mistake="a loop over keys takes too long for millions of them")
+def test_millions_of_keys(hw: Homework) -> None:
+    lines = [lines_run(hw.cut_evenly, np.full(4, n), 6) for n in (1_000, 16_000)]
+    assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
+    workers, _, first, end = (np.asarray(array) for array in hw.cut_evenly(np.full(400, 1_000_000), 264))
+    loads = np.bincount(workers, weights=end - first, minlength=264)
+    assert loads.sum() == 400_000_000 and loads.max() - loads.min() <= 1, "400 tiles of a million keys, 264 workers"
+
+
+@check("cut_evenly", mistake="tiles and workers of all numbers: compare the items printed with your own by hand")
+def test_random_cuts(hw: Homework) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        assert_cut(hw, [rng.randint(1, 40) for _ in range(rng.randint(1, 6))], rng.randint(1, 20), everything)

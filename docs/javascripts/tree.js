@@ -75,19 +75,19 @@ class Figure {
   }
 
   slider(name, { label, values, start }) {
-    const output = element("output");
+    const shown = element("b"); // not an output, which the label would name in place of the slider
     const input = element("input", { type: "range", min: 0, max: values.length - 1, value: values.indexOf(start) });
     const take = () => {
       this.tree[name] = values[input.valueAsNumber];
-      output.textContent = this.tree[name].toLocaleString("en-US");
-      input.setAttribute("aria-valuetext", output.textContent);
+      shown.textContent = this.tree[name].toLocaleString("en-US");
+      input.setAttribute("aria-valuetext", shown.textContent);
     };
     input.addEventListener("input", () => {
       take();
       this.draw();
     });
     take();
-    return element("label", {}, element("span", {}, label, output), input);
+    return element("label", {}, element("span", {}, label, shown), input);
   }
 
   draw() {

@@ -265,7 +265,7 @@ class TextEngine:
             params_without_stop = replace(params, stop=()) if params.stop else params
             request = self.engine.add_request(name, token_ids, params_without_stop, context)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
-            each_step, start = each_step or bool(params.stop), len(token_ids)
+            each_step, start = each_step or bool(params.stop), len(request.prompt_token_ids)
             text = TextRequest(index, prompt, request, detokenizer, each_step, inbox, start, start)
             self._texts[request] = text
         return text

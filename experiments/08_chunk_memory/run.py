@@ -30,6 +30,7 @@ from book import results
 from book.experiment import command_line, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
+from book.units import quantity
 from mini_engine.bench.workloads import LARGEST_TOKEN, model_shape
 from mini_engine.chunks import ChunkMemory
 from mini_engine.config import EngineConfig
@@ -86,7 +87,7 @@ class Setting:
 
 SETTINGS = {
     "cpu": Setting(torch.float32, (128, 512), 32, 4, 3, 1, 256, (2, 8), 48, 8),
-    "cuda": Setting(torch.bfloat16, (1024, 4096, 16_384, 32_768), 64, 8, 5, 8, 768, (1, 2, 4, 8, 16, 32), 128, 32),
+    "cuda": Setting(torch.bfloat16, (1024, 4096, 16_384, 32_768), 64, 8, 5, 6, 768, (1, 2, 4, 8, 16, 32), 128, 16),
 }
 
 
@@ -333,15 +334,15 @@ def prediction(shape: ModelShape, setting: Setting, machine: Machine) -> dict[st
     """Derive what the README predicts for the times: each quantity with its value, from the machine's rates."""
     size = setting.dtype.itemsize
 
-    def milliseconds(num_tokens: int, num_keys: int) -> float:
-        return 1e3 * model_step_cost(shape, num_tokens, num_keys, size).seconds(machine)
+    def seconds(num_tokens: int, num_keys: int) -> float:
+        return model_step_cost(shape, num_tokens, num_keys, size).seconds(machine)
 
     predicted = {}
     for length in setting.documents:
         total = length + setting.question
-        plain, behind = milliseconds(total, total), milliseconds(setting.question, total)
+        plain, behind = seconds(total, total), seconds(setting.question, total)
         predicted[f"{machine.name}: first token behind {length:,} tokens"] = (
-            f"{plain:.3g} ms computed, {behind:.3g} ms behind a chunk: {plain / behind:.0f} times"
+            f"{quantity(plain, 's')} computed, {quantity(behind, 's')} behind a chunk: {plain / behind:.0f} times"
         )
     return predicted
 

@@ -191,8 +191,10 @@ class ChunkMemory:
             names: registered chunks, in the order in which their tokens come.
 
         Raises:
-            ChunkError: if one of them is not registered, or the model cannot use it at another position.
+            ChunkError: if one of them is not registered, or cannot be used at its position.
         """
+        if isinstance(names, str) or not isinstance(names, ListLike):
+            raise ChunkError(f"chunks is a {type(names).__name__}; give a list of names of chunks")
         with self.engine.transaction():
             chunks = [self._get(name) for name in names]
             context = _place(chunks)

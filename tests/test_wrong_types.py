@@ -12,6 +12,7 @@ SCRIPT = """
 import numpy as np
 import torch
 
+from mini_engine.chunks import ChunkedLLM
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.sampling_params import SamplingParams
 from tests.helpers import GREEDY, check_nothing_leaked, double_model, make_engine, make_text_engine
@@ -85,6 +86,23 @@ for name in (None, 5, [], {}):
     engine.abort(name)
 assert not engine.has_unfinished
 check_nothing_leaked(engine)
+
+chunked = ChunkedLLM(make_text_engine(model, **pool, attn_backend="cascade"))
+for name in (7, None, ["a"], {}):
+    refused(RequestError, "there is no chunk", chunked.register_chunk, [5], "b", after=name or 0)
+    refused(RequestError, "there is no chunk", chunked.unregister, name)
+    refused(RequestError, "there is no chunk", chunked.is_exact, [name])
+refused(RequestError, "the name of a chunk is 7", chunked.register_chunk, [5], 7)
+for chunk in (None, 5, b"ab", [1.5]):
+    refused(RequestError, "list of token ids", chunked.register_chunk, chunk)
+for chunks in (None, 5, "a", {"a"}, iter("a")):
+    refused(RequestError, "give a list of names of chunks", chunked.generate, chunks, [5])
+for chunks in ([5], [None], [{"a"}]):
+    refused(RequestError, "give a list of names of chunks", chunked.generate, chunks, [5])
+refused(RequestError, "there is no chunk", chunked.generate, [[7]], [5])
+for value in (1.5, "4", True):
+    refused(ConfigError, f"max_chunk_pages is {value!r}", ChunkedLLM, chunked.llm, max_chunk_pages=value)
+check_nothing_leaked(chunked.llm.engine)
 """
 
 

@@ -1,0 +1,106 @@
+"""The ways that are timed compute the same, and the modes differ as their names say."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from book import results
+from book.grading.chapter import load_module
+from mini_engine.roofline import Machine
+from tests.models.families import our_model, transformers_model
+
+EXPERIMENT = "08_chunk_memory"
+run = load_module(f"experiment_{EXPERIMENT}", Path(__file__).parents[2] / "experiments" / EXPERIMENT / "run.py")
+SETTING = replace(
+    run.SETTINGS["cpu"], dtype=torch.float64, documents=(24,), question=3, pieces=3, repetitions=2, context=24,
+    chunks=(2, 6), continuation=8, greedy=4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return our_model(transformers_model("llama", seed=2, dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def scores(model):
+    memory = run.make_memory(model, 64, num_copies=3)
+    tokens = torch.randint(61, (3, 32), generator=torch.Generator().manual_seed(1)).tolist()
+    found = [run.score_modes(memory, run.Passage(own[:24], own[24:]), SETTING) for own in tokens]
+    assert memory.num_pages == 0, "every mode unregisters its chunks"
+    return found
+
+
+def test_pieces_are_the_text(model):
+    memory = run.make_memory(model, 24, num_copies=2)
+    text = list(range(3, 26))
+    for count in (1, 4, 5):
+        for chained in (False, True):
+            names = run.register_pieces(memory, text, count, chained)
+            with run.registered(memory, names) as context:
+                assert [token for chunk in context for token in chunk.token_ids] == text and len(context) == count
+                assert memory.is_exact(names) == (chained or count == 1)
+            assert memory.num_pages == 0
+
+
+def test_only_exact_chunks_equal_full_recompute(scores):
+    for of_passage in scores:
+        plain = of_passage[run.Mode(run.PLAIN)]
+        for mode, own in of_passage.items():
+            same = abs(own.nll - plain.nll) < 1e-9
+            assert same == (mode.name in (run.PLAIN, run.EXACT))
+            assert not same or (own.greedy == plain.greedy and torch.equal(own.most_likely, plain.most_likely))
+        assert {mode.chunks for mode in of_passage} == {0, 2, 6}
+
+
+def test_rows_compare_each_mode_with_full_recompute(scores):
+    rows = run.quality_rows(scores)
+    find = results.new_result(EXPERIMENT, rows, {}, "cpu").find
+    assert find("same most likely token", mode=run.EXACT).value == 1
+    assert find("greedy tokens before the first difference", mode=run.EXACT).value == SETTING.greedy
+    mode = run.Mode(run.COMPOSED, 6)
+    losses = [s[mode].nll - s[run.Mode(run.PLAIN)].nll for s in scores]
+    row = find("above full recompute", mode=run.COMPOSED, chunks=6)
+    assert row.value == statistics.median(losses) and row.spread == (min(losses), max(losses))
+
+
+def test_every_way_is_timed(model):
+    times = run.time_ways(model, SETTING, 24)
+    rows = run.time_rows(times, model, SETTING, Machine("a machine", "float64", 1e10, 1e10), 24)
+    ways = [row.case.get("way", row.figure) for row in rows]
+    assert ways == [run.PLAIN, "one chunk", "3 chunks", "register", "load"]
+    assert all(row.spread[0] <= row.value <= row.spread[1] for row in rows)
+    bounds = {way: row.bound for way, row in zip(ways, rows, strict=True)}
+    assert bounds["one chunk"] == bounds["3 chunks"] < bounds[run.PLAIN]
+
+
+def test_prose_has_no_code_and_passages_do_not_overlap_a_chapters_end():
+    words: dict[str, int] = {}
+    texts = run.passages(lambda text: [words.setdefault(word, len(words)) for word in text.split()], SETTING)
+    assert len(texts) >= 7
+    assert all(len(own.context) == 24 and len(own.continuation) == 8 for own in texts)
+    assert "import" not in words and "```" not in words
+    more = run.passages(str.split, replace(SETTING, passages=3))
+    assert len(more) == 3 * len(texts)
+
+
+def test_tokens_before_the_first_difference():
+    assert [run.num_equal([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [4, 2, 3])] == [3, 1, 0]
+
+
+def test_the_readme_predicts_what_run_derives():
+    readme = (Path(run.__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = readme.partition("| quantity | predicted |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert rows == [f"| {what} | {value} |" for what, value in run.all_predictions().items()]
+
+
+def test_no_recorded_time_beats_its_bound():
+    recorded = results.load(EXPERIMENT)
+    assert recorded
+    for result in recorded:
+        assert all(row.share_of_bound <= 1 for row in result.rows if row.share_of_bound is not None)

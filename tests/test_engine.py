@@ -502,14 +502,14 @@ def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_bac
     tight = {0: [(str(i), [i] * 4, replace(GREEDY, max_tokens=8)) for i in range(2)]}
     for family in ("qwen3", "gpt2"):
         model = our_model(transformers_model(family, seed=2, dtype=torch.float64), parts=parts)
-        for arrivals, num_pages in ((shared, 50), (tight, 8)):
+        for arrivals, num_pages, window in ((shared, 50, 66), (tight, 8, 66), (shared, 50, None)):  # None: levels
             engine = make_engine(
                 model, attn_backend=attn_backend, parts=parts, num_pages=num_pages, page_size=2, max_batch_size=2,
-                prefix_sharing=True, sliding_window=66, max_num_batched_tokens=20,
+                prefix_sharing=True, sliding_window=window, max_num_batched_tokens=20,
             )  # fmt: skip
             got = serve(engine, arrivals)
             for name, tokens, params in [request for several in arrivals.values() for request in several]:
-                assert got[name] == alone(double_model(family), tokens, params, window=66)
+                assert got[name] == alone(double_model(family), tokens, params, window=window)
     bypassed = engine.backend.bypasses
     assert bypassed < {field.name for field in fields(Parts)}
     unused = {field.name for field in fields(Parts) if calls[field.name] == 0}

@@ -79,7 +79,7 @@ class EngineOptions:
             f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
             "dim",
         )
-        if config.attn_backend in ("flex", "flashinfer", "cascade"):
+        if config.attn_backend in ("flex", "flashinfer", "cascade") and not config.warm_up:
             show(console, "The first steps compile kernels, which takes up to a minute; they are kept.", "dim")
         return llm
 

@@ -15,6 +15,7 @@ CHOICES = {
     "kv_layout": ("NHD", "HND"),
     "prefix_sharing": (False, True),
     "pipeline_depth": (None, 0, 1),
+    "warm_up": (False, True),
 }
 SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 MAX_CONFIG_BYTES = 2**16
@@ -42,6 +43,8 @@ class EngineConfig:
             for later ones until the space is needed.
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
+        warm_up: run steps of made-up requests before the first real one, so that no request waits for the compilation
+            of a common kernel.
 
     Raises:
         ConfigError: for a value that is impossible whatever the model and the machine.
@@ -59,6 +62,7 @@ class EngineConfig:
     sliding_window: int | None = None
     prefix_sharing: bool = False
     pipeline_depth: int | None = None
+    warm_up: bool = False
 
     def __post_init__(self) -> None:
         from mini_engine.attention.backend import check_backend  # imports torch, for which `--help` should not wait

@@ -56,6 +56,7 @@ class LLMEngine:
 
     Raises:
         ConfigError: for options that this model or this machine does not allow.
+        RequestError: if a step of the warm-up fails.
     """
 
     def __init__(
@@ -90,13 +91,16 @@ class LLMEngine:
         self.scheduler = self._new_scheduler()
         self._depth = config.pipeline_depth
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._on_step = on_step
+        self._on_step: OnStep | None = None
         self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
         self._in_flight: deque[Launched] = deque()
         self._finished: list[Request] = []  # not reported yet
         self._arrivals = 0
         self._lock = threading.RLock()
         self.metrics = EngineMetrics()
+        if config.warm_up:
+            self._warm_up()
+        self._on_step = on_step
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -227,6 +231,32 @@ class LLMEngine:
     def pins_in_use(self) -> set[PinnedPages]:
         """The pinned pages that unfinished requests attend to."""
         return {chunk.pinned for request in self._requests.values() for chunk in request.context}
+
+    # --- before the first request --------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """Run the steps that are most common: prompts, the longest possible one, and decodes of 1, 2, 4, … requests.
+
+        A kernel is compiled when a step first needs it, and some backends compile one for each size of a batch. The
+        engine then starts over, so neither pages nor metrics show the made-up requests.
+
+        Raises:
+            RequestError: if one of these steps fails.
+        """
+        config = self.config
+        assert config.num_pages and config.max_model_len
+        longest = min(config.max_num_batched_tokens, min(config.max_model_len, config.num_pages * config.page_size) - 2)
+        most = min(config.max_batch_size, config.num_pages) if longest > 0 else 0
+        params = SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True)
+        for num_requests, num_tokens in [(1, longest), *((2**i, 1) for i in range(most.bit_length())), (most, 1)]:
+            for i in range(num_requests if most else 0):
+                self.add_request(f"warm-up {i}", [0] * num_tokens, params)
+            while self.has_unfinished:
+                for request in self.step().finished:
+                    if request.error:
+                        raise request.error
+        self._recover()
+        self.metrics = EngineMetrics()
 
     # --- one step ------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import BACKENDS
+from mini_engine.batch import StepBatch
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError, ScheduleError
 from mini_engine.models.config import ModelConfig
@@ -492,6 +493,45 @@ def test_a_listener_may_abort_and_add_requests():
     other = engine.add_request("other", PROMPTS[1], replace(GREEDY, max_tokens=50))
     serve(engine, {0: [("chat", PROMPTS[0], GREEDY)]})
     assert other.finish_reason == "abort" and turns[0].output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_warm_up_runs_prompts_and_decodes_of_all_sizes_and_leaves_no_trace(depth, monkeypatch):
+    sizes: set[tuple[int, int]] = set()
+    build = StepBatch.build
+
+    def recorded(**given):
+        batch = build(**given)
+        sizes.add((batch.num_sequences, batch.num_tokens))
+        return batch
+
+    reports: list[StepReport] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(StepBatch, "build", recorded)
+        engine = roomy(
+            max_batch_size=6, max_num_batched_tokens=40, pipeline_depth=depth, prefix_sharing=True, warm_up=True,
+            on_step=lambda engine, report: reports.append(report),
+        )  # fmt: skip
+    assert {(1, 40), (1, 1), (2, 2), (4, 4), (6, 6)} <= sizes
+    assert engine.metrics == EngineMetrics() and not reports and engine.page_table.num_free_pages == 24
+    assert serve(engine, {0: [("0", PROMPTS[0], GREEDY)]})["0"] == alone(engine.model, PROMPTS[0], GREEDY)
+    assert reports
+
+
+def test_an_engine_that_is_too_small_for_a_warm_up_starts_without():
+    engine = roomy(num_pages=1, page_size=2, max_batch_size=1, warm_up=True)
+    assert serve(engine, {0: [("0", [5], replace(GREEDY, max_tokens=1))]})["0"] == alone(
+        engine.model, [5], replace(GREEDY, max_tokens=1)
+    )
+
+
+def test_a_warm_up_that_fails_says_why(monkeypatch):
+    def fail(self, batch):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr("mini_engine.attention.torch.TorchBackend.plan", fail)
+    with pytest.raises(RequestError, match="no compiler"):
+        roomy(warm_up=True)
 
 
 @pytest.mark.parametrize("attn_backend", [name for name, info in BACKENDS.items() if "cpu" in info.devices])

@@ -67,6 +67,9 @@ class StepBatch:
         levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
             this order. A backend without cascade ignores them. Or, if any request of the step has a context, a level
             for each chunk of the longest context.
+        page_capacity: the most pages that any step of as many requests can have, if a CUDA graph replays the step: the
+            graph's kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
+        device_tokens: [6, T] on the device: the memory of the arrays with T entries, see `StepBuffers.tokens`.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -88,6 +91,8 @@ class StepBatch:
     num_sources: int = 0
     has_gaps: bool = False
     levels: tuple[PrefixLevel, ...] = ()
+    page_capacity: int | None = None
+    device_tokens: Int[Tensor, "6 T"] | None = None
 
     @classmethod
     def build(
@@ -103,6 +108,7 @@ class StepBatch:
         page_positions: Sequence[int] | np.ndarray | None = None,
         max_decode_tokens: int = 1,
         levels: tuple[PrefixLevel, ...] = (),
+        page_capacity: int | None = None,
         device: torch.device | str = "cpu",
         into: "StepBuffers | None" = None,
     ) -> "StepBatch":
@@ -119,6 +125,7 @@ class StepBatch:
             page_positions: [P] see the class; default None.
             max_decode_tokens: most new tokens of a decode: 1, and more where drafted tokens are verified.
             levels: see the class.
+            page_capacity: see the class.
             device: where the model runs, if `into` is not given.
             into: buffers that receive the arrays; default new ones on `device`.
 
@@ -186,7 +193,7 @@ class StepBatch:
         num_sources = 0 if token_source is None else int(np.count_nonzero(sources >= 0))
         buffers.upload()
         return buffers.batch(
-            num_rows, num_decodes, page_size, num_sources, page_positions is not None, has_gaps, levels
+            num_rows, num_decodes, page_size, num_sources, page_positions is not None, has_gaps, levels, page_capacity
         )
 
     @property
@@ -203,6 +210,8 @@ class StepBatch:
         Args:
             last_token: [rows] last token that each page-table row sampled.
         """
+        if self.page_capacity is not None:  # a graph takes the same way in every step
+            return torch.where(self.token_source >= 0, last_token[self.token_source.clamp(min=0)], self.token_ids)
         if not self.num_sources:
             return self.token_ids
         if self.num_sources == self.num_tokens:
@@ -275,14 +284,16 @@ class StepBuffers:
         has_positions: bool,
         has_gaps: bool,
         levels: tuple[PrefixLevel, ...],
+        page_capacity: int | None,
     ) -> StepBatch:
         """The arrays as a step, whose fields the arguments are; the last step's object if all sizes are the same."""
-        fields = num_rows, num_decodes, page_size, num_sources, has_positions, has_gaps, levels
+        fields = num_rows, num_decodes, page_size, num_sources, has_positions, has_gaps, levels, page_capacity
         if self._batch is not None and self._fields == fields:
             return self._batch
         self._fields = fields
         num_tokens, num_pages, num_requests = self._sizes
-        tokens = self._on_device.as_strided((6, num_tokens), (self._stride, 1)).unbind()
+        device_tokens = self._on_device.as_strided((6, num_tokens), (self._stride, 1))
+        tokens = device_tokens.unbind()
         lens, qo_indptr, page_indptr, last_page_len, num_logits = torch.from_numpy(self.requests).unbind()
         self._batch = StepBatch(
             token_ids=tokens[0],
@@ -304,6 +315,8 @@ class StepBuffers:
             num_sources=num_sources,
             has_gaps=has_gaps,
             levels=levels,
+            page_capacity=page_capacity,
+            device_tokens=device_tokens,
         )
         return self._batch
 

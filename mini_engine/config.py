@@ -1,6 +1,6 @@
 """`EngineConfig`: every option of the engine, defined once for Python, configuration files and the command line."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ class EngineConfig:
             for later ones until the space is needed.
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
+        cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A step of fewer
+            is filled up to the next one; one of more is launched kernel by kernel. Default 1, 2, 4, and multiples of 8
+            up to `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
         warm_up: run steps of made-up requests before the first real one, so that no request waits for the compilation
             of a common kernel.
 
@@ -62,6 +65,7 @@ class EngineConfig:
     sliding_window: int | None = None
     prefix_sharing: bool = False
     pipeline_depth: int | None = None
+    cuda_graph_batch_sizes: Sequence[int] | None = None
     warm_up: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +77,13 @@ class EngineConfig:
             if not any(value == choice and type(value) is type(choice) for choice in choices):  # True is not 1
                 raise ConfigError(f"{name} is {value!r}; choose one of: {', '.join(map(str, choices))}")
         check_positive(**{name: getattr(self, name) for name in SIZES})
+        sizes = self.cuda_graph_batch_sizes
+        if not isinstance(sizes, list | tuple | None):
+            raise ConfigError(f"cuda_graph_batch_sizes is {str(sizes)[:80]}; give a list of whole numbers")
+        for size in sizes or ():
+            check_positive(cuda_graph_batch_sizes=size)
+        if sizes is not None:
+            object.__setattr__(self, "cuda_graph_batch_sizes", tuple(sorted(set(sizes))))
         for field in fields(self):
             if getattr(self, field.name) is None and field.default is not None:
                 raise ConfigError(f"{field.name} has no value; give one, or leave it out for {field.default!r}")

@@ -73,7 +73,7 @@ class LLMEngine:
         assert config.num_pages and config.max_model_len and config.pipeline_depth is not None
         specs = narrow_windows(config.sliding_window, model.attention_specs)
         self.cache = PagedKVCache(
-            specs, config.num_pages, config.page_size, model.dtype, model.device, config.kv_layout
+            specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout
         )
         self.backend = create_backend(config.attn_backend, specs, self.cache, self.parts)
         self._runner = ModelRunner(
@@ -82,6 +82,8 @@ class LLMEngine:
             self.cache,
             max_rows=config.max_batch_size,
             num_buffers=config.pipeline_depth + 1,
+            graph_sizes=self._graph_sizes(),
+            pages_per_row=-(-config.max_model_len // config.page_size),
             parts=self.parts,
         )
         windows = [spec.window for spec in specs]
@@ -255,6 +257,7 @@ class LLMEngine:
                 for request in self.step().finished:
                     if request.error:
                         raise request.error
+        self._runner.capture()
         self._recover()
         self.metrics = EngineMetrics()
 
@@ -440,6 +443,18 @@ class LLMEngine:
             except BaseException:
                 self._recover()
                 raise
+
+    def _graph_sizes(self) -> ListLike[int]:
+        sizes, captures = self.config.cuda_graph_batch_sizes, self.backend.captures or self.model.device.type == "cpu"
+        if sizes and not captures:
+            raise ConfigError(
+                f"the kernels of the {self.config.attn_backend} backend cannot be captured as a CUDA graph; leave "
+                "cuda_graph_batch_sizes out, or use attn_backend='flashinfer'"
+            )
+        if sizes is None and self.model.device.type == "cuda" and captures:
+            most = self.config.max_batch_size
+            return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
+        return sizes or ()
 
     def _new_scheduler(self) -> Scheduler:
         config = self.config

@@ -6,7 +6,7 @@ between, the device needs nothing from the host: a token that one step samples a
 the device still computes this one. Explained in chapter 07.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.batch import StepBatch, StepBuffers
+from mini_engine.decode_graphs import DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
@@ -68,6 +69,8 @@ class ModelRunner:
         max_rows: rows of the page table.
         num_buffers: steps whose arrays are needed at the same time: one, and one more for each step that is launched
             ahead.
+        graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
+        pages_per_row: the most pages that a request can have.
         parts: the engine's replaceable parts.
     """
 
@@ -79,12 +82,24 @@ class ModelRunner:
         *,
         max_rows: int,
         num_buffers: int,
+        graph_sizes: Sequence[int],
+        pages_per_row: int,
         parts: SamplerPart,
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
         self._sample = parts.sample
         self._device = model.device
-        self._last_token = torch.zeros(max_rows, dtype=torch.long, device=self._device)
+        self._last_token = torch.zeros(max_rows + 1, dtype=torch.long, device=self._device)  # one for padding
+        self._graphs = DecodeGraphs(
+            graph_sizes,
+            self._decode,
+            backend.plan,
+            page_size=cache.page_size,
+            pages_per_row=pages_per_row,
+            padding_page=cache.num_pages - 1,
+            padding_row=max_rows,
+            device=self._device,
+        )
         self._buffers = [StepBuffers(self._device) for _ in range(num_buffers)]
         self._num_launched = 0
         # Kept from step to step for as long as the same requests sample.
@@ -110,12 +125,17 @@ class ModelRunner:
         samples = num_computed == running.num_scheduled[rows]
         sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
         num_logits = None if sampling_rows is rows else samples
-        batch = self._build(schedule, start, num_computed, num_logits, running, page_table)
-        self.backend.plan(batch)
-        hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
-        tokens = self._last_token[:0]
-        if len(sampling_rows):
-            tokens = self._sample_tokens(hidden, batch, sampling_rows, running)
+        if len(sampling_rows) and not np.array_equal(running.admission[sampling_rows], self._sampling_admissions):
+            self._sampling = self._sampling_of(sampling_rows, running)
+        sampling = self._sampling if len(sampling_rows) else None
+        size = self._graph_size(schedule, sampling) if num_logits is None else None
+        batch = self._build(schedule, start, num_computed, num_logits, running, page_table, size)
+        if size and sampling:
+            tokens = self._graphs.run(size, batch, sampling, self._sampling_rows)[: len(rows)]
+        else:
+            self.backend.plan(batch)
+            hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
+            tokens = self._sample_tokens(hidden, batch, sampling) if sampling else self._last_token[:0]
         host_tokens, done = self._read(tokens)
         # Nothing can fail from here on: the step counts.
         running.num_computed[rows] = num_computed
@@ -131,12 +151,26 @@ class ModelRunner:
             launched.done.synchronize()
         return launched.tokens.numpy()
 
+    def capture(self) -> None:
+        """Capture all CUDA graphs now, and not when a step needs them."""
+        for size in reversed(self._graphs.sizes):  # smaller ones fit into the memory of the largest
+            self._graphs.get(size)
+
     def reset(self) -> None:
         """Forget the requests of earlier steps, after waiting for the device to finish those."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._sampling, self._seen = None, None
         self._sampling_admissions = np.zeros(0, dtype=np.int64)
+
+    def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None) -> int | None:
+        """The size of the graph that can run a step; None if none can.
+
+        Every request decodes one token. Filters and penalties have shapes of their own, and levels change their number.
+        """
+        if schedule.num_tokens > len(schedule.rows) or schedule.levels or sampling is None:
+            return None
+        return None if sampling.filters or sampling.seen is not None else self._graphs.size_for(len(schedule.rows))
 
     def _build(
         self,
@@ -146,6 +180,7 @@ class ModelRunner:
         num_logits: np.ndarray | None,
         running: Running,
         page_table: PageTable,
+        graph_size: int | None,
     ) -> StepBatch:
         rows, size = schedule.rows, page_table.page_size
         if schedule.num_tokens == len(rows):
@@ -164,31 +199,39 @@ class ModelRunner:
             first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
             page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * size
         on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
+        arrays = {
+            "token_ids": running.tokens[token_rows, positions],
+            "kv_lens": kv_lens,
+            "pages": page_table.pages_of(rows, page_counts),
+            "token_source": np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
+            "page_positions": page_positions,
+        }
+        if graph_size and graph_size > len(rows):
+            padding = self._graphs.padding(graph_size - len(rows))
+            arrays |= {n: np.append(arrays[n], more) for n, more in padding.items() if arrays[n] is not None}
         self._num_launched += 1
         return StepBatch.build(
-            token_ids=running.tokens[token_rows, positions],
+            **arrays,
             num_new=num_new,
-            kv_lens=kv_lens,
-            pages=page_table.pages_of(rows, page_counts),
             page_size=size,
             num_logits=num_logits,
-            token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
-            page_positions=page_positions,
             levels=schedule.levels,
+            page_capacity=self._graphs.page_capacity(graph_size) if graph_size else None,
             into=self._buffers[self._num_launched % len(self._buffers)],
         )
 
-    def _sample_tokens(
-        self, hidden: Tensor, batch: StepBatch, rows: Int64[np.ndarray, " R"], running: Running
-    ) -> Int[Tensor, " R"]:
+    def _decode(self, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
+        hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
+        tokens = self._sample(self.model.compute_logits(hidden), sampling)
+        self._last_token.index_copy_(0, rows, tokens)
+        return tokens
+
+    def _sample_tokens(self, hidden: Tensor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " R"]:
         """Sample one token for each row and make it the row's last one."""
-        if not np.array_equal(running.admission[rows], self._sampling_admissions):
-            self._sampling = self._sampling_of(rows, running)
-        assert self._sampling is not None
-        if len(rows) < batch.num_tokens:
+        if len(batch.logit_rows) < batch.num_tokens:
             hidden = hidden[batch.logit_rows]
         logits = self.model.compute_logits(hidden)
-        sampling = self._sampling
         sampling.positions = batch.sampled_positions
         if self._seen is not None and sampling.seen is not None:
             sampling.seen = self._seen.of(self._sampling_rows[sampling.penalized_rows])

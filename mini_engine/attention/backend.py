@@ -82,6 +82,8 @@ class AttentionBackend(ABC):
     Attributes:
         bypasses: names of the parts that the backend does not use, or not everywhere.
         planner: finds the levels of each step; None if the backend does not use levels.
+        captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
+            another step with as many requests.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
@@ -89,6 +91,7 @@ class AttentionBackend(ABC):
 
     bypasses: ClassVar[frozenset[str]]
     planner: StepPlanner | None = None
+    captures: ClassVar[bool] = False
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts

@@ -82,6 +82,7 @@ class FlashInferBackend(AttentionBackend):
             "physical_blocks", "physical_mask", "plan_work",
         }
     )  # fmt: skip
+    captures: ClassVar[bool] = True
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)
@@ -112,8 +113,7 @@ class FlashInferBackend(AttentionBackend):
                 "the flashinfer backend counts keys, not positions, and a request has lost pages between others; use "
                 "attn_backend='split_kv'"
             )
-        self._slots = batch.slot_mapping.int()
-        self._sequence_of_token = torch.zeros_like(self._slots)
+        self._slot_mapping = batch.slot_mapping
         num_decodes = batch.num_decodes
         if int(batch.qo_indptr[num_decodes]) > num_decodes:  # a decode with several tokens is planned as a prompt
             num_decodes = 0
@@ -131,6 +131,9 @@ class FlashInferBackend(AttentionBackend):
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         """Store keys and values in one launch, whatever the layout, from where the projection has left them."""
         pages = self.cache.layers[self.specs[layer].kv_layer]
+        if layer == 0:  # here and not in `plan`, for a CUDA graph to record it
+            self._slots = self._slot_mapping.int()
+            self._sequence_of_token = torch.zeros_like(self._slots)
         self._flashinfer.append_paged_kv_cache(
             k, v, self._sequence_of_token, self._slots, pages, *self._pool, kv_layout=self.cache.layout
         )
@@ -148,7 +151,10 @@ class FlashInferBackend(AttentionBackend):
 
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         """Plan the first sequences of the step, which have one query each."""
-        wrapper = self._wrapper(kind, algorithm)
+        if batch.page_capacity is None:
+            wrapper = self._wrapper(kind, algorithm)
+        else:
+            wrapper = self._graph_wrapper(kind, count, batch.page_capacity)
         wrapper.plan(
             batch.kv_page_indptr[: count + 1],
             batch.kv_page_indices,
@@ -193,6 +199,25 @@ class FlashInferBackend(AttentionBackend):
         elif key not in self._wrappers:
             self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, self.cache.layout, backend=algorithm
+            )
+        return self._wrappers[key]
+
+    def _graph_wrapper(self, kind: LayerKind, count: int, page_capacity: int) -> Any:
+        """The wrapper of a CUDA graph: `plan` writes into memory that the captured kernels read."""
+        key = kind, f"decode graph of {count}"
+        if key not in self._wrappers:
+            sizes = {"indptr": count + 1, "indices": page_capacity, "last_page_len": count}
+            buffers = {
+                f"paged_kv_{name}_buffer": torch.empty(size, dtype=torch.int32, device=self.cache.device)
+                for name, size in sizes.items()
+            }
+            self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                self.cache.layout,
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                **buffers,
+                backend="fa2",
             )
         return self._wrappers[key]
 

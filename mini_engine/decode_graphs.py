@@ -1,0 +1,168 @@
+"""CUDA graphs of decode steps: one call launches all kernels of a step.
+
+A decode step of a small model takes the GPU less time than the host needs to launch its several hundred kernels one by
+one. A CUDA graph records them once. A replay runs the same kernels with the same arguments, so it reads its inputs at
+the same addresses and for the same number of requests. Hence there is a graph for each of a few sizes, and a step is
+filled up to the next one with rows of padding: they compute one token over one key, on a page that no request has.
+
+On a CPU nothing is captured, and a replay calls the function again: the same padding, to be tested anywhere. Explained
+in chapter 12.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from mini_engine.batch import StepBatch
+from mini_engine.sampling import SamplingBatch, sampling_columns
+from mini_engine.sampling_params import SamplingParams
+
+Step = Callable[[StepBatch, SamplingBatch, Tensor], Tensor]  # batch, sampling, rows of the sampled tokens -> tokens
+
+
+@dataclass
+class DecodeGraph:
+    """A captured step. Its inputs are tensors that every replay reads.
+
+    Attributes:
+        tokens: [6, n] input: `StepBatch.device_tokens`.
+        sampling: input: what the sampler needs to know of each request.
+        rows: [n] input: row of each request, whose last token is written.
+        replay: launches the step and returns its tokens, which the next replay overwrites.
+        loaded: what `sampling` and `rows` were filled from.
+    """
+
+    tokens: Int[Tensor, "6 n"]
+    sampling: SamplingBatch
+    rows: Int[Tensor, " n"]
+    replay: Callable[[], Int[Tensor, " n"]]
+    loaded: SamplingBatch | None = None
+
+    def load(self, sampling: SamplingBatch, rows: Int[Tensor, " R"], padding_row: int) -> None:
+        """Fill in the requests of a step, which are those of the step before most of the time."""
+        if self.loaded is sampling:
+            return
+        self.sampling.temperature[: len(rows)] = sampling.temperature
+        self.sampling.seeds[: len(rows)] = sampling.seeds
+        self.rows[: len(rows)] = rows
+        self.rows[len(rows) :] = padding_row
+        self.loaded = sampling
+
+
+class DecodeGraphs:
+    """The graphs of the sizes that the engine was given, captured when they are first needed.
+
+    Args:
+        sizes: numbers of requests, ascending.
+        step: computes a decode step on the device, without a synchronization.
+        plan: prepares a step on the host, such as `AttentionBackend.plan`.
+        page_size: tokens per page.
+        pages_per_row: the most pages that one request can have.
+        padding_page: the page of the padding.
+        padding_row: the row of `last_token` that gets the tokens of the padding.
+        device: where the step is computed.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        step: Step,
+        plan: Callable[[StepBatch], None],
+        *,
+        page_size: int,
+        pages_per_row: int,
+        padding_page: int,
+        padding_row: int,
+        device: torch.device,
+    ) -> None:
+        self.sizes, self._step, self._plan, self._device = sizes, step, plan, device
+        self._page_size, self._pages_per_row = page_size, pages_per_row
+        self._padding_page, self._padding_row = padding_page, padding_row
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # they run one after the other
+
+    def size_for(self, num_requests: int) -> int | None:
+        """The smallest size that holds a step; None if none does."""
+        index = bisect_left(self.sizes, num_requests)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def page_capacity(self, size: int) -> int:
+        """The most pages that a step of a size can have."""
+        return size * self._pages_per_row
+
+    def padding(self, num_rows: int) -> dict[str, Any]:
+        """The arguments of `StepBatch.build` for rows of padding, arrays of as many numbers each."""
+        numbers = {
+            "token_ids": 0, "kv_lens": 1, "pages": self._padding_page, "token_source": -1, "page_positions": 0,
+        }  # fmt: skip
+        return {name: np.full(num_rows, number) for name, number in numbers.items()}
+
+    def get(self, size: int) -> DecodeGraph:
+        """The graph of a size, captured now if it has not been. The engine's state stays as it is."""
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        return self._graphs[size]
+
+    def run(self, size: int, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " n"]:
+        """Launch a step that is filled up to a size.
+
+        Args:
+            size: requests of the batch.
+            batch: the step, with padding behind its requests.
+            sampling: what the sampler needs to know of the requests that are no padding.
+            rows: [R] their rows.
+
+        Returns:
+            The tokens of all requests, those of the padding last; the next step overwrites them.
+        """
+        graph = self.get(size)
+        self._plan(batch)
+        graph.load(sampling, rows, self._padding_row)
+        assert batch.device_tokens is not None
+        graph.tokens.copy_(batch.device_tokens)
+        return graph.replay()
+
+    def _capture(self, size: int) -> DecodeGraph:
+        """Capture a step of padding alone: replays of it write nothing that a request reads."""
+        batch = StepBatch.build(
+            **self.padding(size),
+            num_new=None,
+            page_size=self._page_size,
+            page_capacity=self.page_capacity(size),
+            device=self._device,
+        )
+        sampling = replace(
+            SamplingBatch.build(
+                sampling_columns([SamplingParams()] * size), [0] * size, [0] * size, device=self._device
+            ),
+            positions=batch.sampled_positions,
+            all_greedy=False,
+        )
+        rows = torch.full((size,), self._padding_row, device=self._device)
+        self._plan(batch)
+        assert batch.device_tokens is not None
+        return DecodeGraph(batch.device_tokens, sampling, rows, self._record(lambda: self._step(batch, sampling, rows)))
+
+    def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._device.type != "cuda":
+            return run
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):  # kernels are compiled and libraries choose theirs before the capture
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            tokens = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return tokens
+
+        return replay

@@ -56,7 +56,8 @@ class StepReport:
         schedule: the step that was launched.
         requests: [B] its requests, in the order of `schedule.rows`.
         num_computed: [B] tokens of each request whose keys are in the cache after the step.
-        batch: the step as the model got it; None if nothing was launched. Valid until the next call.
+        batch: the step as the model got it, with padding behind the requests if a CUDA graph ran it; None if nothing
+            was launched. Valid until the next call.
         sampled_by: [R] requests whose tokens were collected.
         token_ids: [R] those tokens.
         finished: requests that ended since the previous report, whatever the reason.
@@ -89,7 +90,7 @@ class StepReport:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that attention reads in the step."""
-        return 0 if self.batch is None else int(self.batch.kv_lens.sum()) * self.bytes_per_token
+        return 0 if self.batch is None else int(self.batch.kv_lens[: len(self.requests)].sum()) * self.bytes_per_token
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
         sliding_window=window,
         prefix_sharing=data.draw(st.booleans()),
         pipeline_depth=data.draw(st.sampled_from([0, 1])),
+        cuda_graph_batch_sizes=data.draw(st.none() | st.lists(st.integers(1, 4))),  # on a CPU the padding alone
     )
     got = serve(engine, arrivals, aborts)
     for name, prompt, params in all_requests:
@@ -93,7 +94,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
 @settings(max_examples=80)
 @given(st.data(), st.sampled_from(sorted(FAMILIES)), st.sampled_from(["torch", "torch_padded", "chunked"]))
 def test_tokens_do_not_depend_on_the_schedule(data, family, attn_backend):
-    """In float64, exactly: arrivals, chunks, pool, pages, shared prefixes, windows, depth, aborts, end tokens."""
+    """In float64, exactly: arrivals, chunks, pool, pages, prefixes, windows, depth, padding, aborts, end tokens."""
     check_tokens(data, family, attn_backend, most=5, longest=24)
 
 

@@ -235,7 +235,11 @@ def _arrival(request: Request) -> int:
 def _works(report: StepReport) -> list[Work]:
     if report.batch is None:
         return []
-    columns = report.schedule.num_new.tolist(), report.num_computed.tolist(), report.batch.num_logits.tolist()
+    columns = (
+        report.schedule.num_new.tolist(),
+        report.num_computed.tolist(),
+        report.batch.num_logits.tolist()[: len(report.requests)],
+    )
     works = []
     for request, num_new, num_computed, num_logits in zip(report.requests, *columns, strict=True):
         kind: Literal["prefill", "chunk", "decode"] = "prefill" if num_new == num_computed and num_logits else "chunk"
@@ -254,7 +258,7 @@ def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
         indices, bounds = report.batch.host_page_indices, pairwise(report.batch.kv_page_indptr.tolist())
         pages |= {
             request: indices[first:last].tolist()
-            for request, (first, last) in zip(report.requests, bounds, strict=True)
+            for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding comes behind
         }
     return {request.request_id: pages[request] for request in sorted(pages, key=_arrival)}
 

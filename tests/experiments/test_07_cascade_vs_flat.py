@@ -178,13 +178,18 @@ def test_the_readme_shows_the_fit_of_the_recorded_times(recorded):
     assert shown.strip() == "\n\n".join(table.markdown() for table in fit.tables(recorded))
 
 
-def test_the_engines_defaults_are_the_fit_rounded(recorded):
+def test_the_engines_defaults_are_close_to_the_fit_and_decide_as_well(recorded):
     kind = fit.Kind.of(recorded)
     times = fit.Times.of(recorded, kind.page_size)
     fitted = fit.fit(times, kind.amounts, fit.measured_bandwidth(recorded, kind))
     for name in fit.UNITS:
-        assert getattr(H200_COSTS, name) == float(f"{getattr(fitted, name):.2g}"), name
-    assert fit.decisions(times, kind.costs(H200_COSTS)) == fit.decisions(times, kind.costs(fitted))
+        assert getattr(H200_COSTS, name) == pytest.approx(getattr(fitted, name), rel=0.1), name
+    faster = ["cascade" if saved > 0 else "flat" for saved in times.saved]
+    right = [
+        sum(a == b for a, b in zip(fit.decisions(times, kind.costs(costs)), faster, strict=True))
+        for costs in (H200_COSTS, fitted)
+    ]
+    assert right[0] >= right[1]
 
 
 def test_another_file_is_printed_and_the_readme_left_alone(recorded, tmp_path, capsys):

@@ -152,16 +152,27 @@ def fill_readme(experiment: str, figures: Collection[str], root: Path | None = N
     So that no number of a README is typed: `run.py` calls this after `write`.
     """
     base = root or repository_root()
-    readme = base / "experiments" / experiment / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(RESULTS)
-    _, mark, after = rest.partition(END_OF_RESULTS)
-    if not mark:
-        raise ValueError(f"{experiment}/README.md: the marks {RESULTS} and {END_OF_RESULTS} are missing")
     tables = [
         replace(result, rows=tuple(row for row in result.rows if row.figure in figures)).table().markdown()
         for result in load(experiment, base)
     ]
-    readme.write_text("\n\n".join([before + RESULTS, *tables, END_OF_RESULTS + after]), encoding="utf-8")
+    fill(base / "experiments" / experiment / "README.md", (RESULTS, END_OF_RESULTS), tables)
+
+
+def fill(readme: Path, marks: tuple[str, str], parts: Sequence[str]) -> None:
+    """Replace what stands between two marks of a README.
+
+    Args:
+        readme: the file.
+        marks: the two lines.
+        parts: Markdown.
+    """
+    text = readme.read_text(encoding="utf-8")
+    before, _, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not end:
+        raise ValueError(f"{readme.parent.name}/README.md: the marks {marks[0]} and {marks[1]} are missing")
+    readme.write_text("\n\n".join([before + marks[0], *parts, marks[1] + after]), encoding="utf-8")
 
 
 def read(file: Path) -> Result:

@@ -230,7 +230,7 @@ def answer(console: Console, engine: "TextEngine", watch: "Watch | None", batch:
 
     outputs, metrics = stream(console, engine, watch, batch)
     model = batch.llm.model
-    console.print(metrics.table(model, measure_machine(model.device, model.dtype)))
+    console.print(metrics.table(model, measure_machine(model.device, model.dtype), engine.engine))
     if watch:
         show(console, watch.trace.summary())
     return outputs

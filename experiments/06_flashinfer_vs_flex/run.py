@@ -394,39 +394,39 @@ def engine_rows(
     return rows
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     options.add_argument("--change", help="add the workloads to the engine's ledger: what is new, in a few words")
-    arguments = options.parse_args()
-    device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
+    chosen = options.parse_args(arguments)
+    device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans every new length for tens of milliseconds
     machine = measure_machine(device, setting.dtype)
     rows: list[results.Row] = []
-    if DECODE in arguments.only:
+    if DECODE in chosen.only:
         rows += kernel_rows(DECODE, [Case(b, n, 1) for b, n in setting.decodes], setting, machine)
-    if PREFILL in arguments.only:
+    if PREFILL in chosen.only:
         rows += kernel_rows(PREFILL, [Case(b, n, n) for b, n in setting.prefills], setting, machine)
-    if BALANCE in arguments.only and device.type == "cuda":
+    if BALANCE in chosen.only and device.type == "cuda":
         rows += balance_rows(setting, machine)
-    if ENGINE in arguments.only and device.type == "cuda":
+    if ENGINE in chosen.only and device.type == "cuda":
         model = random_model(QWEN3_0_6B, setting.dtype, device)
-        rows += engine_rows(model, setting, machine, arguments.workloads)
+        rows += engine_rows(model, setting, machine, chosen.workloads)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M's heads",
         "dtype": machine.dtype,
         "repetitions of a kernel": setting.repetitions,
         "repetitions of a workload": 3,
     }
-    result = results.new_result(EXPERIMENT, rows, parameters, arguments.device)
-    if set(arguments.only) < set(SECTIONS):
+    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+    if set(chosen.only) < set(SECTIONS):
         result = results.with_recorded(result)
-    record(result, arguments.out, {row.figure for row in result.rows})
-    if arguments.change:
+    record(result, chosen.out, {row.figure for row in result.rows})
+    if chosen.change:
         for row in rows:
             if "workload" in row.case and row.figure != "decode: KV bandwidth":
-                ledger.add(result, row, arguments.change, arguments.out)
+                ledger.add(result, row, chosen.change, chosen.out)
 
 
 if __name__ == "__main__":

@@ -48,21 +48,19 @@ class CascadeCosts:
 
     Every page is read from HBM once, with or without a level. A level saves the later reads, which a flat kernel serves
     mostly from the L2 cache. It costs one more launch of attention and one merge. The defaults describe one H200,
-    bfloat16, 16 query and 8 KV heads of 128, kernels replayed from a CUDA graph.
+    bfloat16, 16 query and 8 KV heads of 128, kernels replayed from a CUDA graph. Experiment 07 fits them (`fit.py`).
 
     Attributes:
         reread_bandwidth: bytes per second of pages that the same kernel has read before.
         flops: FLOP per second of attention over shared pages.
         bandwidth: bytes per second of HBM, for the states that are merged.
-        launch_seconds: what a level's attention takes beyond its bytes and FLOPs.
-        merge_seconds: what a merge takes beyond its bytes.
+        level_seconds: what a level's attention and its merge take beyond their bytes and FLOPs.
     """
 
-    reread_bandwidth: float = 9.9e12
-    flops: float = 290e12
+    reread_bandwidth: float = 10e12
+    flops: float = 340e12
     bandwidth: float = 4.3e12
-    launch_seconds: float = 8e-6
-    merge_seconds: float = 4e-6
+    level_seconds: float = 5e-6
 
 
 H200_COSTS = CascadeCosts()
@@ -93,7 +91,7 @@ class LevelCosts:
         return cls(
             reread_seconds=page_bytes / costs.reread_bandwidth,
             compute_seconds=page_flops / costs.flops,
-            level_seconds=costs.launch_seconds + costs.merge_seconds,
+            level_seconds=costs.level_seconds,
             merge_seconds=3 * state_bytes / costs.bandwidth,  # two are read, one is written
         )
 

@@ -1,10 +1,12 @@
-"""The cost of a run: time to first token, tokens/s, bytes read per token, and the share of the machine's bandwidth."""
+"""The cost of a run: latencies, tokens/s, bytes read per token, and the share of the machine's bandwidth."""
 
 import statistics
 import time
+from collections import Counter
 
 from rich.table import Table
 
+from mini_engine.engine import LLMEngine
 from mini_engine.models.base import CausalLM
 from mini_engine.outputs import Piece, StepReport
 from mini_engine.roofline import Machine
@@ -23,8 +25,10 @@ class Metrics:
         self._start = time.perf_counter()
         self._last_step: StepReport | None = None
         self._decode_tokens = self._decode_steps = self._kv_bytes = 0
-        self._output_tokens = self._prompt_tokens = 0
+        self._prompt_tokens = 0
         self._decode_seconds = 0.0
+        self._output_tokens: Counter[int] = Counter()  # of each request
+        self._last_token_seconds: dict[int, float] = {}
         self.first_token_seconds: dict[int, float] = {}
 
     def add(self, piece: Piece) -> None:
@@ -32,8 +36,9 @@ class Metrics:
         if piece.output:
             self._prompt_tokens += len(piece.output.prompt_token_ids)
         if piece.num_tokens:
-            self._output_tokens += piece.num_tokens
-            self.first_token_seconds.setdefault(piece.index, time.perf_counter() - self._start)
+            self._output_tokens[piece.index] += piece.num_tokens
+            self._last_token_seconds[piece.index] = time.perf_counter() - self._start
+            self.first_token_seconds.setdefault(piece.index, self._last_token_seconds[piece.index])
         step = piece.step
         if step and step.is_decode and step is not self._last_step:
             self._last_step = step
@@ -45,20 +50,44 @@ class Metrics:
     def summary(self) -> str:
         """Return one line about a run of one request."""
         first = self.first_token_seconds.get(0, 0.0)
-        return f"{self._output_tokens} tokens, {self.decode_rate:.0f} tokens/s, first after {first * 1e3:.0f} ms"
+        return (
+            f"{self._output_tokens.total()} tokens, {self.decode_rate:.0f} tokens/s, first after {first * 1e3:.0f} ms"
+        )
 
     @property
     def decode_rate(self) -> float:
         """Tokens per second in decode steps, over all requests."""
         return self._decode_tokens / self._decode_seconds if self._decode_seconds else 0.0
 
-    def table(self, model: CausalLM, machine: Machine) -> Table:
-        """Return a table of the run, with the bandwidth of the machine for comparison."""
+    @property
+    def output_token_seconds(self) -> dict[int, float]:
+        """Time per output token of each request: the mean time between its tokens, if it has two or more."""
+        return {
+            index: (self._last_token_seconds[index] - first) / (self._output_tokens[index] - 1)
+            for index, first in self.first_token_seconds.items()
+            if self._output_tokens[index] > 1
+        }
+
+    def table(self, model: CausalLM, machine: Machine, engine: LLMEngine) -> Table:
+        """Return a table of the run.
+
+        Args:
+            model: what computed it.
+            machine: its bandwidth is shown for comparison.
+            engine: the engine of the run, which has served nothing else.
+        """
         rows: dict[str, str] = {}
-        if self.first_token_seconds:
-            median = statistics.median(self.first_token_seconds.values())
-            rows["time to first token (median request)"] = f"{median * 1e3:.0f} ms"
-        rows |= {"prompt tokens": f"{self._prompt_tokens}", "output tokens": f"{self._output_tokens}"}
+        for latency, seconds in (
+            ("time to first token", self.first_token_seconds),
+            ("time per output token", self.output_token_seconds),
+        ):
+            if seconds:
+                rows[f"{latency} (median request)"] = f"{statistics.median(seconds.values()) * 1e3:.1f} ms"
+        rows |= {"prompt tokens": f"{self._prompt_tokens}", "output tokens": f"{self._output_tokens.total()}"}
+        totals = engine.metrics
+        if engine.config.prefix_sharing:
+            rows |= {"hit rate": f"{totals.hit_rate:.0%}", "evicted pages": f"{totals.evicted_pages}"}
+        rows["preemptions"] = f"{totals.preemptions}"
         if self._decode_tokens:
             weights = weight_bytes_per_step(model) * self._decode_steps
             rate = (weights + self._kv_bytes) / self._decode_seconds

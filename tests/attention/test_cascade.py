@@ -41,8 +41,8 @@ ALIBI = replace(PLAIN, layer=2, kv_layer=2, alibi_slopes=(0.5, 0.25, 0.1, 0.05))
 WINDOW = replace(PLAIN, layer=3, kv_layer=3, window=5)
 SPECS = (PLAIN, CAPPED, ALIBI, WINDOW)
 # Levels cost nothing, so every shared page is in one; or so much that none is.
-FREE = CascadeCosts(launch_seconds=0.0, merge_seconds=0.0, bandwidth=np.inf, flops=np.inf)
-NEVER = CascadeCosts(launch_seconds=1.0)
+FREE = CascadeCosts(level_seconds=0.0, bandwidth=np.inf, flops=np.inf)
+NEVER = CascadeCosts(level_seconds=1.0)
 CPU = torch.device("cpu")
 
 

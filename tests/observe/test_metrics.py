@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ import torch
 from rich.console import Console
 
 from mini_engine.batch import StepBatch
+from mini_engine.engine import LLMEngine
+from mini_engine.models.base import CausalLM
 from mini_engine.observe.metrics import Metrics, weight_bytes_per_step
 from mini_engine.outputs import Piece, RequestOutput, StepReport
 from mini_engine.request import Request
 from mini_engine.roofline import Machine
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule
+from tests.helpers import GREEDY, double_model, make_engine, make_text_engine
 from tests.models.families import our_model, transformers_model
 
 
@@ -30,6 +34,15 @@ def report(num_new: list[int], kv_lens: list[int], seconds: float) -> StepReport
     return StepReport(schedule, requests, lens, batch, [], np.zeros(0, dtype=np.int64), [], 0.0, seconds, 100)
 
 
+def rows_of(metrics: Metrics, model: CausalLM, engine: LLMEngine) -> dict[str, str]:
+    """What the table shows."""
+    out = io.StringIO()
+    machine = Machine("a machine", "float32", bandwidth=1e9, flops=1e9)
+    Console(file=out, width=100).print(metrics.table(model, machine, engine))
+    lines = [line.strip("│").split("│") for line in out.getvalue().splitlines() if "│" in line]
+    return {name.strip(): value.strip() for name, value in lines}
+
+
 def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     model = our_model(transformers_model("llama", tie_word_embeddings=True))
     clock = iter([10.0, 10.25, 10.5, 11.0, 11.5])
@@ -42,17 +55,15 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         metrics.add(Piece(index, "", 1, output, step))
     metrics.add(Piece(2, "", 0, refused, None))
     assert metrics.first_token_seconds == {0: 0.25, 1: 0.5}
+    assert metrics.output_token_seconds == {0: 0.75, 1: 1.0}
     assert metrics.summary() == "4 tokens, 8 tokens/s, first after 250 ms"
-    out = io.StringIO()
-    Console(file=out, width=100).print(metrics.table(model, Machine("a machine", "float32", bandwidth=1e9, flops=1e9)))
-    rows = dict(
-        [cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines() if "│" in line
-    )
     weights = weight_bytes_per_step(model)
-    assert rows == {
-        "time to first token (median request)": "375 ms",
+    assert rows_of(metrics, model, make_engine(model)) == {
+        "time to first token (median request)": "375.0 ms",
+        "time per output token (median request)": "875.0 ms",
         "prompt tokens": "4",
         "output tokens": "4",
+        "preemptions": "0",
         "decode, all requests together": "8.0 tokens/s",
         "weights read per token": f"{weights / 2 / 1e6:.1f} MB",
         "keys and values read per token": "0.00 MB",
@@ -60,6 +71,40 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "measured bandwidth of a machine": "1.0 GB/s",
         "share of the bandwidth used": f"{(weights + 1000) / 0.25 / 1e9:.0%}",
     }
+
+
+def test_the_time_per_output_token_is_the_mean_time_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests of 1, 2 and 4 tokens, whose pieces may hold several tokens or none."""
+    clock = iter([0.0, 1.0, 2.0, 3.0, 6.0, 6.5, 14.0])
+    monkeypatch.setattr("mini_engine.observe.metrics.time.perf_counter", lambda: next(clock))
+    metrics = Metrics()
+    for index, num_tokens in ((0, 1), (1, 1), (2, 1), (1, 1), (2, 1), (0, 0), (2, 2)):
+        metrics.add(Piece(index, "", num_tokens, None, None))
+    assert metrics.first_token_seconds == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert metrics.output_token_seconds == {1: 4.0, 2: 11.0 / 3}
+
+
+def test_requests_of_one_token_have_no_time_per_output_token() -> None:
+    metrics, model = Metrics(), double_model("llama")
+    assert not any("token (median" in name for name in rows_of(metrics, model, make_engine(model)))
+    metrics.add(Piece(0, "", 1, None, None))
+    shown = [name for name in rows_of(metrics, model, make_engine(model)) if "token (median" in name]
+    assert shown == ["time to first token (median request)"]
+
+
+def test_pages_that_run_short_show_in_the_table() -> None:
+    """Requests that share a prefix, are preempted, and return; then another evicts their pages."""
+    model, metrics = double_model("llama"), Metrics()
+    text = make_text_engine(model, num_pages=12, page_size=2, max_batch_size=4, prefix_sharing=True)
+    prompts = [[5, 9, 33, 7, 8, own] for own in (1, 2, 3)] + [[40 + i for i in range(9)]]
+    for piece in text.stream_batch(prompts, replace(GREEDY, max_tokens=10)):
+        metrics.add(piece)
+    rows, totals = rows_of(metrics, model, text.engine), text.engine.metrics
+    assert totals.preemptions > 0 and totals.evicted_pages > 0 and 0 < totals.hit_rate < 1
+    assert rows["preemptions"] == str(totals.preemptions)
+    assert rows["evicted pages"] == str(totals.evicted_pages)
+    assert rows["hit rate"] == f"{totals.shared_tokens / totals.prompt_tokens:.0%}"
+    assert rows["output tokens"] == "40"
 
 
 def test_the_time_of_a_step_that_only_collects_counts() -> None:

@@ -1,0 +1,112 @@
+"""From the fused projection to attention in one launch: QK-norm, rotation, and the append to the KV cache.
+
+One by one these are five kernels that read and write the same few kilobytes of each token: two norms, a rotation of
+queries and keys, a store of keys and one of values. Here a program loads the heads of one token, and writes queries to
+the tensor that attention reads, and keys and values to their slot.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+HEADS = 8  # that one program processes
+
+
+def rotate_and_append(
+    qkv: Float[Tensor, "T W"],
+    norm_weights: tuple[Float[Tensor, " D"], Float[Tensor, " D"]] | None,
+    eps: float,
+    cos: Float[Tensor, "T half"],
+    sin: Float[Tensor, "T half"],
+    pages: tuple[Tensor, Tensor],
+    layout: str,
+    slot_mapping: Int[Tensor, " T"],
+) -> Float[Tensor, "T Hq D"]:
+    """Normalize and rotate queries and keys, store keys and values, and return the queries.
+
+    Args:
+        qkv: for each token its queries, keys and values, W = (Hq + 2 Hk) D numbers.
+        norm_weights: factors of the norm of each query head and of each key head; None: no norm.
+        eps: of the norm.
+        cos: of each token's rotation.
+        sin: likewise.
+        pages: the layer's keys and values in the cache, changed in place.
+        layout: "NHD" or "HND".
+        slot_mapping: where each token's key and value go.
+    """
+    keys, values = pages
+    head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)
+    num_kv_heads, page_size, head_dim = keys.shape[head_axis], keys.shape[token_axis], keys.shape[3]
+    num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim
+    q = qkv.new_empty(num_tokens, num_heads - 2 * num_kv_heads, head_dim)
+    q_weight, k_weight = norm_weights or (qkv, qkv)  # pointers that are not read
+    _kernel[(num_tokens, triton.cdiv(num_heads, HEADS))](
+        qkv,
+        qkv.stride(0),
+        q_weight,
+        k_weight,
+        eps,
+        cos,
+        sin,
+        slot_mapping,
+        q,
+        keys,
+        values,
+        keys.stride(0),
+        keys.stride(token_axis),
+        keys.stride(head_axis),
+        page_size,
+        q.shape[1],
+        num_kv_heads,
+        HAS_NORM=norm_weights is not None,
+        HALF=head_dim // 2,
+        HEADS=HEADS,
+    )
+    return q
+
+
+@no_type_check
+@triton.jit
+def _kernel(
+    qkv, token_stride, q_weight, k_weight, eps, cos, sin, slots, q, keys, values, page_stride, slot_stride, head_stride,
+    page_size, num_q, num_kv, HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, HALF)
+    exists = (head < num_q + 2 * num_kv)[:, None]
+    source = qkv + token * token_stride + head[:, None] * 2 * HALF + column[None, :]
+    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=exists, other=0.0).to(tl.float32)
+
+    is_q, is_v = (head < num_q)[:, None], (head >= num_q + num_kv)[:, None]
+    normed_first, normed_second = first, second
+    if HAS_NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        q_first, q_second = tl.load(q_weight + column), tl.load(q_weight + HALF + column)
+        k_first, k_second = tl.load(k_weight + column), tl.load(k_weight + HALF + column)
+        normed_first = first * factor * tl.where(is_q, q_first[None, :], k_first[None, :]).to(tl.float32)
+        normed_second = second * factor * tl.where(is_q, q_second[None, :], k_second[None, :]).to(tl.float32)
+    c = tl.load(cos + token * HALF + column)[None, :].to(tl.float32)
+    s = tl.load(sin + token * HALF + column)[None, :].to(tl.float32)
+    first = tl.where(is_v, first, normed_first * c - normed_second * s)
+    second = tl.where(is_v, second, normed_second * c + normed_first * s)
+
+    dtype = q.dtype.element_ty
+    to_q = q + (token * num_q + head[:, None]) * 2 * HALF + column[None, :]
+    tl.store(to_q, first.to(dtype), mask=is_q)
+    tl.store(to_q + HALF, second.to(dtype), mask=is_q)
+    slot = tl.load(slots + token)
+    to_slot = (slot // page_size) * page_stride + (slot % page_size) * slot_stride
+    kv_head = (head - num_q) % num_kv
+    at = to_slot + kv_head[:, None] * head_stride + column[None, :]
+    is_k = ~is_q & ~is_v
+    tl.store(keys + at, first.to(dtype), mask=is_k)
+    tl.store(keys + at + HALF, second.to(dtype), mask=is_k)
+    tl.store(values + at, first.to(dtype), mask=is_v & exists)
+    tl.store(values + at + HALF, second.to(dtype), mask=is_v & exists)

@@ -1,0 +1,56 @@
+"""One launch beside the parts that it replaces: in Triton's interpreter here, on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_engine.models.layers import qk_norm
+from mini_engine.rope import apply_rope
+
+pytest.importorskip("triton")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (9, 3, 64), (5, 1, 16)])
+def test_queries_and_cache_are_those_of_the_parts(
+    device, layout, norm, num_qo_heads, num_kv_heads, head_dim, monkeypatch
+):
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
+    from mini_engine.kernels.rotate_and_append import rotate_and_append
+
+    generator = torch.Generator().manual_seed(num_qo_heads)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    num_tokens, page_size, num_pages = 5, 4, 7
+    qkv = random(num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim)
+    weights = (random(head_dim), random(head_dim)) if norm else None
+    angles = torch.rand(num_tokens, head_dim // 2, generator=generator).to(device) * 6
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.randperm(num_pages * page_size, generator=generator)[:num_tokens].to(device)
+    page = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+    pages = random(num_pages, *page, head_dim), random(num_pages, *page, head_dim)
+    before = [cache.clone() for cache in pages]
+
+    got = rotate_and_append(qkv, weights, 1e-6, cos, sin, pages, layout, slots)
+
+    heads = qkv.view(num_tokens, -1, head_dim)
+    q_and_k, v = heads[:, : num_qo_heads + num_kv_heads], heads[:, num_qo_heads + num_kv_heads :]
+    if weights:
+        q_and_k = qk_norm(q_and_k, *weights, num_qo_heads, 1e-6)
+    q_and_k = apply_rope(q_and_k, cos, sin)
+    close = {"atol": 3e-2, "rtol": 2e-2} if device == "cuda" else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(got, q_and_k[:, :num_qo_heads], **close)
+    for cache, old, new in zip(pages, before, (q_and_k[:, num_qo_heads:], v), strict=True):
+        by_slot = cache if layout == "NHD" else cache.transpose(1, 2)
+        want = old if layout == "NHD" else old.transpose(1, 2)
+        want = want.clone().flatten(0, 1)
+        want[slots] = new
+        torch.testing.assert_close(by_slot.flatten(0, 1), want, **close)

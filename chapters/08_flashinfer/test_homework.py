@@ -27,7 +27,7 @@ EXERCISES = [
     Exercise(
         "csr_from_table",
         points=2,
-        minutes=15,
+        minutes=10,
         difficulty=1,
         hints=(
             "Three questions, one for each array: how many pages does each sequence have, which entries of the table "
@@ -41,7 +41,7 @@ EXERCISES = [
     Exercise(
         "table_from_csr",
         points=1,
-        minutes=10,
+        minutes=5,
         difficulty=1,
         hints=(
             "np.diff(indptr) is the number of pages of each sequence. Which entries of the table do they fill?",
@@ -54,7 +54,7 @@ EXERCISES = [
     Exercise(
         "append_positions",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "Take one new token. Its sequence has kv_lens[b] keys already, and the token is the i-th new one of that "
@@ -69,7 +69,7 @@ EXERCISES = [
     Exercise(
         "smallest_chunk",
         points=2,
-        minutes=15,
+        minutes=10,
         difficulty=2,
         hints=(
             "How many chunks does a tile of n keys make at size c? If c fits, does c + 1?",
@@ -82,7 +82,7 @@ EXERCISES = [
     Exercise(
         "plan_work",
         points=6,
-        minutes=60,
+        minutes=45,
         difficulty=3,
         part="plan_work",
         hints=(
@@ -102,7 +102,7 @@ EXERCISES = [
     Exercise(
         "split_kv_decode",
         points=4,
-        minutes=30,
+        minutes=20,
         difficulty=2,
         hints=(
             "Write it for one item first: its positions are first_keys to end_keys - 1 of one sequence. In which page "
@@ -117,7 +117,7 @@ EXERCISES = [
     Exercise(
         "cut_evenly",
         points=4,
-        minutes=40,
+        minutes=30,
         difficulty=3,
         challenge=True,
         hints=(

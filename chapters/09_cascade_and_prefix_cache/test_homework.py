@@ -430,7 +430,7 @@ def test_a_level_that_does_not_pay(hw: Homework) -> None:
 
 @check("find_levels", mistake="one level holds several groups, and pays its cost once for all of them")
 def test_two_groups_in_a_level(hw: Homework) -> None:
-    levels = found_levels(hw, [0, 8, 0, 5, 5], 15.0)
+    levels = found_levels(hw, [0, 8, 0, 5, 5], 14.5)
     assert_equal([depth.tolist() for _, depth in levels], [[8, 8, 5, 5, 5]], name="the depth of each level")
 
 

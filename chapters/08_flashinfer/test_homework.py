@@ -235,9 +235,7 @@ def test_csr_without_a_loop(hw: Homework) -> None:
     assert_no_loop("csr_from_table", *counts)
 
 
-@check(
-    "csr_from_table", mistake="lengths and page sizes of all kinds: compare the arrays printed with your own by hand"
-)
+@check("csr_from_table", mistake="lengths and page sizes of all kinds: work out the printed example by hand")
 def test_random_tables(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
@@ -301,9 +299,7 @@ def test_table_without_a_loop(hw: Homework) -> None:
     assert_no_loop("table_from_csr", *counts)
 
 
-@check(
-    "table_from_csr", mistake="lengths and page sizes of all kinds: compare the arrays printed with your own by hand"
-)
+@check("table_from_csr", mistake="lengths and page sizes of all kinds: work out the printed example by hand")
 def test_random_csr(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
@@ -383,7 +379,7 @@ def test_append_without_a_loop(hw: Homework) -> None:
     assert_no_loop("append_positions", *counts)
 
 
-@check("append_positions", mistake="steps of all kinds: compare the arrays printed with your own by hand")
+@check("append_positions", mistake="steps of all kinds: work out the printed example by hand")
 def test_random_steps(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         rng = random.Random(seed)
@@ -619,7 +615,7 @@ def test_plan_without_a_loop(hw: Homework) -> None:
     assert_no_loop("plan_work", *counts)
 
 
-@check("plan_work", mistake="steps of all kinds: compare the arrays printed with your own by hand")
+@check("plan_work", mistake="steps of all kinds: work out the printed example by hand")
 def test_random_plans(hw: Homework) -> None:
     rng = random.Random(0)
     for _ in range(150):

@@ -824,7 +824,8 @@ def assert_cut(hw: Homework, num_keys: Sequence[int], num_workers: int, step: Ca
     loads = [0] * num_workers
     for worker, tile, first, end in items:
         assert 0 <= tile < len(num_keys) and 0 <= first < end <= num_keys[tile], (
-            f"{what}: keys {first} to {end} of tile {tile}"
+            f"{what}: an item has first_keys {first} and end_keys {end} of tile {tile}; no item is empty, and end_keys "
+            "is at most the number of the tile's keys"
         )
         assert 0 <= worker < num_workers, f"{what}: an item for worker {worker}"
         loads[worker] += end - first
@@ -832,7 +833,9 @@ def assert_cut(hw: Homework, num_keys: Sequence[int], num_workers: int, step: Ca
             held[tile][key] += 1
     if step("keys"):
         for tile, counts in enumerate(held):
-            assert set(counts) == {1}, f"{what}: keys of tile {tile} are in {sorted(set(counts))} items each"
+            assert set(counts) == {1}, (
+                f"{what}: keys of tile {tile} are in {sorted(set(counts))} items, and not in exactly one"
+            )
     if step("loads"):
         assert max(loads) - min(loads) <= 1, f"{what}: the loads of the workers are {loads}"
     if step("items"):

@@ -365,8 +365,8 @@ def found_levels(
     for pages in sorted(set(more.tolist()) - {0}):
         saved = pages * float(saves @ (more >= pages))
         assert saved <= cost + 1e-9, (
-            f"{what} finds {len(levels)} levels; {pages} more pages of the {np.sum(more >= pages)} requests that share "
-            f"as many with the one before them would save {saved:g}"
+            f"{what}: your {len(levels)} levels leave one out: {np.sum(more >= pages)} requests share at least {pages} "
+            f"more pages with the one before, so a further level of {pages} pages would save {saved:g} and cost {cost:g}"
         )
     if cost == 0:
         assert abs(gain - float(saves @ given)) < 1e-9, (
@@ -588,6 +588,9 @@ class Cached:
         found = self.tree.match(int32(text))
         assert isinstance(found, np.ndarray) and found.dtype == np.int32, (
             f"match returns an array of dtype int32, not {getattr(found, 'dtype', type(found).__name__)}"
+        )
+        assert (found >= 0).all(), (
+            "the caller has changed its arrays after insert, and the tree's pages with them: copy"
         )
         return found
 

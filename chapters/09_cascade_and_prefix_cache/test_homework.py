@@ -365,8 +365,8 @@ def found_levels(
     for pages in sorted(set(more.tolist()) - {0}):
         saved = pages * float(saves @ (more >= pages))
         assert saved <= cost + 1e-9, (
-            f"{what}: your {len(levels)} levels leave one out: {np.sum(more >= pages)} requests share at least {pages} "
-            f"more pages with the one before, so a further level of {pages} pages would save {saved:g} and cost {cost:g}"
+            f"{what}: your {len(levels)} levels lack one: {np.sum(more >= pages)} requests share at least {pages} "
+            f"more pages with the one before; a further level of {pages} pages would save {saved:g} and cost {cost:g}"
         )
     if cost == 0:
         assert abs(gain - float(saves @ given)) < 1e-9, (

@@ -24,7 +24,7 @@ def csr_from_table(
     """Turn a dense page table, as FlashAttention's functions take it, into the CSR arrays that FlashInfer takes.
 
     Row b of the table lists the pages of sequence b in order of position. Its first `ceil(kv_lens[b] / page_size)`
-    entries count; those behind them are stale and may be any number. Use no Python loop over sequences or pages.
+    entries are valid; those behind them are stale and may hold any number. Use no Python loop over sequences or pages.
 
     Args:
         table: pages of each sequence.
@@ -61,7 +61,7 @@ def table_from_csr(
     """Turn CSR arrays back into a dense page table and lengths. Use no Python loop over sequences or pages.
 
     Args:
-        indptr: see `csr_from_table`; so are the others.
+        indptr: as `csr_from_table` returns it; so are the other arrays.
         indices: pages.
         last_page_len: keys in last pages.
         page_size: keys that fit in one page.
@@ -132,8 +132,8 @@ def smallest_chunk(num_keys: Int[np.ndarray, " tiles"], num_workers: int, least:
 
     Args:
         num_keys: keys of each tile, 1 or more.
-        num_workers: most chunks. If there are more tiles than that, no size is small enough: return the largest number
-            of keys, with which every tile is one chunk.
+        num_workers: most chunks. If there are more tiles than that, every size makes too many chunks: return the
+            largest number of keys, with which every tile is one chunk.
         least: smallest size that may be returned, also where it is larger than every tile.
 
     Example: with chunks of 40 there are 3 + 1 of them; with chunks of 34 as well; with chunks of 33 there are 5.
@@ -290,9 +290,9 @@ def cut_evenly(
     """Challenge: give every worker the same number of keys, to within one.
 
     `plan_work` gives a worker one item, so one that gets the rest of a tile has less to do. Here a worker may have
-    several items, of one tile or of many. With W workers there are at most tiles + W - 1 items, because every item
-    more is another partial state to merge. There may be fewer keys than workers, and then some have no item. The keys
-    may be many millions: use no Python loop over keys.
+    several items, of one tile or of many. With W workers there are at most tiles + W - 1 items, because every
+    additional item is another partial state to merge. There may be fewer keys than workers, and then some have no
+    item. The keys may be many millions: use no Python loop over keys.
 
     Args:
         num_keys: keys of each tile, 1 or more.

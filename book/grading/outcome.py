@@ -126,5 +126,7 @@ def _code(frame: traceback.FrameSummary) -> str:
 
 
 def _sentence(text: str) -> str:
+    """Begin with a capital, unless the first word is a name of code, and end with a full stop."""
     text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+    is_name = any(mark in text.partition(" ")[0] for mark in "_([")
+    return (text if is_name else text[:1].upper() + text[1:]) + ("" if text.endswith((".", "?", "!")) else ".")

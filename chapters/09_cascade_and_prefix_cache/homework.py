@@ -110,7 +110,7 @@ def two_level_attention(
 
     Every request has one query, which sees all keys of the request: first those in the shared pages, all of them full,
     then those in its own pages. What must hold:
-        - `read_pages` is asked once for each shared page, however many requests there are, and once for each own page.
+        - `read_pages` reads each shared page once, however many requests there are, and each own page once.
         - Of a request's last own page only the first keys count; behind them it holds anything, also NaN.
         - There may be no shared pages at all, and requests without own pages. Each request has at least one key.
 
@@ -173,7 +173,7 @@ def shared_prefixes(
 
 
 def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Level]:
-    """Find the levels of a cascade that pay. This is the function that the chapter is about.
+    """Find the levels of a cascade that pay.
 
     The requests are in an order that makes sharers neighbors, and `prefixes` says what neighbors share. A level lets
     groups of neighbors read pages together. It costs `cost` seconds, whatever it holds, and saves `saving[b]` seconds
@@ -181,12 +181,12 @@ def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B
     joined the one before it. What must hold:
         - A group holds all pages that its requests have in common, at least one more than the level outside.
         - Groups nest: a request that joins the one before it in a level has joined it in all levels outside.
-        - Every level pays: leave out any one of them, and the others save less in all, or as much, costs included.
-          The groups of the next level inside then hold its pages too, so only the requests that do not join there read
-          those pages again.
+        - Every level pays: without any one of them, the others would not save more in all, costs included. The groups
+          of the next level inside would then hold its pages too, so only the requests that do not join there would
+          read those pages again.
         - If levels cost nothing, no page is read twice by requests that could share it.
-        - No level is missing at the inner end: where a further level, with equally many more pages of each of its
-          requests, would save more than it costs, there is one.
+        - No level is missing at the inner end: for every n, a further level of n more pages of each request that
+          shares at least n more with the one before it would save at most `cost`.
 
     The best of all sets of levels is not asked for. `prefixes` belongs to the caller: leave it as it is.
 
@@ -214,9 +214,9 @@ def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B
 class RadixTree(Tree):
     """The prefix cache: finds the pages of a text by its tokens, and keeps them when their requests have ended.
 
-    `Tree` says what is there already: the constructor, the attributes `table`, `time` and `root`, and the methods `use`
-    and `edges`. A text is found page by page, full pages only; in `table.page_size` is how many tokens a page has. The
-    bytes of tokens are `tokens.tobytes()`. Write the four methods.
+    `Tree` provides the constructor, the attributes `table`, `time` and `root`, and the methods `use` and `edges`. A
+    text is found page by page, full pages only; a page has `table.page_size` tokens. The keys of `children` are
+    `tokens.tobytes()`. Write the four methods.
 
     Example: pages of 2 tokens. Two texts share page 0.
 
@@ -308,7 +308,7 @@ def cascade_attention(
     Every request has one query, which sees all keys of the request. The requests are in the order of the levels. In
     each level every group attends to the pages that the level adds to its depth, and in the end every request attends
     to the pages that no level holds. What must hold:
-        - `read_pages` is asked once for each page of each group, and once for each page that no level holds.
+        - `read_pages` reads each page of each group once, and each page that no level holds once.
         - Of a request's last page only the first keys count, as `kv_lens` says; behind them it holds anything, also
           NaN. Pages in levels are full.
         - A request may be alone in some levels or in all, and may have no page behind its levels.

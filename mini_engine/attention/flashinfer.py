@@ -21,9 +21,9 @@ from mini_engine.errors import ConfigError
 
 # Partial results of sequences whose keys are split over several thread blocks; all plans share it.
 WORKSPACE_BYTES = 256 * 2**20
-# FlashAttention-3 needs long prompts: on an H200 it reaches 516 TFLOP/s on 4 prompts of 4,096 tokens, where
-# FlashAttention-2 reaches 329, but it takes more than twice as long for decodes. It is used if the prompts of a step
-# have at least this many new tokens on average.
+# FlashAttention-3 needs long prompts: on an H200 it reaches 482 TFLOP/s on 4 prompts of 4,096 tokens, where
+# FlashAttention-2 reaches 298, but it takes 1.9 times as long for 64 decodes of 1,024 keys (experiment 06). It is used
+# if the prompts of a step have at least this many new tokens on average.
 FA3_MIN_TOKENS = 512
 
 

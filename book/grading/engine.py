@@ -81,8 +81,9 @@ def print_parts(console: Console, llm: LLM) -> None:
 def _runs_on(part: Part, llm: LLM) -> str:
     if part.name in bypassed_parts(llm.config.attn_backend):
         return f"[dim]not used by {llm.config.attn_backend}[/]"
-    model = type(llm.model).__module__.replace(".", "/") + ".py"
-    if part.module.startswith("mini_engine/models/") and part.module not in ("mini_engine/models/layers.py", model):
+    classes = {cls for layer in llm.model.layers for cls in type(layer).__mro__}
+    modules = {cls.__module__.replace(".", "/") + ".py" for cls in classes}
+    if part.module.startswith("mini_engine/models/") and part.module not in modules:
         return "[dim]not used by this model[/]"
     return "[bold green]yours[/]"
 

@@ -47,7 +47,7 @@ def homework_options(parts: Parts) -> dict[str, Any]:
     """
     mine = {field.name for field in fields(Parts) if getattr(parts, field.name) is not field.default}
     options: dict[str, Any] = {"attn_backend": "torch", "dtype": "float32"}  # float32: outputs can be compared
-    if "find_levels" in mine:
+    if mine & {"chunk_levels", "find_levels"}:
         options["attn_backend"] = "cascade"
     elif "plan_work" in mine:
         options["attn_backend"] = "split_kv"

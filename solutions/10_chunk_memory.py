@@ -1,7 +1,7 @@
 """Homework of chapter 10: keys at other positions, attention over chunks, their levels, and the memory they take.
 
 `chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` also serves a request
-over chunks with it. `Stored`, `Level` and `NoRoom` are given.
+over chunks with it. `Stored` and `Level` are given.
 """
 
 import functools
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.state import AttentionState, attention_state, merge_states
+from mini_engine.errors import ChunkError
 from mini_engine.models.base import CausalLM
 from mini_engine.request import Context, PlacedChunk
 from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
@@ -52,10 +53,6 @@ class Level(NamedTuple):
     kv_page_indices: Int32[np.ndarray, " P"]
     kv_last_page_len: Int64[np.ndarray, " G"]
     query_offsets: Int64[np.ndarray, " T"]
-
-
-class NoRoom(Exception):
-    """Raised by `ChunkStore.add` if a chunk finds no room."""
 
 
 def rotate_again(x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig) -> Float[Tensor, "n H D"]:
@@ -252,7 +249,7 @@ class ChunkStore:
         (['a', 'd'], 8)
         >>> try:
         ...     store.add("e", 7)
-        ... except NoRoom:
+        ... except ChunkError:
         ...     print("a is in use")
         a is in use
     """
@@ -293,7 +290,7 @@ class ChunkStore:
             The names of the chunks that were evicted, in this order.
 
         Raises:
-            NoRoom: if that would not make room. Then nothing has changed.
+            ChunkError: if that would not make room. Then nothing has changed.
         """
         if name in self._pages:
             self._pages.move_to_end(name)
@@ -306,7 +303,7 @@ class ChunkStore:
                 evicted.append(other)
                 free += pages
         if free < num_pages:
-            raise NoRoom(f"{name} needs {num_pages} pages")
+            raise ChunkError(f"{name} needs {num_pages} pages, and too many chunks are in use")
         for other in evicted:
             del self._pages[other]
         self._pages[name] = num_pages

@@ -1,7 +1,7 @@
 """Homework of chapter 10: keys at other positions, attention over chunks, their levels, and the memory they take.
 
 `chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` also serves a request
-over chunks with it. `Stored`, `Level` and `NoRoom` are given.
+over chunks with it. `Stored` and `Level` are given.
 
 Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
 helper functions of your own as you like. Then:
@@ -20,6 +20,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from mini_engine.attention.state import AttentionState
+from mini_engine.errors import ChunkError
 from mini_engine.models.base import CausalLM
 from mini_engine.request import Context, PlacedChunk
 from mini_engine.rope import RopeConfig
@@ -55,10 +56,6 @@ class Level(NamedTuple):
     kv_page_indices: Int32[np.ndarray, " P"]
     kv_last_page_len: Int64[np.ndarray, " G"]
     query_offsets: Int64[np.ndarray, " T"]
-
-
-class NoRoom(Exception):
-    """Raised by `ChunkStore.add` if a chunk finds no room."""
 
 
 def rotate_again(x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig) -> Float[Tensor, "n H D"]:
@@ -209,7 +206,7 @@ class ChunkStore:
         (['a', 'd'], 8)
         >>> try:
         ...     store.add("e", 7)
-        ... except NoRoom:
+        ... except ChunkError:
         ...     print("a is in use")
         a is in use
     """
@@ -248,7 +245,7 @@ class ChunkStore:
             The names of the chunks that were evicted, in this order.
 
         Raises:
-            NoRoom: if that would not make room. Then nothing has changed.
+            ChunkError: if that would not make room. Then nothing has changed.
         """
         raise NotImplementedError
 

@@ -75,7 +75,7 @@ def test_it_begins_with_exact_and_composed_chunks(figure: sync_api.Page) -> None
 
 
 def test_chunks_are_dragged_by_mouse(figure: sync_api.Page) -> None:
-    drag(figure, "B", 0.4)
+    drag(figure, "B", 0.3)
     assert rows(figure) == expected("ABD")
     drag(figure, "A", 0.95)
     assert rows(figure) == expected("BDA")

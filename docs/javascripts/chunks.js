@@ -171,11 +171,11 @@ class Figure {
     if (placed.length === 0) return "Without chunks the request is a plain prompt.";
     const composed = placed.filter(({ exact }) => !exact);
     if (composed.length === 0) return "Every chunk is exact: the output is that of the plain prompt.";
-    const moved = composed.filter(({ offset }) => offset !== 0).map(({ name, offset }) => `${name} by ${Math.abs(offset)}`);
+    const moved = composed.filter(({ offset }) => offset !== 0).map(({ name, offset }) => `by ${Math.abs(offset)} positions for ${name}`);
     const still = composed.filter(({ offset }) => offset === 0).map(({ name }) => name);
     const parts = [];
-    if (moved.length) parts.push(`queries are rotated to meet the keys of ${moved.join(", ")} positions`);
-    if (still.length) parts.push(`${still.join(", ")} has not moved, but other tokens are in front of it`);
+    if (moved.length) parts.push(`queries are rotated ${moved.join(", ")}`);
+    if (still.length) parts.push(`other tokens are in front of ${still.join(", ")}, at an unchanged position`);
     return `The output is an approximation: ${parts.join("; ")}.`;
   }
 }

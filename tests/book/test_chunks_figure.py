@@ -123,9 +123,8 @@ def test_it_works_by_keyboard(figure: sync_api.Page) -> None:
 
 
 def test_no_chunks_at_all(figure: sync_api.Page) -> None:
-    for box in figure.locator(".chunks-controls input:checked").all():
-        box.evaluate("(input) => input.click()")
-    figure.locator(".chunks-controls input:checked").first.wait_for(state="detached")
+    for label in ("A, computed on its own", "B, computed after A", "D, computed on its own"):
+        figure.get_by_label(label, exact=True).uncheck()
     assert rows(figure) == [] and "plain prompt" in says(figure)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
-from mini_engine.attention.cascade import FindLevels, find_levels
+from mini_engine.attention.cascade import ChunkLevels, FindLevels, chunk_levels, find_levels
 from mini_engine.attention.masks import MaskMod, visible
 from mini_engine.attention.naive import sdpa_attention
 from mini_engine.attention.split_kv import WorkPlan, plan_work
@@ -78,6 +78,7 @@ class Parts:
     physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = part(physical_mask, "Physical mask", 6, PLANNING)
     plan_work: Callable[..., WorkPlan] = part(plan_work, "Work plan", 8, PLANNING)
     find_levels: FindLevels = part(find_levels, "Level discovery", 9, PLANNING)
+    chunk_levels: ChunkLevels = part(chunk_levels, "Levels of chunks", 10, PLANNING)
     decoder_layer: Callable[..., Tensor] = part(decoder_layer, "Decoder layer", 3, LAYER)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
     qk_norm: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = part(qk_norm, "QK-norm", 3, LAYER)

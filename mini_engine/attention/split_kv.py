@@ -156,7 +156,7 @@ class SplitKVBackend(AttentionBackend):
     """
 
     bypasses: ClassVar[frozenset[str]] = frozenset(
-        {"classify_blocks", "find_levels", "masked_attention", "physical_blocks", "physical_mask"}
+        {"chunk_levels", "classify_blocks", "find_levels", "masked_attention", "physical_blocks", "physical_mask"}
     )
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Homework of chapter 02: a softmax that cannot overflow, attention in one pass, and
-attention states that merge.
+"""Homework of chapter 02: a safe softmax, attention in one pass, states that merge.
 
 One of these functions is a part of the engine. Once its checks pass,
 `mini-engine generate --homework --attn-backend chunked` splits every conversation into

@@ -293,22 +293,22 @@ def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[resul
 
 
 def draw_policies(result: results.Result) -> Figure:
-    """Throughput, first token and the pause beside the long prompt, by policy."""
+    """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy."""
     shown = {
         "throughput": "throughput",
-        "first token, median": "time to first token, median",
-        "between tokens beside the long prompt": "longest pause beside the long prompt",
+        "first token, median": "TTFT, median",
+        "between tokens beside the long prompt": "longest ITL beside the long prompt",
     }
     figure, axes = figures.new(6.4, rows=len(shown))
     for ax, (name, title) in zip(axes[:, 0], shown.items(), strict=True):
         rows = [row for row in result.rows if row.figure == name]
         labels = [str(row.case["policy"]) for row in rows]
+        # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
+        limits = [row.bound if name == "throughput" else None for row in rows]
         figures.draw_bars_with_bound(
-            labels, [row.value for row in rows], [row.bound for row in rows], rows[0].unit, ax=ax, title=title
+            labels, [row.value for row in rows], limits, rows[0].unit, ax=ax, title=title, bound_label="offered load"
         )
         ax.set_xticks([])  # the values stand beside the bars
-        if ax is not axes[1, 0]:
-            ax.legend().remove()
     return figure
 
 

@@ -295,7 +295,7 @@ def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[resul
 def draw_policies(result: results.Result) -> Figure:
     """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy."""
     shown = {
-        "throughput": "throughput",
+        "throughput": "throughput (line: offered load)",
         "first token, median": "TTFT, median",
         "between tokens beside the long prompt": "longest ITL beside the long prompt",
     }
@@ -305,10 +305,9 @@ def draw_policies(result: results.Result) -> Figure:
         labels = [str(row.case["policy"]) for row in rows]
         # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
         limits = [row.bound if name == "throughput" else None for row in rows]
-        figures.draw_bars_with_bound(
-            labels, [row.value for row in rows], limits, rows[0].unit, ax=ax, title=title, bound_label="offered load"
-        )
+        figures.draw_bars_with_bound(labels, [row.value for row in rows], limits, rows[0].unit, ax=ax, title=title)
         ax.set_xticks([])  # the values stand beside the bars
+    axes[0, 0].legend().remove()  # the title says what the line is
     return figure
 
 

@@ -103,7 +103,7 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
 
 
 # For each request, when each of its tokens came: what a policy returns. The clock counts the seconds that steps take,
-# and jumps to the next arrival where nobody waits or runs.
+# and jumps to the next arrival when no request waits or runs.
 Times = list[list[float]]
 
 
@@ -239,7 +239,7 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
         "throughput, continuous": f"{fast:.0f} tokens/s, {fast / slow:.1f} times static",
         "throughput, continuous, if requests never ran out": f"{sum(outputs) / full:.0f} tokens/s, "
         f"{static / full:.1f} times static",
-        "pause beside the long prompt, in chunks": f"{chunked / bound['long']:.2f} of the pause without chunks",
+        "stall beside the long prompt, in chunks": f"{chunked / bound['long']:.2f} of the stall without chunks",
     }
 
 

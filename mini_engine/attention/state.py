@@ -86,10 +86,10 @@ def chunked_attention(
     softcap: float | None = None,
     merge: Callable[[AttentionState, AttentionState], AttentionState] = merge_states,
 ) -> AttentionState:
-    """Compute `attention_state` in chunks of `chunk_size` keys, so that memory for scores does not grow with m.
+    """Compute `attention_state` in KV tiles of `chunk_size` keys, so that memory for scores does not grow with m.
 
     Args:
-        chunk_size: keys per chunk, at least 1; the last chunk may be shorter.
+        chunk_size: keys per tile, at least 1; the last tile may be shorter.
         merge: combines two states; the other arguments are those of `masked_attention`.
     """
     state = attention_state(q, k[:0], v[:0], scale=scale)

@@ -19,11 +19,12 @@ def visible(window: int | None) -> MaskMod:
     """Return the mask of a decoder layer: causal, or a causal sliding window.
 
     A mask_mod(b, h, q_idx, kv_idx) returns whether a query sees a key. q_idx and kv_idx
-    are their positions, b is the batch index, and h the query head. All four are integer
-    tensors that broadcast, possibly scalars; the result is a bool tensor. FlexAttention
-    traces the function and compiles it into a kernel, so it may use nothing but tensor
-    operations: no `if`, `and` or `not` on a value that depends on positions, and no
-    `.item()`. An `if` on `window` is fine, because `window` is known before tracing.
+    are their positions, b is the batch index, and h the query head. All four are
+    integer tensors that broadcast, possibly scalars; the result is a bool tensor.
+    FlexAttention traces the function and compiles it into a kernel, so it may use
+    nothing but tensor operations: no `if`, `and` or `not` on a value that depends on
+    positions, and no `.item()`. An `if` on `window` is fine, because `window` is known
+    before tracing.
 
     Args:
         window: keys that a query may see, its own included; None for all keys up to its
@@ -192,8 +193,8 @@ def classify_blocks(
             own.
 
     Returns:
-        visited: whether some query of the block sees some key: the kernel must visit it.
-        full: whether every query sees every key: the kernel need not evaluate the mask.
+        visited: whether some query of the block sees some key, so it must be visited.
+        full: whether every query sees every key, so no mask needs to be evaluated.
 
     Example: queries 4 to 7 against keys 0 to 3, 4 to 7 and 8 to 11, first causal and
     then with a window of 2.
@@ -252,7 +253,7 @@ def blocks_of_documents(qo_indptr: Int[Tensor, " B+1"], block_size: int) -> Bloc
     # Only the document of a block's first query can have keys in earlier blocks: the
     # other documents of the block begin inside it.
     visited = (first <= last[:, None]) & (last >= document_start(first)[:, None])
-    # A block is full if even the last query's document begins at or before its first key.
+    # A block is full if the document of even its last query includes its first key.
     full = (last <= first[:, None]) & (first >= document_start(last)[:, None])
     full &= (last < num_tokens)[:, None]
     return Blocks(*_listed(visited & ~full), *_listed(full))

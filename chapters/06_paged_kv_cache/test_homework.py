@@ -39,7 +39,7 @@ EXERCISES = [
     Exercise(
         "PageTable",
         points=6,
-        minutes=40,
+        minutes=25,
         difficulty=2,
         part="page_table",
         hints=(
@@ -57,7 +57,7 @@ EXERCISES = [
     Exercise(
         "physical_blocks",
         points=3,
-        minutes=15,
+        minutes=8,
         difficulty=2,
         part="physical_blocks",
         hints=(
@@ -72,7 +72,7 @@ EXERCISES = [
     Exercise(
         "physical_mask",
         points=4,
-        minutes=20,
+        minutes=10,
         difficulty=2,
         part="physical_mask",
         hints=(
@@ -87,7 +87,7 @@ EXERCISES = [
     Exercise(
         "convert_block_mask",
         points=4,
-        minutes=30,
+        minutes=20,
         difficulty=2,
         hints=(
             "Begin with blocks as long as a page. A BlockMask has two lists of blocks, two counts, a block size, a "
@@ -103,7 +103,7 @@ EXERCISES = [
     Exercise(
         "compact",
         points=4,
-        minutes=25,
+        minutes=15,
         difficulty=3,
         challenge=True,
         hints=(
@@ -291,14 +291,14 @@ def test_take_one_page(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="pages of the same take are different pages, behind one another in the row")
+@check("PageTable", mistake="one take gives a row several different pages, one behind the other")
 def test_take_several_pages(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 2)
     p.take({p.allocate(): 3})
     p.check()
 
 
-@check("PageTable", mistake="a row's old pages hold keys: they stay where they are, and new ones come behind them")
+@check("PageTable", mistake="a row's old pages hold keys: they keep their places, and new pages come behind them")
 def test_growing(hw: Homework) -> None:
     p = Pool(hw, 8, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -322,7 +322,7 @@ def test_several_rows_at_once(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="the last free page can be taken, too")
+@check("PageTable", mistake="the last free page can be taken as well")
 def test_the_whole_pool(hw: Homework) -> None:
     p = Pool(hw, 3, 2, 1)
     p.take({p.allocate(): 3})
@@ -341,7 +341,7 @@ def test_too_few_pages(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="release returns that row's pages, and the row; those of other rows stay")
+@check("PageTable", mistake="release returns the row and its pages, and leaves other rows alone")
 def test_release(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -360,7 +360,7 @@ def test_generation(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="a released row has no pages: its next request begins without any")
+@check("PageTable", mistake="a released row has no pages: the next request finds it empty")
 def test_a_row_is_used_again(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 1)
     for num_pages in (2, 1, 5):
@@ -382,7 +382,7 @@ def test_truncate(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="a row with fewer than num_pages pages keeps all of them, and gets none")
+@check("PageTable", mistake="a row with fewer than num_pages pages keeps all of them, and gets no others")
 def test_nothing_to_truncate(hw: Homework) -> None:
     p = Pool(hw, 8, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -430,7 +430,7 @@ def test_replace(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="an old page that has no owner any more returns to the pool")
+@check("PageTable", mistake="an old page that has lost its last owner returns to the pool")
 def test_replace_an_own_page(hw: Homework) -> None:
     p = Pool(hw, 6, 2, 2)
     a = p.allocate()
@@ -518,7 +518,7 @@ def test_one_list(hw: Homework) -> None:
     assert_blocks(hw, torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32), table, 4, front=3)
 
 
-@check("physical_blocks", mistake="the order of a list stays, and a list need not name every block of the sequence")
+@check("physical_blocks", mistake="a list keeps its order, and need not contain every block of the sequence")
 def test_some_blocks(hw: Homework) -> None:
     table = torch.tensor([[2, 0, 3, 5]], dtype=torch.int32)
     assert_blocks(hw, torch.tensor([[[[3, 1]]]], dtype=torch.int32), table, 6, front=2)
@@ -721,12 +721,12 @@ def test_the_lengths(hw: Homework) -> None:
     assert_equal(tuple(got.BLOCK_SIZE), (2, 4), name="BLOCK_SIZE")
 
 
-@check("convert_block_mask", mistake="translate the indices of partial blocks into pages; their number stays")
+@check("convert_block_mask", mistake="look the indices of partial blocks up in the table; their counts are unchanged")
 def test_partial_blocks(hw: Homework) -> None:
     assert_lists(*convert(hw, [6, 3, 9], page_size=4, num_pages=8), "")
 
 
-@check("convert_block_mask", mistake="full blocks have lists of their own, which must be translated, too")
+@check("convert_block_mask", mistake="full blocks have lists of their own, which must be converted, too")
 def test_full_blocks(hw: Homework) -> None:
     assert_lists(*convert(hw, [6, 3, 14], page_size=4, num_pages=9), "full_")
 
@@ -897,7 +897,7 @@ def test_nothing_to_move(hw: Homework) -> None:
     assert_compact(hw, 3, {0: [], 1: [0, 1, 2]})
 
 
-@check("compact", mistake="a page from behind moves into the gap: its row has the new page, and the pair is (old, new)")
+@check("compact", mistake="a page behind the first n moves into the gap; its row gets the new page; return (old, new)")
 def test_one_gap(hw: Homework) -> None:
     assert_compact(hw, 5, {1: [0], 2: [2]})
     assert_compact(hw, 9, {0: [0, 1], 1: [4]})
@@ -908,7 +908,7 @@ def test_order_of_positions(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [7, 1, 5], 2: [8, 0]})
 
 
-@check("compact", mistake="only pages behind the first n move: to renumber all of them copies too much")
+@check("compact", mistake="only pages behind the first n move: renumbering all of them copies too much")
 def test_as_few_as_possible(hw: Homework) -> None:
     assert_compact(hw, 8, {0: [6, 2], 3: [1, 3]})
 
@@ -918,7 +918,7 @@ def test_shared_pages_move_once(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [8, 7, 1], 1: [8, 7], 4: [8, 3]})
 
 
-@check("compact", mistake="change the table through its methods: here its arrays can only be read")
+@check("compact", mistake="change the table through its methods: here its arrays are read-only")
 def test_through_the_methods(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [8, 7, 1], 1: [8, 7], 4: [6, 3]}, guarded=True)
 

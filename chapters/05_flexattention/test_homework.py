@@ -127,12 +127,12 @@ def assert_sees(mask_mod: Any, pairs: Sequence[tuple[int, int]], expected: bool)
         assert_equal(got, expected, name=f"whether the query at {query} sees the key at {key}")
 
 
-def assert_mask(mask_mod: Any, expected: Pair, queries: range, keys: range) -> None:
+def assert_mask(mask_mod: Any, expected: Pair, queries: range, keys: range, name: str = "the mask") -> None:
     """All pairs at once, as tensors that broadcast."""
     zero = torch.zeros(1, 1, dtype=torch.long)
     got = mask_mod(zero, zero, torch.tensor(list(queries))[:, None], torch.tensor(list(keys))[None])
     want = torch.tensor([[expected(q, k) for k in keys] for q in queries])
-    assert_equal(got, want, name="the mask")
+    assert_equal(got, want, name=name)
 
 
 def assert_traced(mask_mod: Any, expected: Pair, size: int) -> None:
@@ -211,10 +211,9 @@ def assert_packed(
     hw: Homework, bounds: list[int], prefixes: list[int], queries: range | None = None, keys: range | None = None
 ) -> None:
     mask_mod = called(hw.packed_prefix_lm(torch.tensor(bounds), torch.tensor(prefixes)), "packed_prefix_lm")
-    rows = range(bounds[-1])
-    assert_mask(
-        mask_mod, packed(bounds, prefixes), rows if queries is None else queries, rows if keys is None else keys
-    )
+    tokens = range(bounds[-1])
+    name = f"the mask, for qo_indptr {bounds} and prefix_lens {prefixes},"
+    assert_mask(mask_mod, packed(bounds, prefixes), queries or tokens, keys or tokens, name)
 
 
 @check("packed_prefix_lm", mistake="a single document without a prefix is plainly causal")
@@ -399,10 +398,10 @@ def assert_blocks(got: Any, mask: Tensor, size: int, tail: bool = False, of: str
     halves = zip(("kv", "full_kv"), (got[:2], got[2:]), listed(mask, size), strict=True)
     for name, (counts, indices), lists in halves:
         want = torch.tensor([len(row) for row in lists], dtype=torch.int32)
-        assert_equal(counts, want, name=f"the tensor {name}_num_blocks{of}")
+        assert_equal(counts, want, name=f"the tensor {name}_num_blocks{of},")
         # Only shape and dtype; the values are looked at row by row.
         blank = torch.zeros(len(lists), columns, dtype=torch.int32)
-        assert_equal(torch.zeros_like(indices), blank, name=f"the tensor {name}_indices{of}")
+        assert_equal(torch.zeros_like(indices), blank, name=f"the tensor {name}_indices{of},")
         for row, (mine, chosen) in enumerate(zip(indices.tolist(), lists, strict=True)):
             where = f"the first {len(chosen)} entries of {name}_indices[{row}]{of}"
             assert_equal(mine[: len(chosen)], chosen, name=f"the list of {where},")

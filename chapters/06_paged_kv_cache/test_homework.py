@@ -129,8 +129,8 @@ def permutation(num_pages: int, seed: int) -> list[int]:
 def assert_slots(hw: Homework, table: list[list[int]], rows: list[int], positions: list[int], page_size: int) -> None:
     want = [table[b][p // page_size] * page_size + p % page_size for b, p in zip(rows, positions, strict=True)]
     got = hw.slots(torch.tensor(table, dtype=torch.int32), torch.tensor(rows), torch.tensor(positions), page_size)
-    name = f"slots({table}, rows={rows}, positions={positions}, page_size={page_size})"
-    assert_equal(got, torch.tensor(want, dtype=torch.int64), name=name if len(name) < 120 else "the tensor of slots")
+    name = f"the result of slots({table}, rows={rows}, positions={positions}, page_size={page_size})"
+    assert_equal(got, torch.tensor(want, dtype=torch.int64), name=name if len(name) < 140 else "the tensor of slots")
 
 
 @check("slots", mistake="a slot is page * page_size + offset: the first token of page 2 is not in slot 2")
@@ -201,15 +201,15 @@ class Pool:
         """Compare everything that can be read with the lists, whatever happened before."""
         table, after = self.table, f", after {'; '.join(self.history[-6:])}"
         for row, pages in self.rows.items():
-            assert_equal(table.pages(row).tolist(), pages, name=f"row {row}{after}")
+            assert_equal(table.pages(row).tolist(), pages, name=f"the list of pages of row {row}{after},")
         owners = Counter(page for pages in self.rows.values() for page in pages)
         counted = {page: int(n) for page, n in enumerate(table.refcounts) if n}
-        assert_equal(counted, dict(sorted(owners.items())), name=f"refcounts, as {{page: owners}}{after}")
-        assert_equal(int(table.num_free_pages), len(self.free), name=f"num_free_pages{after}")
-        assert_equal(table.generation.tolist(), self.generation, name=f"generation{after}")
-        assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after}")
+        assert_equal(counted, dict(sorted(owners.items())), name=f"the field refcounts, as {{page: owners}}{after},")
+        assert_equal(int(table.num_free_pages), len(self.free), name=f"the field num_free_pages{after},")
+        assert_equal(table.generation.tolist(), self.generation, name=f"the field generation{after},")
+        assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after},")
         listed = sorted(table._free_pages[: len(self.free)].tolist())
-        assert_equal(listed, sorted(self.free), name=f"the sorted _free_pages[:num_free_pages]{after}")
+        assert_equal(listed, sorted(self.free), name=f"the sorted _free_pages[:num_free_pages]{after},")
 
     def allocate(self) -> int:
         row = self.table.allocate()
@@ -230,7 +230,7 @@ class Pool:
             return
         free = self.free
         self.table.take(*arguments)
-        assert_equal(arguments[1].tolist(), counts, name=f"num_pages, after {call}")
+        assert_equal(arguments[1].tolist(), counts, name=f"the argument num_pages, after {call},")
         for row, count in num_pages.items():
             pages = self.table.pages(row).tolist()
             old = self.rows[row]
@@ -240,7 +240,7 @@ class Pool:
             assert_equal(pages[: len(old)], old, name=f"the pages that row {row} had before {call}")
             new = set(pages[len(old) :])
             assert len(new) == count and new <= free, (
-                f"{call} gave row {row} {pages[len(old) :]}; free were {sorted(free)}"
+                f"the call {call} gave row {row} {pages[len(old) :]}; free were {sorted(free)}"
             )
             free -= new
             self.rows[row] = pages
@@ -263,8 +263,10 @@ class Pool:
         pair = self.table.replace(row, index)
         assert pair is not None, "replace returns None: is a `return` missing?"
         new = int(self.table.pages(row)[index])
-        assert new in free, f"{call} put page {new} there; free were {sorted(free)}"
-        assert_equal(tuple(int(page) for page in pair), (old, new), name=f"{call}, which is (old page, new page),")
+        assert new in free, f"the call {call} put page {new} there; free were {sorted(free)}"
+        assert_equal(
+            tuple(int(page) for page in pair), (old, new), name=f"the result of {call}, which is (old page, new page),"
+        )
         self.rows[row] = [new if i == index else page for i, page in enumerate(self.rows[row])]
         self.generation[new] += 1
 
@@ -705,20 +707,20 @@ def assert_lists(logical: BlockMask, got: BlockMask, pages: list[list[int]], kin
     counts_name, indices_name = f"{kind}kv_num_blocks", f"{kind}kv_indices"
     wanted, turned = (getattr(mask, counts_name) for mask in (logical, got))
     assert turned is not None, f"the result has no {counts_name}"
-    assert_equal(turned, wanted, name=counts_name)
+    assert_equal(turned, wanted, name=f"the tensor {counts_name}")
     old, new = getattr(logical, indices_name), getattr(got, indices_name)
     for b, h, q in np.ndindex(*wanted.shape):
         n = int(wanted[b, h, q])
         want = [pages[b][block // parts] * parts + block % parts for block in old[b, h, q, :n].tolist()]
-        name = f"{indices_name}[{b}, {h}, {q}, :{n}], for logical blocks {old[b, h, q, :n].tolist()}"
+        name = f"the list {indices_name}[{b}, {h}, {q}, :{n}], for logical blocks {old[b, h, q, :n].tolist()}"
         assert_equal(new[b, h, q, :n].tolist(), want, name=f"{name} of a sequence in pages {pages[b]},")
 
 
 @check("convert_block_mask", mistake="the mask covers the queries that it had, and all slots of the pool as keys")
 def test_the_lengths(hw: Homework) -> None:
     _, got, _ = convert(hw, [6, 3], page_size=4, num_pages=5)
-    assert_equal(tuple(got.seq_lengths), (3, 20), name="seq_lengths")
-    assert_equal(tuple(got.BLOCK_SIZE), (2, 4), name="BLOCK_SIZE")
+    assert_equal(tuple(got.seq_lengths), (3, 20), name="the field seq_lengths")
+    assert_equal(tuple(got.BLOCK_SIZE), (2, 4), name="the field BLOCK_SIZE")
 
 
 @check("convert_block_mask", mistake="look the indices of partial blocks up in the table; their counts are unchanged")
@@ -757,7 +759,7 @@ def test_a_wide_mask(hw: Homework) -> None:
 def test_parts_of_pages(hw: Homework) -> None:
     for parts in (2, 4):
         converted = convert(hw, [6, 3, 14], page_size=4, num_pages=9, parts=parts)
-        assert_equal(tuple(converted[1].seq_lengths), (3, 36), name="seq_lengths")
+        assert_equal(tuple(converted[1].seq_lengths), (3, 36), name="the field seq_lengths")
         assert_lists(*converted, "", parts)
         assert_lists(*converted, "full_", parts)
 
@@ -873,21 +875,27 @@ def assert_compact(hw: Homework, num_pages: int, rows: dict[int, list[int]], gua
         content[new] = content[old]
     n = len(used)
     after = [table.pages(row).tolist() for row in owners]
-    assert_equal(sorted({page for pages in after for page in pages}), list(range(n)), name=f"the pages in use{before}")
+    assert_equal(
+        sorted({page for pages in after for page in pages}), list(range(n)), name=f"the list of pages in use{before},"
+    )
     for keys, pages in zip(read, after, strict=True):
-        assert_equal([content[page] for page in pages], keys, name=f"what a row reads after the copies {pairs}{before}")
+        assert_equal(
+            [content[page] for page in pages], keys, name=f"what a row reads after the copies {pairs}{before},"
+        )
     moving = sum(page >= n for page in used)
     assert len(pairs) == moving, f"{len(pairs)} pages move, and only {moving} are behind the first {n}{before}"
     counted = Counter(page for pages in after for page in pages)
-    assert_equal(table.refcounts.tolist(), [counted[page] for page in range(num_pages)], name=f"refcounts{before}")
-    assert_equal(table.num_free_rows, free_rows, name=f"the number of free rows{before}")
-    assert_equal(table.num_free_pages, num_pages - n, name=f"num_free_pages{before}")
+    assert_equal(
+        table.refcounts.tolist(), [counted[page] for page in range(num_pages)], name=f"the field refcounts{before},"
+    )
+    assert_equal(table.num_free_rows, free_rows, name=f"the number of free rows{before},")
+    assert_equal(table.num_free_pages, num_pages - n, name=f"the field num_free_pages{before},")
     for _, new in pairs:
         assert table.generation[new] > generation[new], f"the generation of page {new} is unchanged{before}"
     probe = copy.deepcopy(table)
     row = probe.allocate()
     probe.take(np.array([row]), np.array([num_pages - n]))
-    assert_equal(sorted(probe.pages(row).tolist()), list(range(n, num_pages)), name=f"the free pages{before}")
+    assert_equal(sorted(probe.pages(row).tolist()), list(range(n, num_pages)), name=f"the list of free pages{before},")
 
 
 @check("compact", mistake="pages that are among the first n stay where they are, and nothing changes")

@@ -132,8 +132,8 @@ def draw_mask(
 def draw_blocks(mask: Values, block: tuple[int, int], *, ax: Axes | None = None, title: str = "") -> Axes:
     """A mask as a block-sparse kernel computes it, in blocks of `block` queries and keys.
 
-    Blue: visible pairs of partial blocks. Green: full blocks. Orange: hidden pairs that are computed because their block
-    is visited. Grey: skipped blocks.
+    Blue: visible pairs of partial blocks. Green: full blocks. Orange: hidden pairs, computed because their block is
+    visited. Grey: skipped blocks.
     """
     visible = _array(mask) != 0
     rows, columns = visible.shape

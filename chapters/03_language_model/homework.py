@@ -101,8 +101,8 @@ class LayerWeights:
     """The weights of one Llama or Qwen3 layer, fused. Every matrix is [out, in]."""
 
     input_norm: Float[Tensor, " hidden"]
-    # W = (Hq + 2 Hk) D: the rows of all query heads, then of all key heads, then of all
-    # value heads.
+    # W = (Hq + 2 Hk) D: the rows of all query heads, then those of the keys of all KV
+    # heads, then those of their values.
     qkv: Float[Tensor, "W hidden"]
     o: Float[Tensor, "hidden QD"]  # QD = Hq D
     mlp_norm: Float[Tensor, " hidden"]

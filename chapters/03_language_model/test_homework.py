@@ -441,7 +441,7 @@ def test_the_mlp_reads_the_sum(hw: Homework) -> None:
 
 @check(
     "decoder_layer",
-    mistake="qkv has the rows of all query heads, then of all key heads, then of all value heads; the heads of one "
+    mistake="qkv has the rows of all query heads, then the keys of all KV heads, then their values; the heads of one "
     "token enter `o` side by side",
 )
 def test_grouped_heads(hw: Homework) -> None:

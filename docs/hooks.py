@@ -7,6 +7,7 @@ keeps its path in the repository, so that a relative link works in Jupyter, on G
 from __future__ import annotations
 
 import ast
+import hashlib
 import posixpath
 import re
 import sys
@@ -290,7 +291,7 @@ def _chapter_list(page: Page, marker: re.Match[str]) -> str:
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.src_uri.endswith(".ipynb"):
-        html = _chapter_content(html, page, files)
+        html = _chapter_content(html, page, config, files)
     titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
     if len(titles) > 1:
         texts = ", ".join(repr(re.sub(r"<[^>]+>", "", title).removesuffix("¶").strip()) for title in titles)
@@ -298,7 +299,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return html
 
 
-def _chapter_content(html: str, page: Page, files: Files) -> str:
+def _chapter_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     def resolve(link: str) -> str:
         parts = urlsplit(link)
         if parts.scheme or parts.netloc or not parts.path:
@@ -310,13 +311,20 @@ def _chapter_content(html: str, page: Page, files: Files) -> str:
             return link
         return file.url_relative_to(page.file) + (f"#{parts.fragment}" if parts.fragment else "")
 
-    content, page.toc = tidy(html, resolve)
+    def save(png: bytes) -> str:
+        name = f"figures/{hashlib.sha256(png).hexdigest()[:12]}.png"
+        path = posixpath.join(posixpath.dirname(page.file.src_uri), name)
+        if files.get_file_from_path(path) is None:
+            files.append(File.generated(config, path, content=png))
+        return name
+
+    content, page.toc = tidy(html, resolve, save)
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
     heading, end, rest = content.partition("</h1>")
-    return heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
+    return heading + end + _before_chapter(chapter, page, resolve) + rest + _after_chapter(chapter, resolve)
 
 
-def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
+def _before_chapter(chapter: Chapter, page: Page, resolve: Callable[[str], str]) -> str:
     homework = f'<a href="{resolve("homework.py")}">Homework</a>' if chapter.homework else ""
     experiment = (
         f'<a href="{resolve(posixpath.relpath(chapter.experiment, "chapters/x"))}">Experiment</a>'
@@ -329,7 +337,20 @@ def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
 <p>In a copy of the repository, <code>make lab</code> opens JupyterLab in the book. Then open</p>
 <pre><code>{chapter.notebook}</code></pre>
 <p>Every cell can be run again, and your own predictions are compared with what you measure.</p></details>
-{homework}{experiment}</div>"""
+{homework}{experiment}</div>
+{_contents(page)}"""
+
+
+def _contents(page: Page) -> str:
+    """The chapter's headings, for screens too narrow for the list at the side."""
+    headings = page.toc.items[0].children if page.toc.items else []
+    links = "".join(
+        f'<li class="level-{heading.level}"><a href="{heading.url}">{heading.title}</a></li>'
+        for parent in headings
+        for heading in (parent, *parent.children)
+    )
+    return f"""<details class="chapter-contents" data-search-exclude><summary>In this chapter</summary>
+<nav aria-label="In this chapter"><ul>{links}</ul></nav></details>"""
 
 
 def _after_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import posixpath
 import re
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import cards
 from fetch_assets import AssetError, asset_files, fetch_assets
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
@@ -57,7 +59,7 @@ class Chapter:
 
     @property
     def experiment(self) -> str | None:
-        return _if_exists(f"experiments/{self.folder.name}/README.md")
+        return _if_exists(f"experiments/{cards.experiment(self.number)}/README.md")
 
     @property
     def title(self) -> str:
@@ -69,7 +71,7 @@ class Chapter:
 
     @property
     def label(self) -> str:
-        return f"{self.number}. {self.title.partition(':')[0]}"
+        return f"{self.number}. {re.split('[:;]', self.title)[0]}"
 
 
 class SourcePage(File):
@@ -137,7 +139,7 @@ def _navigation() -> list[object]:
             for chapter in finished:
                 entries.append({chapter.label: [chapter.notebook, *filter(None, [chapter.homework])]})
             book.append({part["title"]: entries})
-    engine = ["dataflow.md", "trace.md", {"API": ["api/index.md", *(f"api/{name}.md" for name in modules())]}]
+    engine = ["dataflow.md", "trace.md", {"API": ["api/index.md", *_api_groups()]}]
     return [
         {"Book": book},
         {"Engine": engine},
@@ -145,6 +147,13 @@ def _navigation() -> list[object]:
         {"Glossary": ["glossary.md"]},
         {"Teach": ["teaching.md", "contributing.md", *filter(None, [_if_exists("book/README.md")])]},
     ]
+
+
+def _api_groups() -> Iterator[dict[str, list[str]]]:
+    """The API pages of each chapter."""
+    labels = {chapter.number: chapter.label for chapter in chapters()}
+    for number, names in itertools.groupby(modules(), module_chapter):
+        yield {labels.get(number or 0, f"{number}. Not written yet"): [f"api/{name}.md" for name in names]}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -258,7 +267,8 @@ def _api_page(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if "<!-- chapters" in markdown:
-        markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_list(page, m), markdown)
+        markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_cards(page, m), markdown)
+    markdown = markdown.replace("<!-- unwritten -->", _unwritten())
     if "<!-- all results -->" in markdown:  # `<!-- results -->` marks an experiment's own tables in its README.md
         markdown = markdown.replace("<!-- all results -->", results_page_markdown(ROOT))
     if "<!-- ledger -->" in markdown:
@@ -270,23 +280,37 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
-def _chapter_list(page: Page, marker: re.Match[str]) -> str:
-    """The finished chapters between two numbers: title, modules, homework, experiment."""
+def _chapter_cards(page: Page, marker: re.Match[str]) -> str:
+    """The finished chapters between two numbers."""
     first, last = (int(group) if group else bound for group, bound in zip(marker.groups(), (1, 99), strict=True))
-    here = posixpath.dirname(page.file.src_uri)
 
-    def link(text: str, target: str | None) -> list[str]:
-        return [f"[{text}]({posixpath.relpath(target, here)})"] if target else []
+    def link(target: str | None) -> str | None:
+        """A page's address, from this page: raw HTML is not resolved by MkDocs."""
+        if target is None:
+            return None
+        folder = target.removesuffix(".py") if target.endswith(".py") else posixpath.dirname(target)
+        return posixpath.relpath(folder, posixpath.dirname(page.file.dest_uri) or ".") + "/"
 
-    entries = []
+    found = []
     for chapter in chapters():
         if first <= chapter.number <= last:
-            built = [name for name in modules() if module_chapter(name) == chapter.number]
-            details = [link(f"`{name}`", f"api/{name}.md")[0] for name in built]
-            details += link("homework", chapter.homework) + link("experiment", chapter.experiment)
-            title = link(f"{chapter.number}. {chapter.title}", chapter.notebook)[0]
-            entries.append(f"{title}\n:   {' · '.join(details)}\n")
-    return "\n".join(entries) or "Chapters appear here as they are finished."
+            links = cards.Links(link(chapter.notebook) or "", link(chapter.homework), link(chapter.experiment))
+            try:
+                found.append(cards.card(chapter.number, chapter.title, links))
+            except cards.CardError as error:
+                log.warning(str(error))
+    return f'<div class="chapter-cards">{"".join(found)}</div>' if found else "Chapters appear here as they are finished."
+
+
+def _unwritten() -> str:
+    """Which chapters of which parts are still to come."""
+    finished = {chapter.number for chapter in chapters()}
+    parts = []
+    for part in OUTLINE["parts"]:
+        if missing := [number for number in part["chapters"] if number not in finished]:
+            span = f"chapters {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"chapter {missing[0]}"
+            parts.append(f"{span} of {part['title']} ({part['topics']})")
+    return f"{' and '.join(parts)}.".replace("chapter", "Chapter", 1) if parts else "Nothing: all chapters are here."
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

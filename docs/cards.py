@@ -49,7 +49,7 @@ def card(chapter: int, title: str, links: Links) -> str:
     return (
         f'<div class="chapter-card"><p class="card-title"><span>{chapter}</span> '
         f'<a class="card" href="{links.chapter}">{escape(title)}</a></p>'
-        f"<p>{escape(lesson(chapter))}</p>{_number(entry) if entry else ''}<p class=\"card-links\">{listed}</p></div>"
+        f'<p>{escape(lesson(chapter))}</p>{_number(entry) if entry else ""}<p class="card-links">{listed}</p></div>'
     )
 
 
@@ -60,7 +60,7 @@ def _number(entry: Mapping[str, Any]) -> str:
         values = [result.find(**row) for row in entry["rows"]]
     except (KeyError, ValueError) as error:
         raise CardError(f"docs/cards.toml, chapter {entry['chapter']}: {error}") from error
-    shown = [quantity(row.value, row.unit) for row in values]
+    shown = [quantity(row.value, row.unit).replace(".0 ", " ") for row in values]
     return (
         f'<p class="card-number"><strong>{escape(entry["number"].format(*shown))}</strong> '
         f"{escape(entry['what'])} <small>{escape(result.device)}</small></p>"

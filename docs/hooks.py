@@ -19,12 +19,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import cards
+from bs4 import BeautifulSoup
+from diagrams import DiagramError, draw, insert, sources
 from fetch_assets import AssetError, asset_files, fetch_assets
+from glossary_terms import add_anchors, link_terms, read_glossary
+from jinja2 import Environment
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import tidy
+from search_index import shrink
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
@@ -34,6 +40,10 @@ from book.results import results_page_markdown  # noqa: E402
 
 OUTLINE = tomllib.loads((ROOT / "docs" / "outline.toml").read_text(encoding="utf-8"))
 SOURCE_LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+GLOSSARY = "glossary.md"
+TERMS = read_glossary(ROOT / "docs" / GLOSSARY)
+WITH_TERMS = {"dataflow.md", "trace.md"}  # besides the chapters and the parts
+NAVIGATION: set[str] = set()  # addresses of the pages in the navigation of this build
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 log = get_plugin_logger("book")
@@ -299,7 +309,9 @@ def _chapter_cards(page: Page, marker: re.Match[str]) -> str:
                 found.append(cards.card(chapter.number, chapter.title, links))
             except cards.CardError as error:
                 log.warning(str(error))
-    return f'<div class="chapter-cards">{"".join(found)}</div>' if found else "Chapters appear here as they are finished."
+    return (
+        f'<div class="chapter-cards">{"".join(found)}</div>' if found else "Chapters appear here as they are finished."
+    )
 
 
 def _unwritten() -> str:
@@ -314,13 +326,45 @@ def _unwritten() -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.file.src_uri.endswith(".ipynb"):
+    path = page.file.src_uri
+    if path.endswith(".ipynb"):
         html = _chapter_content(html, page, config, files)
+    elif path == GLOSSARY:
+        html = add_anchors(html)
+    elif path in WITH_TERMS or path.startswith("part-"):
+        content = BeautifulSoup(html, "html.parser")
+        link_terms(content, TERMS, _glossary_from(page))
+        html = str(content)
     titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
     if len(titles) > 1:
         texts = ", ".join(repr(re.sub(r"<[^>]+>", "", title).removesuffix("¶").strip()) for title in titles)
         log.warning(f"{page.file.src_uri} has {len(titles)} headings of level 1, and a page has one title: {texts}")
     return html
+
+
+def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
+    """Draw the diagrams of all pages, which are rendered by now and not yet written."""
+    pages = [file.page for file in files.documentation_pages() if file.page is not None and file.page.content]
+    try:
+        draw(text for page in pages for text in sources(page.content or ""))
+    except DiagramError as error:
+        log.info(str(error))  # no warning: without a browser the book can still be read and checked
+    for page in pages:
+        page.content = insert(page.content or "")
+
+
+@event_priority(-100)  # after the search plugin
+def on_post_build(config: MkDocsConfig) -> None:
+    shrink(Path(config.site_dir, "search", "search_index.json"), NAVIGATION, TERMS)
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    NAVIGATION.clear()
+    NAVIGATION.update(page.url for page in nav.pages)
+
+
+def _glossary_from(page: Page) -> str:
+    return posixpath.relpath("glossary", posixpath.dirname(page.file.dest_uri) or ".") + "/"
 
 
 def _chapter_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -342,13 +386,14 @@ def _chapter_content(html: str, page: Page, config: MkDocsConfig, files: Files) 
             files.append(File.generated(config, path, content=png))
         return name
 
-    content, page.toc = tidy(html, resolve, save)
+    notebook, page.toc = tidy(html, resolve, save)
+    link_terms(notebook, TERMS, _glossary_from(page))
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
-    heading, end, rest = content.partition("</h1>")
-    return heading + end + _before_chapter(chapter, page, resolve) + rest + _after_chapter(chapter, resolve)
+    heading, end, rest = str(notebook).partition("</h1>")
+    return _contents(page) + heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
 
 
-def _before_chapter(chapter: Chapter, page: Page, resolve: Callable[[str], str]) -> str:
+def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
     homework = f'<a href="{resolve("homework.py")}">Homework</a>' if chapter.homework else ""
     experiment = (
         f'<a href="{resolve(posixpath.relpath(chapter.experiment, "chapters/x"))}">Experiment</a>'
@@ -361,8 +406,7 @@ def _before_chapter(chapter: Chapter, page: Page, resolve: Callable[[str], str])
 <p>In a copy of the repository, <code>make lab</code> opens JupyterLab in the book. Then open</p>
 <pre><code>{chapter.notebook}</code></pre>
 <p>Every cell can be run again, and your own predictions are compared with what you measure.</p></details>
-{homework}{experiment}</div>
-{_contents(page)}"""
+{homework}{experiment}</div>"""
 
 
 def _contents(page: Page) -> str:

@@ -17,9 +17,7 @@ from cell_folds import SETUP, fold_title, is_output_only
 from mkdocs.structure.toc import AnchorLink, TableOfContents
 
 
-def tidy(
-    html: str, resolve: Callable[[str], str], save: Callable[[bytes], str]
-) -> tuple[str, TableOfContents]:
+def tidy(html: str, resolve: Callable[[str], str], save: Callable[[bytes], str]) -> tuple[Tag, TableOfContents]:
     """Rewrite a rendered notebook.
 
     Args:
@@ -44,7 +42,7 @@ def tidy(
     for image in page.select(".nb-figure img"):
         _to_file(image, save)
     toc = _anchor_headings(soup, page)
-    return str(page), toc
+    return page, toc
 
 
 def _text_cell(soup: BeautifulSoup, cell: Tag) -> Tag:

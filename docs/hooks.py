@@ -42,7 +42,7 @@ OUTLINE = tomllib.loads((ROOT / "docs" / "outline.toml").read_text(encoding="utf
 SOURCE_LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 GLOSSARY = "glossary.md"
 TERMS = read_glossary(ROOT / "docs" / GLOSSARY)
-WITH_TERMS = {"dataflow.md", "trace.md"}  # besides the chapters and the parts
+WITH_TERMS = {"dataflow.md", "trace.md", "play.md"}  # besides the chapters and the parts
 NAVIGATION: set[str] = set()  # addresses of the pages in the navigation of this build
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -149,7 +149,7 @@ def _navigation() -> list[object]:
             for chapter in finished:
                 entries.append({chapter.label: [chapter.notebook, *filter(None, [chapter.homework])]})
             book.append({part["title"]: entries})
-    engine = ["dataflow.md", "trace.md", {"API": ["api/index.md", *_api_groups()]}]
+    engine = ["dataflow.md", "trace.md", "play.md", {"API": ["api/index.md", *_api_groups()]}]
     return [
         {"Book": book},
         {"Engine": engine},

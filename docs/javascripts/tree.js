@@ -1,5 +1,7 @@
 // The figure of chapter 09: a tree of prefixes, its levels, and the bytes that a decode step reads.
 
+import { drawn, element } from "./figures/figure.js";
+
 const BYTES_PER_TOKEN = 2 * 28 * 8 * 128 * 2; // keys and values of Qwen3-0.6B: layers, KV heads, head size, bfloat16
 const WIDTH = 640;
 const HEIGHT = 224;
@@ -26,19 +28,6 @@ export function timesRead({ requests, documents }, levels) {
 export function tokensRead(tree, levels) {
   const times = timesRead(tree, levels);
   return Object.keys(times).reduce((sum, part) => sum + times[part] * tree[part], 0);
-}
-
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
-
-function drawn(name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
 }
 
 const size = (tokens) => {

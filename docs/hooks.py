@@ -30,6 +30,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import tidy
+from page_frame import complete, describe
 from search_index import shrink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,7 +234,9 @@ def _source_page(path: str, language: str) -> str:
     listing = f"````{language}\n{text}\n````\n"
     chapter = next((c for c in chapters() if c.homework == path), None)
     if chapter is None:
-        return f"# {name}\n\n`{path}`\n\n{listing}"
+        module = ".".join(Path(path).with_suffix("").parts[1:])
+        api = f" The [API page]({posixpath.relpath('api', posixpath.dirname(path))}/{module}.md) explains it."
+        return f"# {name}\n\n`{path}`{api if module in modules() else ''}\n\n{listing}"
     return (
         f"# Homework {chapter.number}\n\n"
         f"Write your answers into `{path}`, in any editor. Then grade them:\n\n"
@@ -335,6 +338,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         content = BeautifulSoup(html, "html.parser")
         link_terms(content, TERMS, _glossary_from(page))
         html = str(content)
+    page.meta.setdefault("description", cards.lesson(_chapter_number(path)) or describe(html))
     titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
     if len(titles) > 1:
         texts = ", ".join(repr(re.sub(r"<[^>]+>", "", title).removesuffix("¶").strip()) for title in titles)
@@ -353,6 +357,10 @@ def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
         page.content = insert(page.content or "")
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    return complete(output, str(page.title), page.meta.get("description", ""))
+
+
 @event_priority(-100)  # after the search plugin
 def on_post_build(config: MkDocsConfig) -> None:
     shrink(Path(config.site_dir, "search", "search_index.json"), NAVIGATION, TERMS)
@@ -361,6 +369,10 @@ def on_post_build(config: MkDocsConfig) -> None:
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
     NAVIGATION.clear()
     NAVIGATION.update(page.url for page in nav.pages)
+
+
+def _chapter_number(path: str) -> int:
+    return next((chapter.number for chapter in chapters() if chapter.notebook == path), 0)
 
 
 def _glossary_from(page: Page) -> str:

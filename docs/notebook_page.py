@@ -88,6 +88,7 @@ def _folded(soup: BeautifulSoup, title: str, content: Tag) -> Tag:
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:
     prediction, comparison = output.select_one(".prediction"), output.select_one(".comparison")
     if prediction is not None:
+        prediction["data-search-exclude"] = ""
         return prediction.extract()
     if comparison is not None:
         return _closed(soup, comparison.extract())

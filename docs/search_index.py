@@ -14,7 +14,7 @@ from glossary_terms import Entry
 # Beginnings of addresses: what they weigh against one another in the order of the answers.
 WEIGHTS = {"chapters/": 8.0, "glossary/": 6.0, "part-": 2.0, "api/": 0.5, "experiments/": 0.7, "results/": 0.5}
 CODE = re.compile(r"<pre.*?</pre>", re.DOTALL)
-FIRST_PARAGRAPH = re.compile(r"<p>.*?</p>", re.DOTALL)
+PROSE = re.compile(r"<(?:p|li)>.*?</(?:p|li)>", re.DOTALL)  # and not the cells of tables
 
 
 class Section(TypedDict, total=False):
@@ -43,12 +43,10 @@ def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:
     for section in sections:
         address = section["location"].partition("#")[0]
         if address in pages:
-            text = CODE.sub("", section["text"])
+            prose = PROSE.findall(CODE.sub("", section["text"]))
             if address.startswith("api/"):
-                text = "".join(FIRST_PARAGRAPH.findall(text)[:1])
-            elif address.startswith("results/"):
-                text = ""  # rows of numbers; the experiments' pages explain them
-            yield _weighed({**section, "text": text})
+                prose = prose[:1]  # the first line of a docstring
+            yield _weighed({**section, "text": "".join(prose)})
 
 
 def _terms(entries: Mapping[str, Entry]) -> Iterator[Section]:

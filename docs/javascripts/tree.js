@@ -1,6 +1,6 @@
 // The figure of chapter 09: a tree of prefixes, its levels, and the bytes that a decode step reads.
 
-import { drawn, element } from "./figures/figure.js";
+import { drawn, element, range, slider } from "./figures/figure.js";
 
 const BYTES_PER_TOKEN = 2 * 28 * 8 * 128 * 2; // keys and values of Qwen3-0.6B: layers, KV heads, head size, bfloat16
 const WIDTH = 640;
@@ -13,10 +13,6 @@ const SLIDERS = {
   own: { label: "Own tokens of each request", values: [16, 32, 64, 128, 256, 512, 1024, 2048], start: 256 },
 };
 const LEVELS = { system: "Level for the system prompt", document: "Level for the documents" };
-
-function range(first, last, step) {
-  return Array.from({ length: (last - first) / step + 1 }, (_, i) => first + i * step);
-}
 
 // How often the tokens of each part are read: by all requests, by each group of a level inside, or once.
 export function timesRead({ requests, documents }, levels) {
@@ -39,7 +35,7 @@ class Figure {
   constructor(box) {
     this.tree = {};
     this.levels = { system: true, document: true };
-    const controls = Object.entries(SLIDERS).map(([name, slider]) => this.slider(name, slider));
+    const controls = Object.entries(SLIDERS).map(([name, made]) => slider(made, (value) => this.set(name, value)));
     const switches = Object.entries(LEVELS).map(([name, label]) => {
       const input = element("input", { type: "checkbox", checked: true });
       input.addEventListener("change", () => {
@@ -52,8 +48,9 @@ class Figure {
     this.bars = element("div", { className: "tree-bars" });
     this.says = element("p", { className: "tree-says" });
     this.says.setAttribute("aria-live", "polite");
+    box.classList.add("figure");
     box.replaceChildren(
-      element("div", { className: "tree-controls" }, ...controls),
+      element("div", { className: "figure-controls" }, ...controls),
       element("div", { className: "tree-switches" }, ...switches),
       element("p", { className: "tree-title", textContent: "Each box is read once. Its height is the requests that share the read." }),
       this.picture,
@@ -63,20 +60,9 @@ class Figure {
     this.draw();
   }
 
-  slider(name, { label, values, start }) {
-    const shown = element("b"); // not an output, which the label would name in place of the slider
-    const input = element("input", { type: "range", min: 0, max: values.length - 1, value: values.indexOf(start) });
-    const take = () => {
-      this.tree[name] = values[input.valueAsNumber];
-      shown.textContent = this.tree[name].toLocaleString("en-US");
-      input.setAttribute("aria-valuetext", shown.textContent);
-    };
-    input.addEventListener("input", () => {
-      take();
-      this.draw();
-    });
-    take();
-    return element("label", {}, element("span", {}, label, shown), input);
+  set(name, value) {
+    this.tree[name] = value;
+    if (this.says) this.draw();
   }
 
   draw() {

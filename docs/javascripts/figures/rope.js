@@ -45,7 +45,7 @@ function draw({ query, distance, pair }) {
     height: 262,
     shapes,
     label: `query at ${query}, key at ${key}: score ${value}`,
-    says: `Query at position ${query}, key at ${key}: the score is ${value}. This pair rotates by ${Number(turn.toPrecision(3))} radians per position. Move the query: both arrows turn, and the score stays.`,
+    says: `Query at position ${query}, key at ${key}: the score is ${value}. This pair rotates by ${Number(turn.toPrecision(3))} rad per position. Move the query: both arrows turn, and the score stays.`,
   };
 }
 

@@ -47,15 +47,15 @@ function draw({ prompt, ...filters }) {
   const rest = others.reduce((sum, { p }) => sum + p, 0);
   bars.push(["all others", rest, rest > 0]);
   const shapes = bars.flatMap(([name, p, kept], i) => [
-    drawn("text", { x: 116, y: i * 24 + 16, "text-anchor": "end", class: kept ? "" : "muted" }, name),
-    drawn("rect", { x: 126, y: i * 24 + 2, width: 430, height: 18, class: "empty" }),
-    drawn("rect", { x: 126, y: i * 24 + 2, width: 430 * p, height: 18, class: i === bars.length - 1 ? "b" : "a" }),
-    drawn("text", { x: 566, y: i * 24 + 16, class: kept ? "" : "muted" }, kept ? `${(100 * p).toFixed(1)}%` : "cut"),
+    drawn("text", { x: 116, y: i * 28 + 16, "text-anchor": "end", class: kept ? "" : "muted" }, name),
+    drawn("rect", { x: 126, y: i * 28 + 2, width: 430, height: 18, class: "empty" }),
+    drawn("rect", { x: 126, y: i * 28 + 2, width: 430 * p, height: 18, class: i === bars.length - 1 ? "b" : "a" }),
+    drawn("text", { x: 566, y: i * 28 + 16, class: kept ? "" : "muted" }, kept ? `${(100 * p).toFixed(1)}%` : "cut"),
   ]);
   const kept = bins.reduce((sum, bin) => sum + bin.kept, 0);
   return {
     width: 640,
-    height: bars.length * 24,
+    height: bars.length * 28,
     shapes,
     label: `${kept} tokens are left; the most likely has ${(100 * bins[0].p).toFixed(1)}%`,
     says: `${kept.toLocaleString("en-US")} of 49,152 tokens can be drawn. "${bins[0].name}" has ${(100 * bins[0].p).toFixed(1)}%, and all but the ten most likely together ${(100 * rest).toFixed(1)}%.`,

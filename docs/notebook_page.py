@@ -34,6 +34,8 @@ def tidy(html: str, resolve: Callable[[str], str], save: Callable[[bytes], str])
         page.append(_code_cell(soup, cell) if _has_class(cell, "jp-CodeCell") else _text_cell(soup, cell))
     for diagram in page.select(".jp-Mermaid"):
         diagram.replace_with(_pre(soup, diagram.get_text().strip(), "diagram"))
+    for corner in page.select("th:empty"):
+        corner.name = "td"
     for table in page.find_all("table"):
         table.wrap(soup.new_tag("div", attrs={"class": "nb-scroll"}))
     for element, attribute in [("a", "href"), ("img", "src")]:

@@ -6,6 +6,7 @@ import re
 from html import escape, unescape
 
 FIRST_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+NESTED_NAVIGATION = re.compile(r'(<nav class="md-nav" data-md-level="[1-9]")')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
 MOST_CHARACTERS = 200
 
@@ -25,4 +26,5 @@ def complete(html: str, title: str, description: str) -> str:
     html = html.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
+    html = NESTED_NAVIGATION.sub(r'\1 role="group"', html)  # one landmark, not one for each section
     return html if 'for="__toc"' in html else TOC_TOGGLE.sub("", html)

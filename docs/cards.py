@@ -45,7 +45,7 @@ def card(chapter: int, title: str, links: Links) -> str:
     """A card as HTML."""
     entry = CARDS.get(chapter)
     more = [("Homework", links.homework), ("Experiment", links.experiment)]
-    listed = " · ".join(f'<a href="{address}">{name} {chapter}</a>' for name, address in more if address)
+    listed = " · ".join(f'<a href="{address}">{name}</a>' for name, address in more if address)
     return (
         f'<div class="chapter-card"><p class="card-title"><span>{chapter}</span> '
         f'<a class="card" href="{links.chapter}">{escape(title)}</a></p>'

@@ -43,7 +43,9 @@ def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:
     for section in sections:
         address = section["location"].partition("#")[0]
         if address in pages:
-            prose = PROSE.findall(CODE.sub("", section["text"]))
+            text = CODE.sub("", section["text"])
+            # The glossary's tables are the names that other engines use.
+            prose = [text] if address == "glossary/" else PROSE.findall(text)
             if address.startswith("api/"):
                 prose = prose[:1]  # the first line of a docstring
             yield _weighed({**section, "text": "".join(prose)})

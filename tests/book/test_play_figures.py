@@ -54,10 +54,10 @@ def test_online_softmax_equals_softmax_over_the_keys_read(figures: sync_api.Page
 
 
 def test_softmax_by_keyboard_ends_at_the_chapters_output(figures: sync_api.Page) -> None:
-    figures.get_by_label("Keys read").focus()
+    figures.get_by_role("slider", name="Keys read").focus()
     figures.keyboard.press("End")
     assert "output 4." in says(figures, "softmax") and "can still hold" in says(figures, "softmax")
-    figures.get_by_label("Added to every score").press("End")
+    figures.get_by_role("slider", name="Added to every score").press("End")
     assert "output 4." in says(figures, "softmax") and "overflows in float16" in says(figures, "softmax")
 
 
@@ -67,7 +67,7 @@ def test_the_score_of_a_rotated_pair_depends_on_the_distance_only(figures: sync_
         assert scores == pytest.approx([scores[0]] * 3)
     assert call(figures, "rope", "m.frequency(1)") == pytest.approx(0.1)
     before = says(figures, "rope").partition("the score is ")[2][:5]
-    figures.get_by_label("Position of the query").press("PageUp")
+    figures.get_by_role("slider", name="Position of the query").press("PageUp")
     assert says(figures, "rope").partition("the score is ")[2][:5] == before
 
 
@@ -89,7 +89,7 @@ def test_waste_of_pages(figures: sync_api.Page) -> None:
         counted = call(figures, "pages", f"m.paged([17, 32], {size})")
         pages = [-(-17 // size), -(-32 // size)]
         assert counted["pages"] == pages and counted["empty"] == sum(pages) * size - 49
-    figures.get_by_label("Tokens per page").press("Home")
+    figures.get_by_role("slider", name="Tokens per page").press("Home")
     assert says(figures, "pages").startswith("0 of")
 
 
@@ -111,8 +111,8 @@ def test_the_trio_answers_to_its_controls(figures: sync_api.Page) -> None:
     before = says(figures, "trio")
     figures.get_by_label("mixed batches").check()
     assert says(figures, "trio") != before
-    figures.get_by_label("Token budget").press("Home")
-    figures.get_by_label("Tokens of C's prompt").press("End")
+    figures.get_by_role("slider", name="Token budget").press("Home")
+    figures.get_by_role("slider", name="Tokens of C's prompt").press("End")
     assert figures.locator(".trio-figure rect.c").count() > 5
 
 

@@ -112,7 +112,8 @@ RENDERED = r"""() => {
 PROBLEMS = r"""() => {
     const found = [];
     for (const image of document.images)  // one that the reader has not come near is not loaded yet
-        if ((image.complete || image.loading !== "lazy") && image.naturalWidth === 0) found.push(`broken image ${image.src.slice(0, 80)}`);
+        if ((image.complete || image.loading !== "lazy") && image.naturalWidth === 0)
+            found.push(`broken image ${image.src.slice(0, 80)}`);
     for (const formula of document.querySelectorAll(".katex-error"))
         found.push(`formula not understood: ${formula.textContent}`);
 

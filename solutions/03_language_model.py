@@ -1,10 +1,11 @@
 """Homework of chapter 03: the parts of a language model, and loading its weights.
 
-Four of these functions are parts of the engine. Once their checks pass,
-`mini-engine generate --homework` runs the embedded model, a Llama, on your `rms_norm`
-and `gated_mlp`. With `--model` and the folder or hub id of a Qwen3 it also runs your
-`qk_norm`, and with that of a GPT-2 it loads the checkpoint through your `gpt2_weights`.
-The last checks of `decoder_layer` and `dequantize_q4_1` run the embedded model on them.
+Five of these functions are parts of the engine. Once their checks pass,
+`mini-engine generate --homework` runs the embedded model, a Llama, on your
+`decoder_layer`, which calls your `rms_norm` and `gated_mlp`. With `--model` and the
+folder or hub id of a Qwen3 it also runs your `qk_norm`, and with that of a GPT-2 it
+loads the checkpoint through your `gpt2_weights`. The last checks of `decoder_layer` and
+`dequantize_q4_1` run the embedded model on them.
 """
 
 import re

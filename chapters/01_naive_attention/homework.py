@@ -4,8 +4,9 @@ Two of these functions are parts of the engine. Once their checks pass,
 `mini-engine generate --homework` runs a real model on your `masked_attention`, your
 `apply_rope`, or both.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/01_naive_attention                   # grade your work
     pytest chapters/01_naive_attention --hint NAME       # the next of three hints for the exercise NAME

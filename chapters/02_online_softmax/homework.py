@@ -4,8 +4,9 @@ One of these functions is a part of the engine. Once its checks pass,
 `mini-engine generate --homework --attn-backend chunked` splits every conversation into
 tiles of 64 keys and merges their states with your `merge_states`.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/02_online_softmax                   # grade your work
     pytest chapters/02_online_softmax --hint NAME       # the next of three hints for the exercise NAME

@@ -1,13 +1,15 @@
 """Homework of chapter 03: the parts of a language model, and loading its weights.
 
-Four of these functions are parts of the engine. Once their checks pass,
-`mini-engine generate --homework` runs the embedded model, a Llama, on your `rms_norm`
-and `gated_mlp`. With `--model` and the folder or hub id of a Qwen3 it also runs your
-`qk_norm`, and with that of a GPT-2 it loads the checkpoint through your `gpt2_weights`.
-The last checks of `decoder_layer` and `dequantize_q4_1` run the embedded model on them.
+Five of these functions are parts of the engine. Once their checks pass,
+`mini-engine generate --homework` runs the embedded model, a Llama, on your
+`decoder_layer`, which calls your `rms_norm` and `gated_mlp`. With `--model` and the
+folder or hub id of a Qwen3 it also runs your `qk_norm`, and with that of a GPT-2 it
+loads the checkpoint through your `gpt2_weights`. The last checks of `decoder_layer` and
+`dequantize_q4_1` run the embedded model on them.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/03_language_model                   # grade your work
     pytest chapters/03_language_model --hint NAME       # the next of three hints for the exercise NAME

@@ -73,6 +73,7 @@ EXERCISES = [
         points=6,
         minutes=35,
         difficulty=2,
+        part="decoder_layer",
         hints=(
             "Write down the shape after every line. Which tensors are [T, heads, D], and which are [T, hidden]? Which "
             "heads does QK-norm touch, and which ones does the rotation touch?",

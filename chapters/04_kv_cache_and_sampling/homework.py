@@ -4,8 +4,9 @@ Two of these functions are parts of the engine. Once their checks pass,
 `mini-engine generate --homework` runs the embedded model on your `append_kv` and
 `sample`. The last check of `generate_greedy` runs that model on your loop.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/04_kv_cache_and_sampling                   # grade your work
     pytest chapters/04_kv_cache_and_sampling --hint NAME       # the next of three hints for the exercise NAME

@@ -4,8 +4,9 @@ Two of these functions are parts of the engine. Once their checks pass, the comm
 `mini-engine generate --homework` runs a real model on your `visible`, your
 `classify_blocks`, or both.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/05_flexattention                   # grade your work
     pytest chapters/05_flexattention --hint NAME       # the next of three hints for the exercise NAME

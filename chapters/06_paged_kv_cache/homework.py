@@ -4,8 +4,9 @@ Three exercises are parts of the engine. Once their checks pass, the command
 `mini-engine generate --homework` runs a real model on your `PageTable`, your
 `physical_blocks`, your `physical_mask`, or all of them.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/06_paged_kv_cache                   # grade your work
     pytest chapters/06_paged_kv_cache --hint NAME       # the next of three hints for the exercise NAME

@@ -5,8 +5,9 @@ Seven of these functions are parts of the engine. Once their checks pass, the co
 tensor: they make decisions and keep track of pages. `make_scheduler` and `compute` are
 given, so that you can try your functions on a scheduler without a model.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/07_continuous_batching                   # grade your work
     pytest chapters/07_continuous_batching --hint NAME       # the next of three hints for the exercise NAME

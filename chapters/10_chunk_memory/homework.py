@@ -3,8 +3,9 @@
 `chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` also serves a request
 over chunks with it. `Stored` and `Level` are given.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/10_chunk_memory                   # grade your work
     pytest chapters/10_chunk_memory --hint NAME       # the next of three hints for the exercise NAME

@@ -599,7 +599,7 @@ def test_a_document_begins_inside_a_block(hw: Homework) -> None:
     assert_is_blocks(got)
     for row, expected in enumerate([[0], [0, 1], [2], [2, 3]]):
         both = [got[i + 1][row, : int(got[i][row])].tolist() for i in (0, 2)]
-        name = f"for qo_indptr [0, 5, 8, 16] in blocks of 4, the list of blocks of query block {row}"
+        name = f"for qo_indptr [0, 5, 8, 16] in blocks of 4, the block indices of query block {row}"
         assert_equal(sorted(both[0] + both[1]), expected, name=name)
 
 

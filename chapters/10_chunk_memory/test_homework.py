@@ -399,7 +399,7 @@ def levels_of(
             which = [c for c, own in enumerate(pinned) if own.pages.tolist() == pages]
             assert which, f"level {i}: a group has the pages {pages}, which are not those of one chunk in their order"
             assert num_keys == lens[which[0]], (
-                f"level {i}: kv_last_page_len gives a chunk of {lens[which[0]]} keys {num_keys} of them"
+                f"level {i}: kv_last_page_len gives the chunk with {lens[which[0]]} keys {num_keys} of them"
             )
             offsets = level.query_offsets[first[place] : first[place + 1]].tolist()
             assert len(set(offsets)) == 1, f"level {i}: the tokens of one request have the offsets {offsets}"

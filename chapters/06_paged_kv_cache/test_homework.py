@@ -90,7 +90,7 @@ EXERCISES = [
         minutes=20,
         difficulty=2,
         hints=(
-            "Begin with blocks as long as a page. A BlockMask has two arrays of block indices, two counts, a block size, a "
+            "Begin with blocks as long as a page. A BlockMask has two arrays of indices, two counts, a block size, a "
             "mask_mod and two lengths: which of them does a new order of pages change? Then let a page be two blocks.",
             "The counts and the block size stay. With r blocks in a page, page p consists of the blocks p * r to "
             "p * r + r - 1: build the table of blocks from the table of pages, and give it to physical_blocks. "

@@ -71,7 +71,7 @@ def _names(text: str) -> list[str]:
 
 
 def prose(file: Path) -> str:
-    """What a file says in words: Markdown without code, formulas and tables of results; Python's strings and comments.
+    """Return the prose of a file: Markdown without code, formulas and result tables; strings and comments of Python.
 
     Args:
         file: a .md, .py or .toml file. TOML counts as prose from beginning to end.

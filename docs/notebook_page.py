@@ -117,7 +117,7 @@ def _closed(soup: BeautifulSoup, comparison: Tag) -> Tag:
 
 
 def _caption(soup: BeautifulSoup, figure: Tag) -> None:
-    """Move the caption that follows a figure into it; the caption is the picture's alternative text, too."""
+    """Move the caption of each figure into the figure, and make it the alternative text of the image."""
     image, following = figure.find("img"), figure.find_next_sibling()
     caption = following.select_one(".figure-caption") if following is not None else None
     if image is None or following is None or caption is None:

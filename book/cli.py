@@ -38,7 +38,7 @@ def generate(
                 "where you begin to write this engine."
             )
         return
-    from book.grading.engine import compare_with_reference, print_parts, small_engine
+    from book.grading.engine import compare_over_chunks, compare_with_reference, print_parts, small_engine
 
     sampling = SamplingOptions({"seed": 0} | sampling)  # so that both engines draw the same numbers
     batch = cli.load_batch(console, engine, sampling, prompts, raw, chat_template)
@@ -46,6 +46,7 @@ def generate(
     mine = small_engine(batch)
     outputs = cli.answer(console, mine, None, batch)
     compare_with_reference(console, engine.model, batch, mine, outputs)
+    compare_over_chunks(console, engine.model, batch)
 
 
 @command(app)

@@ -129,6 +129,32 @@ def draw_mask(
     return ax
 
 
+def draw_blocks(mask: Values, block: tuple[int, int], *, ax: Axes | None = None, title: str = "") -> Axes:
+    """A mask as a block-sparse kernel computes it, in blocks of `block` queries and keys.
+
+    Blue: visible pairs of partial blocks. Green: full blocks. Orange: hidden pairs, computed because their block is
+    visited. Grey: skipped blocks.
+    """
+    visible = _array(mask) != 0
+    rows, columns = visible.shape
+    image = np.empty((rows, columns, 3))
+    for top in range(0, rows, block[0]):
+        for left in range(0, columns, block[1]):
+            pairs = np.s_[top : top + block[0], left : left + block[1]]
+            seen, inside = PALETTE[2] if visible[pairs].all() else PALETTE[0], visible[pairs].any()
+            image[pairs] = to_rgb(PALETTE[1] if inside else HIDDEN)
+            image[pairs][visible[pairs]] = to_rgb(seen)
+    ax = ax or _square_axes(rows, columns)
+    ax.imshow(image, interpolation="nearest", aspect="auto")
+    ax.set_xticks(np.arange(0, columns, block[1]) - 0.5, [])
+    ax.set_yticks(np.arange(0, rows, block[0]) - 0.5, [])
+    ax.grid(color="white", linewidth=1.2)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_title(title, fontsize=12)
+    return ax
+
+
 def draw_matrix(
     values: Values,
     *,

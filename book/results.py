@@ -231,7 +231,7 @@ def results_page_markdown(root: Path) -> str:
 
 SPEEDS = (
     "The speeds are in tokens/s. The 32 requests have prompts of 16 to 128 tokens, outputs of 16 to 96, and the memory "
-    "of eight slabs of the longest."
+    "of eight contiguous preallocations."
 )
 
 

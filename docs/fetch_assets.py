@@ -92,6 +92,8 @@ def package_folder(name: str) -> Path:
 def asset_files() -> Iterator[tuple[str, Path]]:
     """Yield (path below the site's `vendor/`, file on disk) for every file that belongs into the site."""
     for name in PACKAGES:
+        if name == "mermaid":  # runs when the site is built
+            continue
         folder = package_folder(name)
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):
             yield f"{name.rpartition('/')[2]}/{file.relative_to(folder).as_posix()}", file

@@ -7,6 +7,8 @@ keeps its path in the repository, so that a relative link works in Jupyter, on G
 from __future__ import annotations
 
 import ast
+import hashlib
+import itertools
 import posixpath
 import re
 import sys
@@ -16,12 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import cards
+from bs4 import BeautifulSoup
+from diagrams import DiagramError, draw, insert, sources
 from fetch_assets import AssetError, asset_files, fetch_assets
+from glossary_terms import add_anchors, link_terms, read_glossary
+from jinja2 import Environment
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import tidy
+from page_frame import complete, describe
+from search_index import shrink
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
@@ -31,6 +41,10 @@ from book.results import results_page_markdown  # noqa: E402
 
 OUTLINE = tomllib.loads((ROOT / "docs" / "outline.toml").read_text(encoding="utf-8"))
 SOURCE_LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+GLOSSARY = "glossary.md"
+TERMS = read_glossary(ROOT / "docs" / GLOSSARY)
+WITH_TERMS = {"dataflow.md", "trace.md", "play.md"}  # besides the chapters and the parts
+NAVIGATION: set[str] = set()  # addresses of the pages in the navigation of this build
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 log = get_plugin_logger("book")
@@ -56,7 +70,7 @@ class Chapter:
 
     @property
     def experiment(self) -> str | None:
-        return _if_exists(f"experiments/{self.folder.name}/README.md")
+        return _if_exists(f"experiments/{cards.experiment(self.number)}/README.md")
 
     @property
     def title(self) -> str:
@@ -68,7 +82,7 @@ class Chapter:
 
     @property
     def label(self) -> str:
-        return f"{self.number}. {self.title.partition(':')[0]}"
+        return f"{self.number}. {re.split('[:;]', self.title)[0]}"
 
 
 class SourcePage(File):
@@ -136,7 +150,7 @@ def _navigation() -> list[object]:
             for chapter in finished:
                 entries.append({chapter.label: [chapter.notebook, *filter(None, [chapter.homework])]})
             book.append({part["title"]: entries})
-    engine = ["dataflow.md", "trace.md", {"API": ["api/index.md", *(f"api/{name}.md" for name in modules())]}]
+    engine = ["dataflow.md", "trace.md", "play.md", {"API": ["api/index.md", *_api_groups()]}]
     return [
         {"Book": book},
         {"Engine": engine},
@@ -144,6 +158,13 @@ def _navigation() -> list[object]:
         {"Glossary": ["glossary.md"]},
         {"Teach": ["teaching.md", "contributing.md", *filter(None, [_if_exists("book/README.md")])]},
     ]
+
+
+def _api_groups() -> Iterator[dict[str, list[str]]]:
+    """The API pages of each chapter."""
+    labels = {chapter.number: chapter.label for chapter in chapters()}
+    for number, names in itertools.groupby(modules(), module_chapter):
+        yield {labels.get(number or 0, f"{number}. Not written yet"): [f"api/{name}.md" for name in names]}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -213,7 +234,9 @@ def _source_page(path: str, language: str) -> str:
     listing = f"````{language}\n{text}\n````\n"
     chapter = next((c for c in chapters() if c.homework == path), None)
     if chapter is None:
-        return f"# {name}\n\n`{path}`\n\n{listing}"
+        module = ".".join(Path(path).with_suffix("").parts[1:])
+        api = f" The [API page]({posixpath.relpath('api', posixpath.dirname(path))}/{module}.md) explains it."
+        return f"# {name}\n\n`{path}`{api if module in modules() else ''}\n\n{listing}"
     return (
         f"# Homework {chapter.number}\n\n"
         f"Write your answers into `{path}`, in any editor. Then grade them:\n\n"
@@ -257,7 +280,8 @@ def _api_page(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if "<!-- chapters" in markdown:
-        markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_list(page, m), markdown)
+        markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_cards(page, m), markdown)
+    markdown = markdown.replace("<!-- unwritten -->", _unwritten())
     if "<!-- all results -->" in markdown:  # `<!-- results -->` marks an experiment's own tables in its README.md
         markdown = markdown.replace("<!-- all results -->", results_page_markdown(ROOT))
     if "<!-- ledger -->" in markdown:
@@ -269,28 +293,52 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
-def _chapter_list(page: Page, marker: re.Match[str]) -> str:
-    """The finished chapters between two numbers: title, modules, homework, experiment."""
+def _chapter_cards(page: Page, marker: re.Match[str]) -> str:
+    """The finished chapters between two numbers."""
     first, last = (int(group) if group else bound for group, bound in zip(marker.groups(), (1, 99), strict=True))
-    here = posixpath.dirname(page.file.src_uri)
 
-    def link(text: str, target: str | None) -> list[str]:
-        return [f"[{text}]({posixpath.relpath(target, here)})"] if target else []
+    def link(target: str | None) -> str | None:
+        """A page's address, from this page: raw HTML is not resolved by MkDocs."""
+        if target is None:
+            return None
+        folder = target.removesuffix(".py") if target.endswith(".py") else posixpath.dirname(target)
+        return posixpath.relpath(folder, posixpath.dirname(page.file.dest_uri) or ".") + "/"
 
-    entries = []
+    found = []
     for chapter in chapters():
         if first <= chapter.number <= last:
-            built = [name for name in modules() if module_chapter(name) == chapter.number]
-            details = [link(f"`{name}`", f"api/{name}.md")[0] for name in built]
-            details += link("homework", chapter.homework) + link("experiment", chapter.experiment)
-            title = link(f"{chapter.number}. {chapter.title}", chapter.notebook)[0]
-            entries.append(f"{title}\n:   {' · '.join(details)}\n")
-    return "\n".join(entries) or "Chapters appear here as they are finished."
+            links = cards.Links(link(chapter.notebook) or "", link(chapter.homework), link(chapter.experiment))
+            try:
+                found.append(cards.card(chapter.number, chapter.title, links))
+            except cards.CardError as error:
+                log.warning(str(error))
+    return (
+        f'<div class="chapter-cards">{"".join(found)}</div>' if found else "Chapters appear here as they are finished."
+    )
+
+
+def _unwritten() -> str:
+    """Which chapters of which parts are still to come."""
+    finished = {chapter.number for chapter in chapters()}
+    parts = []
+    for part in OUTLINE["parts"]:
+        if missing := [number for number in part["chapters"] if number not in finished]:
+            span = f"chapters {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"chapter {missing[0]}"
+            parts.append(f"{span} of {part['title']} ({part['topics']})")
+    return f"{' and '.join(parts)}.".replace("chapter", "Chapter", 1) if parts else "Nothing: all chapters are here."
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.file.src_uri.endswith(".ipynb"):
-        html = _chapter_content(html, page, files)
+    path = page.file.src_uri
+    if path.endswith(".ipynb"):
+        html = _chapter_content(html, page, config, files)
+    elif path == GLOSSARY:
+        html = add_anchors(html)
+    elif path in WITH_TERMS or path.startswith("part-"):
+        content = BeautifulSoup(html, "html.parser")
+        link_terms(content, TERMS, _glossary_from(page))
+        html = str(content)
+    page.meta.setdefault("description", cards.lesson(_chapter_number(path)) or describe(html))
     titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
     if len(titles) > 1:
         texts = ", ".join(repr(re.sub(r"<[^>]+>", "", title).removesuffix("¶").strip()) for title in titles)
@@ -298,7 +346,40 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return html
 
 
-def _chapter_content(html: str, page: Page, files: Files) -> str:
+def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
+    """Draw the diagrams of all pages, which are rendered by now and not yet written."""
+    pages = [file.page for file in files.documentation_pages() if file.page is not None and file.page.content]
+    try:
+        draw(text for page in pages for text in sources(page.content or ""))
+    except DiagramError as error:
+        log.info(str(error))  # no warning: without a browser the book can still be read and checked
+    for page in pages:
+        page.content = insert(page.content or "")
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    return complete(output, str(page.title), page.meta.get("description", ""))
+
+
+@event_priority(-100)  # after the search plugin
+def on_post_build(config: MkDocsConfig) -> None:
+    shrink(Path(config.site_dir, "search", "search_index.json"), NAVIGATION, TERMS)
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    NAVIGATION.clear()
+    NAVIGATION.update(page.url for page in nav.pages)
+
+
+def _chapter_number(path: str) -> int:
+    return next((chapter.number for chapter in chapters() if chapter.notebook == path), 0)
+
+
+def _glossary_from(page: Page) -> str:
+    return posixpath.relpath("glossary", posixpath.dirname(page.file.dest_uri) or ".") + "/"
+
+
+def _chapter_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     def resolve(link: str) -> str:
         parts = urlsplit(link)
         if parts.scheme or parts.netloc or not parts.path:
@@ -310,10 +391,18 @@ def _chapter_content(html: str, page: Page, files: Files) -> str:
             return link
         return file.url_relative_to(page.file) + (f"#{parts.fragment}" if parts.fragment else "")
 
-    content, page.toc = tidy(html, resolve)
+    def save(png: bytes) -> str:
+        name = f"figures/{hashlib.sha256(png).hexdigest()[:12]}.png"
+        path = posixpath.join(posixpath.dirname(page.file.src_uri), name)
+        if files.get_file_from_path(path) is None:
+            files.append(File.generated(config, path, content=png))
+        return name
+
+    notebook, page.toc = tidy(html, resolve, save)
+    link_terms(notebook, TERMS, _glossary_from(page))
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
-    heading, end, rest = content.partition("</h1>")
-    return heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
+    heading, end, rest = str(notebook).partition("</h1>")
+    return _contents(page) + heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
 
 
 def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
@@ -330,6 +419,18 @@ def _before_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:
 <pre><code>{chapter.notebook}</code></pre>
 <p>Every cell can be run again, and your own predictions are compared with what you measure.</p></details>
 {homework}{experiment}</div>"""
+
+
+def _contents(page: Page) -> str:
+    """The chapter's headings, for screens too narrow for the list at the side."""
+    headings = page.toc.items[0].children if page.toc.items else []
+    links = "".join(
+        f'<li class="level-{heading.level}"><a href="{heading.url}">{heading.title}</a></li>'
+        for parent in headings
+        for heading in (parent, *parent.children)
+    )
+    return f"""<details class="chapter-contents" data-search-exclude><summary>In this chapter</summary>
+<nav aria-label="In this chapter"><ul>{links}</ul></nav></details>"""
 
 
 def _after_chapter(chapter: Chapter, resolve: Callable[[str], str]) -> str:

@@ -6,37 +6,45 @@ own. What is kept is the content: text as plain page content, code as the theme'
 
 from __future__ import annotations
 
+import base64
 import re
+import struct
 from collections.abc import Callable
 from html import escape
 
 from bs4 import BeautifulSoup, Tag
+from cell_folds import SETUP, fold_title, is_output_only
 from mkdocs.structure.toc import AnchorLink, TableOfContents
 
 
-def tidy(html: str, resolve: Callable[[str], str]) -> tuple[str, TableOfContents]:
+def tidy(html: str, resolve: Callable[[str], str], save: Callable[[bytes], str]) -> tuple[Tag, TableOfContents]:
     """Rewrite a rendered notebook.
 
     Args:
         html: what mkdocs-jupyter rendered.
         resolve: maps a relative link of the notebook to a link of the page.
+        save: writes a PNG into the site and returns its link, relative to the page.
 
     Returns:
         The page's content and its table of contents.
     """
     soup = BeautifulSoup(html[html.index('<div class="jupyter-wrapper">') :], "html.parser")
     page = soup.new_tag("div", attrs={"class": "notebook"})
-    for cell in soup.select(".jp-Cell"):
+    for cell in soup.select(".jp-Cell:not(.jp-Cell .jp-Cell)"):  # a code cell is wrapped into a second one
         page.append(_code_cell(soup, cell) if _has_class(cell, "jp-CodeCell") else _text_cell(soup, cell))
     for diagram in page.select(".jp-Mermaid"):
         diagram.replace_with(_pre(soup, diagram.get_text().strip(), "diagram"))
+    for corner in page.select("th:empty"):
+        corner.name = "td"
     for table in page.find_all("table"):
         table.wrap(soup.new_tag("div", attrs={"class": "nb-scroll"}))
     for element, attribute in [("a", "href"), ("img", "src")]:
         for tag in page.find_all(element):
             tag[attribute] = resolve(str(tag.get(attribute, "")))
+    for image in page.select(".nb-figure img"):
+        _to_file(image, save)
     toc = _anchor_headings(soup, page)
-    return str(page), toc
+    return page, toc
 
 
 def _text_cell(soup: BeautifulSoup, cell: Tag) -> Tag:
@@ -49,33 +57,89 @@ def _text_cell(soup: BeautifulSoup, cell: Tag) -> Tag:
 
 def _code_cell(soup: BeautifulSoup, cell: Tag) -> Tag:
     result = soup.new_tag("div", attrs={"class": "nb-cell"})
+    shown = [_output(soup, output) for output in cell.select(".jp-OutputArea-output")]
     source = cell.select_one(".highlight-ipynb pre")
-    if source is not None and source.get_text().strip():
+    text = source.get_text() if source is not None else ""
+    if source is not None and text.strip() and not is_output_only(text):
+        title = fold_title(text, draws=any(box.select_one("img, .jp-Mermaid") for box in shown))
         code = soup.new_tag("code")
         code.extend(list(source.children))
+        for blank in code.find_all(string=re.compile(r"^\n{3,}$")):
+            blank.replace_with("\n\n")
         pre = soup.new_tag("pre")
         pre.append(code)
         box = soup.new_tag("div", attrs={"class": "highlight nb-in"})
         box.append(pre)
-        result.append(box)
-    for output in cell.select(".jp-OutputArea-output"):
-        result.append(_output(soup, output))
+        if title == SETUP:
+            box.extend(shown)
+            shown = []
+        result.append(box if title is None else _folded(soup, title, box))
+    result.extend(shown)
+    for figure in result.select("figure.nb-figure"):
+        _caption(soup, figure)
     return result
 
 
+def _folded(soup: BeautifulSoup, title: str, content: Tag) -> Tag:
+    details, summary = soup.new_tag("details", attrs={"class": "nb-fold"}), soup.new_tag("summary")
+    summary.string = title
+    details.extend([summary, content])
+    return details
+
+
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:
-    box_of_its_own = output.select_one(".prediction, .comparison")
-    if box_of_its_own is not None:
-        return box_of_its_own.extract()
-    box = soup.new_tag("div", attrs={"class": "nb-out", "data-search-exclude": ""})
-    if "stderr" in str(output.get("data-mime-type", "")):
-        box["class"] = "nb-out nb-stderr"
-    for image in output.find_all("img"):
-        image["alt"] = "Figure drawn by the cell above"
+    prediction, comparison = output.select_one(".prediction"), output.select_one(".comparison")
+    if prediction is not None:
+        prediction["data-search-exclude"] = ""
+        return prediction.extract()
+    if comparison is not None:
+        return _closed(soup, comparison.extract())
     if _has_class(output, "jp-RenderedImage"):
-        box["class"] = "nb-out nb-figure"
+        box = soup.new_tag("figure", attrs={"class": "nb-figure", "data-search-exclude": ""})
+    else:
+        box = soup.new_tag("div", attrs={"class": "nb-out", "data-search-exclude": ""})
+        if "stderr" in str(output.get("data-mime-type", "")):
+            box["class"] = "nb-out nb-stderr"
     box.extend(list(output.children))
     return box
+
+
+def _closed(soup: BeautifulSoup, comparison: Tag) -> Tag:
+    """Put the numbers of a comparison behind a fold, which predict.js opens once the reader has given a number."""
+    question, *answer = comparison.find_all(recursive=False)
+    content = soup.new_tag("div")
+    content.extend(answer)
+    details = _folded(soup, "Show the numbers without a prediction", content)
+    details["class"] = "comparison-answer"
+    question.insert_after(details)
+    comparison["data-search-exclude"] = ""
+    return comparison
+
+
+def _caption(soup: BeautifulSoup, figure: Tag) -> None:
+    """Move the caption of each figure into the figure, and make it the alternative text of the image."""
+    image, following = figure.find("img"), figure.find_next_sibling()
+    caption = following.select_one(".figure-caption") if following is not None else None
+    if image is None or following is None or caption is None:
+        return
+    image["alt"] = caption.get_text().strip()
+    text = soup.new_tag("figcaption")
+    text.extend(list(caption.children))
+    figure.append(text)
+    following.decompose()
+
+
+def _to_file(image: Tag, save: Callable[[bytes], str]) -> None:
+    """Give a figure an address of its own, which the browser fetches when the reader comes near."""
+    kind, _, data = str(image["src"]).partition(";base64,")
+    if kind != "data:image/png":
+        return
+    png = base64.b64decode(data)
+    width, height = struct.unpack(">II", png[16:24])
+    shown = int(str(image.get("width", width)))
+    image["src"] = save(png)
+    image["width"], image["height"] = str(shown), str(round(height * shown / width))
+    image["loading"] = "lazy"
 
 
 def _has_class(tag: Tag, name: str) -> bool:

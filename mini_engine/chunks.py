@@ -455,7 +455,9 @@ class ChunkMemory:
         for first in range(0, len(token_ids), budget):
             new = token_ids[first : first + budget]
             pages = pinned.pages[: engine.page_table.pages_for(first + len(new))]
-            _, levels = context_levels([context], np.array([len(new)]), size, engine.model.device)
+            _, levels = context_levels(
+                [context], np.array([len(new)]), size, engine.model.device, engine.parts.chunk_levels
+            )
             with torch.inference_mode():
                 batch = StepBatch.build(
                     token_ids=new,

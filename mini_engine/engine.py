@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests come and go while it steps. Token ids in, token ids out.
+"""`LLMEngine`: serve requests by continuous batching. Token ids in, token ids out.
 
 A call of `step` launches the next step, then collects the tokens of the previous one. With a pipeline depth of 1, the
 default on a GPU, the host schedules and prepares a step while the device computes the one before it; with 0, a step is
@@ -122,7 +122,7 @@ class LLMEngine:
             context: registered chunks in front of the prompt, from `ChunkMemory.context`.
 
         Returns:
-            The request. Read it, and leave it as it is.
+            The request. Read it, but do not change it.
 
         Raises:
             RequestError: if it cannot be served. Other requests are not affected.
@@ -167,7 +167,7 @@ class LLMEngine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """End a request now and free its pages. Unknown or finished names are ignored: it may just have ended."""
+        """End a request now and free its pages. An unknown name is ignored: the request may just have ended."""
         with self.transaction():
             if isinstance(request_id, str) and (request := self._requests.get(request_id)):
                 self._end(request, "abort")

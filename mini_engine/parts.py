@@ -17,7 +17,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
-from mini_engine.attention.cascade import FindLevels, find_levels
+from mini_engine.attention.cascade import ChunkLevels, FindLevels, chunk_levels, find_levels
 from mini_engine.attention.masks import MaskMod, visible
 from mini_engine.attention.naive import sdpa_attention
 from mini_engine.attention.split_kv import WorkPlan, plan_work
@@ -28,6 +28,7 @@ from mini_engine.kv_cache.prefix_sharing import Children, copy_on_write, match_p
 from mini_engine.kv_cache.sliding_window import pages_to_evict
 from mini_engine.models.gpt2 import gpt2_weights
 from mini_engine.models.layers import gated_mlp, qk_norm, rms_norm
+from mini_engine.models.llama import decoder_layer
 from mini_engine.policy import admit, preempt, share_budget
 from mini_engine.request import Request, Running
 from mini_engine.rope import apply_rope
@@ -77,6 +78,8 @@ class Parts:
     physical_mask: Callable[[MaskMod, Tensor, int], MaskMod] = part(physical_mask, "Physical mask", 6, PLANNING)
     plan_work: Callable[..., WorkPlan] = part(plan_work, "Work plan", 8, PLANNING)
     find_levels: FindLevels = part(find_levels, "Level discovery", 9, PLANNING)
+    chunk_levels: ChunkLevels = part(chunk_levels, "Levels of chunks", 10, PLANNING)
+    decoder_layer: Callable[..., Tensor] = part(decoder_layer, "Decoder layer", 3, LAYER)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
     qk_norm: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = part(qk_norm, "QK-norm", 3, LAYER)
     apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = part(apply_rope, "RoPE", 1, LAYER)

@@ -29,7 +29,7 @@ def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray,
     decodes = pending == 1
     prompts = np.where(decodes, 0, pending)
     left = budget - int(decodes.sum())
-    # What the prompts before each one have taken of the rest.
+    # What the prompts before each one take of the rest.
     taken = np.cumsum(prompts) - prompts
     return np.where(decodes, 1, np.clip(left - taken, 0, prompts))
 
@@ -41,11 +41,11 @@ def admit(num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free
         num_tokens: tokens that the request has to compute, at least 1.
         num_pages: free pages that it needs.
         budget: tokens that the step has left.
-        free_pages: pages that may be given away.
-        free_rows: requests that may still run.
+        free_pages: free pages above the watermark.
+        free_rows: free rows of the page table.
 
     Returns:
-        Tokens that the step computes of it: all, or a first chunk; 0 if it has to wait.
+        Tokens of the request that the step computes: all, or a first chunk; 0 if the request has to wait.
     """
     if free_rows < 1 or num_pages > free_pages:
         return 0
@@ -53,14 +53,15 @@ def admit(num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free
 
 
 def preempt(running: Running, waiting: "OrderedDict[Request, None]", page_table: PageTable) -> Request:
-    """Send the newest running request back to wait, without its pages (Kwon et al. 2023, section 4.5, recomputation).
+    """Preempt the newest running request, which then waits without its pages.
 
-    It keeps its tokens, those of its output included: at its next admission they are its prompt.
+    This is preemption by recomputation (Kwon et al. 2023, section 4.5): the request keeps its tokens, including those
+    of its output, and at its next admission all of them are computed like a prompt.
 
     Args:
-        running: requests with pages.
-        waiting: requests without, the next one first; all of them arrived later than those that run.
-        page_table: gets the pages back.
+        running: the running requests.
+        waiting: the waiting requests, the next one first; all of them arrived later than those that run.
+        page_table: the pages of all rows.
 
     Returns:
         The request.

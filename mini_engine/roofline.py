@@ -1,10 +1,10 @@
-"""What a computation must cost: floating-point operations, bytes moved, and the time neither bound allows to beat.
+"""The minimum cost of a computation: floating-point operations, bytes moved, and a lower bound on its run time.
 
 A kernel needs at least flops / (FLOP rate) seconds and at least bytes / (memory bandwidth) seconds; the larger of the
-two is its roofline (Williams, Waterman and Patterson 2009). Counting rules of every function below: a multiply and an
-add are 2 FLOPs; a kernel reads each input and writes each output once, whatever its caches do; softmax,
-exponentials and comparisons are left out of the FLOPs of attention, as PyTorch's own counter leaves them out.
-Explained in chapter 01.
+two is a lower bound on its run time (Williams, Waterman and Patterson 2009). Every function below counts a multiply
+and an add as 2 FLOPs, and one read of each input and one write of each output per kernel, whatever its caches do. The
+FLOPs of attention leave out softmax, exponentials and comparisons, as PyTorch's own counter does. Explained in
+chapter 01.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mini_engine.models.linear import linear
 
 @dataclass(frozen=True)
 class Machine:
-    """The two rates that bound every kernel of one device in one dtype, as measured there.
+    """The two measured rates that bound every kernel on one device in one dtype.
 
     Attributes:
-        name: the device, in words.
+        name: a readable name of the device.
         dtype: the dtype of the matrix products, such as "bfloat16".
         bandwidth: bytes per second read from memory.
         flops: floating-point operations per second of a large matrix product.
@@ -38,13 +38,13 @@ class Machine:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte at which the two bounds meet: below it a kernel waits for memory, above it for arithmetic."""
+        """The arithmetic intensity at which the two bounds are equal: below it a kernel is memory-bandwidth-bound."""
         return self.flops / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a computation must do: `flops` operations on `bytes` bytes moved. Costs add."""
+    """The operations that a computation must do and the bytes that it must move. Costs add."""
 
     flops: int | float
     bytes: int | float
@@ -57,11 +57,11 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte moved."""
+        """The arithmetic intensity: FLOPs per byte moved."""
         return self.flops / self.bytes
 
     def seconds(self, machine: Machine) -> float:
-        """The least time that the machine's two rates allow."""
+        """Compute the lower bound on the run time."""
         return max(self.flops / machine.flops, self.bytes / machine.bandwidth)
 
     def is_memory_bound(self, machine: Machine) -> bool:
@@ -70,7 +70,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a decoder-only transformer that decide what a step costs."""
+    """The sizes of a decoder-only transformer that determine the cost of a step."""
 
     hidden_size: int
     num_layers: int
@@ -82,41 +82,41 @@ class ModelShape:
 
 
 def linear_cost(num_tokens: int, in_features: int, out_features: int, dtype_bytes: int) -> Cost:
-    """`x @ W.T`: x `[tokens, in]`, W `[out, in]`. The weight is read once, however many tokens share it."""
+    """Compute the cost of `x @ W.T`, x `[tokens, in]`, W `[out, in]`: all tokens share one read of the weight."""
     elements = num_tokens * in_features + out_features * in_features + num_tokens * out_features
     return Cost(2 * num_tokens * in_features * out_features, elements * dtype_bytes)
 
 
 def elementwise_cost(num_elements: int, flops: int, tensors: int, dtype_bytes: int, other_bytes: int = 0) -> Cost:
-    """An operation on each number by itself.
+    """Compute the cost of an elementwise operation.
 
     Args:
-        num_elements: numbers in the result.
-        flops: operations for each of them.
-        tensors: tensors of this size that are read or written.
-        dtype_bytes: bytes per number.
-        other_bytes: bytes read beside these tensors.
+        num_elements: elements of the result.
+        flops: operations per element.
+        tensors: number of tensors of this size that are read or written.
+        dtype_bytes: bytes per element.
+        other_bytes: bytes read in addition to these tensors.
     """
     return Cost(flops * num_elements, tensors * num_elements * dtype_bytes + other_bytes)
 
 
 def norm_cost(num_tokens: int, hidden_size: int, dtype_bytes: int) -> Cost:
-    """RMSNorm: square, sum, scale and weigh each number; read x and the weight, write the result."""
+    """Compute the cost of RMSNorm: square, sum, scale and weight each element; read x and the weight, write once."""
     return elementwise_cost(num_tokens * hidden_size, 4, 2, dtype_bytes, other_bytes=hidden_size * dtype_bytes)
 
 
 def visible_pairs(num_queries: int, num_keys: int, *, causal: bool = True, window: int | None = None) -> int:
-    """How many (query, key) pairs attention computes, the queries being the last of the keys' sequence.
+    """Count the visible (query, key) pairs, where the queries belong to the last positions of the keys' sequence.
 
     Args:
         num_queries: queries of one sequence, at most `num_keys` if causal.
         num_keys: keys of that sequence.
-        causal: False: every query sees every key.
-        window: number of keys a query may see, its own included; only with `causal`.
+        causal: False: every query attends to every key.
+        window: number of keys that a query attends to, including its own; only with `causal`.
     """
     if not causal:
         return num_queries * num_keys
-    # The first query sees num_keys - num_queries + 1 keys, and each later one sees one more.
+    # The first query attends to num_keys - num_queries + 1 keys, and each later one to one more.
     return sum(min(seen, window or seen) for seen in range(num_keys - num_queries + 1, num_keys + 1))
 
 
@@ -132,10 +132,10 @@ def attention_cost(
     window: int | None = None,
     materialized: bool = False,
 ) -> Cost:
-    """Attention of the last `num_queries` tokens of one sequence over its `num_keys` keys.
+    """Compute the cost of attention of the last `num_queries` tokens of one sequence over its `num_keys` keys.
 
-    FLOPs: one dot product and one weighted sum of head_dim numbers for each visible pair and query head, 4 D in all.
-    Bytes: queries and output, keys and values, each once; of a window, the keys that some query sees.
+    FLOPs: one dot product and one weighted sum of head_dim components for each visible pair and query head, 4 D in all.
+    Bytes: queries and output, keys and values, each once; with a window, only the keys that some query attends to.
 
     Args:
         materialized: the scores go through memory as in `masked_attention`: every pair, visible or not, is computed,
@@ -151,14 +151,14 @@ def attention_cost(
 def decoder_layer_costs(
     shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1
 ) -> dict[str, Cost]:
-    """The cost of each operator of one decoder layer, in the order in which they run.
+    """Compute the cost of each operator of one decoder layer, in the order in which they run.
 
     Args:
         shape: the model.
-        num_tokens: tokens of each sequence in this step: 1 for a decode, the prompt for a prefill.
-        kv_len: keys of each sequence after this step, these tokens' own included.
-        dtype_bytes: bytes per number of weights, activations and cache.
-        batch_size: sequences in the step. They share the weights and nothing of the attention.
+        num_tokens: new tokens of each sequence: 1 in a decode step, the prompt in a prefill.
+        kv_len: keys of each sequence after this step, including those of the new tokens.
+        dtype_bytes: bytes per element of weights, activations and cache.
+        batch_size: sequences in the step. They share the weights, but no keys or values.
     """
     tokens = batch_size * num_tokens
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -168,7 +168,7 @@ def decoder_layer_costs(
     return {
         "input_norm": norm_cost(tokens, hidden, dtype_bytes),
         "qkv_proj": linear_cost(tokens, hidden, q_size + 2 * kv_size, dtype_bytes),
-        # Each pair of numbers: 4 multiplications, 2 additions.
+        # Each pair of components: 4 multiplications, 2 additions.
         "rope": elementwise_cost(tokens * (q_size + kv_size), 3, 2, dtype_bytes, other_bytes=sine_bytes),
         "kv_append": elementwise_cost(2 * tokens * kv_size, 0, 2, dtype_bytes),
         "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes) * batch_size,
@@ -184,7 +184,7 @@ def decoder_layer_costs(
 
 
 def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1) -> Cost:
-    """The cost of one step of the whole model, with logits for the last token of each sequence. Arguments as above."""
+    """Compute the cost of one step of the whole model, with logits for the last token of each sequence."""
     tokens = batch_size * num_tokens
     layer = sum(decoder_layer_costs(shape, num_tokens, kv_len, dtype_bytes, batch_size).values(), Cost(0, 0))
     embedding = elementwise_cost(tokens * shape.hidden_size, 0, 2, dtype_bytes)
@@ -194,25 +194,25 @@ def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes
 
 
 def measure_machine(device: torch.device | str, dtype: torch.dtype) -> Machine:
-    """Measure the two rates of `device`: the best of several runs, for a bound must not be beaten by a lucky run.
+    """Measure the two rates of `device`. Takes the best of several runs, because no later run may beat a bound.
 
     Bandwidth: summing a buffer many times larger than any cache, a pure read. (The buffer is written first: memory
     that was never written reads as one shared page of zeros, from the cache.) FLOPs: a large square matrix product, in
-    the form that is fastest there.
+    the layout that is fastest there.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     buffer = torch.ones(2**29 if on_gpu else 2**26, dtype=torch.float32, device=device)  # 2 GiB, or 256 MiB
     bandwidth = buffer.nbytes / _best_seconds(buffer.sum, device)
     side = 8192 if on_gpu else 1024
-    # Random numbers: a GPU multiplies zeros and ones with less power, and so faster, than real data.
+    # Random numbers: a GPU multiplies zeros and ones with less power, and therefore faster, than real data.
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     flops = 2 * side**3 / _best_seconds(lambda: linear(a, b), device)
     return Machine(device_name(device), str(dtype).removeprefix("torch."), bandwidth, flops)
 
 
 def device_name(device: torch.device | str) -> str:
-    """The device in words: the GPU's name, or the processor's with the number of threads that PyTorch uses."""
+    """Return a readable name: the GPU's, or the processor's with the number of threads that PyTorch uses."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

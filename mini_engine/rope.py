@@ -1,7 +1,7 @@
-"""Rotary position embedding: turn each pair of a head's numbers by an angle that grows with the position.
+"""Rotary position embedding (RoPE): rotate each pair of a head's components by an angle proportional to the position.
 
-RoFormer (Su et al. 2021, section 3.2.2) defines the rotation, Chen et al. 2023 the linear stretching of positions, the
-Llama 3.1 release the stretching of the slow pairs only. Explained in chapter 01.
+RoFormer (Su et al. 2021, section 3.2.2) defines the rotation, Chen et al. 2023 the linear scaling of positions, and
+the Llama 3.1 release the scaling of the slow pairs only. Explained in chapter 01.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Linear:
-    """Every frequency divided by `factor`: position p turns as far as p / factor did before (Chen et al. 2023)."""
+    """Divide every frequency by `factor`: position p rotates as far as p / factor did before (Chen et al. 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3:
-    """Slow pairs divided by `factor`, fast pairs kept, a smooth ramp between (Llama 3.1).
+    """Divide the frequencies of slow pairs by `factor`, keep fast pairs, and blend in between (Llama 3.1).
 
-    A pair is slow if it turns less than `low_freq_factor` times within the context the model was first trained on
-    (`original_max_position_embeddings` tokens), fast if it turns more than `high_freq_factor` times.
+    A pair is slow if it makes fewer than `low_freq_factor` turns within the model's original context
+    (`original_max_position_embeddings` tokens), and fast if it makes more than `high_freq_factor` turns.
     """
 
     factor: float
@@ -37,12 +37,12 @@ class Llama3:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How a model turns its queries and keys.
+    """How a model rotates its queries and keys.
 
     Attributes:
-        theta: base of the frequencies; pair i of D / 2 turns by theta ** (-2 i / D) radians per position.
-        head_dim: numbers of a head that are turned (D), an even number.
-        scaling: how the frequencies were stretched for a longer context; None: not at all.
+        theta: base of the frequencies; pair i of D / 2 rotates by theta ** (-2 i / D) radians per position.
+        head_dim: components of a head that are rotated (D), an even number.
+        scaling: how the frequencies are scaled for a longer context; None: not at all.
     """
 
     theta: float
@@ -51,7 +51,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " half"]:
-    """Radians that each pair turns per position, `[D/2]`, float32, fastest pair first."""
+    """Compute the radians per position of each pair, `[D/2]`, float32, fastest pair first."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -61,14 +61,14 @@ def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " half"]:
             return frequencies / factor
         case Llama3(factor, low, high, original_length):
             turns = original_length * frequencies / (2 * math.pi)
-            keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: a slow pair, stretched; 1: a fast pair, kept
+            keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: a slow pair, divided; 1: a fast pair, kept
             return (1 - keep) * frequencies / factor + keep * frequencies
 
 
 def rope_tables(
     positions: Int[Tensor, " T"], inv_freq: Float[Tensor, " half"]
 ) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
-    """Cosine and sine of each token's angles, in the dtype of `inv_freq`.
+    """Compute the cosine and sine of each token's angles, in the dtype of `inv_freq`.
 
     Args:
         positions: position of each token in its own sequence, `[T]`, in any order.
@@ -88,14 +88,14 @@ def apply_rope(
     *,
     interleaved: bool = False,
 ) -> Float[Tensor, "T H D"]:
-    """Turn pair i of every head by its angle: (a, b) becomes (a cos - b sin, b cos + a sin).
+    """Rotate pair i of every head by its angle: (a, b) becomes (a cos - b sin, b cos + a sin).
 
     Args:
         x: queries or keys, `[T, H, D]`.
         cos: cosines from `rope_tables`, `[T, D/2]`.
         sin: sines from `rope_tables`, `[T, D/2]`.
-        interleaved: pair i is (x[2i], x[2i+1]) as in RoFormer, GPT-J and GGUF's llama files; otherwise it is
-            (x[i], x[i + D/2]) as in GPT-NeoX and transformers ("half-split"). Weights fit one of the two only.
+        interleaved: pair i is (x[2i], x[2i+1]) as in RoFormer, GPT-J and GGUF's Llama files; otherwise it is
+            (x[i], x[i + D/2]) as in GPT-NeoX and transformers ("half-split"). Weights fit only one of the two.
 
     Returns:
         `[T, H, D]` in the dtype of x, computed in float32 (float64 for float64).

@@ -1,8 +1,8 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-A step has a budget of tokens. Requests that decode take one each; what is left goes to prompts, in chunks if they are
+A step has a token budget. Requests that decode take one token each; what is left goes to prompts, in chunks if they are
 longer (Yu et al. 2022, "Orca", section 3; Agrawal et al. 2024, "Sarathi-Serve", section 4). When the pool runs out of
-pages, the newest running request gives its pages up and is recomputed later (Kwon et al. 2023, section 4.5). The
+pages, the newest running request is preempted and recomputed later (Kwon et al. 2023, section 4.5). The
 decisions are in `policy.py`; this module keeps the queues and the page bookkeeping.
 """
 
@@ -47,7 +47,7 @@ class SchedulingParts(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step: its requests, decodes first, and how many new tokens each has.
+    """One step: its requests, decodes first, and the number of new tokens of each.
 
     Attributes:
         rows: [B] row of each request in the page table.
@@ -57,7 +57,7 @@ class Schedule:
         preempted: requests that lost their pages for this step, newest first.
         num_shared: tokens of the admitted requests that need not be computed, because pages that hold them are shared.
         copies: pairs of pages; the first is copied to the second before the step writes.
-        levels: prefixes that the requests share, see `StepBatch`.
+        levels: prefixes that the requests share; see `StepBatch`.
     """
 
     rows: Rows
@@ -120,7 +120,7 @@ class Scheduler:
         self.num_pinned = 0
         self._window = window
         self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
-        # Rows whose prompt is not computed to its end, and where in the tree they have got to.
+        # Rows whose prompts are not fully computed, with the places in the tree that they have reached.
         self._inserting: dict[int, Place | None] = {}
         self._next: tuple[Request, Tokens] | None = None  # the request that was last looked up in the tree
 
@@ -185,7 +185,7 @@ class Scheduler:
         return self._schedule_alone() if self.suspects else self.parts.schedule(self)
 
     def remove(self, request: Request) -> bool:
-        """Take a request out, waiting or running, and return its pages. False if it was neither."""
+        """Remove a waiting or running request and free its pages. Return False if it was neither."""
         row = self.running.row_of(request)
         if row is not None:
             self._cache_pages(row)
@@ -263,7 +263,7 @@ class Scheduler:
         return self.parts.preempt(self.running, self.waiting, self.page_table)
 
     def admit(self, budget: int, copies: list[tuple[int, int]]) -> tuple[list[Request], list[int], int]:
-        """Move waiting requests to the running ones, in order, as long as there is room. None overtakes another.
+        """Admit waiting requests in order, as long as there is room. No request overtakes another.
 
         Args:
             budget: tokens that the step has left.
@@ -277,7 +277,7 @@ class Scheduler:
         num_new: list[int] = []
         num_shared = 0
         earlier = running.order
-        # Leave a page for each running request to grow into; with none, they would soon preempt each other.
+        # The watermark: a free page for each running request to grow into, or they would soon preempt each other.
         held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
@@ -337,7 +337,7 @@ class Scheduler:
             self._insert_prompt(row, num_new)
 
     def _make_room(self, num_pages: int) -> bool:
-        """Evict cached pages until `num_pages` pages are free. False, and nothing evicted, if there are too few."""
+        """Evict cached pages until `num_pages` pages are free; evict none and return False if there are too few."""
         num_short = num_pages - self.page_table.num_free_pages
         if num_short <= 0:
             return True
@@ -445,7 +445,7 @@ class Scheduler:
 
 
 def schedule_step(scheduler: Scheduler) -> Schedule | None:
-    """The scheduling loop: running requests first, then, if none had to be preempted, waiting ones.
+    """Choose the next step: running requests first, then waiting ones if none had to be preempted.
 
     Args:
         scheduler: the queues and the page table.

@@ -1,7 +1,8 @@
-"""Homework of chapter 01: attention for one sequence and for many, RoPE, and what attention costs.
+"""Homework of chapter 01: attention for one sequence and for many, RoPE, and costs.
 
-Two of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a
-real model on your `masked_attention`, your `apply_rope`, or both.
+Two of these functions are parts of the engine. Once their checks pass,
+`mini-engine generate --homework` runs a real model on your `masked_attention`, your
+`apply_rope`, or both.
 """
 
 import math
@@ -20,22 +21,24 @@ def masked_attention(
     bias: Float[torch.Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> Float[torch.Tensor, "n Hq D"]:
-    """Attention of n queries over m keys of one sequence, with grouped query heads.
+    """Compute attention of n queries over m keys of one sequence, with grouped heads.
 
-    Hk divides Hq, and query head h reads key head h // (Hq // Hk): with 4 query heads and 2 key heads, heads 0 and 1
-    read key head 0, heads 2 and 3 read key head 1. Do not copy a key or a value for each query head.
+    Hk divides Hq, and query head h reads KV head h // (Hq // Hk): with 4 query heads
+    and 2 KV heads, heads 0 and 1 read KV head 0, and heads 2 and 3 read KV head 1. Do
+    not copy keys or values for each query head.
 
-    The scores are q·k, and then, in this order:
-        1. times `scale`;
-        2. if `softcap` is given, s becomes softcap * tanh(s / softcap);
-        3. plus `bias`, if given;
-        4. a key where `mask` is False gets no weight (mask None: every query sees every key).
-    The softmax over the keys turns them into weights, the weighted sum of the values is the output. A query that
-    sees no key at all gets 0.
+    The scores q·k are multiplied by `scale`, then soft-capped, then the bias is added,
+    and then the mask is applied: softcap * tanh(s / softcap) replaces a score s, a key
+    whose `mask` is False gets no weight, and None leaves out that operation. The output
+    is the sum of the values, weighted by the softmax of the scores over the keys. A
+    query without any visible key gets the output 0. Its keys may all be hidden by the
+    mask, by a bias of -inf, or by both together, and there may be no keys (m = 0).
 
-    Compute in float32 (in float64 for float64 inputs); return the dtype of q.
+    Compute in float32 (in float64 for float64 inputs) and return the dtype of q. The
+    bias may have a wider dtype than q.
 
-    Example: one query and two keys whose scores are 0 and log 3. Their weights are 1/4 and 3/4.
+    Example: one query and two keys whose scores are 0 and log 3. The attention weights
+    are 1/4 and 3/4.
 
         >>> q = torch.ones(1, 1, 1)
         >>> k = torch.tensor([0.0, math.log(3)]).view(2, 1, 1)
@@ -44,7 +47,7 @@ def masked_attention(
         7.0
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # The query heads that share a key head become an axis g of their own: einsum then needs no copy of the keys.
+    # The query heads of a group get an axis g of their own, so no key is copied.
     grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(dtype)) * scale
     if softcap is not None:
@@ -54,9 +57,10 @@ def masked_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     weights = torch.softmax(scores, dim=-1)
-    # The softmax of a row of -inf is 0/0: its weights become 0.
+    # -inf - (-inf) made a row without visible keys NaN: its weights become 0.
     weights = weights.masked_fill(scores == -math.inf, 0.0)
-    return torch.einsum("hgnm,mhd->nhgd", weights, v.to(dtype)).flatten(1, 2).to(q.dtype)
+    out = torch.einsum("hgnm,mhd->nhgd", weights, v.to(dtype))
+    return out.flatten(1, 2).to(q.dtype)
 
 
 def ragged_causal_attention(
@@ -67,22 +71,27 @@ def ragged_causal_attention(
     kv_indptr: Int[torch.Tensor, " bounds"],
     scale: float,
 ) -> Float[torch.Tensor, "T Hq D"]:
-    """Causal attention over sequences of unequal length that lie end to end, without padding.
+    """Compute causal attention for a ragged batch: concatenated sequences, no padding.
 
-    Sequence b owns the queries qo_indptr[b] to qo_indptr[b + 1] (exclusive) and the keys and values kv_indptr[b] to
-    kv_indptr[b + 1]. It has at least as many keys as queries: its queries belong to the last of its keys, the keys
-    before them were computed in earlier steps. Each query sees the keys of its own sequence up to and including its
-    own. A sequence may have no query in this step.
+    Sequence b owns the queries from qo_indptr[b] up to, but not including,
+    qo_indptr[b + 1], and the keys and values from kv_indptr[b] up to kv_indptr[b + 1].
+    It has at least as many keys as queries, because the first keys may come from
+    earlier steps: its queries belong to the last of its keys. Each query attends to the
+    keys of its own sequence up to and including its own. A sequence may have no queries
+    in this step.
 
-    Return one output row per query, in the order of q. You may call masked_attention.
+    Return one output row per query, in the order and the dtype of q. You may call
+    masked_attention.
 
-    Example: two sequences. The first has 2 keys and a query for each, the second 3 keys and 1 query. All scores are
-    0, so every output is the mean of the values that its query sees: 1, (1 + 2) / 2, (3 + 4 + 5) / 3.
+    Example: two sequences. The first has 2 keys and a query for each, the second has 3
+    keys and 1 query. All scores are 0, so each output is the mean of the visible
+    values: 1, (1 + 2) / 2, and (3 + 4 + 5) / 3.
 
         >>> q, k = torch.zeros(3, 1, 1), torch.zeros(5, 1, 1)
         >>> v = torch.arange(1.0, 6.0).view(5, 1, 1)
         >>> qo_indptr, kv_indptr = torch.tensor([0, 2, 3]), torch.tensor([0, 2, 5])
-        >>> ragged_causal_attention(q, k, v, qo_indptr, kv_indptr, scale=1.0).flatten().tolist()
+        >>> out = ragged_causal_attention(q, k, v, qo_indptr, kv_indptr, scale=1.0)
+        >>> out.flatten().tolist()
         [1.0, 1.5, 4.0]
     """
     out = torch.empty_like(q)
@@ -90,7 +99,7 @@ def ragged_causal_attention(
         rows = slice(int(qo_indptr[b]), int(qo_indptr[b + 1]))
         keys = slice(int(kv_indptr[b]), int(kv_indptr[b + 1]))
         n, m = rows.stop - rows.start, keys.stop - keys.start
-        # Query i of n is at position m - n + i, so the diagonal of the mask ends in its bottom right corner.
+        # Query i of n is at position m - n + i: the diagonal ends at the bottom right.
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         out[rows] = masked_attention(q[rows], k[keys], v[keys], scale=scale, mask=mask)
     return out
@@ -99,16 +108,17 @@ def ragged_causal_attention(
 def rope_tables(
     positions: Int[torch.Tensor, " T"], inv_freq: Float[torch.Tensor, " half"]
 ) -> tuple[Float[torch.Tensor, "T half"], Float[torch.Tensor, "T half"]]:
-    """The cosine and the sine of the angle of every pair at every token: position * frequency.
+    """Compute the cosine and sine of each token's rotation angles.
 
     Args:
-        positions: the position of each token in its own sequence, in any order, with gaps and repeats.
-        inv_freq: radians that each pair turns per position, [D/2].
+        positions: position of each token in its own sequence, in any order, with gaps
+            and repeats, and without an upper limit.
+        inv_freq: radians per position of each pair, [D/2].
 
     Returns:
         (cos, sin), each [T, D/2], in the dtype of inv_freq.
 
-    Example: at position 3 a pair of frequency pi / 6 has turned by a right angle.
+    Example: at position 3, a pair of frequency pi / 6 is rotated by a right angle.
 
         >>> cos, sin = rope_tables(torch.tensor([3]), torch.tensor([math.pi / 6]))
         >>> round(sin.item(), 4)
@@ -125,14 +135,15 @@ def apply_rope(
     *,
     interleaved: bool = False,
 ) -> Float[torch.Tensor, "T H D"]:
-    """Turn every pair (a, b) of every head of token t by its angle: (a cos - b sin, b cos + a sin).
+    """Rotate the pairs of components of every head by each token's angles.
 
-    Pair i of D/2 is (x[i], x[i + D/2]), or with `interleaved` (x[2i], x[2i + 1]). The result stands where the pair
-    stood. All heads of a token turn alike. Leave x itself unchanged.
+    Pair i of D/2 is (x[i], x[i + D/2]), or (x[2i], x[2i + 1]) if `interleaved`. The
+    rotated pair replaces the original pair at the same two places. All heads of a token
+    are rotated by the same angles. Leave x itself unchanged.
 
-    Compute in float32 (in float64 for float64 inputs); return the dtype of x.
+    Compute in float32 (in float64 for float64 inputs) and return the dtype of x.
 
-    Example: both pairs of one head of 4 numbers turn by a right angle, (a, b) becomes (-b, a).
+    Example: one head of 4 components, whose two pairs are rotated by a right angle.
 
         >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
         >>> cos, sin = torch.zeros(1, 2), torch.ones(1, 2)
@@ -142,44 +153,54 @@ def apply_rope(
         [-2.0, 1.0, -4.0, 3.0]
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)  # the new axis stands for the heads
+    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)  # new axis: heads
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     a, b = a.to(dtype), b.to(dtype)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    # Stacked last and flattened, the two halves alternate; concatenated, they stay apart.
-    both = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return both.to(x.dtype)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    # Stacking on a last axis interleaves the halves; concatenation keeps them apart.
+    if interleaved:
+        return torch.stack(rotated, dim=-1).flatten(-2).to(x.dtype)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def attention_cost(
-    num_queries: int, num_keys: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
+    num_queries: int,
+    num_keys: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
 ) -> tuple[int, int]:
-    """FLOPs and bytes of causal attention in one sequence, for a kernel that wastes neither.
+    """Count the FLOPs and bytes of causal attention in one sequence, at the minimum.
 
-    The queries are the last `num_queries` of `num_keys` positions. Count:
-        FLOPs: for each query head and each (query, key) pair that the causal mask lets through, one dot product and
-            one weighted addition of head_dim numbers; a multiplication and an addition are 2 FLOPs. Leave out the
-            softmax.
-        Bytes: queries, keys and values are read once, the output is written once. Nothing else moves.
+    The queries belong to the last `num_queries` of `num_keys` positions. Count:
+        FLOPs: for each query head and each visible (query, key) pair, one dot product
+            and one weighted addition of head_dim components. A multiplication and an
+            addition are 2 FLOPs. Leave out the softmax.
+        Bytes: queries, keys and values are read once, and the output is written once.
 
     Args:
-        num_queries: queries, at most num_keys.
-        dtype_bytes: bytes of one number.
+        num_queries: number of queries, at most num_keys.
+        num_keys: number of keys.
+        num_qo_heads: query heads, and heads of the output.
+        num_kv_heads: heads of the keys and of the values.
+        head_dim: components per head.
+        dtype_bytes: bytes per component.
 
     Returns:
-        (flops, bytes), whole numbers.
+        (flops, bytes), both int.
 
-    Example: one query, two keys, one head of one number, in float32. Two pairs make 2 * 4 FLOPs; q, k, k, v, v and
-    the output make 6 * 4 bytes.
+    Example: one query, two keys and one head of one component, in float32. The two
+    pairs take 2 * 4 FLOPs; q, two keys, two values and the output take 6 * 4 bytes.
 
         >>> attention_cost(1, 2, 1, 1, 1, 4)
         (8, 24)
     """
-    # The first query sees all keys but the num_queries - 1 last; every later one sees one more.
+    # The last query sees all keys; each query before it sees one key less.
     pairs = num_queries * num_keys - num_queries * (num_queries - 1) // 2
     flops = 4 * pairs * num_qo_heads * head_dim
-    numbers = 2 * num_queries * num_qo_heads * head_dim + 2 * num_keys * num_kv_heads * head_dim
-    return flops, numbers * dtype_bytes
+    components = 2 * head_dim * (num_queries * num_qo_heads + num_keys * num_kv_heads)
+    return flops, components * dtype_bytes
 
 
 def attention_bias(
@@ -189,18 +210,22 @@ def attention_bias(
     window: int | None = None,
     slopes: Float[torch.Tensor, " H"] | None = None,
 ) -> Float[torch.Tensor, "H n m"]:
-    """Challenge: causal, sliding window and ALiBi as one tensor that is added to the scores.
+    """Express causal mask, sliding window and ALiBi as one bias on the scores.
 
-    The distance of a query from a key is its position minus the key's. The bias is -inf where the query must not see
-    the key: where the distance is negative, and with a `window` where it is `window` or more (a window of 1 leaves
-    the query itself). Elsewhere it is -slope * distance for each head, or 0 without `slopes`.
+    The distance between a query and a key is the query's position minus the key's. The
+    bias is -inf where the query must not attend to the key: where the distance is
+    negative, and, with a `window`, where it is `window` or more (a window of 1 leaves
+    only the query's own position). Everywhere else it is -slope * distance for each
+    head, or 0 without `slopes`.
 
     Returns:
-        float32, [H, n, m]; H is 1 without slopes, and every head shares it.
+        float32, [H, n, m]; without slopes H is 1, and all heads share the bias.
 
-    Example: the last of three tokens, with ALiBi of slope 0.5 and a window of 2.
+    Example: the last of three tokens, with an ALiBi slope of 0.5 and a window of 2.
 
-        >>> attention_bias(torch.tensor([2]), torch.arange(3), window=2, slopes=torch.tensor([0.5])).flatten().tolist()
+        >>> positions, slopes = torch.arange(3), torch.tensor([0.5])
+        >>> bias = attention_bias(positions[2:], positions, window=2, slopes=slopes)
+        >>> bias.flatten().tolist()
         [-inf, -0.5, 0.0]
     """
     distance = query_positions[:, None] - key_positions
@@ -210,3 +235,38 @@ def attention_bias(
     if slopes is None:
         slopes = torch.zeros(1, device=distance.device)
     return (slopes[:, None, None] * -distance).float().masked_fill(hidden, -math.inf)
+
+
+def convert_rope_weights(
+    weight: Float[torch.Tensor, "rows *columns"],
+    *,
+    head_dim: int,
+    to_interleaved: bool,
+    rotary_dim: int | None = None,
+) -> Float[torch.Tensor, "rows *columns"]:
+    """Challenge: convert a query or key projection to the other RoPE convention.
+
+    Row h * head_dim + c of `weight` produces component c of head h. Reorder the rows so
+    that a model with the other pairing computes the same scores: from half-split to
+    interleaved, or, if `to_interleaved` is False, from interleaved to half-split.
+    `weight` is a matrix [H * head_dim, hidden] or the projection's additive term
+    [H * head_dim]. Some models rotate only the first `rotary_dim` components of each
+    head (None: all of them), and their pairs lie within these; the other components
+    stay where they are.
+
+    Return a new tensor of the same dtype, and leave `weight` unchanged.
+
+    Example: one head of 6 components. In the half-split convention its pairs are
+    (0, 3), (1, 4) and (2, 5).
+
+        >>> rows = torch.arange(6.0)
+        >>> convert_rope_weights(rows, head_dim=6, to_interleaved=True).tolist()
+        [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    """
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    heads = weight.unflatten(0, (-1, head_dim))
+    rotated, rest = heads[:, :rotary_dim], heads[:, rotary_dim:]
+    # Half-split is [2, pairs] in memory, interleaved is [pairs, 2]: a transpose.
+    layout = (2, -1) if to_interleaved else (-1, 2)
+    rotated = rotated.unflatten(1, layout).transpose(1, 2).flatten(1, 2)
+    return torch.cat((rotated, rest), dim=1).flatten(0, 1)

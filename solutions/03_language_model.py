@@ -1,17 +1,19 @@
-"""Homework of chapter 03: the pieces of a language model, and the weights that fill it.
+"""Homework of chapter 03: the parts of a language model, and loading its weights.
 
-Four of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs
-the embedded model on your `rms_norm` and your `gated_mlp`. With `--model` it runs a Qwen3 on your `qk_norm` and loads a
-GPT-2 with your `gpt2_weights`.
+Five of these functions are parts of the engine. Once their checks pass,
+`mini-engine generate --homework` runs the embedded model, a Llama, on your
+`decoder_layer`, which calls your `rms_norm` and `gated_mlp`. With `--model` and the
+folder or hub id of a Qwen3 it also runs your `qk_norm`, and with that of a GPT-2 it
+loads the checkpoint through your `gpt2_weights`. The last checks of `decoder_layer` and
+`dequantize_q4_1` run the embedded model on them.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,25 +22,32 @@ from mini_engine.errors import ModelLoadError
 from mini_engine.rope import apply_rope
 
 
-def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:
-    """Scale each row of x to a root mean square of one, then multiply it by `weight`.
+def rms_norm(
+    x: Float[Tensor, "*batch D"],
+    weight: Float[Tensor, " D"],
+    eps: float,
+) -> Float[Tensor, "*batch D"]:
+    """Normalize each row of x to a root mean square of 1, then multiply by `weight`.
 
-    A row is the last axis; before it stand any number of axes, or none. The mean of the squares gets `eps` added
-    before the root is taken, so that a row of zeros stays zeros. The mean itself is not subtracted.
+    A row is the last axis of x; any number of axes may precede it, or none. `eps` is
+    added to the mean of the squares, so a row of zeros stays zero.
 
-    Compute in float32, or in the dtype of x or of the weight where that is wider, and round once: to the dtype of x, at
-    the very end. The weight has the dtype of x or a wider one. Leave x itself unchanged.
+    The result has the dtype of x and is rounded to it only once: everything before that
+    happens in float32, or in the dtype of x or `weight` where one of them is wider.
+    `weight` is never narrower than x. Do not modify x.
 
-    Example: the squares of the row have the mean 9, so the row is divided by 3.
+    Example: the mean of the squares is 9, so the row is divided by 3.
 
-        >>> x, weight = torch.tensor([1.0, -1.0, 3.0, 5.0]), torch.tensor([3.0, 3.0, 3.0, 6.0])
-        >>> rms_norm(x, weight, eps=0.0).tolist()
+        >>> x = torch.tensor([1.0, -1.0, 3.0, 5.0])
+        >>> rms_norm(x, torch.tensor([3.0, 3.0, 3.0, 6.0]), eps=0.0).tolist()
         [1.0, -1.0, 3.0, 10.0]
     """
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    wider = torch.promote_types(x.dtype, weight.dtype)
+    dtype = torch.promote_types(wider, torch.float32)
     wide = x.to(dtype)
     mean_square = wide.square().mean(dim=-1, keepdim=True)
-    return (wide / torch.sqrt(mean_square + eps) * weight.to(dtype)).to(x.dtype)
+    normalized = wide / torch.sqrt(mean_square + eps)
+    return (normalized * weight.to(dtype)).to(x.dtype)
 
 
 def qk_norm(
@@ -48,15 +57,16 @@ def qk_norm(
     num_qo_heads: int,
     eps: float,
 ) -> Float[Tensor, "T QK D"]:
-    """Qwen3's norm of queries and keys: `rms_norm` of every head of every token, over its D numbers.
+    """Apply Qwen3's QK-norm: normalize every head of every token on its own.
 
-    The first `num_qo_heads` heads are queries and share `q_weight`, all others are keys and share `k_weight`. The fused
-    projection gives the heads in this order. Return a new tensor.
+    The first `num_qo_heads` heads are queries and share `q_weight`; the others are keys
+    and share `k_weight`. The dtypes behave as in `rms_norm`. Return a new tensor.
 
-    Example: one query head and one key head, of two numbers each; both heads have a root mean square of 5.
+    Example: one query head and one KV head; both have a root mean square of 5.
 
         >>> q_and_k = torch.tensor([[[1.0, 7.0], [5.0, 5.0]]])
-        >>> qk_norm(q_and_k, torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0]), num_qo_heads=1, eps=0.0).tolist()
+        >>> fives, k_weight = torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])
+        >>> qk_norm(q_and_k, fives, k_weight, num_qo_heads=1, eps=0.0).tolist()
         [[[1.0, 7.0], [1.0, 2.0]]]
     """
     q, k = q_and_k[:, :num_qo_heads], q_and_k[:, num_qo_heads:]
@@ -69,22 +79,23 @@ def gated_mlp(
     down: Float[Tensor, "hidden I"],
     activation: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "T hidden"]:
-    """The gated feed-forward network: down(activation(gate(x)) * up(x)). SwiGLU with SiLU, GeGLU with GELU.
+    """Compute the gated MLP of the chapter with the gate and up projections fused.
 
     Args:
-        x: the tokens.
-        gate_up: two projections in one weight: the first I rows are the gate's, the last I rows up's. A weight W
-            is [out, in] and stands for x @ W.T, as in torch.nn.functional.linear.
-        down: the projection back to the width of x.
-        activation: the non-linearity, applied to the gate alone.
+        x: one row for each token.
+        gate_up: [2 I, hidden]: the I rows of the gate projection, then the I rows of
+            the up projection.
+        down: the projection back to the hidden size.
+        activation: the nonlinearity, applied to the output of the gate projection.
 
     Returns:
         One row for each token, in the dtype of x.
 
-    Example: I is 1. The gate is x, up is 10 x, and the "activation" adds 1: (2 + 1) * 20 = 60, times 0.5.
+    Example: I is 1, the gate is x, up is 10 x, and the "activation" adds 1.
 
-        >>> x, gate_up, down = torch.tensor([[2.0]]), torch.tensor([[1.0], [10.0]]), torch.tensor([[0.5]])
-        >>> gated_mlp(x, gate_up, down, lambda gate: gate + 1).item()
+        >>> x, down = torch.tensor([[2.0]]), torch.tensor([[0.5]])
+        >>> gate_up = torch.tensor([[1.0], [10.0]])
+        >>> gated_mlp(x, gate_up, down, lambda gate: gate + 1).item()  # (2+1) * 20 / 2
         30.0
     """
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
@@ -93,14 +104,19 @@ def gated_mlp(
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one Llama layer, fused as the engine holds them. Every matrix is [out, in]."""
+    """The weights of one Llama or Qwen3 layer, fused. Every matrix is [out, in]."""
 
     input_norm: Float[Tensor, " hidden"]
-    qkv: Float[Tensor, "W hidden"]  # W = (Hq + 2 Hk) D: the rows of all query heads, of all key heads, of all values
+    # W = (Hq + 2 Hk) D: the rows of all query heads, then those of the keys of all KV
+    # heads, then those of their values.
+    qkv: Float[Tensor, "W hidden"]
     o: Float[Tensor, "hidden QD"]  # QD = Hq D
     mlp_norm: Float[Tensor, " hidden"]
     gate_up: Float[Tensor, "I2 hidden"]
     down: Float[Tensor, "hidden I"]
+    # The weights of QK-norm: both are None in a Llama, and neither is in a Qwen3.
+    q_norm: Float[Tensor, " D"] | None = None
+    k_norm: Float[Tensor, " D"] | None = None
 
 
 def decoder_layer(
@@ -112,124 +128,163 @@ def decoder_layer(
     attend: Attend,
     eps: float,
 ) -> Float[Tensor, "T hidden"]:
-    """One layer of Llama: attention, then the MLP, each on a normed input and added to what came in.
+    """Run one decoder layer of Llama or Qwen3 on the tokens of a step.
 
-    Norm x with `input_norm` and project it with `qkv`. Cut the result into queries [T, Hq, D], keys and values
-    [T, Hk, D]; `spec` has num_qo_heads, num_kv_heads and head_dim. Rotate queries and keys, not values, with
-    `mini_engine.rope.apply_rope(heads, cos, sin)`. Call `attend(spec.layer, q, k, v)` once: it returns [T, Hq, D].
-    Project its heads, side by side, with `o`, and add the result to x. Then norm the sum with `mlp_norm`, apply
-    `gated_mlp` with SiLU, and add that.
+    The chapter draws the layer and its shapes. This version differs from the chapter's
+    `llama` in two ways: the weights are fused, as the engine holds them, and with
+    `weights.q_norm` and `weights.k_norm` queries and keys pass through QK-norm where
+    Qwen3 has it. The nonlinearity of the MLP is SiLU.
 
-    Use your `rms_norm` and `gated_mlp`. Do not change x in place: the caller may still need it.
+    Use your `rms_norm`, `qk_norm` and `gated_mlp`, and
+    `mini_engine.rope.apply_rope(heads, cos, sin)`. Call `attend(spec.layer, q, k, v)`
+    exactly once, because it stores keys and values. It takes q as [T, Hq, D] and k and
+    v as [T, Hk, D], and returns [T, Hq, D]. Do not modify x.
 
-    Example: all projections are 0, so both halves add nothing and the layer returns what came in.
+    Args:
+        x: the residual stream before the layer.
+        weights: the weights of the layer.
+        cos: cosines of the rotation of each token.
+        sin: sines of the rotation of each token.
+        spec: has `layer`, `num_qo_heads`, `num_kv_heads` and `head_dim`.
+        attend: computes attention.
+        eps: for every norm.
 
-        >>> zeros, ones = torch.zeros, torch.ones(2)
-        >>> weights = LayerWeights(ones, zeros(6, 2), zeros(2, 2), ones, zeros(8, 2), zeros(2, 4))
-        >>> spec = AttentionSpec(layer=0, kv_layer=0, num_qo_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
-        >>> x = torch.tensor([[3.0, 4.0]])
-        >>> decoder_layer(x, weights, torch.ones(1, 1), zeros(1, 1), spec, lambda layer, q, k, v: v, 1e-6).tolist()
+    Returns:
+        The residual stream after the layer.
+
+    Example: all projections are 0, so nothing is added to the residual stream.
+
+        >>> zeros, ones, x = torch.zeros, torch.ones(2), torch.tensor([[3.0, 4.0]])
+        >>> mlp = ones, zeros(8, 2), zeros(2, 4)
+        >>> weights = LayerWeights(ones, zeros(6, 2), zeros(2, 2), *mlp)
+        >>> spec = AttentionSpec(0, 0, 1, 1, head_dim=2, scale=1.0)
+        >>> rotation = torch.ones(1, 1), zeros(1, 1)
+        >>> values = lambda layer, q, k, v: v
+        >>> decoder_layer(x, weights, *rotation, spec, values, 1e-6).tolist()
         [[3.0, 4.0]]
     """
-    heads = F.linear(rms_norm(x, weights.input_norm, eps), weights.qkv).unflatten(1, (-1, spec.head_dim))
-    q, k, v = heads.split((spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-    out = attend(spec.layer, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-    x = x + F.linear(out.flatten(1), weights.o)
-    return x + gated_mlp(rms_norm(x, weights.mlp_norm, eps), weights.gate_up, weights.down, F.silu)
+    num_q, num_kv = spec.num_qo_heads, spec.num_kv_heads
+    h = rms_norm(x, weights.input_norm, eps)
+    heads = F.linear(h, weights.qkv).unflatten(1, (-1, spec.head_dim))
+    q_and_k, v = heads.split((num_q + num_kv, num_kv), dim=1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q_and_k = qk_norm(q_and_k, weights.q_norm, weights.k_norm, num_q, eps)
+    q, k = apply_rope(q_and_k, cos, sin).split((num_q, num_kv), dim=1)
+    out = attend(spec.layer, q, k, v).flatten(1)
+    x = x + F.linear(out, weights.o)  # not in place: the caller may still need x
+    h = rms_norm(x, weights.mlp_norm, eps)
+    return x + gated_mlp(h, weights.gate_up, weights.down, F.silu)
 
 
-# The four projections that GPT-2 wrote as a 1 x 1 convolution, and the causal mask that old checkpoints carry along.
-_CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+def load_weights(
+    destinations: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Fill a model from a checkpoint: every tensor once, by name, or nothing at all.
+
+    `destinations` maps each name that the checkpoint must have to the tensor that it
+    fills, which may be some rows of a fused weight. Values are converted to the dtype
+    of their destination.
+
+    If the checkpoint does not fit the model exactly, raise ModelLoadError with the name
+    of a tensor that is wrong in the message, and leave every destination as it was. The
+    engine must not start with a model that is partly someone else's.
+
+    Args:
+        destinations: the model's tensors by their names in the checkpoint.
+        tensors: the checkpoint.
+
+    Raises:
+        mini_engine.errors.ModelLoadError: if a tensor is missing, is one that the model
+            does not have, or has another shape than its destination.
+
+    Example: two projections that are fused in the model.
+
+        >>> fused = torch.zeros(3, 1)
+        >>> destinations = {"q": fused[:2], "k": fused[2:]}
+        >>> q, k = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])
+        >>> load_weights(destinations, {"k": k, "q": q})
+        >>> fused.flatten().tolist()
+        [1.0, 2.0, 3.0]
+    """
+    if odd := sorted(destinations.keys() ^ tensors.keys()):
+        problem = "is missing" if odd[0] in destinations else "is not in this model"
+        raise ModelLoadError(f"tensor {odd[0]!r} {problem}")
+    for name, destination in destinations.items():
+        # copy_ would broadcast a smaller tensor without a word.
+        if tensors[name].shape != destination.shape:
+            shapes = f"{list(tensors[name].shape)}, not {list(destination.shape)}"
+            raise ModelLoadError(f"tensor {name!r} has shape {shapes}")
+    for name, destination in destinations.items():
+        destination.copy_(tensors[name])
+
+
+# The four projections that GPT-2 wrote as a 1 x 1 convolution, and its causal mask.
+_CONV1D = re.compile(r"h\.\d+\.(attn\.c_(attn|proj)|mlp\.c_(fc|proj))\.weight")
 _MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT-2 checkpoint in the form of every other: one set of names, weights as [out, in].
+    """Bring a GPT-2 checkpoint into the form of the other families.
 
-    Three things are peculiar to GPT-2's checkpoints:
+    In the result every name is without the prefix `transformer.`, every matrix is
+    [out, in], and nothing but weights and biases is left. The chapter prints such a
+    checkpoint, and names what is special about it.
 
-    - Some have `transformer.` in front of every name but `lm_head.weight`, some do not. Leave it out.
-    - The weights of attn.c_attn, attn.c_proj, mlp.c_fc and mlp.c_proj (in a layer: `h.0.attn.c_attn.weight`, ...) lie
-      as [in, out]. Transpose them, without a copy. Biases, norms, `wte.weight`, `wpe.weight` and `lm_head.weight` stay
-      as they are.
-    - `h.N.attn.bias` and `h.N.attn.masked_bias` hold a causal mask, not weights. Leave them out.
-      (`h.N.attn.c_attn.bias` is a real bias.)
-
-    Any other name is kept: the model that is loaded will complain about a name that it does not know.
+    A name that GPT-2 does not have is kept as it is (without the prefix): the loader
+    will report it. Transposing must not copy a tensor. Do not modify `tensors`.
 
     Args:
-        tensors: the checkpoint under its own names. Do not change it.
+        tensors: the checkpoint. Layer N has h.N.ln_1, h.N.ln_2, h.N.attn.c_attn,
+            h.N.attn.c_proj, h.N.mlp.c_fc and h.N.mlp.c_proj, each with a weight and a
+            bias, and perhaps the buffers h.N.attn.bias and h.N.attn.masked_bias, which
+            hold a causal mask. Outside the layers there are wte.weight, wpe.weight,
+            ln_f.weight, ln_f.bias and perhaps lm_head.weight. Any name may have the
+            prefix.
 
     Raises:
-        mini_engine.errors.ModelLoadError: two tensors get the same name.
+        mini_engine.errors.ModelLoadError: if two tensors would get the same name.
 
     Example:
 
-        >>> tensors = {"transformer.h.0.mlp.c_fc.weight": torch.zeros(2, 8), "wpe.weight": torch.zeros(9, 2)}
-        >>> {name: list(tensor.shape) for name, tensor in gpt2_weights(tensors).items()}
+        >>> fc, wpe = torch.zeros(2, 8), torch.zeros(9, 2)
+        >>> tensors = {"transformer.h.0.mlp.c_fc.weight": fc, "wpe.weight": wpe}
+        >>> {name: list(t.shape) for name, t in gpt2_weights(tensors).items()}
         {'h.0.mlp.c_fc.weight': [8, 2], 'wpe.weight': [9, 2]}
     """
     found: dict[str, Tensor] = {}
-    for full_name in tensors:
+    for full_name, tensor in tensors.items():
         name = full_name.removeprefix("transformer.")
         if _MASK_BUFFER.fullmatch(name):
             continue
         if name in found:
-            raise ModelLoadError(f"the checkpoint has {name!r} with and without 'transformer.': keep one of them")
-        found[name] = tensors[full_name].t() if _CONV1D.fullmatch(name) else tensors[full_name]
+            raise ModelLoadError(f"two tensors are called {name!r}: keep one of them")
+        # By name and not by shape: attn.c_proj is square.
+        found[name] = tensor.t() if _CONV1D.fullmatch(name) else tensor
     return found
 
 
-def softcapped(
-    x: Float[Tensor, "*batch"],
-    cap: float | None,
-    *,
-    scale: float = 1.0,
-    mask: Bool[Tensor, "*mask"] | None = None,
-) -> Float[Tensor, "*batch"]:
-    """Gemma 2's soft-cap, for attention scores and for the final logits alike.
-
-    In this order:
-        1. multiply by `scale`;
-        2. unless `cap` is None, y becomes cap * tanh(y / cap), which stays within -cap and cap;
-        3. where `mask` is False, the result is -inf. The mask may have fewer axes than x, and then broadcasts.
-
-    Scores are `softcapped(q_dot_k, 50.0, scale=..., mask=causal)`, logits `softcapped(logits, 30.0)`.
-
-    Compute in float32 (in float64 for float64 inputs), and return that dtype: a softmax follows.
-
-    Example: the first number is scaled to 1 and hardly changed, the second is scaled to 100 and capped, the third
-    is hidden.
-
-        >>> mask = torch.tensor([True, True, False])
-        >>> [round(y, 2) for y in softcapped(torch.tensor([2.0, 200.0, 3.0]), 10.0, scale=0.5, mask=mask).tolist()]
-        [1.0, 10.0, -inf]
-    """
-    y = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-    if cap is not None:
-        y = cap * torch.tanh(y / cap)
-    # Last: tanh would turn a hidden -inf into a visible -cap.
-    return y if mask is None else y.masked_fill(~mask, -math.inf)
-
-
 def dequantize_q4_1(blocks: UInt8[Tensor, "N 20"]) -> Float[Tensor, "N 32"]:
-    """Challenge: the 32 numbers that each Q4_1 block of a GGUF file stands for, in float32.
+    """Challenge: decode blocks of the GGUF type Q4_1 into float32.
 
-    A block has 20 bytes:
-        bytes 0, 1      the scale d, a little-endian float16;
-        bytes 2, 3      the minimum m, a little-endian float16;
-        bytes 4 to 19   32 numbers q of four bits: the low half of byte 4 + i is element i, the high half is
-                        element i + 16.
-    Element q stands for d * q + m. Compute that in float32. Work on all blocks at once: a model has millions.
+    A block of 20 bytes holds 32 numbers:
+        bytes 0 and 1: the scale d, a little-endian float16;
+        bytes 2 and 3: the minimum m, a little-endian float16;
+        bytes 4 to 19: 32 values q of four bits each. The low half of byte 4 + i is
+            element i, and the high half is element i + 16.
+    Each element is d * q + m, computed in float32. A model has millions of blocks:
+    decode them together, without a Python loop over blocks.
 
-    Example: d is 0.5 (bytes 0x00 0x38 as float16), m is -3 (0x00 0xC2); the first data byte is 0x21, all others 0.
+    Example: d is 0.5 (bytes 0x00 0x38), m is -3 (0x00 0xC2), byte 4 is 0x21.
 
-        >>> block = torch.tensor([[0x00, 0x38, 0x00, 0xC2, 0x21] + [0] * 15], dtype=torch.uint8)
+        >>> head = [0x00, 0x38, 0x00, 0xC2]
+        >>> block = torch.tensor([head + [0x21] + [0] * 15], dtype=torch.uint8)
         >>> numbers = dequantize_q4_1(block)
         >>> numbers[0, 0].item(), numbers[0, 16].item(), numbers[0, 1].item()
         (-2.5, -2.0, -3.0)
     """
-    # A view as float16 reads two neighbouring bytes as one number; the slice must lie densely for that.
+    # A view as float16 reads two adjacent bytes as one number, so the slice must be
+    # contiguous.
     d, m = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
     q = torch.cat((blocks[:, 4:] & 0x0F, blocks[:, 4:] >> 4), dim=1)
     return d * q + m

@@ -1,7 +1,8 @@
-"""Homework of chapter 06: a pool of pages, their owners, and masks over slots instead of positions.
+"""Homework of chapter 06: a pool of pages, their owners, and masks over slots.
 
-Three exercises are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a real
-model on your `PageTable`, your `physical_blocks`, your `physical_mask`, or all of them.
+Three exercises are parts of the engine. Once their checks pass, the command
+`mini-engine generate --homework` runs a real model on your `PageTable`, your
+`physical_blocks`, your `physical_mask`, or all of them.
 """
 
 from typing import no_type_check
@@ -18,13 +19,17 @@ from mini_engine.kv_cache import page_table
 
 
 def slots(
-    table: Int[Tensor, "B W"], rows: Int[Tensor, " T"], positions: Int[Tensor, " T"], page_size: int
+    table: Int[Tensor, "B W"],
+    rows: Int[Tensor, " T"],
+    positions: Int[Tensor, " T"],
+    page_size: int,
 ) -> Int[Tensor, " T"]:
     """Find the slots in which tokens are stored.
 
-    The pages of the pool are laid end to end: slot = page * page_size + offset in the page. Row b of the table lists
-    the pages of one sequence in order of position: `table[b, 0]` holds its first page_size tokens, `table[b, 1]` the
-    next ones, and so on. Use no Python loop: a step has thousands of tokens.
+    The pages of the pool are laid end to end: slot = page * page_size + offset in the
+    page. Row b of the table lists the pages of one sequence in order of position:
+    `table[b, 0]` holds its first page_size tokens, `table[b, 1]` the next ones, and so
+    on. Use no Python loop: a step has thousands of tokens.
 
     Args:
         table: pages of each sequence, of dtype int32.
@@ -41,33 +46,37 @@ def slots(
         >>> slots(table, torch.tensor([0, 0, 1]), torch.tensor([0, 9, 2]), page_size=4)
         tensor([ 8, 13,  6])
     """
-    # int64 before the multiplication: the slots of a large pool do not fit into 32 bits.
-    return table[rows, positions // page_size].long() * page_size + positions % page_size
+    # int64 before the multiplication: the slots of a large pool do not fit in 32 bits.
+    pages = table[rows, positions // page_size].long()
+    return pages * page_size + positions % page_size
 
 
 class PageTable(page_table.PageTable):
-    """The pages of up to `max_rows` requests over a pool of `num_pages` pages of `page_size` tokens.
+    """The pages of up to `max_rows` requests, over a pool of `num_pages` pages.
 
-    Write the five methods below, which move pages between the pool and the rows. Everything else is inherited, such as
-    the constructor, which creates this state:
+    Write the five methods below, which move pages between the pool and the rows.
+    Everything else is inherited, such as the constructor, which creates this state:
 
-        table           int32 [max_rows, W]: row b owns the pages table[b, :counts[b]], in order of position; the
-                        entries behind those are stale
+        table           int32 [max_rows, W]: row b owns the pages table[b, :counts[b]],
+                        in order of position; the entries behind those are stale
         counts          int64 [max_rows]: pages of each row
         refcounts       int32 [num_pages]: owners of each page
-        generation      int64 [num_pages]: how often each page has been taken from the pool
+        generation      int64 [num_pages]: how often each page has been taken from the
+                        pool
         num_free_pages  int: pages without an owner
-        _free_pages     int32 [num_pages]: these pages are _free_pages[:num_free_pages], in any order; the entries
-                        behind them are stale
+        _free_pages     int32 [num_pages]: _free_pages[:num_free_pages] are these pages,
+                        in any order; the entries behind them are stale
         _free_rows      list[int]: rows without a request
 
-    The arrays are NumPy's and keep their size. Also inherited: `allocate()` takes a row, which then has no pages;
-    `pages(row)` is a view of the row's pages; `drop_front(row, num_pages)` returns a row's first pages and relies on
-    the state being as described. Whatever methods are called, in whatever order, three invariants hold:
+    The arrays are NumPy's and keep their size. Also inherited: `allocate()` takes a
+    row, which then has no pages; `pages(row)` is a view of the row's pages;
+    `drop_front(row, num_pages)` returns a row's first pages and relies on the state
+    being as described. Whichever methods are called, in whatever order, three
+    invariants hold:
         - refcounts[p] is the number of rows that own page p;
-        - a page is free exactly if it has no owner, and is listed once then;
-        - generation[p] has grown by one each time that page p was taken from the pool, and by nothing else: a page and
-          its generation together name one content.
+        - a page is free exactly if it has no owner, and is then listed once;
+        - generation[p] has grown by one each time that page p was taken from the pool,
+          and by nothing else: a page and its generation together name one content.
 
     Example: two requests in a pool of four pages.
 
@@ -82,40 +91,47 @@ class PageTable(page_table.PageTable):
         >>> table.refcounts[table.pages(a)].tolist(), table.num_free_pages
         ([2, 1], 2)
         >>> old, new = table.replace(b, 0)
-        >>> [old] == table.pages(a)[:1].tolist(), [new] == table.pages(b).tolist(), table.num_free_pages
+        >>> old in table.pages(a), new in table.pages(b), table.num_free_pages
         (True, True, 1)
         >>> table.truncate(a, 1)
         >>> len(table.pages(a)), table.num_free_pages, int(table.generation.sum())
         (1, 2, 4)
     """
 
-    def take(self, rows: Int[np.ndarray, " B"], num_pages: Int[np.ndarray, " B"]) -> None:
+    def take(
+        self,
+        rows: Int[np.ndarray, " B"],
+        num_pages: Int[np.ndarray, " B"],
+    ) -> None:
         """Append `num_pages[b]` free pages to row `rows[b]`, for all rows at once.
 
-        A row's old pages stay where they are, because they hold keys; the new ones come behind them. Use no Python loop
-        over rows or pages: a step may take pages for hundreds of requests.
+        A row's old pages keep their places, because they hold keys; the new ones come
+        behind them. Use no Python loop over rows or pages: a step may take pages for
+        hundreds of requests.
 
         Args:
             rows: distinct rows.
             num_pages: pages for each, 0 or more.
 
         Raises:
-            IndexError: if fewer pages are free than the rows take together; then nothing at all has changed.
+            IndexError: if fewer pages are free than the rows take together. Then
+                nothing has changed.
         """
         total = int(num_pages.sum())
         new = self._pop(total)
         owner = np.repeat(rows, num_pages)
-        # Index of each new page among those of its row: count from 0, start over where the next row begins.
+        # Index of each new page among those of its row: 0, 1, ... for each row anew.
         index = np.arange(total) - np.repeat(num_pages.cumsum() - num_pages, num_pages)
         self.table[owner, self.counts[owner] + index] = new
         self.counts[rows] += num_pages
 
     def share(self, row: int, pages: Int32[np.ndarray, " n"]) -> None:
-        """Append pages that other rows own to a row, which becomes one more owner of each.
+        """Append pages that other rows own; the row becomes one more owner of each.
 
         Args:
             row: a row.
-            pages: distinct pages in use, in order of position; none is the row's own yet.
+            pages: distinct pages in use, in order of position; the row owns none of
+                them yet.
         """
         count = int(self.counts[row])
         self.table[row, count : count + len(pages)] = pages
@@ -123,9 +139,10 @@ class PageTable(page_table.PageTable):
         self.refcounts[pages] += 1
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
-        """Put a free page in the place of one of a row's pages, so that the row can write without harm to other owners.
+        """Replace one of a row's pages by a free page, which the row alone owns.
 
-        The caller copies the keys and values. Other owners of the old page keep it.
+        The row can then write to it without harm to other owners, which keep the old
+        page. The caller copies the keys and values.
 
         Args:
             row: a row.
@@ -135,7 +152,7 @@ class PageTable(page_table.PageTable):
             The old page and the new one.
 
         Raises:
-            IndexError: if no page is free; then nothing has changed.
+            IndexError: if no page is free. Then nothing has changed.
         """
         new = self._pop(1)
         old = self.table[row, [index]]  # a list as the index makes a copy
@@ -144,21 +161,22 @@ class PageTable(page_table.PageTable):
         return int(old[0]), int(new[0])
 
     def truncate(self, row: int, num_pages: int) -> None:
-        """Take a row's pages away from it, except its first `num_pages`. A row that has no more keeps all of them.
+        """Remove all pages from a row but its first `num_pages`.
 
-        A page returns to the pool when its last owner loses it.
+        A row that has no more than that keeps all of its pages. A page returns to the
+        pool when its last owner loses it.
         """
         dropped = self.pages(row)[num_pages:]
         self.counts[row] -= len(dropped)
         self._drop(dropped)
 
     def release(self, row: int) -> None:
-        """Return a row and its pages. The row is free for the next request, which finds it without pages."""
+        """Return a row and its pages. The next request finds the row without pages."""
         self.truncate(row, 0)
         self._free_rows.append(row)
 
     def _pop(self, count: int) -> Int32[np.ndarray, " n"]:
-        """Take free pages, the one freed last first: the hardware's caches most likely still hold it."""
+        """Take free pages, the most recently freed first: they may still be cached."""
         if count > self.num_free_pages:  # a slice would silently be shorter
             raise IndexError(f"{count} pages needed, {self.num_free_pages} are free")
         self.num_free_pages -= count
@@ -168,28 +186,35 @@ class PageTable(page_table.PageTable):
         return pages
 
     def _drop(self, pages: Int32[np.ndarray, " n"]) -> None:
-        self.refcounts[pages] -= 1  # right because they are distinct: a repeated index would count once
+        # The pages are distinct. A repeated index would be counted once.
+        self.refcounts[pages] -= 1
         freed = pages[self.refcounts[pages] == 0][::-1]
-        self._free_pages[self.num_free_pages : self.num_free_pages + len(freed)] = freed
-        self.num_free_pages += len(freed)
+        end = self.num_free_pages + len(freed)
+        self._free_pages[self.num_free_pages : end] = freed
+        self.num_free_pages = end
 
 
-def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], width: int) -> Int32[Tensor, "B H Q m"]:
+def physical_blocks(
+    blocks: Int[Tensor, "B H Q n"],
+    table: Int[Tensor, "B W"],
+    width: int,
+) -> Int32[Tensor, "B H Q m"]:
     """Turn the block indices of a BlockMask from logical to physical.
 
-    Block j of a sequence is block `table[b, j]` of the pool. The order of each list stays. FlexAttention requires lists
-    as long as the pool has blocks, so pad them with 0.
+    Block j of a sequence is block `table[b, j]` of the pool. Each list keeps its order.
+    FlexAttention requires lists as long as the pool has blocks, so pad them with 0.
 
     Args:
-        blocks: for each row of the batch, head and block of queries, indices of logical blocks. How many of them count
-            is not your concern: the entries behind those are indices below W and are translated like the others.
-        table: the physical blocks of each row's sequence, W at most.
+        blocks: for each batch index, head and query block, a list of logical block
+            indices. Which of them count does not matter here: the entries behind those
+            are below W, too, and are converted like the others.
+        table: the physical blocks of each sequence, W at most.
         width: m, blocks of the pool, n or more.
 
     Returns:
         The lists in physical indices, of dtype int32, which the kernel reads.
 
-    Example: the first sequence has its blocks in pages 2, 0 and 3, the second in page 1.
+    Example: the first sequence has pages 2, 0 and 3, and the second has page 1.
 
         >>> table = torch.tensor([[2, 0, 3], [1, 0, 0]], dtype=torch.int32)
         >>> physical_blocks(torch.tensor([[[[1, 2]]], [[[0, 0]]]]), table, width=4)
@@ -197,37 +222,46 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
                 [[[1, 1, 0, 0]]]], dtype=torch.int32)
     """
     batch = torch.arange(len(table), device=table.device)[:, None, None, None]
-    physical = torch.zeros(*blocks.shape[:3], width, dtype=torch.int32, device=blocks.device)
+    shape = *blocks.shape[:3], width
+    physical = torch.zeros(shape, dtype=torch.int32, device=blocks.device)
     physical[..., : blocks.shape[-1]] = table[batch, blocks.long()]
     return physical
 
 
-# Given: first_keys(pages, starts, num_pages) inverts the page table. pages [B, W] are those of each row's sequence,
-# starts [B, W] the positions of their first keys, -1 for padding. It returns [B, num_pages]: the position of the first
-# key of each page of the pool, -1 for a page that does not belong to the row's sequence.
+# Given: first_keys(pages, starts, num_pages) inverts the page table. pages [B, W] are
+# the pages of each sequence and starts [B, W] the positions of their first keys, -1 for
+# padding. It returns [B, num_pages]: the position of the first key of each page of the
+# pool, -1 for a page that does not belong to the sequence.
 first_keys = block_mask.first_keys
 
 
-def physical_mask(mask_mod: MaskMod, first_keys: Int[Tensor, "B num_pages"], page_size: int) -> MaskMod:
+def physical_mask(
+    mask_mod: MaskMod,
+    first_keys: Int[Tensor, "B num_pages"],
+    page_size: int,
+) -> MaskMod:
     """Turn a mask over positions of keys into one over slots of the pool.
 
-    A mask_mod is a function (b, h, q_idx, kv_idx) of four integer tensors that says whether a query sees a key. In the
-    one that you get, kv_idx is the position of a key in the sequence of row b. In the one that you return, kv_idx is a
-    slot of the pool; b, h and q_idx mean the same. It hides every slot of a page that does not belong to the row's
-    sequence.
+    A mask_mod is a function (b, h, q_idx, kv_idx) of four integer tensors that returns
+    whether a query sees a key. In the one that you are given, kv_idx is the position of
+    a key in sequence b. In the one that you return, kv_idx is a slot of the pool; b, h
+    and q_idx have the same meaning. It hides every slot of a page that does not belong
+    to sequence b.
 
-    FlexAttention traces the function, and calls it with single numbers and with whole grids: use no `if`, `and` or `or`
-    on its tensors.
+    FlexAttention traces the function and calls it with scalars and with whole grids, so
+    use no `if`, `and` or `or` on its tensors.
 
     Args:
         mask_mod: over positions.
-        first_keys: position of each page's first key in the sequence of row b, -1 for a page that does not belong to
-            it. It need not be a multiple of page_size.
+        first_keys: position of each page's first key in sequence b, -1 for a page that
+            does not belong to it. It need not be a multiple of page_size.
         page_size: slots of a page.
 
-    Example: two pages of 2 slots. The sequence begins in page 1 and continues in page 0. Its query is at position 2.
+    Example: two pages of 2 slots. The sequence begins in page 1 and continues in page
+    0. Its query is at position 2.
 
-        >>> mask = physical_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, torch.tensor([[2, 0]]), page_size=2)
+        >>> causal = lambda b, h, q_idx, kv_idx: kv_idx <= q_idx
+        >>> mask = physical_mask(causal, torch.tensor([[2, 0]]), page_size=2)
         >>> zero = torch.tensor(0)
         >>> mask(zero, zero, torch.tensor(2), torch.arange(4))
         tensor([ True, False,  True,  True])
@@ -236,82 +270,102 @@ def physical_mask(mask_mod: MaskMod, first_keys: Int[Tensor, "B num_pages"], pag
     @no_type_check  # FlexAttention cannot trace a type checker's wrapper
     def over_slots(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         start = first_keys[b, kv_idx // page_size]
-        # Test the start of the page, not the position: -1 plus an offset of 1 would be position 0.
+        # Test the start, not the position: -1 and an offset of 1 are position 0.
         return (start >= 0) & mask_mod(b, h, q_idx, start + kv_idx % page_size)
 
     return over_slots
 
 
 def convert_block_mask(
-    mask: BlockMask, table: Int[Tensor, "B W"], counts: Int[Tensor, " B"], num_pages: int, page_size: int
+    mask: BlockMask,
+    table: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    num_pages: int,
+    page_size: int,
 ) -> BlockMask:
     """Turn a whole BlockMask over each sequence's own keys into one over the pool.
 
-    A block of keys is a page or an equal part of one: a mask with blocks of 16 keys can be converted for pages of 16 or
-    of 64. The result visits as many blocks as the mask does, in the same order, and hides and shows the same keys,
-    wherever their pages are. Its keys are all slots of the pool. `BlockMask.from_kv_blocks` builds it.
+    A block of keys is a page or an equal part of one: a mask with blocks of 16 keys can
+    be converted for pages of 16 or of 64. The result visits as many blocks as the mask
+    does, in the same order, and shows and hides the same keys, wherever their pages
+    are. Its keys are all slots of the pool. `BlockMask.from_kv_blocks` builds it.
 
     Args:
-        mask: [B, H, queries, keys of a sequence]. It may lack lists of full blocks (`mask.full_kv_indices` is None),
-            and then the result lacks them too. It covers W * page_size keys at most, which may be more than any
-            sequence has pages for; it visits none of the blocks beyond.
-        table: pages of each row's sequence in order. The entries behind the first counts[b] are stale.
-        counts: pages of each row.
+        mask: [B, H, queries, keys of a sequence]. It may lack lists of full blocks
+            (`mask.full_kv_indices` is None), and then the result lacks them, too. It
+            covers at most W * page_size keys, which may be more than any sequence has
+            pages for; it visits none of the blocks beyond those pages.
+        table: pages of each sequence in order. The entries behind the first counts[b]
+            are stale.
+        counts: pages of each sequence.
         num_pages: pages of the pool.
         page_size: slots of a page.
 
     Raises:
-        ValueError: if a page cannot be divided into whole blocks. A larger block would hold keys of several sequences.
+        ValueError: if a page cannot be divided into whole blocks, because a larger
+            block would hold keys of several sequences.
 
-    Example: a query that sees six keys, in pages 1 and 0 of four slots: page 1 in full, page 0 in part.
+    Example: a query that sees six keys, in pages 1 and 0 of four slots. Page 1 is full
+    and page 0 is partial.
 
         >>> from torch.nn.attention.flex_attention import create_block_mask
-        >>> mask = create_block_mask(lambda b, h, q, k: k < 6, 1, 1, 1, 8, device="cpu", BLOCK_SIZE=(1, 4))
+        >>> six, shape = lambda b, h, q, k: k < 6, (1, 1, 1, 8)
+        >>> mask = create_block_mask(six, *shape, device="cpu", BLOCK_SIZE=(1, 4))
         >>> table, counts = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([2])
         >>> physical = convert_block_mask(mask, table, counts, num_pages=3, page_size=4)
-        >>> physical.full_kv_num_blocks.item(), physical.full_kv_indices[..., :1].tolist()
-        (1, [[[[1]]]])
-        >>> physical.kv_num_blocks.item(), physical.kv_indices[..., :1].tolist(), physical.seq_lengths
-        (1, [[[[0]]]], (1, 12))
+        >>> physical.full_kv_num_blocks.item(), physical.full_kv_indices[..., 0].item()
+        (1, 1)
+        >>> physical.kv_num_blocks.item(), physical.kv_indices[..., 0].item()
+        (1, 0)
+        >>> physical.seq_lengths
+        (1, 12)
 
-    The same mask in blocks of two keys, which are halves of pages: blocks 2 and 3 are page 1, blocks 0 and 1 page 0.
+    The same mask in blocks of two keys, which are halves of pages: blocks 2 and 3 are
+    page 1, and blocks 0 and 1 are page 0.
 
-        >>> mask = create_block_mask(lambda b, h, q, k: k < 6, 1, 1, 1, 8, device="cpu", BLOCK_SIZE=(1, 2))
+        >>> mask = create_block_mask(six, *shape, device="cpu", BLOCK_SIZE=(1, 2))
         >>> physical = convert_block_mask(mask, table, counts, num_pages=3, page_size=4)
-        >>> physical.full_kv_num_blocks.item(), physical.full_kv_indices[..., :3].tolist()
-        (3, [[[[2, 3, 0]]]])
+        >>> physical.full_kv_num_blocks.item()
+        3
+        >>> physical.full_kv_indices[0, 0, 0, :3].tolist()
+        [2, 3, 0]
     """
     block = mask.BLOCK_SIZE[1]
     if page_size % block:
-        raise ValueError(f"the mask has blocks of {block} keys, and a page of {page_size} is not a multiple of that")
+        raise ValueError(f"a page of {page_size} keys is not made of blocks of {block}")
     parts, num_blocks = page_size // block, num_pages * page_size // block
-    # The page table in blocks: page p is the blocks p * parts and following.
-    blocks = (table[:, :, None] * parts + torch.arange(parts, device=table.device)).flatten(1)
+    # The page table in blocks: page p consists of the blocks from p * parts on.
+    part = torch.arange(parts, device=table.device)
+    blocks = (table[:, :, None] * parts + part).flatten(1)
     column = torch.arange(table.shape[1], device=table.device)
     starts = torch.where(column < counts[:, None], column * page_size, -1)
     full = mask.full_kv_indices
+    inverse = first_keys(table, starts, num_pages)
     return BlockMask.from_kv_blocks(
         mask.kv_num_blocks,
         physical_blocks(mask.kv_indices, blocks, num_blocks),
         mask.full_kv_num_blocks,
         None if full is None else physical_blocks(full, blocks, num_blocks),
         BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=physical_mask(mask.mask_mod, first_keys(table, starts, num_pages), page_size),
+        mask_mod=physical_mask(mask.mask_mod, inverse, page_size),
         seq_lengths=(mask.seq_lengths[0], num_pages * page_size),
     )
 
 
 def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
-    """Challenge: move pages to the front of the pool, so that the memory behind them can be given back.
+    """Challenge: move pages to the front of the pool, to give back the memory behind.
 
-    With n pages in use, afterwards these are pages 0 to n - 1, and all others are free. As few pages move as possible:
-    one that is among the first n already stays. A page that several rows share moves once, and all its owners follow.
-    Nothing else changes: each row has as many pages as before, in the same order of position.
+    If n pages are in use, afterwards these are pages 0 to n - 1, and all others are
+    free. As few pages as possible move: a page that is already among the first n stays.
+    A page that several rows share moves once, and all its owners follow. Nothing else
+    changes: each row has as many pages as before, in the same order of position.
 
-    Change the table through its methods only (`allocate`, `take`, `share`, `replace`, `drop_front`, `truncate`,
-    `release`), and read its arrays as you like. At least one row is free, and a row can hold the whole pool.
+    Change the table through its methods only (`allocate`, `take`, `share`, `replace`,
+    `drop_front`, `truncate`, `release`), and read its arrays as you like. At least one
+    row is free, and a row can hold the whole pool.
 
-    The caller copies the keys and values of the pages that move, in every layer, in the order of your list.
+    The caller copies the keys and values of the pages that move, in every layer, in the
+    order of your list.
 
     Returns:
         (old, new) for each page that moves.
@@ -324,15 +378,19 @@ def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
         >>> [table.pages(row).tolist() for row in rows]
         [[0], [1], [2]]
         >>> table.release(rows[0])
-        >>> compact(table), [table.pages(row).tolist() for row in rows[1:]], table.num_free_pages
-        ([(2, 0)], [[1], [0]], 3)
+        >>> compact(table)
+        [(2, 0)]
+        >>> [table.pages(row).tolist() for row in rows[1:]], table.num_free_pages
+        ([[1], [0]], 3)
     """
     used = np.flatnonzero(table.refcounts)
     old = used[used >= len(used)]
-    new = np.setdiff1d(np.arange(len(used)), used)  # as many: each page behind the first n leaves a gap among them
+    # As many: each page in use behind the first n leaves a gap among the first n.
+    new = np.setdiff1d(np.arange(len(used)), used)
     moved = np.arange(table.num_pages, dtype=np.int32)
     moved[old] = new
-    # While one more row owns every page, none returns to the pool, so the other rows can be written afresh.
+    # While one more row owns every page, none returns to the pool, so the other rows
+    # can be rewritten.
     keeper = table.allocate()
     table.share(keeper, used.astype(np.int32))
     table.take(np.array([keeper]), np.array([table.num_free_pages]))

@@ -13,6 +13,7 @@ from book.grading.parts import PARTS, Part, changed_since, finished_parts
 from book.grading.progress import Progress
 from mini_engine import LLM, Parts, RequestOutput
 from mini_engine.attention.backend import bypassed_parts
+from mini_engine.chunks import ChunkedLLM
 from mini_engine.cli import Batch
 from mini_engine.llm import TextEngine
 from mini_engine.observe.metrics import Metrics
@@ -47,7 +48,7 @@ def homework_options(parts: Parts) -> dict[str, Any]:
     """
     mine = {field.name for field in fields(Parts) if getattr(parts, field.name) is not field.default}
     options: dict[str, Any] = {"attn_backend": "torch", "dtype": "float32"}  # float32: outputs can be compared
-    if "find_levels" in mine:
+    if mine & {"chunk_levels", "find_levels"}:
         options["attn_backend"] = "cascade"
     elif "plan_work" in mine:
         options["attn_backend"] = "split_kv"
@@ -81,8 +82,9 @@ def print_parts(console: Console, llm: LLM) -> None:
 def _runs_on(part: Part, llm: LLM) -> str:
     if part.name in bypassed_parts(llm.config.attn_backend):
         return f"[dim]not used by {llm.config.attn_backend}[/]"
-    model = type(llm.model).__module__.replace(".", "/") + ".py"
-    if part.module.startswith("mini_engine/models/") and part.module not in ("mini_engine/models/layers.py", model):
+    classes = {cls for layer in llm.model.layers for cls in type(layer).__mro__}
+    modules = {cls.__module__.replace(".", "/") + ".py" for cls in classes}
+    if part.module.startswith("mini_engine/models/") and part.module not in modules:
         return "[dim]not used by this model[/]"
     return "[bold green]yours[/]"
 
@@ -129,6 +131,31 @@ def compare_with_reference(
         f"Decode, median of {ROUNDS} runs: yours {_spread(yours)} tokens/s, the reference {_spread(theirs)} tokens/s."
     )
     Progress(ROOT).record_speed(statistics.median(yours), statistics.median(theirs))
+
+
+def compare_over_chunks(console: Console, model: str, batch: Batch) -> None:
+    """Register the first two prompts as chunks, and serve the last one behind them, in both orders.
+
+    Without the reader's `chunk_levels`, or on another backend than `cascade`, there is nothing to compare.
+
+    Args:
+        console: where to print.
+        model: what the model was loaded from.
+        batch: the prompts.
+    """
+    is_theirs = batch.llm.parts.chunk_levels is Parts().chunk_levels
+    if is_theirs or batch.llm.config.attn_backend != "cascade":
+        return
+    outputs = []
+    for engine in (batch.llm, LLM(model, batch.llm.config)):
+        chunked = ChunkedLLM(engine)
+        names = [chunked.register_chunk(prompt) for prompt in batch.prompts[:2]]
+        both = chunked.generate([names, names[::-1]], [batch.prompts[-1]] * 2, batch.params)
+        outputs.append([output.token_ids for output in both])
+    if outputs[0] == outputs[1]:
+        console.print("[bold green]Behind two chunks, in both orders, every token equals the reference's.[/]")
+    else:
+        console.print("[bold red]Behind two chunks the answer differs from the reference's[/]: look at chunk_levels.")
 
 
 def _decode_rate(engine: TextEngine, batch: Batch) -> float:

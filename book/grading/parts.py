@@ -1,13 +1,18 @@
 """The parts of the engine that a reader writes in the homework, and which of them are finished."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from book.grading.chapter import ROOT, find_chapter, load_chapter
 from book.grading.progress import Progress, source_hash
 from book.grading.submission import load_submission
+from mini_engine.attention.spec import Attend
+from mini_engine.models.llama import LlamaLayer
+from mini_engine.models.qwen3 import Qwen3Attention
 from mini_engine.parts import STAGES, Parts
 
 
@@ -75,9 +80,22 @@ def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str
     for name, (part, exercise) in _finished_exercises(root, parts).items():
         chapter = load_chapter(root / "chapters" / part.chapter)
         source = chapter.homework.read_text(encoding="utf-8")
-        submission = load_submission(chapter, exercise, source, str(chapter.homework))
-        functions[name] = vars(submission)[exercise]
+        submission = vars(load_submission(chapter, exercise, source, str(chapter.homework)))
+        own = submission[exercise]
+        functions[name] = _on_layers(own, submission["LayerWeights"]) if name == "decoder_layer" else own
     return functions
+
+
+def _on_layers(own: Callable[..., Tensor], weights_class: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The exercise `decoder_layer`, which takes weights and a spec, as the engine's part, which takes a layer."""
+
+    def decoder_layer(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        attention, mlp = layer.attention, layer.mlp
+        fused = attention.qkv.weight, attention.o.weight, layer.mlp_norm, mlp.gate_up.weight, mlp.down.weight
+        norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else ()
+        return own(x, weights_class(layer.input_norm, *fused, *norms), cos, sin, layer.spec, attend, layer.eps)
+
+    return decoder_layer
 
 
 def engine_diagram(parts_done: Collection[str]) -> str:

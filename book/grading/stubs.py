@@ -44,8 +44,9 @@ def make_stub(solution: str, exercises: Sequence[str], slug: str) -> str:
 
 
 _HOW_TO = """\
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/{slug}                   # grade your work
     pytest chapters/{slug} --hint NAME       # the next of three hints for the exercise NAME

@@ -1,4 +1,4 @@
-"""Grader of chapter 01. The oracles below are loops in Python floats: they know nothing of tensors' shapes."""
+"""Grader of chapter 01. The oracles below are loops over Python floats and do not depend on tensor shapes."""
 
 import math
 from typing import Any
@@ -13,90 +13,103 @@ EXERCISES = [
     Exercise(
         "masked_attention",
         points=5,
-        minutes=35,
+        minutes=25,
         difficulty=2,
         part="masked_attention",
         hints=(
-            "Write it for one query head and one key head first. Then ask: which axis of q do the heads of a group "
-            "lie on, and can it be cut in two?",
-            "q.unflatten(1, (Hk, -1)) has the shape [n, Hk, G, D]. torch.einsum('nhgd,mhd->hgnm', ...) multiplies it "
-            "with k [m, Hk, D] and copies nothing. The bias needs the same cut of its head axis.",
-            "After the four steps: weights = scores.softmax(-1); a row of -inf became NaN, so "
-            "weights.masked_fill(scores == -math.inf, 0.0); then einsum('hgnm,mhd->nhgd', weights, v), flatten the two "
-            "head axes, and cast to q.dtype. Cast q, k, v and the bias up first: "
-            "torch.promote_types(q.dtype, torch.float32).",
+            "Write it for one query head and one KV head first. Then ask: which axis of q holds the heads of a group, "
+            "and can that axis be split in two? Does the bias have such an axis too?",
+            "Version 3 of the chapter is the core. Where do soft-cap and bias go, and which dtype should every "
+            "operand have before the first product? For empty rows, do not look at the mask: a bias can hide keys too.",
+            "Split the head axis of the bias as you split that of q. After the softmax, set the weights of all scores "
+            "that are -inf to 0, so an empty row has no NaN left. Compute in "
+            "torch.promote_types(q.dtype, torch.float32), and convert only the output back.",
         ),
     ),
     Exercise(
         "ragged_causal_attention",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
-            "One loop over the sequences is fine. What is the position of the first query of a sequence that has "
-            "m keys and n queries?",
-            "Its position is m - n: query i sees the keys 0 to m - n + i. The diagonal of the mask ends in the "
-            "bottom right corner, not the top left one. A sequence without queries has an empty slice, and that is "
-            "all it needs.",
-            "mask = torch.ones(n, m, dtype=torch.bool).tril(m - n), and "
-            "out[rows] = masked_attention(q[rows], k[keys], v[keys], scale=scale, mask=mask) for the slices rows and "
-            "keys that the two indptr give.",
+            "A loop over the sequences is fine. What is the position of the first query of a sequence that has m keys "
+            "and n queries?",
+            "Its position is m - n: query i attends to the keys 0 to m - n + i. The diagonal of the mask ends in the "
+            "bottom right corner, not in the top left one. A sequence without queries has an empty slice and needs no "
+            "special case.",
+            "tril takes the number of the diagonal as an argument: tril(m - n) for a mask of n rows and m columns. "
+            "Slice q and the output by qo_indptr, and k and v by kv_indptr.",
         ),
     ),
     Exercise(
         "rope_tables",
         points=1,
-        minutes=5,
+        minutes=3,
         difficulty=1,
         hints=(
-            "Which angle has a pair of frequency f at position p?",
-            "Every position meets every frequency: one of the two tensors needs a new axis.",
-            "angles = positions[:, None].to(inv_freq.dtype) * inv_freq; return angles.cos(), angles.sin()",
+            "What is the angle of a pair of frequency f at position p?",
+            "Every position is combined with every frequency, so one of the two tensors needs a new axis.",
+            "Multiply positions[:, None], converted to the dtype of inv_freq, by inv_freq. Return the cosine and the "
+            "sine of the product.",
         ),
     ),
     Exercise(
         "apply_rope",
         points=4,
-        minutes=25,
+        minutes=15,
         difficulty=2,
         part="apply_rope",
         hints=(
-            "Cut x into two tensors a and b of half the width, so that pair i is (a[i], b[i]). Only the cut, and how "
-            "the halves go back together, depend on the convention.",
-            "Half-split: x.chunk(2, dim=-1) and torch.cat. Interleaved: x[..., 0::2], x[..., 1::2] and "
-            "torch.stack(..., dim=-1).flatten(-2). cos and sin have no axis for the heads: give them one.",
-            "cos, sin = cos[:, None].float(), sin[:, None].float(); the turned halves are (a * cos - b * sin) and "
-            "(b * cos + a * sin); join them and cast to x.dtype. For float64, "
-            "torch.promote_types(x.dtype, torch.float32) names the dtype to compute in.",
+            "Split x into two tensors a and b of half the width, so that pair i is (a[i], b[i]). Only the split, and "
+            "how the two halves are put back together, depend on the convention.",
+            "Half-split: chunk in two, and concatenate. Interleaved: slices with a step of 2, and a stack on a new "
+            "last axis that is flattened away. cos and sin have no axis for the heads: give them one.",
+            "The rotated halves are a * cos - b * sin and b * cos + a * sin, in new tensors. Convert everything to "
+            "torch.promote_types(x.dtype, torch.float32) first, and the result to x.dtype at the end.",
         ),
     ),
     Exercise(
         "attention_cost",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
-            "Count the True cells of the mask first. The queries are the last ones: how many keys does the first of "
-            "them see?",
-            "The first query sees num_keys - num_queries + 1 keys, the last one all of them, in steps of one: sum "
-            "the series. For the bytes, ask of each tensor which head count it has.",
-            "pairs = n * m - n * (n - 1) // 2; flops = 4 * pairs * num_qo_heads * head_dim; numbers = 2 * n * Hq * D "
-            "(q and the output) + 2 * m * Hk * D (k and v); bytes = numbers * dtype_bytes.",
+            "Count the visible cells of the mask first. The queries are the last ones: how many keys does the first of "
+            "them attend to?",
+            "The first query attends to num_keys - num_queries + 1 keys, the next to one more, and the last one to all "
+            "of them: sum the series. For the bytes, ask of each of the four tensors how many heads it has.",
+            "The visible cells are a rectangle of n * m without a triangle of n * (n - 1) / 2, in integer arithmetic. "
+            "q and the output have n rows of num_qo_heads, k and v have m rows of num_kv_heads.",
         ),
     ),
     Exercise(
         "attention_bias",
+        points=2,
+        minutes=10,
+        difficulty=1,
+        hints=(
+            "Everything is a function of one matrix: the distance between each query and each key.",
+            "Decide first which cells are masked, as a Boolean matrix. Multiplying a mask by -inf turns every 0 into "
+            "NaN; use masked_fill instead.",
+            "Without slopes, use a single slope of 0. Multiply slopes[:, None, None] by the negative distances, "
+            "convert to float32, and fill the masked cells with -inf.",
+        ),
+    ),
+    Exercise(
+        "convert_rope_weights",
         points=4,
-        minutes=20,
+        minutes=25,
         difficulty=3,
         challenge=True,
         hints=(
-            "Everything is a function of one matrix: the distance of each query from each key.",
-            "Decide first which cells are hidden, as a boolean matrix. Multiplying a mask by -inf makes NaN of every "
-            "0: use masked_fill instead.",
-            "hidden = (distance < 0) | (distance >= window); "
-            "(slopes[:, None, None] * -distance).float().masked_fill(hidden, -math.inf), with a single slope of 0 "
-            "where none are given.",
+            "Work with one head of 6 rows numbered 0 to 5 on paper. Which row must come first, second, third so that "
+            "adjacent rows form the pairs (0, 3), (1, 4), (2, 5)? What undoes that order?",
+            "Split the row axis into heads and components, and set aside the components that are not rotated. The "
+            "rotated ones are a table of 2 rows and pairs columns, or of pairs rows and 2 columns: one is the "
+            "transpose of the other.",
+            "weight.unflatten(0, (-1, head_dim)) gives the heads. On its first rotary_dim components: unflatten axis 1 "
+            "into (2, -1) for half-split input or (-1, 2) for interleaved input, transpose axes 1 and 2, flatten them. "
+            "Then concatenate the rest and flatten the heads again.",
         ),
     ),
 ]
@@ -111,19 +124,21 @@ def attention_in_floats(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The specification of masked_attention, one number at a time."""
+    """Compute masked_attention by its specification, one number at a time."""
     group = q.shape[1] // k.shape[1]
     queries, keys = q.double().tolist(), k.double().tolist()
     out = torch.zeros(q.shape, dtype=torch.float64)
     for i, heads in enumerate(queries):
         for h, query in enumerate(heads):
-            weights = torch.zeros(len(keys), dtype=torch.float64)
+            scores = []
             for j, key_heads in enumerate(keys):
                 score = sum(a * b for a, b in zip(query, key_heads[h // group], strict=True)) * scale
                 score = softcap * math.tanh(score / softcap) if softcap is not None else score
                 score += float(bias[h, i, j]) if bias is not None else 0.0
-                weights[j] = math.exp(score) if mask is None or mask[i, j] else 0.0
-            if weights.sum() > 0:
+                scores.append(score if mask is None or mask[i, j] else -math.inf)
+            largest = max(scores, default=-math.inf)
+            if largest > -math.inf:
+                weights = torch.tensor([math.exp(score - largest) for score in scores], dtype=torch.float64)
                 out[i, h] = (weights / weights.sum()) @ v[:, h // group].double()
     return out.to(q.dtype)
 
@@ -131,13 +146,13 @@ def attention_in_floats(
 def assert_attention(
     hw: Homework, q: Tensor, k: Tensor, v: Tensor, scale: float, *, atol: float = 1e-5, **options: Any
 ) -> None:
-    # What is expected comes first: an answer that changes q in place must not change the question.
+    # Compute the expected output first: an answer that changes q in place must not change the question.
     expected = attention_in_floats(q, k, v, scale, **options)
     assert_close(hw.masked_attention(q, k, v, scale=scale, **options), expected, atol=atol)
 
 
 def ragged_in_floats(q: Tensor, k: Tensor, v: Tensor, qo_lens: list[int], kv_lens: list[int], scale: float) -> Tensor:
-    """Each query alone with the keys that it sees."""
+    """Compute each query alone with its visible keys."""
     rows, first_query, first_key = [], 0, 0
     for num_queries, num_keys in zip(qo_lens, kv_lens, strict=True):
         for i in range(num_queries):
@@ -161,7 +176,7 @@ def call_ragged(hw: Homework, q: Tensor, k: Tensor, v: Tensor, qo_lens: list[int
 
 
 class LargestStorage(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that any operation inside the block has made."""
+    """Record the bytes of the largest tensor that any operation inside the block makes."""
 
     nbytes = 0
 
@@ -177,7 +192,8 @@ class LargestStorage(TorchDispatchMode):
 
 
 @check(
-    "masked_attention", mistake="with one key its weight is 1, so the output is that key's value, whatever the score"
+    "masked_attention",
+    mistake="with a single key the weight is 1, so the output is that key's value, whatever the score",
 )
 def test_one_query_one_key(hw: Homework) -> None:
     q, k, v = random_qkv(1, 1, 1, 1, 4)
@@ -199,7 +215,7 @@ def test_scale(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.3)
 
 
-@check("masked_attention", mistake="the heads see one another's keys, or come back in another order")
+@check("masked_attention", mistake="a head reads another head's keys, or the heads come back in another order")
 def test_heads_are_independent(hw: Homework) -> None:
     q, k, v = random_qkv(3, 4, 2, 2, 4)
     assert_attention(hw, q, k, v, 0.5)
@@ -207,22 +223,22 @@ def test_heads_are_independent(hw: Homework) -> None:
 
 @check(
     "masked_attention",
-    mistake="query head h reads key head h // G with G = Hq // Hk: neighbours share, not every Hk-th",
+    mistake="query head h reads KV head h // G with G = Hq // Hk: adjacent heads share, not every Hk-th",
 )
 def test_two_heads_share_a_key(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 4, 2, 4)
     assert_attention(hw, q, k, v, 0.5)
 
 
-@check("masked_attention", mistake="a hidden key still has weight, or the mask is upside down: True means visible")
+@check("masked_attention", mistake="a masked key still has weight, or the mask is inverted: True means visible")
 def test_mask(hw: Homework) -> None:
     q, k, v = random_qkv(3, 4, 2, 1, 4)
     mask = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
     assert_attention(hw, q, k, v, 0.5, mask=mask)
 
 
-@check("masked_attention", mistake="a query that sees no key has to get 0: the softmax of a row of -inf is NaN")
-def test_a_query_that_sees_nothing(hw: Homework) -> None:
+@check("masked_attention", mistake="a query without visible keys gets 0: the softmax of a row of -inf is NaN")
+def test_a_query_without_visible_keys(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 2, 1, 4)
     mask = torch.tensor([[False, False, False], [True, True, False]])
     assert_attention(hw, q, k, v, 0.5, mask=mask)
@@ -230,14 +246,24 @@ def test_a_query_that_sees_nothing(hw: Homework) -> None:
 
 @check(
     "masked_attention",
-    mistake="the bias is added to the scores, one for each query head: cut its head axis like that of q",
+    mistake="a masked score is -inf, not a large negative number: a visible score may be lower than that",
+)
+def test_visible_scores_far_below_zero(hw: Homework) -> None:
+    q, k = torch.ones(1, 1, 1), torch.tensor([-1e12, 0.0]).view(2, 1, 1)
+    v = torch.tensor([3.0, 100.0]).view(2, 1, 1)
+    assert_attention(hw, q, k, v, 1.0, mask=torch.tensor([[True, False]]))
+
+
+@check(
+    "masked_attention",
+    mistake="the bias is added to the scores, one for each query head: split its head axis like that of q",
 )
 def test_the_bias_has_query_heads(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 4, 2, 4)
     assert_attention(hw, q, k, v, 1.0, bias=torch.randn(4, 2, 3))
 
 
-@check("masked_attention", mistake="the bias is added to the scores that are already scaled: scale first, then add")
+@check("masked_attention", mistake="the bias is added to scores that are already scaled: scale first, then add")
 def test_bias_is_not_scaled(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 4, 2, 4)
     assert_attention(hw, q, k, v, 0.125, bias=torch.randn(4, 2, 3))
@@ -249,14 +275,32 @@ def test_softcap(hw: Homework) -> None:
     assert_attention(hw, 4 * q, k, v, 0.5, softcap=1.5)
 
 
-@check(
-    "masked_attention",
-    mistake="the soft-cap comes before bias and mask: tanh turns a hidden -inf into a visible -softcap",
-)
-def test_softcap_before_bias_and_mask(hw: Homework) -> None:
+@check("masked_attention", mistake="the bias is added after the soft-cap: only the scaled q·k is capped")
+def test_softcap_before_bias(hw: Homework) -> None:
     q, k, v = random_qkv(3, 4, 2, 1, 4)
-    mask, bias = torch.ones(3, 4, dtype=torch.bool).tril(1), torch.randn(2, 3, 4)
-    assert_attention(hw, q, k, v, 0.5, mask=mask, bias=bias, softcap=1.5)
+    assert_attention(hw, q, k, v, 0.5, bias=3 * torch.randn(2, 3, 4), softcap=1.5)
+
+
+@check("masked_attention", mistake="the mask comes after the soft-cap: tanh turns a masked -inf into a finite -softcap")
+def test_softcap_before_mask(hw: Homework) -> None:
+    q, k, v = random_qkv(3, 4, 2, 1, 4)
+    assert_attention(hw, q, k, v, 0.5, mask=torch.ones(3, 4, dtype=torch.bool).tril(1), softcap=1.5)
+
+
+@check("masked_attention", mistake="a bias of -inf hides keys too: find empty rows by their scores, not by the mask")
+def test_a_bias_that_hides_every_key(hw: Homework) -> None:
+    q, k, v = random_qkv(2, 3, 2, 1, 4)
+    bias = torch.zeros(2, 2, 3)
+    bias[:, 0] = -math.inf
+    assert_attention(hw, q, k, v, 0.5, bias=bias)
+
+
+@check("masked_attention", mistake="mask and bias may hide all keys of a query only together: its output is 0 as well")
+def test_mask_and_bias_together_hide_every_key(hw: Homework) -> None:
+    q, k, v = random_qkv(2, 3, 2, 1, 4)
+    mask, bias = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 2, 3)
+    mask[0, 0], bias[:, 0, 1:] = False, -math.inf
+    assert_attention(hw, q, k, v, 0.5, mask=mask, bias=bias)
 
 
 @check("masked_attention", mistake="compute in float32 and round once, at the end: bfloat16 keeps 8 bits")
@@ -271,6 +315,13 @@ def test_bfloat16_is_rounded_once(hw: Homework) -> None:
     )
 
 
+@check("masked_attention", mistake="the bias stays in float32: in bfloat16, distances above 256 are rounded")
+def test_a_float32_bias_of_bfloat16_queries(hw: Homework) -> None:
+    q, k, v = random_qkv(1, 4, 2, 1, 4, torch.bfloat16)
+    bias = -torch.tensor([1001.0, 1000.0, 999.0, 1003.0]).expand(2, 1, 4)
+    assert_attention(hw, q, k, v, 0.5, bias=bias, atol=0.02)
+
+
 @check("masked_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32")
 def test_float64_stays_float64(hw: Homework) -> None:
     q, k, v = random_qkv(2, 5, 2, 1, 4, torch.float64)
@@ -278,9 +329,7 @@ def test_float64_stays_float64(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5, bias=bias, atol=1e-12)
 
 
-@check(
-    "masked_attention", mistake="you copy the keys or values for every query head; give the group an axis of its own"
-)
+@check("masked_attention", mistake="you copy keys or values for every query head; give the group an axis of its own")
 def test_keys_are_not_copied(hw: Homework) -> None:
     q, k, v = random_qkv(1, 64, 16, 2, 32)
     with LargestStorage() as largest:
@@ -289,7 +338,13 @@ def test_keys_are_not_copied(hw: Homework) -> None:
     assert size <= 2, f"some operation makes a tensor {size} times as large as the keys"
 
 
-@check("masked_attention", mistake="some mixture of sizes or options goes wrong that the checks before did not try")
+@check("masked_attention", mistake="without any key (m = 0) there is no maximum and no sum; the output is 0")
+def test_no_keys(hw: Homework) -> None:
+    q, k, v = random_qkv(2, 0, 4, 2, 4)
+    assert_attention(hw, q, k, v, 0.5)
+
+
+@check("masked_attention", mistake="a combination of sizes and options fails that the earlier checks did not try")
 def test_random_cases(hw: Homework) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
@@ -302,13 +357,13 @@ def test_random_cases(hw: Homework) -> None:
 # ragged_causal_attention --------------------------------------------------------------------------------------------
 
 
-@check("ragged_causal_attention", mistake="a token sees itself: the diagonal of the mask belongs to the visible part")
+@check("ragged_causal_attention", mistake="a token attends to itself: the diagonal of the mask is visible")
 def test_one_token_sees_itself(hw: Homework) -> None:
     q, k, v = random_qkv(1, 1, 2, 1, 4)
     assert_close(call_ragged(hw, q, k, v, [1], [1]), attention_in_floats(q, k, v, 0.5))
 
 
-@check("ragged_causal_attention", mistake="a query sees keys that come after its own token")
+@check("ragged_causal_attention", mistake="a query attends to keys after its own position")
 def test_no_query_sees_the_future(hw: Homework) -> None:
     q, k, v = random_qkv(4, 4, 2, 1, 4)
     before = call_ragged(hw, q, k, v, [4], [4])
@@ -320,23 +375,23 @@ def test_no_query_sees_the_future(hw: Homework) -> None:
 
 @check(
     "ragged_causal_attention",
-    mistake="the queries are the last tokens of the sequence, so the first of n sees m - n + 1 keys; or k and v are "
-    "cut by qo_indptr",
+    mistake="the queries are the last tokens of the sequence, so the first of n attends to m - n + 1 keys; or k "
+    "and v are sliced by qo_indptr",
 )
 def test_queries_are_the_last_of_the_keys(hw: Homework) -> None:
     q, k, v = random_qkv(2, 5, 2, 1, 4)
     assert_close(call_ragged(hw, q, k, v, [2], [5]), ragged_in_floats(q, k, v, [2], [5], 0.5))
 
 
-@check("ragged_causal_attention", mistake="a query sees the keys of another sequence")
-def test_sequences_do_not_see_each_other(hw: Homework) -> None:
+@check("ragged_causal_attention", mistake="a query attends to the keys of another sequence")
+def test_sequences_are_independent(hw: Homework) -> None:
     q, k, v = random_qkv(5, 5, 2, 1, 4)
     assert_close(call_ragged(hw, q, k, v, [2, 3], [2, 3]), ragged_in_floats(q, k, v, [2, 3], [2, 3], 0.5))
 
 
 @check(
     "ragged_causal_attention",
-    mistake="queries and keys have bounds of their own: qo_indptr for q, kv_indptr for k and v",
+    mistake="queries and keys have separate bounds: qo_indptr for q, kv_indptr for k and v",
 )
 def test_queries_and_keys_have_their_own_bounds(hw: Homework) -> None:
     q, k, v = random_qkv(4, 9, 2, 1, 4)
@@ -344,7 +399,7 @@ def test_queries_and_keys_have_their_own_bounds(hw: Homework) -> None:
 
 
 @check(
-    "ragged_causal_attention", mistake="a sequence without queries in this step still owns its keys, and yields no row"
+    "ragged_causal_attention", mistake="a sequence without queries in this step still owns its keys, and has no output"
 )
 def test_a_sequence_without_queries(hw: Homework) -> None:
     q, k, v = random_qkv(3, 8, 2, 1, 4)
@@ -353,7 +408,7 @@ def test_a_sequence_without_queries(hw: Homework) -> None:
 
 
 @check("ragged_causal_attention", mistake="the order of the sequences changes their results")
-def test_neighbours_do_not_matter(hw: Homework) -> None:
+def test_the_order_of_sequences_does_not_matter(hw: Homework) -> None:
     lens = [(3, 7), (1, 9), (4, 4)]
     parts = [random_qkv(n, m, 4, 2, 8) for n, m in lens]
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
@@ -363,14 +418,30 @@ def test_neighbours_do_not_matter(hw: Homework) -> None:
         assert_close(got, ragged_in_floats(q, k, v, qo_lens, kv_lens, 0.5))
 
 
+@check("ragged_causal_attention", mistake="the output has the dtype of q: float64 and bfloat16 must not become float32")
+def test_ragged_dtypes(hw: Homework) -> None:
+    for dtype, atol in ((torch.bfloat16, 0.02), (torch.float64, 1e-12)):
+        q, k, v = random_qkv(3, 6, 2, 1, 4, dtype)
+        assert_close(
+            call_ragged(hw, q, k, v, [2, 1], [2, 4]), ragged_in_floats(q, k, v, [2, 1], [2, 4], 0.5), atol=atol
+        )
+
+
 # rope_tables --------------------------------------------------------------------------------------------------------
 
 
-@check("rope_tables", mistake="the cosine comes first, then the sine, both of position * frequency in radians")
-def test_a_right_angle(hw: Homework) -> None:
-    cos, sin = hw.rope_tables(torch.tensor([0, 1]), torch.tensor([math.pi / 2]))
-    assert_close(cos, torch.tensor([[1.0], [0.0]]), atol=1e-6, name="cos")
-    assert_close(sin, torch.tensor([[0.0], [1.0]]), atol=1e-6, name="sin")
+@check("rope_tables", mistake="return the cosine first, then the sine: at position 0 they are 1 and 0")
+def test_position_zero(hw: Homework) -> None:
+    cos, sin = hw.rope_tables(torch.tensor([0]), torch.tensor([math.pi / 2]))
+    assert_close(cos, torch.tensor([[1.0]]), atol=1e-6, name="cos")
+    assert_close(sin, torch.tensor([[0.0]]), atol=1e-6, name="sin")
+
+
+@check("rope_tables", mistake="the angle is position times frequency, in radians")
+def test_right_angles(hw: Homework) -> None:
+    cos, sin = hw.rope_tables(torch.arange(4), torch.tensor([math.pi / 2]))
+    assert_close(cos, torch.tensor([[1.0], [0.0], [-1.0], [0.0]]), atol=1e-6, name="cos")
+    assert_close(sin, torch.tensor([[0.0], [1.0], [0.0], [-1.0]]), atol=1e-6, name="sin")
 
 
 @check("rope_tables", mistake="every token needs the angles of all D/2 pairs: [T, D/2], one row per token")
@@ -388,9 +459,14 @@ def test_positions_come_in_any_order(hw: Homework) -> None:
     assert_close(sin, torch.tensor([[math.sin(p * f) for f in inv_freq] for p in positions]), atol=1e-4)
 
 
-@check(
-    "rope_tables", mistake="the angles are computed in another dtype than that of inv_freq and lose their last digits"
-)
+@check("rope_tables", mistake="positions have no upper limit: compute each angle, without a table of fixed length")
+def test_large_positions(hw: Homework) -> None:
+    inv_freq = torch.tensor([2.0**-20])  # exact in float32, like the angle
+    cos, _ = hw.rope_tables(torch.tensor([3_000_000]), inv_freq)
+    assert_close(cos, torch.tensor([[math.cos(3_000_000 * 2.0**-20)]]), atol=1e-5)
+
+
+@check("rope_tables", mistake="compute the angles in the dtype of inv_freq: a narrower one loses precision")
 def test_tables_have_the_precision_of_the_frequencies(hw: Homework) -> None:
     inv_freq = torch.tensor([0.3], dtype=torch.float64)
     cos, _ = hw.rope_tables(torch.tensor([100_003]), inv_freq)
@@ -400,12 +476,12 @@ def test_tables_have_the_precision_of_the_frequencies(hw: Homework) -> None:
 # apply_rope ---------------------------------------------------------------------------------------------------------
 
 
-def quarter_turns(tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
+def right_angles(tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(tokens, pairs), torch.ones(tokens, pairs)
 
 
-def turned_in_floats(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Pair by pair in Python floats."""
+def rotated_in_floats(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pair by pair in Python floats."""
     out = x.double().clone()
     half = x.shape[-1] // 2
     for t in range(x.shape[0]):
@@ -418,9 +494,7 @@ def turned_in_floats(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     return out.to(x.dtype)
 
 
-@check(
-    "apply_rope", mistake="an angle of 0 leaves x as it is: cos and sin are swapped, or the pairs come back elsewhere"
-)
+@check("apply_rope", mistake="an angle of 0 leaves x unchanged: cos and sin are swapped, or components change places")
 def test_an_angle_of_zero_changes_nothing(hw: Homework) -> None:
     x = torch.randn(1, 3, 6)
     assert_close(hw.apply_rope(x, torch.ones(1, 3), torch.zeros(1, 3)), x)
@@ -429,47 +503,49 @@ def test_an_angle_of_zero_changes_nothing(hw: Homework) -> None:
 def assert_unchanged(hw: Homework, interleaved: bool) -> None:
     x = torch.randn(1, 1, 4)
     before = x.clone()
-    hw.apply_rope(x, *quarter_turns(1, 2), interleaved=interleaved)
+    hw.apply_rope(x, *right_angles(1, 2), interleaved=interleaved)
     assert_equal(x, before, name="x after the call")
 
 
-@check("apply_rope", mistake="you turn x in place: the second half is computed from a first that is turned already")
+@check(
+    "apply_rope", mistake="you rotate x in place: the second half is computed from a first half that is rotated already"
+)
 def test_the_input_is_unchanged(hw: Homework) -> None:
     assert_unchanged(hw, interleaved=False)
 
 
 @check(
-    "apply_rope", mistake="a right angle turns (a, b) into (-b, a), pair i being (x[i], x[i + D/2]): look at your signs"
+    "apply_rope", mistake="a right angle rotates (a, b) to (-b, a), and pair i is (x[i], x[i + D/2]): check the signs"
 )
 def test_a_right_angle_half_split(hw: Homework) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
-    assert_close(hw.apply_rope(x, *quarter_turns(1, 2)), torch.tensor([-3.0, -4.0, 1.0, 2.0]).view(1, 1, 4))
+    assert_close(hw.apply_rope(x, *right_angles(1, 2)), torch.tensor([-3.0, -4.0, 1.0, 2.0]).view(1, 1, 4))
 
 
-@check("apply_rope", mistake="with interleaved=True you turn x in place: the caller still needs it")
+@check("apply_rope", mistake="with interleaved=True you rotate x in place, but the caller still needs it")
 def test_the_input_is_unchanged_interleaved(hw: Homework) -> None:
     assert_unchanged(hw, interleaved=True)
 
 
 @check(
     "apply_rope",
-    mistake="with interleaved=True pair i is (x[2i], x[2i + 1]), and the result stands where the pair stood",
+    mistake="with interleaved=True pair i is (x[2i], x[2i + 1]), and the rotated pair goes back to the same places",
 )
 def test_a_right_angle_interleaved(hw: Homework) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
-    got = hw.apply_rope(x, *quarter_turns(1, 2), interleaved=True)
+    got = hw.apply_rope(x, *right_angles(1, 2), interleaved=True)
     assert_close(got, torch.tensor([-2.0, 1.0, -4.0, 3.0]).view(1, 1, 4))
 
 
 @check(
     "apply_rope",
-    mistake="each token has angles of its own, and all its heads share them: the new axis of cos is the second",
+    mistake="each token has its own angles, shared by all its heads: the new axis of cos is the second",
 )
-def test_tokens_turn_and_heads_agree(hw: Homework) -> None:
+def test_tokens_differ_and_heads_agree(hw: Homework) -> None:
     angles = torch.tensor([[0.1, 0.2], [1.0, 2.0], [3.0, 0.5]])
     for interleaved in (False, True):
         x = torch.randn(3, 3, 4)  # as many heads as tokens: a mix-up has a valid shape
-        expected = turned_in_floats(x, angles, interleaved)
+        expected = rotated_in_floats(x, angles, interleaved)
         assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected)
 
 
@@ -478,33 +554,33 @@ def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
     angles = torch.rand(16, 8) * 6
     for interleaved in (False, True):
         x = torch.randn(16, 2, 16).bfloat16()
-        expected = turned_in_floats(x.double(), angles.double(), interleaved)
+        expected = rotated_in_floats(x.double(), angles.double(), interleaved)
         got = hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved)
         assert_close(got, expected.bfloat16(), atol=0.05)
         share = (got == expected.bfloat16()).double().mean()
-        assert share > 0.98, f"only {share:.0%} of the numbers are those of float32, rounded once"
+        assert share > 0.98, f"only {share:.0%} of the components equal those of float32, rounded once"
 
 
 @check("apply_rope", mistake="float64 in, float64 out: somewhere on the way you cast to float32")
 def test_rope_of_float64_stays_float64(hw: Homework) -> None:
     x, angles = torch.randn(2, 1, 4, dtype=torch.float64), torch.rand(2, 2, dtype=torch.float64)
     for interleaved in (False, True):
-        expected = turned_in_floats(x, angles, interleaved)
+        expected = rotated_in_floats(x, angles, interleaved)
         assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected, atol=1e-14)
 
 
-@check("apply_rope", mistake="a score has to depend on the distance of query and key alone")
+@check("apply_rope", mistake="a score must depend only on the distance between query and key")
 def test_scores_depend_on_the_distance_alone(hw: Homework) -> None:
     q, k = torch.randn(1, 2, 8, dtype=torch.float64), torch.randn(1, 2, 8, dtype=torch.float64)
     inv_freq = 100.0 ** -torch.linspace(0, 1, 4, dtype=torch.float64)
     for interleaved in (False, True):
         scores = []
         for query, key in ((5, 3), (12, 10), (1002, 1000)):
-            turned = [
+            rotated = [
                 hw.apply_rope(x, (p * inv_freq).cos()[None], (p * inv_freq).sin()[None], interleaved=interleaved)
                 for x, p in ((q, query), (k, key))
             ]
-            scores.append((turned[0] * turned[1]).sum(-1))
+            scores.append((rotated[0] * rotated[1]).sum(-1))
         assert_close(scores[1], scores[0], atol=1e-9)
         assert_close(scores[2], scores[0], atol=1e-9)
 
@@ -513,14 +589,15 @@ def test_scores_depend_on_the_distance_alone(hw: Homework) -> None:
 
 
 @check(
-    "attention_cost", mistake="a dot product of D numbers is 2 D FLOPs, and the weighted sum of the values another 2 D"
+    "attention_cost",
+    mistake="a dot product of D components is 2 D FLOPs, and the weighted sum of the values another 2 D",
 )
-def test_one_pair_is_four_flops_per_number(hw: Homework) -> None:
+def test_one_pair_is_four_flops_per_component(hw: Homework) -> None:
     flops, _ = hw.attention_cost(1, 1, 1, 1, 64, 2)
     assert_equal(flops, 4 * 64, name="flops")
 
 
-@check("attention_cost", mistake="every query head has scores of its own, also where it shares its keys")
+@check("attention_cost", mistake="every query head has its own scores, even if it shares its keys")
 def test_every_query_head_computes(hw: Homework) -> None:
     flops, _ = hw.attention_cost(1, 1, 6, 2, 64, 2)
     assert_equal(flops, 6 * 4 * 64, name="flops")
@@ -528,15 +605,15 @@ def test_every_query_head_computes(hw: Homework) -> None:
 
 @check(
     "attention_cost",
-    mistake="a causal kernel computes only what the mask lets through: the first query sees one key here",
+    mistake="a causal kernel computes only visible pairs: the first query has one key here",
 )
 def test_a_prompt_is_a_triangle(hw: Homework) -> None:
     flops, _ = hw.attention_cost(3, 3, 1, 1, 1, 2)
     assert_equal(flops, 4 * (1 + 2 + 3), name="flops")
 
 
-@check("attention_cost", mistake="the queries are the last positions: all of them see the keys of earlier steps")
-def test_a_chunk_sees_all_earlier_keys(hw: Homework) -> None:
+@check("attention_cost", mistake="the queries are the last positions: all of them attend to the keys of earlier steps")
+def test_a_chunk_attends_to_all_earlier_keys(hw: Homework) -> None:
     flops, _ = hw.attention_cost(2, 10, 1, 1, 1, 2)
     assert_equal(flops, 4 * (9 + 10), name="flops")
     flops, _ = hw.attention_cost(1, 10, 1, 1, 1, 2)
@@ -561,7 +638,7 @@ def test_bytes_of_grouped_heads(hw: Homework) -> None:
     assert_equal(moved, (2 * 4 * 6 * 8 + 2 * 10 * 2 * 8) * 2, name="bytes")
 
 
-@check("attention_cost", mistake="FLOPs and bytes are whole numbers: divide with //")
+@check("attention_cost", mistake="FLOPs and bytes are counts, so return int and keep to integer arithmetic")
 def test_whole_numbers(hw: Homework) -> None:
     for name, number in zip(("flops", "bytes"), hw.attention_cost(3, 7, 4, 2, 8, 2), strict=True):
         assert isinstance(number, int), f"{name} is a {type(number).__name__}; it should be an int"
@@ -574,11 +651,13 @@ def bias_in_floats(queries: list[int], keys: list[int], window: int | None, slop
     def cell(slope: float, distance: int) -> float:
         return -math.inf if distance < 0 or (window is not None and distance >= window) else -slope * distance
 
-    return torch.tensor([[[cell(slope, q - k) for k in keys] for q in queries] for slope in slopes])
+    cells = [[[cell(slope, q - k) for k in keys] for q in queries] for slope in slopes]
+    return torch.tensor(cells, dtype=torch.float32)
 
 
 @check(
-    "attention_bias", mistake="0 where the query sees the key, -inf where not (0 times inf is NaN); slopes may be None"
+    "attention_bias",
+    mistake="0 where the key is visible, -inf where it is not (0 times inf is NaN); slopes may be None",
 )
 def test_causal_bias(hw: Homework) -> None:
     got = hw.attention_bias(torch.arange(3), torch.arange(3))
@@ -586,7 +665,7 @@ def test_causal_bias(hw: Homework) -> None:
 
 
 @check(
-    "attention_bias", mistake="a window of W leaves W keys, the query's own included: hidden from a distance of W on"
+    "attention_bias", mistake="a window of W keeps W keys, including the query's own: distances of W or more are masked"
 )
 def test_window_bias(hw: Homework) -> None:
     for window in (1, 2, 4):
@@ -600,19 +679,44 @@ def test_alibi_bias(hw: Homework) -> None:
     assert_close(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.5]))
 
 
-@check("attention_bias", mistake="each head has a slope of its own, along the first axis")
+@check("attention_bias", mistake="each head has its own slope, along the first axis")
 def test_each_head_has_its_slope(hw: Homework) -> None:
-    got = hw.attention_bias(torch.arange(4), torch.arange(4), window=3, slopes=torch.tensor([0.5, 0.25, 2.0]))
-    assert_close(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], 3, [0.5, 0.25, 2.0]))
+    got = hw.attention_bias(torch.arange(4), torch.arange(4), slopes=torch.tensor([0.5, 0.25, 2.0]))
+    assert_close(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], None, [0.5, 0.25, 2.0]))
 
 
-@check("attention_bias", mistake="you count rows and columns; the distance is between positions")
+@check("attention_bias", mistake="a window still applies when there are slopes")
+def test_window_and_slopes(hw: Homework) -> None:
+    got = hw.attention_bias(torch.arange(4), torch.arange(4), window=3, slopes=torch.tensor([0.5, 0.25]))
+    assert_close(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], 3, [0.5, 0.25]))
+
+
+@check("attention_bias", mistake="the distance is between positions, not between row and column numbers")
 def test_bias_follows_positions(hw: Homework) -> None:
     got = hw.attention_bias(torch.tensor([7, 8]), torch.tensor([8, 3, 7]), window=4, slopes=torch.tensor([1.0]))
     assert_close(got, bias_in_floats([7, 8], [8, 3, 7], 4, [1.0]))
 
 
-@check("attention_bias", mistake="added to the scores, the bias has to do what the mask does")
+@check(
+    "attention_bias", mistake="positions may have gaps and any order: use each position, not the first one and a count"
+)
+def test_positions_with_gaps(hw: Homework) -> None:
+    queries, keys = [9, 2, 30], [4, 29, 0, 2]
+    slopes = torch.tensor([0.5, 1.0])
+    got = hw.attention_bias(torch.tensor(queries), torch.tensor(keys), window=8, slopes=slopes)
+    assert_close(got, bias_in_floats(queries, keys, 8, [0.5, 1.0]))
+
+
+@check("attention_bias", mistake="the bias is float32 whatever the dtype of the slopes")
+def test_bias_of_float64_slopes(hw: Homework) -> None:
+    slopes = torch.tensor([0.5], dtype=torch.float64)
+    assert_close(
+        hw.attention_bias(torch.arange(3), torch.arange(3), slopes=slopes),
+        bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.5]),
+    )
+
+
+@check("attention_bias", mistake="added to the scores, the bias must have the effect of the mask")
 def test_bias_replaces_the_mask(hw: Homework) -> None:
     q, k, v = random_qkv(3, 6, 2, 1, 4)
     queries, keys = torch.arange(3, 6), torch.arange(6)
@@ -621,3 +725,99 @@ def test_bias_replaces_the_mask(hw: Homework) -> None:
     mask = (distance >= 0) & (distance < 2)
     got = hw.masked_attention(q, k, v, scale=0.5, bias=bias)
     assert_close(got, attention_in_floats(q, k, v, 0.5, mask))
+
+
+# convert_rope_weights -----------------------------------------------------------------------------------------------
+
+
+def converted_rows(weight: Tensor, head_dim: int, to_interleaved: bool, rotary_dim: int | None = None) -> Tensor:
+    """Find the source row of each converted row, one at a time."""
+    half = (head_dim if rotary_dim is None else rotary_dim) // 2
+    sources = []
+    for row in range(len(weight)):
+        head, component = divmod(row, head_dim)
+        if component < 2 * half and to_interleaved:
+            component = component // 2 + half * (component % 2)
+        elif component < 2 * half:
+            component = 2 * (component % half) + component // half
+        sources.append(head * head_dim + component)
+    return torch.stack([weight[source] for source in sources])
+
+
+def assert_converted(hw: Homework, weight: Tensor, head_dim: int, **options: Any) -> None:
+    expected = converted_rows(weight, head_dim, **options)
+    assert_equal(hw.convert_rope_weights(weight, head_dim=head_dim, **options), expected)
+
+
+@check(
+    "convert_rope_weights",
+    mistake="to interleaved, rows i and i + D/2 become rows 2i and 2i + 1; check which direction you convert",
+)
+def test_one_head_to_interleaved(hw: Homework) -> None:
+    assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=True)
+
+
+@check("convert_rope_weights", mistake="to half-split is the inverse: rows 2i and 2i + 1 become rows i and i + D/2")
+def test_one_head_to_half_split(hw: Homework) -> None:
+    assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=False)
+
+
+@check(
+    "convert_rope_weights", mistake="only the rows are reordered: the columns are the hidden components of the input"
+)
+def test_columns_stay_in_place(hw: Homework) -> None:
+    for to_interleaved in (True, False):
+        assert_converted(hw, torch.randn(6, 6), 6, to_interleaved=to_interleaved)
+
+
+@check("convert_rope_weights", mistake="each head is reordered by itself: rows never move to another head")
+def test_several_heads(hw: Homework) -> None:
+    for to_interleaved in (True, False):
+        assert_converted(hw, torch.randn(18, 4), 6, to_interleaved=to_interleaved)
+
+
+@check("convert_rope_weights", mistake="the additive term of a projection has one axis and is reordered like the rows")
+def test_a_vector(hw: Homework) -> None:
+    for to_interleaved in (True, False):
+        assert_converted(hw, torch.randn(16), 8, to_interleaved=to_interleaved)
+
+
+@check(
+    "convert_rope_weights",
+    mistake="only the first rotary_dim components of a head form pairs, among themselves; the rest stay in place",
+)
+def test_partial_rotation(hw: Homework) -> None:
+    for to_interleaved in (True, False):
+        assert_converted(hw, torch.randn(20, 3), 10, to_interleaved=to_interleaved, rotary_dim=6)
+
+
+@check("convert_rope_weights", mistake="you reorder the caller's weight in place, or return a view of it")
+def test_the_weight_is_unchanged(hw: Homework) -> None:
+    weight = torch.randn(12, 4)
+    before = weight.clone()
+    got = hw.convert_rope_weights(weight, head_dim=6, to_interleaved=True)
+    got.zero_()
+    assert_equal(weight, before, name="the weight after the call")
+
+
+@check("convert_rope_weights", mistake="a reordering keeps every bit: do not change the dtype on the way")
+def test_weights_keep_their_dtype(hw: Homework) -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        assert_converted(hw, torch.randn(12, 4).to(dtype), 6, to_interleaved=False)
+
+
+@check(
+    "convert_rope_weights", mistake="after the conversion, a model with the other pairing must compute the same scores"
+)
+def test_scores_are_the_same_in_both_conventions(hw: Homework) -> None:
+    x, angles = torch.randn(5, 7, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64) * 6
+    weights = [torch.randn(12, 7, dtype=torch.float64) for _ in range(2)]
+
+    def scores(projections: list[Tensor], interleaved: bool) -> Tensor:
+        projected = [(x @ weight.T).unflatten(1, (2, 6)) for weight in projections]
+        q, k = (rotated_in_floats(heads, angles, interleaved) for heads in projected)
+        return torch.einsum("nhd,mhd->hnm", q, k)
+
+    for to_interleaved in (True, False):
+        converted = [hw.convert_rope_weights(w, head_dim=6, to_interleaved=to_interleaved) for w in weights]
+        assert_close(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-9)

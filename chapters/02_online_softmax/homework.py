@@ -1,11 +1,12 @@
-"""Homework of chapter 02: a softmax that cannot overflow, attention in one pass, and attention results that merge.
+"""Homework of chapter 02: a safe softmax, attention in one pass, states that merge.
 
-One of these functions is a part of the engine. Once its checks are green,
-`mini-engine generate --homework --attn-backend chunked` cuts every conversation into chunks of 64 keys and puts them
-together with your `merge_states`.
+One of these functions is a part of the engine. Once its checks pass,
+`mini-engine generate --homework --attn-backend chunked` splits every conversation into
+tiles of 64 keys and merges their states with your `merge_states`.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/02_online_softmax                   # grade your work
     pytest chapters/02_online_softmax --hint NAME       # the next of three hints for the exercise NAME
@@ -20,49 +21,63 @@ from torch import Tensor
 
 from mini_engine.attention.state import AttentionState
 
+Mask = Bool[Tensor, "n c"]
 
-def softmax_with_lse(scores: Float[Tensor, "*rows m"]) -> tuple[Float[Tensor, "*rows m"], Float[Tensor, " *rows"]]:
-    """Softmax over the last axis, and the natural logarithm of the sum of exp(score) of each row (its LSE).
 
-    No score may make it overflow or lose everything: rows of scores near 1000, near -1000 or both are fine. A score of
-    -inf is a hidden key: its weight is 0. A row of nothing but -inf has the weights 0 and the LSE -inf. There is at
-    least one score in a row.
+def softmax_with_lse(
+    scores: Float[Tensor, "*rows m"],
+) -> tuple[Float[Tensor, "*rows m"], Float[Tensor, " *rows"]]:
+    """Compute the softmax over the last axis, and the log-sum-exp (LSE) of each row.
 
-    Compute in float32 (in float64 for float64 inputs) and return that dtype. Leave `scores` unchanged. Build it from
-    maximum, exp, sum and log: do not call softmax, log_softmax, logsumexp or logaddexp.
+    The LSE is the natural logarithm of the sum of exp(score). Scores near 1000, near
+    -1000, or both in different rows must neither overflow nor underflow. A score of
+    -inf belongs to a masked key: its weight is 0. A row that is entirely -inf has the
+    weights 0 and the LSE -inf. Every row has at least one score.
+
+    Compute in float32 (in float64 for float64 inputs) and return that dtype. Leave
+    `scores` unchanged, including its -inf. Build the result from maximum, exp, sum and
+    log: do not call softmax, log_softmax, logsumexp or logaddexp.
 
     Example: two scores whose exponentials are 1 and 3. They sum to 4.
 
         >>> weights, lse = softmax_with_lse(torch.tensor([0.0, math.log(3)]))
-        >>> [round(weight, 4) for weight in weights.tolist()], round(lse.exp().item(), 4)
-        ([0.25, 0.75], 4.0)
+        >>> [round(weight, 4) for weight in weights.tolist()]
+        [0.25, 0.75]
+        >>> round(lse.exp().item(), 4)
+        4.0
     """
     raise NotImplementedError
 
 
 def online_attention(
     q: Float[Tensor, "n D"],
-    chunks: Iterable[tuple[Float[Tensor, "c D"], Float[Tensor, "c D"], Bool[Tensor, "n c"]]],
+    tiles: Iterable[tuple[Float[Tensor, "c D"], Float[Tensor, "c D"], Mask]],
     *,
     scale: float,
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
-    """Attention of one head over keys that arrive in chunks, in one pass: each chunk is seen once and then gone.
+    """Compute attention of one head over KV tiles, in one pass over the tiles.
 
-    A chunk is (keys, values, mask): c keys of D numbers, as many values, and True where a query sees a key. Chunks
-    differ in length and hold at least one key each. A query may see no key of a chunk, of the first chunks, or of all,
-    and there may be no chunk. `chunks` can be iterated once. Its tensors are valid until you ask for the next one: then
-    their memory is used again. What you keep between chunks does not grow with the number of keys.
+    A tile is (keys, values, mask): c keys of D components, c values, and a mask that is
+    True where a query attends to a key. Tiles differ in length and hold at least one
+    key each. Any tile may be masked for some queries or for all, and there may be no
+    tiles.
 
-    The scores are q·k times `scale`. Return the output and the LSE of all visible scores (natural logarithm), both in
-    float32 (float64 for float64 inputs), which is also what you compute in. A query that sees no key at all has the
-    output 0 and the LSE -inf.
+    `tiles` can be iterated only once. The tensors of a tile are valid until you ask for
+    the next tile, which reuses their memory. The memory that you keep between tiles
+    must not grow with the number of keys.
 
-    Example: scores 0 and log 3 in two chunks. The weights are 1/4 and 3/4, the exponentials sum to 4.
+    The scores are q·k times `scale`. Return the output and the LSE of all visible
+    scores (natural logarithm), both in float32 (float64 for float64 inputs), and
+    compute in that dtype. A query without visible keys has the output 0 and the LSE
+    -inf.
 
-        >>> q, seen = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-        >>> chunks = [(torch.tensor([[0.0]]), torch.tensor([[4.0]]), seen),
-        ...           (torch.tensor([[math.log(3)]]), torch.tensor([[8.0]]), seen)]
-        >>> out, lse = online_attention(q, iter(chunks), scale=1.0)
+    Example: the scores 0 and log 3 in two tiles. The weights are 1/4 and 3/4, and the
+    exponentials sum to 4.
+
+        >>> q, visible = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
+        >>> first = torch.tensor([[0.0]]), torch.tensor([[4.0]]), visible
+        >>> second = torch.tensor([[math.log(3)]]), torch.tensor([[8.0]]), visible
+        >>> out, lse = online_attention(q, iter([first, second]), scale=1.0)
         >>> round(out.item(), 4), round(lse.exp().item(), 4)
         (7.0, 4.0)
     """
@@ -70,18 +85,21 @@ def online_attention(
 
 
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Merge the attention states of two disjoint sets of keys.
 
-    A state holds `out` [n, Hq, D], the attention output over its keys, and `lse` [n, Hq], the natural logarithm of the
-    sum of exp(score) over them. Every query and head is merged on its own. A state that saw no key has out 0 and lse
-    -inf, for all queries or for some: merging it changes nothing, and two of them make another. An lse may be as
-    large as 1000 or as small as -1000. Leave both states unchanged; keep their dtypes.
+    A state holds `out` [n, Hq, D], the attention output over its keys, and `lse`
+    [n, Hq], the natural logarithm of the sum of exp(score) over them. Every query and
+    head is merged independently. A query without visible keys has out 0 and LSE -inf:
+    merging that changes nothing, and merging two of them gives out 0 and LSE -inf. An
+    LSE may be as large as 1000 or as small as -1000, both within one state. Leave both
+    states unchanged and keep their dtypes.
 
-    Example: exponentials that sum to 4 with the output 6, and exponentials that sum to 8 with the output 3. Of the 12,
-    4 belong to the first and 8 to the second: 4/12 · 6 + 8/12 · 3 = 4.
+    Example: exponentials that sum to 4 with the output 6, and exponentials that sum to
+    8 with the output 3. Of the total of 12, 4 belong to the first state and 8 to the
+    second: 4/12 · 6 + 8/12 · 3 = 4.
 
-        >>> a = AttentionState(torch.full((1, 1, 1), 6.0), torch.full((1, 1), math.log(4)))
-        >>> b = AttentionState(torch.full((1, 1, 1), 3.0), torch.full((1, 1), math.log(8)))
+        >>> a = AttentionState(torch.tensor([[[6.0]]]), torch.tensor([[math.log(4)]]))
+        >>> b = AttentionState(torch.tensor([[[3.0]]]), torch.tensor([[math.log(8)]]))
         >>> merged = merge_states(a, b)
         >>> round(merged.out.item(), 4), round(merged.lse.exp().item(), 4)
         (4.0, 12.0)
@@ -97,43 +115,50 @@ def split_kv_decode(
     num_splits: int,
     worker: Callable[[Tensor, Tensor, Tensor], AttentionState],
 ) -> AttentionState:
-    """Attention of one query over m keys, the keys being divided among `num_splits` workers that run side by side.
+    """Compute attention of one query with the keys divided among parallel workers.
 
-    `worker(q, k, v)` returns the attention state of q over the keys that it is given, and an empty state for no keys.
-    (Yours is called in a loop; on a GPU each call would be a thread block.) Give every key to exactly one worker. Call
-    no more workers than `num_splits`, and give none more than ceil(m / num_splits) keys: the longest share decides
-    when all are done. m may be smaller than num_splits, and it may be 0. You may call merge_states.
+    `worker(q, k, v)` returns the attention state of q over the keys that it receives,
+    and an empty state for no keys. (You call it in a loop; on a GPU each call would be
+    a thread block.) Pass every key to exactly one worker. Call at most `num_splits`
+    workers, and pass none of them more than ceil(m / num_splits) keys, because the
+    longest share determines the run time. m may be smaller than num_splits, and it may
+    be 0. You may call merge_states.
 
-    Example: five keys and two workers. All scores are 0, so the output is the mean of the values.
+    Example: five keys and two workers. All scores are 0, so the output is the mean of
+    the values.
 
         >>> from mini_engine.attention.state import attention_state
         >>> def worker(q, k, v):
         ...     return attention_state(q, k, v, scale=1.0)
         >>> q, k = torch.zeros(1, 1, 1), torch.zeros(5, 1, 1)
         >>> v = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(5, 1, 1)
-        >>> round(split_kv_decode(q, k, v, num_splits=2, worker=worker).out.item(), 4)
+        >>> state = split_kv_decode(q, k, v, num_splits=2, worker=worker)
+        >>> round(state.out.item(), 4)
         3.0
     """
     raise NotImplementedError
 
 
 def merge_tree(
-    states: Sequence[AttentionState], merge: Callable[[AttentionState, AttentionState], AttentionState]
+    states: Sequence[AttentionState],
+    merge: Callable[[AttentionState, AttentionState], AttentionState],
 ) -> AttentionState:
     """Challenge: merge S states in ceil(log2 S) calls of `merge`.
 
-    A call of `merge` is one kernel launch, and works on all rows at once, however many there are: rows do not know
-    which state they came from. So one call can merge many pairs of states. All states have the same shapes; there
-    is at least one, and S need not be a power of two.
+    A call of `merge` is one kernel launch. It merges all rows at once, however many
+    there are, and each row independently of the others, so one call can merge many
+    pairs of states. All states have the same shapes. There is at least one state, and S
+    need not be a power of two. Leave the states unchanged.
 
-    Example: four states with the outputs 1 to 4 and equal weights, in two calls.
+    Example: four states with the outputs 1 to 4 and equal LSEs, in two calls.
 
         >>> from mini_engine.attention.state import merge_states as merge
         >>> calls = []
         >>> def counted(a, b):
         ...     calls.append(a.lse.shape[0])
         ...     return merge(a, b)
-        >>> states = [AttentionState(torch.full((1, 1, 1), float(i)), torch.zeros(1, 1)) for i in (1, 2, 3, 4)]
+        >>> outs = [torch.full((1, 1, 1), float(i)) for i in (1, 2, 3, 4)]
+        >>> states = [AttentionState(out, torch.zeros(1, 1)) for out in outs]
         >>> round(merge_tree(states, counted).out.item(), 4), len(calls)
         (2.5, 2)
     """

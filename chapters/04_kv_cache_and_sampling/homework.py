@@ -1,10 +1,12 @@
-"""Homework of chapter 04: the cache, the flat batch, the generate loop, sampling, and where a text ends.
+"""Homework of chapter 04: the cache, the ragged batch, the generate loop, and sampling.
 
-Two of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a
-real model on your `append_kv`, your `sample`, or both.
+Two of these functions are parts of the engine. Once their checks pass,
+`mini-engine generate --homework` runs the embedded model on your `append_kv` and
+`sample`. The last check of `generate_greedy` runs that model on your loop.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/04_kv_cache_and_sampling                   # grade your work
     pytest chapters/04_kv_cache_and_sampling --hint NAME       # the next of three hints for the exercise NAME
@@ -31,19 +33,19 @@ def append_kv(
 ) -> None:
     """Store the key and the value of each new token in its slot, in place.
 
-    The pages of a layer's cache lie end to end, so that a slot is page * page_size + offset in the page. The tokens
-    of one step belong to several sequences: their slots come in any order, with gaps. No two are equal. All other
-    slots keep what they hold. Write into the tensors that you are given, and do not copy the cache: it is larger than
-    everything else in the engine.
+    The tokens of a step belong to several sequences, so their slots come in any order
+    and with gaps. No two are equal. All other slots keep their contents. The two caches
+    may be views with any strides, for example of a tensor that interleaves the layers.
+    Do not copy a cache: it is larger than everything else that a step touches.
 
     Args:
         k_cache: the keys of one layer.
         v_cache: its values.
         k: the new keys.
         v: the new values.
-        slot_mapping: the slot of each new token.
+        slot_mapping: the slot of each new token, page * page_size + offset in the page.
 
-    Example: two pages of two slots. One token goes to page 1, offset 0, another to page 0, offset 1.
+    Example: one token goes to slot 2, another to slot 1.
 
         >>> k_cache, v_cache = torch.zeros(4, 1, 1), torch.zeros(4, 1, 1)
         >>> k = torch.tensor([5.0, 6.0]).view(2, 1, 1)
@@ -55,7 +57,7 @@ def append_kv(
 
 
 class FlatStep(NamedTuple):
-    """One step of B sequences and T new tokens: arrays of a flat batch, all of dtype int64."""
+    """One step of B sequences and T new tokens; all arrays have dtype int64."""
 
     positions: Int[Tensor, " T"]
     slot_mapping: Int[Tensor, " T"]
@@ -63,29 +65,35 @@ class FlatStep(NamedTuple):
     logit_rows: Int[Tensor, " B"]
 
 
-def flat_step(num_new: Sequence[int], kv_lens: Sequence[int], pages: Sequence[int], page_size: int) -> FlatStep:
-    """Describe one step of a flat batch over a cache with one page for each sequence.
+def flat_step(
+    num_new: Sequence[int],
+    kv_lens: Sequence[int],
+    pages: Sequence[int],
+    page_size: int,
+) -> FlatStep:
+    """Describe one step of a ragged batch over a cache with one page for each sequence.
 
-    Sequence b adds num_new[b] tokens, at least one, and has kv_lens[b] keys once they are stored: its new tokens are
-    the last of them. All its keys lie in the page pages[b], in order of position. The new tokens of all sequences lie
-    one sequence after the other.
+    The new tokens of all sequences are laid end to end. Those of sequence b are the
+    last num_new[b] of its kv_lens[b] keys, and all keys of the sequence are in page
+    pages[b], in the order of their positions.
 
     Args:
-        num_new: new tokens of each sequence.
-        kv_lens: keys of each sequence after the step.
+        num_new: number of new tokens of each sequence, 1 or more.
+        kv_lens: number of keys of each sequence, once the new ones are stored.
         pages: the page of each sequence.
-        page_size: slots in one page.
+        page_size: number of slots in a page.
 
     Returns:
-        positions: where each new token stands in its own sequence, from 0.
-        slot_mapping: where its key goes: page * page_size + offset.
-        qo_indptr: the first row of each sequence, and T at the end.
-        logit_rows: the row of the last token of each sequence, the only one whose logits are needed.
+        positions: position of each new token in its own sequence, from 0.
+        slot_mapping: the slot of each new token.
+        qo_indptr: the first row of each sequence in the batch, and T at the end.
+        logit_rows: the row of the last token of each sequence.
 
     Raises:
-        ValueError: a sequence has more keys than a page has slots: it would write into another sequence's page.
+        ValueError: if a sequence has more keys than a page has slots. It would write
+            into the page of another sequence.
 
-    Example: a sequence with 5 keys in page 1 adds one token, a new sequence of 2 tokens begins in page 0.
+    Example: a decode with 5 keys in page 1, and a prompt of 2 tokens in page 0.
 
         >>> step = flat_step([1, 2], kv_lens=[6, 2], pages=[1, 0], page_size=8)
         >>> step.positions.tolist(), step.slot_mapping.tolist()
@@ -97,36 +105,42 @@ def flat_step(num_new: Sequence[int], kv_lens: Sequence[int], pages: Sequence[in
 
 
 def generate_greedy(
-    step: Callable[[list[int], int], Float[Tensor, " V"]],
-    prompt: Sequence[int],
+    run: Callable[[list[int], FlatStep], Float[Tensor, "B V"]],
+    prompts: Sequence[Sequence[int]],
     *,
     eos_token_id: int,
     max_tokens: int,
-) -> list[int]:
-    """Continue a prompt with the likeliest token, again and again: one prefill, then decodes.
+    page_size: int,
+) -> list[list[int]]:
+    """Continue several prompts greedily, in one static batch.
 
-    `step(token_ids, start)` runs the model on the tokens at the positions start, start + 1, ... of the sequence,
-    stores their keys and values in the cache, and returns the logits of the token that follows. It needs the keys of
-    all positions before `start` in the cache. Give it the whole prompt at once, then each token as it is chosen, and
-    nothing twice. It is the expensive part: do not call it for logits that nobody reads.
+    `run(token_ids, step)` computes one step: it stores the keys and values of the
+    tokens in their slots, and returns one row of logits for each entry of
+    `step.logit_rows`. Describe each step with `flat_step`. Prompt b owns page b.
+
+    The first step computes every prompt whole (prefill). After that, each token that
+    was generated is computed once, in the next step (decode). A request that has
+    finished takes part in no further step, while the others go on in their order.
+    `run` is the expensive part, so do not call it for logits that nothing reads.
 
     Args:
-        step: the model with its cache, empty at first.
-        prompt: at least one token; it may contain eos_token_id. Leave it unchanged.
-        eos_token_id: end after this token. It is part of the output.
-        max_tokens: end after this many tokens, 1 or more.
+        run: the model with its cache, empty at first.
+        prompts: the token ids of each prompt, one or more. Do not modify them.
+        eos_token_id: a request ends after generating this token, which is part of its
+            output. In a prompt it means nothing.
+        max_tokens: a request ends after generating this many tokens, 1 or more.
+        page_size: number of slots in a page, enough for every request.
 
     Returns:
-        The new tokens, without the prompt.
+        For each prompt the generated tokens, as Python integers.
 
     Example: a model that counts. After token t comes t + 1.
 
-        >>> def count(token_ids, start):
-        ...     return torch.eye(10)[token_ids[-1] + 1]
-        >>> generate_greedy(count, [3, 4], eos_token_id=8, max_tokens=10)
-        [5, 6, 7, 8]
-        >>> generate_greedy(count, [3, 4], eos_token_id=8, max_tokens=2)
-        [5, 6]
+        >>> def count(token_ids, step):
+        ...     return torch.eye(10)[torch.tensor(token_ids)[step.logit_rows] + 1]
+        >>> limits = {"eos_token_id": 8, "max_tokens": 3, "page_size": 8}
+        >>> generate_greedy(count, [[3, 4], [6]], **limits)
+        [[5, 6, 7], [7, 8]]
     """
     raise NotImplementedError
 
@@ -137,65 +151,72 @@ def filter_logits(
     top_p: Float[Tensor, " R"],
     min_p: Float[Tensor, " R"],
 ) -> Float[Tensor, "R V"]:
-    """Set to -inf the logits of the tokens that must not be sampled. Each row has limits of its own.
+    """Set the logits of tokens that must not be sampled to -inf, row by row.
 
-    The probabilities of a row are its softmax. Three filters, in this order, each on what the one before has kept:
-        1. top_k: the k largest logits stay. 0 keeps all.
-        2. top_p: of what is left, renormalised so that it sums to 1, the smallest set of likeliest tokens whose
-           probabilities add up to top_p or more stays. 1 keeps all.
-        3. min_p: tokens with at least min_p times the largest probability of the row stay. 0 keeps all.
-    The largest logit always stays. Tokens that are equal stay or go together: what equals the smallest logit kept
-    stays too. Leave `logits` itself unchanged; what stays keeps its logit.
+    The filters apply in this order, each to the tokens that the one before has kept:
+        top_k: keep the k largest logits; 0 keeps all.
+        top_p: renormalize the probabilities of what is left so that they sum to 1, and
+            keep the smallest set of the most likely tokens whose sum is at least top_p;
+            1 keeps all.
+        min_p: keep tokens with at least min_p times the largest probability of the row;
+            0 keeps all.
+
+    The largest logit is always kept. Ties are decided once, at the end: a token whose
+    logit equals the smallest logit that was kept is kept as well. For example, with the
+    probabilities 0.4, 0.2, 0.2, 0.2, top_k = 2 leaves 2/3 and 1/3, top_p = 0.6 keeps
+    the first of these, and nothing equals its logit. Compute in the dtype of `logits`.
+    Kept logits are unchanged, and so is the tensor `logits` itself.
 
     Args:
         logits: the rows, already divided by the temperature.
-        top_k: 0 or more, perhaps more than V.
+        top_k: 0 or more, possibly more than V.
         top_p: above 0, at most 1.
         min_p: 0 to 1.
 
-    Example: two rows with the probabilities 1/2, 1/4, 1/8, 1/8. In the first row the likeliest two reach 0.6; in the
-    second the three largest logits stay, and the fourth is equal to the third.
+    Example: probabilities of 1/2, 1/4, 1/8, 1/8. In the first row two tokens reach 0.6;
+    in the second, three logits are kept, and the fourth ties with the third.
 
         >>> logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(2, -1)
-        >>> top_k, top_p, min_p = torch.tensor([0, 3]), torch.tensor([0.6, 1.0]), torch.tensor([0.0, 0.0])
-        >>> filter_logits(logits, top_k, top_p, min_p).isfinite()
+        >>> top_k, top_p = torch.tensor([0, 3]), torch.tensor([0.6, 1.0])
+        >>> filter_logits(logits, top_k, top_p, torch.zeros(2)).isfinite()
         tensor([[ True,  True, False, False],
                 [ True,  True,  True,  True]])
     """
     raise NotImplementedError
 
 
-# Given: noise that is a function of (seed, position, token id) alone, [R, V], and the penalty for seen tokens,
-# which returns new logits, or the same ones if no row has a penalty.
+# Given: Gumbel noise [R, V] that is a function of (seed, position, token id), and the
+# penalty for tokens that occurred, which returns new logits, or the same ones if no row
+# has a penalty.
 gumbel_noise = sampling.gumbel_noise
 penalize_repetition = sampling.penalize_repetition
 
 
 def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
-    """Choose one token for each row.
+    """Choose one token for each row, by the parameters of that row.
 
-    For each row, with its own parameters:
-        1. logits = penalize_repetition(logits, batch);
-        2. where batch.temperature is 0, the token is the one with the largest logit;
-        3. elsewhere the logits are divided by the temperature, then filtered by top_k, top_p and min_p (filter_logits
-           does that), and the token is drawn from the softmax of what is left.
+    The repetition penalty (`penalize_repetition(logits, batch)`) comes first, in every
+    row. A row with temperature 0 takes the largest logit of the result. Any other row
+    divides by its temperature, applies `filter_logits` with batch.top_k, batch.top_p
+    and batch.min_p, and draws from the softmax of what is left.
 
-    The token of a row is a function of its logits, its parameters, its seed and its position, and of nothing else:
-    not of the other rows, not of its place among them, not of how often it was asked before. Other seeds and other
-    positions draw independently. argmax(logits + Gumbel noise) draws from the softmax, and gumbel_noise gives noise
-    that keeps the promise. You may draw in another way that keeps it, but `--homework` then reports that sampled
-    tokens differ from the reference's.
+    A row's token depends on its logits, parameters, seed and position, and on nothing
+    else: not on the other rows, not on its index in the batch, not on earlier calls.
+    Other seeds and other positions draw independently. `gumbel_noise(seeds, positions,
+    vocab_size)` keeps these promises. You may draw in another way that does, but
+    `--homework` then reports that sampled tokens differ from the reference's.
 
     Args:
-        logits: of the rows that sample.
-        batch: seeds (any 64-bit integers), positions, and the parameters of each row.
+        logits: one row for each token to choose.
+        batch: temperature, top_k, top_p, min_p, seeds (any 64-bit integers) and
+            positions, each with one entry for each row.
 
-    Example: a greedy row, and one whose only candidate is the largest logit.
+    Example: a greedy row, and a row whose only candidate is its largest logit.
 
         >>> from mini_engine import SamplingParams
         >>> from mini_engine.sampling import sampling_columns
-        >>> columns = sampling_columns([SamplingParams(temperature=0.0), SamplingParams(top_k=1)])
-        >>> batch = SamplingBatch.build(columns, seeds=[1, 2], positions=[7, 9])
+        >>> params = [SamplingParams(temperature=0.0), SamplingParams(top_k=1)]
+        >>> batch = SamplingBatch.build(sampling_columns(params), [1, 2], [7, 9])
         >>> sample(torch.tensor([[0.1, 0.9, 0.0], [2.0, 1.0, 0.0]]), batch).tolist()
         [1, 0]
     """
@@ -205,20 +226,22 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
 def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     """Split text at a stop string, or before an ending that may become one.
 
-    The text grows: whatever is held now stands in front of the next piece. However it is cut into pieces, the same
-    is shown in the end, and no character of a stop string ever is.
+    The text arrives in pieces: what is held back now is put before the next piece.
+    However the text is cut into pieces, the same text is shown in the end, and no
+    character of a stop string ever is.
 
     Args:
         text: text that has not been shown yet.
-        stop: stop strings, none empty; there may be none.
+        stop: the stop strings, none of them empty; there may be none.
 
     Returns:
-        (safe, held, stopped). With a stop string in the text: what stands before it, "", True; what follows is
-        dropped. Of several, the one that is complete first counts, and of two that end together the longer. Without
-        one: held is the longest ending of the text that is the beginning of a stop string, safe is what stands
-        before, and stopped is False.
+        (safe, held, stopped). If the text contains a stop string: the text before it,
+        "", and True; what follows it is dropped. Of several, the one that is complete
+        first counts, and of two that end together, the longer. If it contains none:
+        `held` is the longest ending of the text that is the beginning of a stop string,
+        `safe` is the text before `held`, and `stopped` is False.
 
-    Example: "E" may become "END"; "EN" may, too, until another letter follows.
+    Example: "E" may become "END", and so may "EN", until another letter follows.
 
         >>> scan_stop("one E", ["END"])
         ('one ', 'E', False)
@@ -230,31 +253,37 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     raise NotImplementedError
 
 
-def tokens_per_second(shape: ModelShape, machine: Machine, batch_size: int, context: int, dtype_bytes: int) -> float:
-    """Challenge: how many tokens per second a decode can reach at most, over all sequences of the batch.
+def tokens_per_second(
+    shape: ModelShape,
+    machine: Machine,
+    batch_size: int,
+    context: int,
+    dtype_bytes: int,
+) -> float:
+    """Challenge: an upper bound on the decode throughput of a whole batch.
 
-    A step gives each of `batch_size` sequences one token. It takes the longer of bytes / machine.bandwidth and
-    FLOPs / machine.flops. Count, with numbers of dtype_bytes each:
-        Bytes: every matrix of the model is read once, whoever shares the step: in each layer the query, key, value
-            and output projections and the three matrices of the gated MLP; then the output projection to the
-            vocabulary, once. (The embedding is the same matrix, and gives one row to each token: leave that out.) For
-            each sequence, the keys and values of `context` tokens in every layer.
-        FLOPs: for each sequence, 2 for each number of those matrices, and in every layer 4 * head_dim for each of
-            `context` keys and each query head.
-    Leave out activations, norms, biases, and the write of the new key.
+    A step generates one token for each of `batch_size` sequences, each of which has
+    `context` keys in the cache. It cannot be faster than its bytes over
+    `machine.bandwidth`, nor than its FLOPs over `machine.flops`.
+
+    Bytes, of numbers with dtype_bytes each: every matrix of the layers and the LM head,
+    read once for the whole batch, and the keys and values of each sequence. FLOPs: two
+    for each number of those matrices and each sequence; in attention, 4 * head_dim for
+    each query head, key and layer. Leave out the look-up in the embeddings,
+    activations, norms, biases, and writing the new key.
 
     Args:
-        shape: the model; queries have num_qo_heads * head_dim numbers, keys and values num_kv_heads * head_dim each.
+        shape: a Llama: its sizes, as in chapter 03.
         machine: its two measured rates.
-        batch_size: sequences in the step.
-        context: keys of each sequence.
+        batch_size: number of sequences.
+        context: number of keys of each sequence.
         dtype_bytes: bytes of one number.
 
-    Example: one layer in which every size is 1, a vocabulary of 1: 8 numbers in matrices and 2 in the cache, of one
-    byte each. A memory of 5 bytes per second needs 2 seconds for one token.
+    Example: one layer in which every size is 1, and a vocabulary of 1: 8 numbers in
+    matrices and 2 in the cache. At 5 bytes per second, 10 bytes take 2 seconds.
 
         >>> machine = Machine("an abacus", "int8", bandwidth=5.0, flops=1e9)
-        >>> tokens_per_second(ModelShape(1, 1, 1, 1, 1, 1, 1), machine, batch_size=1, context=1, dtype_bytes=1)
+        >>> tokens_per_second(ModelShape(1, 1, 1, 1, 1, 1, 1), machine, 1, 1, 1)
         0.5
     """
     raise NotImplementedError

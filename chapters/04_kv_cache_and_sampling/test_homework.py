@@ -1,14 +1,19 @@
 """Grader of chapter 04. Its oracles are loops over tokens, and statistics of many draws."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from book.contiguous import ContiguousKVCache
 from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
+from mini_engine import LLM, Parts
+from mini_engine.attention.backend import create_backend
+from mini_engine.batch import StepBatch
 from mini_engine.roofline import Machine, ModelShape
 from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
@@ -16,15 +21,15 @@ from mini_engine.sampling_params import SamplingParams
 EXERCISES = [
     Exercise(
         "append_kv",
-        points=2,
-        minutes=10,
+        points=1,
+        minutes=5,
         difficulty=1,
         part="append_kv",
         hints=(
             "Each row of k has a row of k_cache to go to. Which kind of indexing takes a list of rows?",
             "A tensor of row numbers on the left of an assignment writes those rows, in any order, and leaves the "
-            "others alone. Assigning to the name k_cache instead would only rename a tensor.",
-            "k_cache[slot_mapping] = k, and the same for v. k_cache.index_copy_(0, slot_mapping, k) does it too.",
+            "others alone. Assigning to the name k_cache instead would only rebind the name.",
+            "k_cache[slot_mapping] = k, and the same for v. k_cache.index_copy_(0, slot_mapping, k) does it as well.",
         ),
     ),
     Exercise(
@@ -35,23 +40,26 @@ EXERCISES = [
         hints=(
             "Do it by hand for one sequence with 5 stored keys and 2 new tokens: what are their positions? Then lay "
             "several sequences end to end.",
-            "The new tokens of a sequence stand at kv_len - num_new to kv_len - 1. qo_indptr begins with 0 and adds "
-            "up num_new. A slot is page * page_size plus the position.",
-            "positions = torch.cat([torch.arange(total - new, total) for new, total in zip(num_new, kv_lens)]); "
+            "The new tokens of a sequence have the positions kv_len - num_new to kv_len - 1. qo_indptr begins with 0 "
+            "and accumulates num_new. A slot is page * page_size plus the position.",
+            "positions = torch.cat([torch.arange(end - new, end) for new, end in zip(num_new, kv_lens)]); "
             "repeat_interleave gives each token its page; logit_rows = qo_indptr[1:] - 1. Check max(kv_lens) first.",
         ),
     ),
     Exercise(
         "generate_greedy",
-        points=3,
-        minutes=20,
+        points=5,
+        minutes=35,
         difficulty=2,
         hints=(
-            "Write down the calls of step for a prompt of 3 tokens and an output of 2. There are two of them.",
-            "step(prompt, 0), then step([first token], 3). Decide after each choice whether the text has ended, and "
-            "only then call step again. Only chosen tokens can end it: a chat prompt is full of end tokens.",
-            "Loop: append int(logits.argmax()) to the output; return it if that is eos_token_id or the output has "
-            "max_tokens; else logits = step([that token], len(prompt) + len(output) - 1).",
+            "Write down the steps for two prompts of 3 and 2 tokens that generate 1 and 3 tokens: which tokens does "
+            "each step compute, at which positions, in which pages? There are three steps.",
+            "Keep for each prompt its sequence so far and how many of its tokens are computed; a step computes the "
+            "others. Keep the list of unfinished requests: their numbers are also their pages. Only generated tokens "
+            "can end a request: a chat prompt is full of end tokens.",
+            "while running: new = [sequences[b][computed[b]:] for b in running]; step = flat_step(lengths of new, "
+            "[len(sequences[b]) for b in running], running, page_size); append one token of "
+            "run(...).argmax(-1).tolist() to each sequence, and keep b in running only if it has not finished.",
         ),
     ),
     Exercise(
@@ -60,11 +68,11 @@ EXERCISES = [
         minutes=35,
         difficulty=3,
         hints=(
-            "Sort each row. Every one of the three filters then keeps the first so many, and the three together keep "
-            "the shortest of these beginnings.",
-            "A token stays in top_p if the tokens before it do not add up to top_p yet: cumsum minus the token's own "
+            "Sort each row. Each of the three filters then keeps a beginning of it, and all three together keep the "
+            "shortest of these beginnings.",
+            "A token is kept by top_p if the tokens before it do not add up to top_p yet: cumsum minus the token's own "
             "probability. Mask what top_k dropped before that softmax. Find the smallest logit kept, and compare the "
-            "unsorted row with it: that keeps its equals, and needs no way back from the sorted order.",
+            "unsorted row with it: that keeps ties, and needs no way back from the sorted order.",
             "best = logits.sort(-1, descending=True).values; kept = (rank < top_k) | (top_k == 0); p = softmax of "
             "best with -inf where not kept; kept &= (p.cumsum(-1) - p < top_p) | (top_p == 1); kept &= p >= min_p * "
             "p[:, :1]; the threshold is best at kept.sum(-1) - 1. The limits need [:, None].",
@@ -72,15 +80,15 @@ EXERCISES = [
     ),
     Exercise(
         "sample",
-        points=5,
-        minutes=30,
+        points=4,
+        minutes=25,
         difficulty=2,
         part="sample",
         hints=(
-            "Do the greedy rows and the drawn rows both for the whole batch, and choose between them per row at the "
-            "end. Dividing by a temperature of 0 is the one thing to avoid.",
-            "gumbel_noise(batch.seeds, batch.positions, V) is the only source of chance that you need. The largest "
-            "of logits + noise is a draw from the softmax; a token at -inf never wins.",
+            "Compute the greedy tokens and the drawn tokens for the whole batch, and choose between them row by row at "
+            "the end. The one thing to avoid is dividing by a temperature of 0.",
+            "gumbel_noise(batch.seeds, batch.positions, V) is the only randomness that you need. The largest of "
+            "logits + noise is a draw from the softmax; a token at -inf never wins.",
             "scaled = logits / torch.where(batch.temperature == 0, 1, batch.temperature)[:, None]; kept = "
             "filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p); torch.where(batch.temperature == 0, "
             "logits.argmax(-1), (kept + noise).argmax(-1)).",
@@ -88,13 +96,13 @@ EXERCISES = [
     ),
     Exercise(
         "scan_stop",
-        points=3,
-        minutes=20,
+        points=4,
+        minutes=25,
         difficulty=2,
         hints=(
             "There are three cases: a stop string is complete; the text ends with the beginning of one; neither.",
-            "For each place in the text, from the left: is what follows it the beginning of a stop string? The first "
-            "such place is where holding starts. Complete ones go first, and what counts is where they end.",
+            "For each index of the text, from the left: is the rest of the text the beginning of a stop string? The "
+            "first such index is where holding starts. Complete stop strings go first, and what counts is their end.",
             "found = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]; if found, cut at "
             "min(found)[1]. Else the first start with any(s.startswith(text[start:]) for s in stop) splits the text.",
         ),
@@ -102,7 +110,7 @@ EXERCISES = [
     Exercise(
         "tokens_per_second",
         points=4,
-        minutes=25,
+        minutes=20,
         difficulty=3,
         challenge=True,
         hints=(
@@ -123,7 +131,7 @@ EXERCISES = [
 
 
 class LargestStorage(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that any operation inside the block has made or written."""
+    """Record the size in bytes of the largest tensor that an operation inside the block makes or writes."""
 
     nbytes = 0
 
@@ -143,8 +151,16 @@ def caches(slots: int, heads: int = 2, head_dim: int = 4) -> tuple[Tensor, Tenso
     return torch.randn(slots, heads, head_dim), torch.randn(slots, heads, head_dim)
 
 
-def assert_appended(hw: Homework, slots: int, slot_mapping: Sequence[int]) -> None:
-    k_cache, v_cache = caches(slots)
+def interleaved(slots: int, heads: int = 2, head_dim: int = 4) -> tuple[Tensor, Tensor]:
+    """Caches that are views of one tensor: heads first, and keys and values side by side."""
+    both = torch.randn(heads, slots, 2, head_dim)
+    return both[:, :, 0].transpose(0, 1), both[:, :, 1].transpose(0, 1)
+
+
+def assert_appended(
+    hw: Homework, slots: int, slot_mapping: Sequence[int], make: Callable[..., tuple[Tensor, Tensor]] = caches
+) -> None:
+    k_cache, v_cache = make(slots)
     k, v = caches(len(slot_mapping))
     want_k, want_v = k_cache.clone(), v_cache.clone()
     for row, slot in enumerate(slot_mapping):
@@ -154,7 +170,7 @@ def assert_appended(hw: Homework, slots: int, slot_mapping: Sequence[int]) -> No
     assert_close(v_cache, want_v, atol=0, name="v_cache")
 
 
-@check("append_kv", mistake="the tensors that you are given do not change: write into them, a new tensor is lost")
+@check("append_kv", mistake="write into the tensors that you are given: a new tensor is lost when the function returns")
 def test_one_token(hw: Homework) -> None:
     k_cache, v_cache = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2)
     k, v = torch.ones(1, 1, 2), torch.ones(1, 1, 2)
@@ -163,17 +179,26 @@ def test_one_token(hw: Homework) -> None:
     assert_close(v_cache, v, name="v_cache")
 
 
+@check("append_kv", mistake="a slot that was used before is overwritten: nothing is added to its old contents")
+def test_old_contents_are_overwritten(hw: Homework) -> None:
+    k_cache, v_cache = torch.full((1, 1, 2), 9.0), torch.full((1, 1, 2), 9.0)
+    k = torch.ones(1, 1, 2)
+    hw.append_kv(k_cache, v_cache, k, k, torch.tensor([0]))
+    assert_close(k_cache, k, name="k_cache")
+    assert_close(v_cache, k, name="v_cache")
+
+
 @check("append_kv", mistake="keys go into k_cache, values into v_cache")
 def test_keys_and_values_stay_apart(hw: Homework) -> None:
     assert_appended(hw, 1, [0])
 
 
-@check("append_kv", mistake="a token goes to its slot, not to the row that it has in the step; other slots stay")
+@check("append_kv", mistake="a token goes to its slot, not to its row in the step; other slots are unchanged")
 def test_one_token_in_its_slot(hw: Homework) -> None:
     assert_appended(hw, 5, [3])
 
 
-@check("append_kv", mistake="the slots of a step have gaps between sequences: the first slot does not tell the others")
+@check("append_kv", mistake="the slots of a step have gaps between sequences: they do not follow from the first")
 def test_slots_with_gaps(hw: Homework) -> None:
     assert_appended(hw, 8, [1, 2, 6])
 
@@ -183,13 +208,20 @@ def test_slots_in_any_order(hw: Homework) -> None:
     assert_appended(hw, 6, [4, 0, 5, 2])
 
 
-@check("append_kv", mistake="the cache you get is a view of pages: what you write must reach the pages")
+@check("append_kv", mistake="the cache that you get is a view of pages: what you write must reach the pages")
 def test_the_pages_change(hw: Homework) -> None:
     k_pages, v_pages = torch.zeros(3, 4, 2, 4), torch.zeros(3, 4, 2, 4)
     k, v = caches(2)
     hw.append_kv(k_pages.flatten(0, 1), v_pages.flatten(0, 1), k, v, torch.tensor([9, 2]))
     assert_close(k_pages[2, 1], k[0], name="the key in page 2, offset 1")
     assert_close(v_pages[0, 2], v[1], name="the value in page 0, offset 2")
+
+
+@check(
+    "append_kv", mistake="a cache may have any strides: a reshape of it can be a copy, and what you write there is lost"
+)
+def test_caches_with_other_strides(hw: Homework) -> None:
+    assert_appended(hw, 6, [4, 0, 5], interleaved)
 
 
 @check("append_kv", mistake="you copy the whole cache to change a few rows of it")
@@ -201,7 +233,7 @@ def test_the_cache_is_not_copied(hw: Homework) -> None:
     assert largest.nbytes <= 1024, f"some operation makes a tensor of {largest.nbytes:,} bytes to store {k.nbytes}"
 
 
-@check("append_kv", mistake="some mixture of slots goes wrong that the checks before did not try")
+@check("append_kv", mistake="a combination of slots fails that the earlier checks did not try")
 def test_random_slots(hw: Homework) -> None:
     for count in (0, 1, 3, 10, 17):
         assert_appended(hw, 17, torch.randperm(17)[:count].tolist())
@@ -237,19 +269,23 @@ def assert_step(
 
 @check(
     "flat_step",
-    mistake="a prompt fills its page from the first slot, and its tokens stand at positions 0, 1, 2 and so on",
+    mistake="the tokens of a new prompt have the positions 0, 1, 2 and so on",
 )
 def test_a_prefill(hw: Homework) -> None:
     assert_step(hw, [3], [3], [0], 4, ["positions"])
 
 
-@check("flat_step", mistake="the new tokens are the last of the keys: a decode with 6 keys stands at position 5")
+@check(
+    "flat_step", mistake="the new tokens are the last of the keys: the token of a decode with 6 keys is at position 5"
+)
 def test_a_decode_and_a_chunk(hw: Homework) -> None:
     assert_step(hw, [1], [6], [0], 8, ["positions"])
     assert_step(hw, [2], [7], [0], 8, ["positions"])
 
 
-@check("flat_step", mistake="a slot is page * page_size + offset, and the offset goes on from the keys stored before")
+@check(
+    "flat_step", mistake="a slot is page * page_size + offset, and the offset continues after the keys stored before"
+)
 def test_slots(hw: Homework) -> None:
     assert_step(hw, [3], [3], [2], 4, ["slot_mapping"])
     assert_step(hw, [2], [4], [5], 4, ["slot_mapping"])
@@ -270,13 +306,13 @@ def test_logit_rows(hw: Homework) -> None:
     assert_step(hw, [1, 3, 4], [6, 7, 4], [2, 0, 3], 8, ["logit_rows"])
 
 
-@check("flat_step", mistake="a sequence that is longer than its page has no slots left: raise ValueError")
+@check("flat_step", mistake="raise ValueError if a sequence has more keys than its page has slots, and only then")
 def test_a_full_page(hw: Homework) -> None:
     assert_step(hw, [1, 4], [4, 4], [1, 0], 4)
     assert_raises(ValueError, hw.flat_step, [1, 1], [2, 5], [0, 1], 4)
 
 
-@check("flat_step", mistake="some mixture of sequences goes wrong that the checks before did not try")
+@check("flat_step", mistake="a combination of sequences fails that the earlier checks did not try")
 def test_random_steps(hw: Homework) -> None:
     for batch_size in (1, 2, 5, 9):
         kv_lens = torch.randint(1, 17, (batch_size,)).tolist()
@@ -286,22 +322,30 @@ def test_random_steps(hw: Homework) -> None:
 
 # generate_greedy ----------------------------------------------------------------------------------------------------
 
-VOCAB = 50
+VOCAB, PAGE = 50, 64
 
 
 class FakeModel:
-    """A model whose next token depends on every token it has stored, in order. It remembers how it was called."""
+    """A model whose next token depends on every token in the sequence's page, in order. It records its steps."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[list[int], int]] = []
-        self.stored: list[int] = []
+        self.steps: list[dict[int, tuple[int, list[int]]]] = []  # by page: the first position and the tokens
+        self.pages: dict[int, list[int]] = {}
 
-    def __call__(self, token_ids: list[int], start: int) -> Tensor:
-        given = [int(token) for token in token_ids]
-        self.calls.append((given, int(start)))
-        assert len(self.calls) < 100, "step was called 100 times: the loop does not end"
-        self.stored = self.stored[: int(start)] + given
-        return torch.eye(VOCAB)[next_token(self.stored)] * 3.0 - 5.0
+    def __call__(self, token_ids: list[int], step: Any) -> Tensor:
+        assert len(self.steps) < 100, "run was called 100 times: the loop does not end"
+        assert all(type(token) is int for token in token_ids), f"token_ids should be Python integers: {token_ids}"
+        bounds, positions = step.qo_indptr.tolist(), step.positions.tolist()
+        assert bounds[-1] == len(token_ids), f"{len(token_ids)} tokens, but the step describes {bounds[-1]}"
+        computed, logits = {}, []
+        for first, end in itertools.pairwise(bounds):
+            page, start = int(step.slot_mapping[first]) // PAGE, positions[first]
+            computed[page] = start, list(token_ids[first:end])
+            stored = self.pages.setdefault(page, [])
+            stored[start:] = token_ids[first:end]
+            logits.append(torch.eye(VOCAB)[next_token(stored)] * 3.0 - 5.0)
+        self.steps.append(computed)
+        return torch.stack(logits)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -311,9 +355,9 @@ def next_token(tokens: Sequence[int]) -> int:
     return state % VOCAB
 
 
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, eos: int | None = None) -> list[int]:
     tokens = list(prompt)
-    for _ in range(count):
+    while len(tokens) < len(prompt) + count and (len(tokens) == len(prompt) or tokens[-1] != eos):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
 
@@ -321,90 +365,154 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
 NEVER = VOCAB  # no token has this id
 
 
-def run_greedy(hw: Homework, prompt: list[int], eos: int = NEVER, max_tokens: int = 8) -> tuple[list[int], FakeModel]:
-    model = FakeModel()
-    output = hw.generate_greedy(model, prompt, eos_token_id=eos, max_tokens=max_tokens)
+def run_greedy(
+    hw: Homework, prompts: list[list[int]], eos: int = NEVER, max_tokens: int = 8
+) -> tuple[list[list[int]], FakeModel]:
+    model, own = FakeModel(), [list(prompt) for prompt in prompts]
+    output = hw.generate_greedy(model, own, eos_token_id=eos, max_tokens=max_tokens, page_size=PAGE)
     assert output is not None, "generate_greedy returns None: is a `return` missing?"
-    return [int(token) for token in output], model
+    return output, model
+
+
+def steps_of(prompts: list[list[int]], outputs: list[list[int]]) -> list[dict[int, tuple[int, list[int]]]]:
+    """The steps of a static batch: the prompts, then the newest token of each request that has not finished."""
+    steps = [{b: (0, list(prompt)) for b, prompt in enumerate(prompts)}]
+    for i in range(max(map(len, outputs)) - 1):
+        newest = {b: (len(prompts[b]) + i, [own[i]]) for b, own in enumerate(outputs) if len(own) > i + 1}
+        steps.append(newest)
+    return steps
+
+
+ONE, TWO = [[3, 1, 4]], [[3, 1, 4], [9, 2]]
 
 
 @check("generate_greedy", mistake="the output is the token with the largest logit, without the prompt")
 def test_one_token_of_output(hw: Homework) -> None:
-    output, _ = run_greedy(hw, [3, 1, 4], max_tokens=1)
-    assert_equal(output[:1], expected_tokens([3, 1, 4], 1))
+    output, _ = run_greedy(hw, ONE, max_tokens=1)
+    assert_equal(output[0][:1], expected_tokens(ONE[0], 1))
 
 
-@check("generate_greedy", mistake="the prefill is one call: step(prompt, 0) computes all its tokens together")
-def test_the_prompt_is_one_call(hw: Homework) -> None:
-    _, model = run_greedy(hw, [3, 1, 4], max_tokens=1)
-    assert_equal(model.calls[0], ([3, 1, 4], 0), name="the first call of step")
+@check("generate_greedy", mistake="the prefill is one step, and computes the whole prompt")
+def test_the_prompt_is_one_step(hw: Homework) -> None:
+    _, model = run_greedy(hw, ONE, max_tokens=1)
+    assert_equal(model.steps[0], {0: (0, [3, 1, 4])}, name="the first step")
 
 
-@check("generate_greedy", mistake="each token is computed once: after the prompt, step gets the newest token alone")
+@check("generate_greedy", mistake="compute each token once: after the prompt, a step computes only the newest token")
 def test_no_token_is_computed_twice(hw: Homework) -> None:
-    _, model = run_greedy(hw, [3, 1, 4])
-    assert_equal([len(tokens) for tokens, _ in model.calls[1:3]], [1, 1], name="the number of tokens in later calls")
+    _, model = run_greedy(hw, ONE)
+    assert_equal([len(step[0][1]) for step in model.steps[1:3]], [1, 1], name="the number of tokens in later steps")
 
 
-@check("generate_greedy", mistake="the first new token stands at position len(prompt), the next one behind it")
+@check("generate_greedy", mistake="the first generated token has the position len(prompt), and the next follows it")
 def test_each_token_at_its_position(hw: Homework) -> None:
-    _, model = run_greedy(hw, [3, 1, 4])
-    assert_equal([start for _, start in model.calls[1:3]], [3, 4], name="the starts of later calls")
+    _, model = run_greedy(hw, ONE)
+    assert_equal([step[0][0] for step in model.steps[1:3]], [3, 4], name="the positions of later steps")
 
 
-@check(
-    "generate_greedy", mistake="max_tokens counts the output alone: stop when it has that many, not earlier or later"
-)
+@check("generate_greedy", mistake="max_tokens counts the generated tokens: stop at exactly that many")
 def test_max_tokens(hw: Homework) -> None:
     for prompt in ([3, 1, 4], [9], list(range(12))):
         for max_tokens in (1, 2, 5):
-            output, _ = run_greedy(hw, list(prompt), max_tokens=max_tokens)
-            assert_equal(output, expected_tokens(prompt, max_tokens))
+            output, _ = run_greedy(hw, [list(prompt)], max_tokens=max_tokens)
+            assert_equal(output, [expected_tokens(prompt, max_tokens)])
 
 
 @check("generate_greedy", mistake="the end token ends the output and is its last token")
 def test_ends_at_eos(hw: Homework) -> None:
-    expected = expected_tokens([3, 1, 4], 4)
+    expected = expected_tokens(ONE[0], 4)
     assert len(set(expected)) == 4
-    output, _ = run_greedy(hw, [3, 1, 4], eos=expected[-1], max_tokens=30)
-    assert_equal(output, expected)
-    output, _ = run_greedy(hw, [3, 1, 4], eos=expected[0], max_tokens=30)
-    assert_equal(output, expected[:1])
+    output, _ = run_greedy(hw, ONE, eos=expected[-1], max_tokens=30)
+    assert_equal(output, [expected])
+    output, _ = run_greedy(hw, ONE, eos=expected[0], max_tokens=30)
+    assert_equal(output, [expected[:1]])
 
 
 @check("generate_greedy", mistake="an end token inside the prompt ends nothing: every turn of a chat has one")
 def test_eos_in_the_prompt(hw: Homework) -> None:
-    output, _ = run_greedy(hw, [3, 1, 4], eos=1, max_tokens=3)
-    assert_equal(output, expected_tokens([3, 1, 4], 3))
+    for eos in (1, 4):
+        output, _ = run_greedy(hw, ONE, eos=eos, max_tokens=3)
+        assert_equal(output, [expected_tokens(ONE[0], 3, eos)])
 
 
-@check("generate_greedy", mistake="the last token needs no call of step: nobody reads the logits that follow it")
-def test_no_call_in_vain(hw: Homework) -> None:
-    output, model = run_greedy(hw, [3, 1, 4], max_tokens=4)
-    assert_equal(len(model.calls), 4, name="the number of calls for 4 tokens")
-    output, model = run_greedy(hw, [3, 1, 4], eos=output[1], max_tokens=30)
-    assert_equal(len(model.calls), 2, name="the number of calls for 2 tokens, the second one an end token")
+@check("generate_greedy", mistake="the last token needs no step: nothing reads the logits that would follow it")
+def test_no_step_in_vain(hw: Homework) -> None:
+    output, model = run_greedy(hw, ONE, max_tokens=4)
+    assert_equal(len(model.steps), 4, name="the number of steps for 4 tokens")
+    output, model = run_greedy(hw, ONE, eos=output[0][1], max_tokens=30)
+    assert_equal(len(model.steps), 2, name="the number of steps for 2 tokens, the second one an end token")
 
 
-@check("generate_greedy", mistake="the caller's prompt grows with the output: work on a list of your own")
-def test_the_prompt_is_unchanged(hw: Homework) -> None:
-    prompt = [3, 1, 4]
-    run_greedy(hw, prompt, max_tokens=3)
-    assert_equal(prompt, [3, 1, 4], name="the prompt afterwards")
+@check("generate_greedy", mistake="all prompts are computed in the same steps, prompt b in page b")
+def test_two_prompts(hw: Homework) -> None:
+    output, model = run_greedy(hw, TWO, max_tokens=3)
+    assert_equal(model.steps[0], {0: (0, [3, 1, 4]), 1: (0, [9, 2])}, name="the first step")
+    assert_equal(output, [expected_tokens(prompt, 3) for prompt in TWO])
+    assert_equal(model.steps, steps_of(TWO, output), name="the steps")
 
 
-@check("generate_greedy", mistake="some mixture of prompts and limits goes wrong that the checks before did not try")
+@check("generate_greedy", mistake="a request that ends leaves the batch, and the others go on, each in its own page")
+def test_one_of_two_ends(hw: Homework) -> None:
+    for first_to_end in (0, 1):
+        eos = expected_tokens(TWO[first_to_end], 2)[1]
+        expected = [expected_tokens(prompt, 6, eos) for prompt in TWO]
+        assert [len(own) < 6 for own in expected] == [first_to_end == 0, first_to_end == 1]
+        output, model = run_greedy(hw, TWO, eos=eos, max_tokens=6)
+        assert_equal(output, expected)
+        assert_equal(model.steps, steps_of(TWO, expected), name="the steps")
+
+
+@check("generate_greedy", mistake="return plain Python integers: .tolist() or int() makes them")
+def test_tokens_are_integers(hw: Homework) -> None:
+    output, _ = run_greedy(hw, TWO, max_tokens=2)
+    kinds = {type(token).__name__ for own in output for token in own}
+    assert_equal(kinds, {"int"}, name="the types of the generated tokens")
+
+
+@check("generate_greedy", mistake="you modified the caller's prompts: work on lists of your own")
+def test_the_prompts_are_unchanged(hw: Homework) -> None:
+    prompts = [list(prompt) for prompt in TWO]
+    hw.generate_greedy(FakeModel(), prompts, eos_token_id=NEVER, max_tokens=3, page_size=PAGE)
+    assert_equal(prompts, TWO, name="the prompts afterwards")
+
+
+@check("generate_greedy", mistake="a combination of prompts and limits fails that the earlier checks did not try")
 def test_random_prompts(hw: Homework) -> None:
     for _ in range(20):
-        prompt = torch.randint(0, VOCAB, (int(torch.randint(1, 6, ())),)).tolist()
+        lengths = torch.randint(1, 6, (int(torch.randint(1, 5, ())),)).tolist()
+        prompts = [torch.randint(0, VOCAB, (length,)).tolist() for length in lengths]
         eos, max_tokens = int(torch.randint(0, VOCAB, ())), int(torch.randint(1, 20, ()))
-        expected = expected_tokens(prompt, max_tokens)
-        if eos in expected:
-            expected = expected[: expected.index(eos) + 1]
-        output, model = run_greedy(hw, prompt, eos, max_tokens)
+        expected = [expected_tokens(prompt, max_tokens, eos) for prompt in prompts]
+        output, model = run_greedy(hw, prompts, eos, max_tokens)
         assert_equal(output, expected)
-        calls = [(prompt, 0), *(([token], len(prompt) + i) for i, token in enumerate(expected[:-1]))]
-        assert_equal(model.calls, calls, name="the calls of step")
+        assert_equal(model.steps, steps_of(prompts, expected), name="the steps")
+
+
+@check("generate_greedy", mistake="the embedded model on your loop does not write what the engine writes", seconds=60)
+def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
+    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch")
+    texts = ["The capital of France is", "One, two, three,"]
+    prompts = [llm.tokenizer.encode(text) for text in texts]
+    page_size = max(map(len, prompts)) + 8
+    specs = llm.model.attention_specs
+    cache = ContiguousKVCache(specs, len(prompts), page_size, torch.float32)
+    backend = create_backend("torch", specs, cache, Parts())
+
+    @torch.inference_mode()
+    def run(token_ids: list[int], step: Any) -> Tensor:
+        batch = StepBatch.build(
+            token_ids=token_ids,
+            num_new=step.qo_indptr.diff().tolist(),
+            kv_lens=(step.positions[step.logit_rows] + 1).tolist(),
+            pages=(step.slot_mapping[step.logit_rows] // page_size).tolist(),
+            page_size=page_size,
+        )
+        backend.plan(batch)
+        return llm.model.compute_logits(llm.model(batch.token_ids, batch.positions, backend)[batch.logit_rows])
+
+    output = hw.generate_greedy(run, prompts, eos_token_id=NEVER, max_tokens=8, page_size=page_size)
+    expected = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert_equal([llm.tokenizer.decode(own) for own in output], [own.text for own in expected], name="the texts")
 
 
 # filter_logits ------------------------------------------------------------------------------------------------------
@@ -439,13 +547,13 @@ def logits_of(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities]).log()
 
 
-@check("filter_logits", mistake="top_k 0, top_p 1 and min_p 0 keep every token, and what stays keeps its logit")
+@check("filter_logits", mistake="top_k 0, top_p 1 and min_p 0 keep every token, and kept logits are unchanged")
 def test_nothing_to_filter(hw: Homework) -> None:
     assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [0], [1.0], [0.0])
     assert_filtered(hw, torch.randn(1, 50) * 3, [0], [1.0], [0.0])
 
 
-@check("filter_logits", mistake="the k largest logits stay, wherever they stand in the row")
+@check("filter_logits", mistake="keep the k largest logits, wherever they are in the row")
 def test_top_k(hw: Homework) -> None:
     for k in (1, 2, 3):
         assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [k], [1.0], [0.0])
@@ -456,13 +564,13 @@ def test_more_than_there_are(hw: Homework) -> None:
     assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [9], [1.0], [0.0])
 
 
-@check("filter_logits", mistake="the set must reach top_p: the token that crosses the line still belongs to it")
+@check("filter_logits", mistake="the set must reach top_p: the token that crosses top_p still belongs to it")
 def test_top_p(hw: Homework) -> None:
     for top_p in (0.5, 0.75, 0.95):
         assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [0], [top_p], [0.0])
 
 
-@check("filter_logits", mistake="the largest always stays, also where it alone is more than top_p")
+@check("filter_logits", mistake="the largest is always kept, even if it alone is more than top_p")
 def test_the_largest_stays(hw: Homework) -> None:
     assert_filtered(hw, logits_of(0.05, 0.9, 0.05), [0], [0.3], [0.0])
 
@@ -473,9 +581,7 @@ def test_min_p(hw: Homework) -> None:
         assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [0], [1.0], [min_p])
 
 
-@check(
-    "filter_logits", mistake="equal logits stay or go together: compare with the smallest logit kept, not with a rank"
-)
+@check("filter_logits", mistake="ties are kept: compare with the smallest logit kept, not with a rank")
 def test_ties(hw: Homework) -> None:
     logits = logits_of(0.2, 0.4, 0.2, 0.2)
     assert_filtered(hw, logits, [2], [1.0], [0.0])
@@ -483,13 +589,33 @@ def test_ties(hw: Homework) -> None:
     assert_filtered(hw, torch.zeros(1, 5), [1], [1.0], [0.0])
 
 
-@check("filter_logits", mistake="top_p looks at what top_k has kept, renormalised to a sum of 1")
+@check("filter_logits", mistake="top_p sees only what top_k has kept, renormalized to a sum of 1")
 def test_top_p_after_top_k(hw: Homework) -> None:
     assert_filtered(hw, logits_of(0.3, 0.25, 0.2, 0.15, 0.1), [3], [0.7], [0.0])
     assert_filtered(hw, logits_of(0.4, 0.35, 0.05, 0.15, 0.05), [2], [0.5], [0.0])
 
 
-@check("filter_logits", mistake="top_p = 1 keeps every token, also the last, which a rounded sum leaves out")
+@check(
+    "filter_logits", mistake="ties are decided once, after all three filters: each filter alone keeps no extra tokens"
+)
+def test_ties_are_decided_at_the_end(hw: Homework) -> None:
+    logits = logits_of(0.4, 0.2, 0.2, 0.2)
+    kept = torch.tensor([[True, False, False, False]])
+    got = hw.filter_logits(logits.clone(), torch.tensor([2]), torch.tensor([0.6]), torch.tensor([0.0]))
+    assert_close(got, logits.masked_fill(~kept, -math.inf), atol=1e-6)
+
+
+@check("filter_logits", mistake="a sum equal to top_p has reached it; a probability equal to min_p * largest is kept")
+def test_on_the_boundary(hw: Homework) -> None:
+    logits = logits_of(0.5, 0.25, 0.125, 0.125)
+    assert logits.softmax(-1).tolist() == [[0.5, 0.25, 0.125, 0.125]], "these probabilities are exact in float32"
+    for top_p, min_p, num_kept in ((0.5, 0.0, 1), (0.75, 0.0, 2), (1.0, 1.0, 1), (1.0, 0.5, 2), (1.0, 0.25, 4)):
+        got = hw.filter_logits(logits.clone(), torch.tensor([0]), torch.tensor([top_p]), torch.tensor([min_p]))
+        expected = logits.masked_fill(torch.arange(4) >= num_kept, -math.inf)
+        assert_close(got, expected, atol=1e-6, name=f"with top_p {top_p} and min_p {min_p}, your result")
+
+
+@check("filter_logits", mistake="top_p = 1 keeps every token, even the last one, which a rounded sum would drop")
 def test_top_p_of_one(hw: Homework) -> None:
     logits = torch.cat([torch.zeros(1, 4), torch.full((1, 30_000), -25.0)], -1)
     assert_filtered(hw, logits, [0], [1.0], [0.0])
@@ -501,7 +627,7 @@ def test_rows_have_their_own_limits(hw: Homework) -> None:
     assert_filtered(hw, logits, [0, 2, 0, 0, 3], [1.0, 1.0, 0.5, 1.0, 0.4], [0.0, 0.0, 0.0, 0.6, 0.0])
 
 
-@check("filter_logits", mistake="the logits that you are given change: other steps still need them")
+@check("filter_logits", mistake="you modified the logits that you were given: the caller may still need them")
 def test_the_logits_are_unchanged(hw: Homework) -> None:
     logits = logits_of(0.1, 0.4, 0.2, 0.3)
     before = logits.clone()
@@ -509,7 +635,7 @@ def test_the_logits_are_unchanged(hw: Homework) -> None:
     assert_close(logits, before, atol=0, name="the logits afterwards")
 
 
-@check("filter_logits", mistake="some mixture of the three filters goes wrong that the checks before did not try")
+@check("filter_logits", mistake="a combination of the three filters fails that the earlier checks did not try")
 def test_random_filters(hw: Homework) -> None:
     def pick(*values: float) -> list[Any]:
         return [values[int(i)] for i in torch.randint(0, len(values), (6,))]
@@ -563,19 +689,26 @@ def test_greedy(hw: Homework) -> None:
     assert_equal(got, logits.argmax(-1))
 
 
-@check("sample", mistake="tokens are drawn from the softmax of the logits: at a temperature of 1, from nothing else")
+@check("sample", mistake="temperature 0 is the argmax itself, not a small temperature with noise")
+def test_greedy_among_close_logits(hw: Homework) -> None:
+    logits = 1.0 + 1e-6 * torch.stack([torch.randperm(20) for _ in range(40)])
+    got = hw.sample(logits.clone(), build([SamplingParams(temperature=0.0)] * 40, range(40), range(40)))
+    assert_equal(got, logits.argmax(-1))
+
+
+@check("sample", mistake="at a temperature of 1, tokens are drawn from the softmax of the logits")
 def test_draws_follow_the_softmax(hw: Homework) -> None:
     assert_follows(FIVE[0].softmax(-1), draw(hw, FIVE, SamplingParams(), range(DRAWS), range(3, DRAWS + 3)))
 
 
-@check("sample", mistake="the temperature divides the logits: below 1 the likely become likelier")
+@check("sample", mistake="divide the logits by the temperature: below 1, likely tokens become likelier")
 def test_temperature(hw: Homework) -> None:
     for temperature in (0.5, 2.0):
         tokens = draw(hw, FIVE, SamplingParams(temperature=temperature), range(DRAWS), range(3, DRAWS + 3))
         assert_follows((FIVE[0] / temperature).softmax(-1), tokens)
 
 
-@check("sample", mistake="the filters work on the logits after the temperature, and what they drop is never drawn")
+@check("sample", mistake="apply the filters after the temperature; a token that they drop is never drawn")
 def test_filters_come_after_the_temperature(hw: Homework) -> None:
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6), SamplingParams(min_p=0.5)):
         kept = FIVE.masked_fill(torch.tensor([[False, True, False, True, True]]), -math.inf)
@@ -585,7 +718,7 @@ def test_filters_come_after_the_temperature(hw: Homework) -> None:
     assert_equal(draw(hw, FIVE, params, range(50), range(50)), torch.zeros(50).long())
 
 
-@check("sample", mistake="each row has parameters of its own; a greedy row beside a sampled one stays greedy")
+@check("sample", mistake="each row has its own parameters; a greedy row beside a sampled one is still greedy")
 def test_rows_have_their_own_parameters(hw: Homework) -> None:
     logits = FIVE.expand(300, -1).clone()
     params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=1)] * 100
@@ -595,7 +728,7 @@ def test_rows_have_their_own_parameters(hw: Homework) -> None:
     assert len(set(tokens[1::3].tolist())) > 2, "sampled rows beside greedy ones all take the same token"
 
 
-@check("sample", mistake="the same row asked again gives the same token: no generator may advance between the calls")
+@check("sample", mistake="the same row gives the same token in every call: do not use a generator that advances")
 def test_the_same_again(hw: Homework) -> None:
     first = draw(hw, FIVE, SamplingParams(), range(200), range(200))
     torch.manual_seed(123)
@@ -603,7 +736,7 @@ def test_the_same_again(hw: Homework) -> None:
     assert_equal(again, first, name="the second call")
 
 
-@check("sample", mistake="another seed draws another token: the seed has no influence, or not the whole of it")
+@check("sample", mistake="other seeds draw independently: use the seed, and all of its 64 bits")
 def test_seeds_are_independent(hw: Homework) -> None:
     probabilities = FIVE[0].softmax(-1)
     assert_follows(probabilities, draw(hw, FIVE, SamplingParams(), range(DRAWS), [9] * DRAWS))
@@ -613,15 +746,13 @@ def test_seeds_are_independent(hw: Homework) -> None:
     )
 
 
-@check("sample", mistake="each position of one request draws anew: noise that knows the seed alone repeats itself")
+@check("sample", mistake="each position draws independently: noise from the seed alone repeats itself")
 def test_positions_are_independent(hw: Homework) -> None:
     tokens = draw(hw, FIVE, SamplingParams(), [9] * DRAWS, range(DRAWS))
     assert_follows(FIVE[0].softmax(-1), tokens)
 
 
-@check(
-    "sample", mistake="seed and position are two numbers: added up, seed 5 at position 7 repeats seed 7 at position 5"
-)
+@check("sample", mistake="do not add seed and position: seed 5 at position 7 would repeat seed 7 at position 5")
 def test_seed_and_position_are_not_added(hw: Homework) -> None:
     pairs = [(seed, position) for seed in range(20) for position in range(seed)]
     one = draw(hw, FIVE, SamplingParams(), [s for s, _ in pairs], [p for _, p in pairs])
@@ -633,7 +764,7 @@ def test_seed_and_position_are_not_added(hw: Homework) -> None:
     assert share < 0.6, f"seed + 1 at position - 1 repeats {share:.0%} of the tokens; by chance it is 29%"
 
 
-@check("sample", mistake="a request draws the same alone as in company: its row in the batch must not choose its noise")
+@check("sample", mistake="a row draws the same token alone and in a batch: its index must not choose its noise")
 def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
     rows = 40
     logits = torch.randn(rows, 12)
@@ -651,7 +782,7 @@ def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
         assert_equal(alone, together[i : i + 1], name=f"row {i} alone")
 
 
-@check("sample", mistake="the repetition penalty comes first, before temperature and filters, and for greedy rows too")
+@check("sample", mistake="the repetition penalty comes before temperature and filters, for greedy rows as well")
 def test_repetition_penalty(hw: Homework) -> None:
     """Rows with a penalty stand between rows without: `seen` has rows for the former alone."""
     seen = torch.tensor([[True, False, False, False, False]])
@@ -669,7 +800,7 @@ def test_repetition_penalty(hw: Homework) -> None:
     assert_follows(FIVE[0].softmax(-1), tokens[0::2])
 
 
-@check("sample", mistake="the penalty is applied twice: penalize_repetition does all of it")
+@check("sample", mistake="you apply the penalty twice: penalize_repetition does all of it")
 def test_the_penalty_counts_once(hw: Homework) -> None:
     logits = FIVE + 3.0
     once = logits.clone()
@@ -706,19 +837,19 @@ def test_nothing_to_stop_at(hw: Homework) -> None:
     assert_scan(hw, "", ["END"], ("", "", False))
 
 
-@check("scan_stop", mistake="a stop string ends the text: safe is what stands before it, and it is not shown itself")
+@check("scan_stop", mistake="a stop string ends the text: safe is the text before it, without the stop string")
 def test_stops_at_the_end(hw: Homework) -> None:
     assert_scan(hw, "one END", ["END"], ("one ", "", True))
     assert_scan(hw, "END", ["END"], ("", "", True))
 
 
-@check("scan_stop", mistake="what follows the stop string is dropped: one token may bring more than its end")
+@check("scan_stop", mistake="drop what follows the stop string: one token may contain more than its end")
 def test_the_rest_is_dropped(hw: Homework) -> None:
     assert_scan(hw, "one END two", ["END"], ("one ", "", True))
     assert_scan(hw, "a.b.c", ["."], ("a", "", True))
 
 
-@check("scan_stop", mistake="an ending that may become a stop string is held: shown, it could not be taken back")
+@check("scan_stop", mistake="hold an ending that may become a stop string: shown text cannot be recalled")
 def test_a_beginning_is_held(hw: Homework) -> None:
     assert_scan(hw, "one E", ["END"], ("one ", "E", False))
     assert_scan(hw, "one EN", ["END"], ("one ", "EN", False))
@@ -730,28 +861,28 @@ def test_a_beginning_in_the_middle_is_safe(hw: Homework) -> None:
     assert_scan(hw, "one E two", ["END"], ("one E two", "", False))
 
 
-@check("scan_stop", mistake="the longest such ending is held: a stop string may begin with its own beginning")
+@check("scan_stop", mistake="hold the longest such ending: a stop string may contain its own beginning")
 def test_the_longest_beginning_is_held(hw: Homework) -> None:
     assert_scan(hw, "xaa", ["aab"], ("x", "aa", False))
     assert_scan(hw, "aaa", ["aab"], ("a", "aa", False))
     assert_scan(hw, "-E\n", ["\n\n", "E\nX"], ("-", "E\n", False))
 
 
-@check(
-    "scan_stop", mistake="of several stop strings the one that comes first in the text counts, not first in the list"
-)
+@check("scan_stop", mistake="of several stop strings, the first in the text counts, not the first in the list")
 def test_the_first_in_the_text_counts(hw: Homework) -> None:
     assert_scan(hw, "one STOP two END", ["END", "STOP"], ("one ", "", True))
     assert_scan(hw, "one STOP two E", ["END", "STOP"], ("one ", "", True))
 
 
-@check("scan_stop", mistake="what is complete first ends the text; of two that end together the longer is cut off")
+@check(
+    "scan_stop", mistake="the stop string that is complete first ends the text; of two that end together, the longer"
+)
 def test_complete_first(hw: Homework) -> None:
     assert_scan(hw, "abcd", ["abcd", "bc"], ("a", "", True))
     assert_scan(hw, "abc", ["bc", "abc"], ("", "", True))
 
 
-@check("scan_stop", mistake="cut into other pieces, the same text is shown differently")
+@check("scan_stop", mistake="the same text, cut into other pieces, is shown differently")
 def test_however_the_text_is_cut(hw: Homework) -> None:
     def letters(count: int) -> str:
         return "".join("abc"[int(i)] for i in torch.randint(0, 3, (count,)))
@@ -813,7 +944,7 @@ def test_bytes_of_the_weights(hw: Homework) -> None:
     assert_rate(hw, SLOW_MEMORY, 1, 0, 1, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 0, 1))
 
 
-@check("tokens_per_second", mistake="every number of weights and cache has dtype_bytes bytes")
+@check("tokens_per_second", mistake="every number of the weights and the cache has dtype_bytes bytes")
 def test_bytes_of_a_number(hw: Homework) -> None:
     assert_rate(hw, SLOW_MEMORY, 1, 0, 4, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 0, 4))
 
@@ -825,9 +956,7 @@ def test_bytes_of_the_cache(hw: Homework) -> None:
     assert_rate(hw, SLOW_MEMORY, 1, 100, 2, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 100, 2))
 
 
-@check(
-    "tokens_per_second", mistake="a step makes one token for each sequence, and reads the weights once for all of them"
-)
+@check("tokens_per_second", mistake="a step generates one token for each sequence, and reads the weights once for all")
 def test_a_batch_shares_the_weights(hw: Homework) -> None:
     assert_rate(hw, SLOW_MEMORY, 8, 0, 2, 8 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 8, 0, 2))
 
@@ -837,20 +966,20 @@ def test_a_batch_does_not_share_the_cache(hw: Homework) -> None:
     assert_rate(hw, SLOW_MEMORY, 8, 100, 2, 8 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 8, 100, 2))
 
 
-@check("tokens_per_second", mistake="each sequence multiplies and adds every number of the matrices: 2 FLOPs for each")
+@check("tokens_per_second", mistake="for each sequence, every number of the matrices costs 2 FLOPs")
 def test_flops_of_the_weights(hw: Homework) -> None:
     assert_rate(hw, SLOW_ARITHMETIC, 1, 0, 2, 1 / seconds_of_flops(SHAPE, SLOW_ARITHMETIC, 1, 0))
     assert_rate(hw, SLOW_ARITHMETIC, 8, 0, 2, 8 / seconds_of_flops(SHAPE, SLOW_ARITHMETIC, 8, 0))
 
 
-@check("tokens_per_second", mistake="attention computes 4 * head_dim FLOPs for each query head and each key")
+@check("tokens_per_second", mistake="attention costs 4 * head_dim FLOPs for each query head, key and layer")
 def test_flops_of_attention(hw: Homework) -> None:
     assert_rate(hw, SLOW_ARITHMETIC, 2, 100, 2, 2 / seconds_of_flops(SHAPE, SLOW_ARITHMETIC, 2, 100))
 
 
 @check(
     "tokens_per_second",
-    mistake="memory and arithmetic work at the same time: the longer of the two counts, not the sum",
+    mistake="memory and arithmetic work at the same time: take the longer of the two times, not the sum",
 )
 def test_the_longer_of_the_two(hw: Homework) -> None:
     balanced = Machine("both slow", "float32", bandwidth=1000.0, flops=2000.0)

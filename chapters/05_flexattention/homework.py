@@ -1,10 +1,12 @@
-"""Homework of chapter 05: masks and scores as functions, and the blocks that a kernel visits.
+"""Homework of chapter 05: masks, score functions, and the blocks that a kernel visits.
 
-Two of these functions are parts of the engine. Once their checks are green, `mini-engine generate --homework` runs a
-real model on your `visible`, your `classify_blocks`, or both.
+Two of these functions are parts of the engine. Once their checks pass, the command
+`mini-engine generate --homework` runs a real model on your `visible`, your
+`classify_blocks`, or both.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/05_flexattention                   # grade your work
     pytest chapters/05_flexattention --hint NAME       # the next of three hints for the exercise NAME
@@ -20,18 +22,21 @@ from mini_engine.attention.masks import MaskMod, ScoreMod
 
 
 def visible(window: int | None) -> MaskMod:
-    """Write the mask of a decoder: causal, or a sliding window.
+    """Return the mask of a decoder layer: causal, or a causal sliding window.
 
-    A mask_mod(b, h, q_idx, kv_idx) says whether a query sees a key: q_idx and kv_idx are their positions, b is the row
-    of the batch, h the query head. All four are tensors of integers that broadcast, down to a single number; the
-    result is a tensor of bool. FlexAttention traces the function and makes one kernel of it, so it can hold nothing
-    but operations on tensors: no `if`, `and` or `not` on a value that follows from positions, no `.item()`. An `if` on
-    `window` is fine: that is known when the mask is made.
+    A mask_mod(b, h, q_idx, kv_idx) returns whether a query sees a key. q_idx and kv_idx
+    are their positions, b is the batch index, and h the query head. All four are
+    integer tensors that broadcast, possibly scalars; the result is a bool tensor.
+    FlexAttention traces the function and compiles it into a kernel, so it may use
+    nothing but tensor operations: no `if`, `and` or `not` on a value that depends on
+    positions, and no `.item()`. An `if` on `window` is fine, because `window` is known
+    before tracing.
 
     Args:
-        window: keys that a query may see, its own included; None for all keys up to its own.
+        window: keys that a query may see, its own included; None for all keys up to its
+            own.
 
-    Example: with a window of 2 a query sees itself and the one before.
+    Example: with a window of 2, a query sees its own key and the one before.
 
         >>> b = h = torch.tensor(0)
         >>> positions = torch.arange(4)
@@ -46,23 +51,30 @@ def visible(window: int | None) -> MaskMod:
     raise NotImplementedError
 
 
-def packed_prefix_lm(qo_indptr: Int[Tensor, " B+1"], prefix_lens: Int[Tensor, " B"]) -> MaskMod:
-    """Write the mask of a flat batch of documents, each with a prefix that all of its tokens see.
+def packed_prefix_lm(
+    qo_indptr: Int[Tensor, " B+1"],
+    prefix_lens: Int[Tensor, " B"],
+) -> MaskMod:
+    """Return the mask of a ragged batch of documents, each with a bidirectional prefix.
 
-    T tokens of B documents lie one document after the other. Document d owns the rows qo_indptr[d] to
-    qo_indptr[d + 1] - 1, perhaps none. A query sees a key if both are in one document, and the key stands at or before
-    the query or is one of the first prefix_lens[d] tokens of that document. Here q_idx and kv_idx are rows of the flat
-    batch. The function may read tensors that you have made before: they are captured. The same rules as for `visible`.
+    T tokens of B documents are packed into one sequence. Document d owns the tokens
+    qo_indptr[d] to qo_indptr[d + 1] - 1, and may be empty. A query sees a key if both
+    belong to the same document and the key is at or before the query, or among the
+    first prefix_lens[d] tokens of the document. Here q_idx and kv_idx are indices of
+    tokens in the batch. The function may capture tensors that you compute beforehand.
+    The rules of `visible` apply.
 
     Args:
-        qo_indptr: first row of each document, and T.
-        prefix_lens: tokens of each document that all of its tokens see; at most the document's length.
+        qo_indptr: first token of each document, and T.
+        prefix_lens: tokens of each document that all of its tokens see; at most the
+            length of the document.
 
-    Example: documents of two and of three tokens; the first two of the second document see each other.
+    Example: documents of two and of three tokens. The first two tokens of the second
+    document see each other.
 
         >>> mask_mod = packed_prefix_lm(torch.tensor([0, 2, 5]), torch.tensor([0, 2]))
-        >>> rows = torch.arange(5)
-        >>> mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], rows).int()
+        >>> tokens = torch.arange(5)
+        >>> mask_mod(torch.tensor(0), torch.tensor(0), tokens[:, None], tokens).int()
         tensor([[1, 0, 0, 0, 0],
                 [1, 1, 0, 0, 0],
                 [0, 0, 1, 1, 0],
@@ -73,33 +85,38 @@ def packed_prefix_lm(qo_indptr: Int[Tensor, " B+1"], prefix_lens: Int[Tensor, " 
 
 
 def capped_alibi(slopes: Float[Tensor, " H"], cap: float) -> ScoreMod:
-    """Write a change of scores: a soft-cap, then ALiBi.
+    """Return a change of scores: a soft-cap, followed by ALiBi.
 
-    A score_mod(score, b, h, q_idx, kv_idx) returns the score to use in place of `score`, which is already scaled. In
-    this order: the score is kept between -cap and cap by cap * tanh(score / cap); then slope * (q_idx - kv_idx) is
-    subtracted, with the slope of the query head h. The same rules as for `visible`.
+    A score_mod(score, b, h, q_idx, kv_idx) takes a scaled score and returns the score
+    to use instead. First, cap * tanh(score / cap) keeps it between -cap and cap. Then
+    slope * (q_idx - kv_idx) is subtracted, with the slope of query head h. The rules of
+    `visible` apply.
 
     Args:
-        slopes: one for each query head.
+        slopes: slope of each query head.
         cap: the bound that scores approach, above 0.
 
-    Example: far below the cap a score stays nearly as it is. Three positions back, slope 0.5 takes 1.5 off.
+    Example: a score far below the cap hardly changes. A slope of 0.5 subtracts 1.5 from
+    the score of a key three positions back.
 
         >>> score_mod = capped_alibi(torch.tensor([0.0, 0.5]), cap=50.0)
-        >>> b, query, key = torch.tensor(0), torch.tensor(7), torch.tensor(4)
-        >>> [round(score_mod(torch.tensor(2.0), b, torch.tensor(h), query, key).item(), 2) for h in (0, 1)]
-        [2.0, 0.5]
+        >>> score, b, heads = torch.tensor(2.0), torch.tensor(0), torch.arange(2)
+        >>> new = score_mod(score, b, heads, torch.tensor(7), torch.tensor(4))
+        >>> new.round(decimals=2)
+        tensor([2.0000, 0.5000])
     """
     raise NotImplementedError
 
 
 class Blocks(NamedTuple):
-    """The blocks of a mask in the form that `BlockMask.from_kv_blocks` wants, for R rows and C columns of blocks.
+    """Block indices in the form that `BlockMask.from_kv_blocks` takes.
 
-    Row i has kv_num_blocks[i] partial blocks: some pair is visible, and some is not. Their columns are the first
-    entries of kv_indices[i], in increasing order. What follows them is not read, and must be block numbers all the
-    same, 0 to C - 1. The other two list the full blocks, in which every pair is visible, in the same way. A block is
-    in one list at most, and in none if all of it is hidden.
+    There are R query blocks and C key blocks. Query block i has kv_num_blocks[i]
+    partial blocks, in which some pairs are visible and some are hidden. Their indices
+    are the first entries of kv_indices[i], in increasing order. The entries behind them
+    are not read, but must be valid indices, 0 to C - 1. The other two fields list the
+    full blocks, in which every pair is visible, in the same way. A block is in at most
+    one list, and in none if all of it is hidden.
     """
 
     kv_num_blocks: Int32[Tensor, " R"]
@@ -111,18 +128,21 @@ class Blocks(NamedTuple):
 def blocks_of_mask(mask: Bool[Tensor, "Q K"], block_size: int) -> Blocks:
     """List the blocks of a mask.
 
-    The mask is cut into squares of block_size queries and block_size keys, from the top left. A block that reaches
-    past the end of the mask is never full: what lies outside counts as hidden.
+    The mask is divided into squares of block_size queries and block_size keys, starting
+    at the top left. A block that extends past the end of the mask is never full: pairs
+    outside the mask count as hidden.
 
     Args:
         mask: True where a query sees a key.
         block_size: queries, and keys, of a block.
 
-    Example: a causal mask of four tokens in blocks of two. Row 0 has its diagonal block; row 1 has its diagonal block,
-    and block 0 is full. Only the first entries of each row of indices count.
+    Example: a causal mask of four tokens in blocks of two. The blocks on the diagonal
+    are partial, and key block 0 is full for query block 1. Only the first entries of
+    each list of indices count.
 
-        >>> blocks = blocks_of_mask(torch.ones(4, 4, dtype=torch.bool).tril(), block_size=2)
-        >>> blocks.kv_num_blocks.tolist(), [row[0] for row in blocks.kv_indices.tolist()]
+        >>> mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        >>> blocks = blocks_of_mask(mask, block_size=2)
+        >>> blocks.kv_num_blocks.tolist(), blocks.kv_indices[:, 0].tolist()
         ([1, 1], [0, 1])
         >>> blocks.full_kv_num_blocks.tolist(), blocks.full_kv_indices[1, 0].item()
         ([0, 1], 0)
@@ -137,21 +157,24 @@ def classify_blocks(
     last_key: Int[Tensor, "..."],
     window: int | None,
 ) -> tuple[Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """Tell what a block holds from the positions at its ends, without asking a mask about any pair.
+    """Classify blocks by the positions at their ends, without evaluating a mask.
 
-    A block is a run of queries at the positions first_query, first_query + 1, ... last_query, and a run of keys from
-    first_key to last_key, ends included. The mask is that of `visible(window)`.
+    A block consists of queries at consecutive positions, first_query to last_query
+    inclusive, and of keys at consecutive positions, first_key to last_key inclusive.
+    The mask is that of `visible(window)`.
 
     Args:
-        first_query, last_query, first_key, last_key: tensors of integers that broadcast to one shape: a number for
-            each block.
-        window: keys that a query may see, its own included; None for all keys up to its own.
+        first_query, last_query, first_key, last_key: integer tensors that broadcast to
+            one shape, with one element for each block.
+        window: keys that a query may see, its own included; None for all keys up to its
+            own.
 
     Returns:
-        visited: some query of the block sees some key of it, so the kernel must visit it.
-        full: every query sees every key, so the kernel need not ask the mask.
+        visited: whether some query of the block sees some key, so it must be visited.
+        full: whether every query sees every key, so no mask needs to be evaluated.
 
-    Example: the queries 4 to 7 against the keys 0 to 3, 4 to 7 and 8 to 11, causal and with a window of 2.
+    Example: queries 4 to 7 against keys 0 to 3, 4 to 7 and 8 to 11, first causal and
+    then with a window of 2.
 
         >>> q, q_last = torch.tensor(4), torch.tensor(7)
         >>> k, k_last = torch.tensor([0, 4, 8]), torch.tensor([3, 7, 11])
@@ -164,24 +187,29 @@ def classify_blocks(
 
 
 def blocks_of_documents(qo_indptr: Int[Tensor, " B+1"], block_size: int) -> Blocks:
-    """Challenge: list the blocks of a flat batch of causal documents without making its mask.
+    """Challenge: list the blocks of a ragged batch of causal documents, without a mask.
 
-    T tokens of B documents lie one document after the other; document d owns the rows qo_indptr[d] to
-    qo_indptr[d + 1] - 1, perhaps none. A query sees the keys of its own document at or before its own row. The result
-    is that of `blocks_of_mask` for this mask. But a mask of 100,000 tokens holds 10 GB: make no tensor with a number
-    for each pair of tokens, nor for each token and block.
+    T tokens of B documents are packed into one sequence. Document d owns the tokens
+    qo_indptr[d] to qo_indptr[d + 1] - 1, and may be empty. A query sees the keys of its
+    own document at or before its own token. The result is that of `blocks_of_mask` for
+    this mask. But the mask of 100,000 tokens takes 10 GB: create no tensor with an
+    element for each pair of tokens, nor for each token and block.
 
     Args:
-        qo_indptr: first row of each document, and T, at least 1; int32 or int64.
+        qo_indptr: first token of each document, and T, at least 1; int32 or int64.
         block_size: queries, and keys, of a block.
 
-    Example: documents of three and of five tokens, in blocks of two. Row 1 holds the last token of the first document,
-    which sees block 0. Row 2 holds two of the second, and its keys begin in block 1. Row 3 sees block 2 in full.
+    Example: documents of three and of five tokens, in blocks of two. Query block 1
+    contains the last token of the first document, which sees key block 0. Query block 2
+    contains two tokens of the second document, whose keys begin in key block 1. Query
+    block 3 sees all of key block 2.
 
         >>> blocks = blocks_of_documents(torch.tensor([0, 3, 8]), block_size=2)
-        >>> [row[:n] for row, n in zip(blocks.kv_indices.tolist(), blocks.kv_num_blocks.tolist())]
+        >>> partial = zip(blocks.kv_indices, blocks.kv_num_blocks)
+        >>> [indices[:n].tolist() for indices, n in partial]
         [[0], [0, 1], [1, 2], [1, 3]]
-        >>> [row[:n] for row, n in zip(blocks.full_kv_indices.tolist(), blocks.full_kv_num_blocks.tolist())]
+        >>> full = zip(blocks.full_kv_indices, blocks.full_kv_num_blocks)
+        >>> [indices[:n].tolist() for indices, n in full]
         [[], [], [], [2]]
     """
     raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Grader of chapter 05. Its oracles are loops over pairs of a query and a key."""
+"""Grader of chapter 05. Its oracles are loops over pairs of query and key."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from book.memory import measure_memory
 EXERCISES = [
     Exercise(
         "visible",
-        points=2,
-        minutes=10,
+        points=1,
+        minutes=5,
         difficulty=1,
         part="mask_mod",
         hints=(
-            "Chapter 01's attention_mask had all positions at once. Here you compare one query's with one key's, and "
-            "the caller brings the shapes.",
-            "Return a function of (b, h, q_idx, kv_idx). The distance q_idx - kv_idx is 0 for the query itself, "
+            "Chapter 01's attention_mask got all positions at once. Here you compare the position of one query with "
+            "that of one key, and broadcasting does the rest.",
+            "Return a function of (b, h, q_idx, kv_idx). The distance q_idx - kv_idx is 0 for the query's own key, "
             "negative for the future, and below window inside the window.",
             "if window is None: return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx. Otherwise join two comparisons "
             "with &, each in parentheses: (q_idx >= kv_idx) & (q_idx - kv_idx < window).",
@@ -31,40 +31,40 @@ EXERCISES = [
     Exercise(
         "packed_prefix_lm",
         points=3,
-        minutes=25,
+        minutes=12,
         difficulty=2,
         hints=(
-            "Two tensors, made before the function is called, answer all: the document of each row, and the row at "
-            "which each document's prefix ends.",
-            "torch.repeat_interleave gives each row its document. Visible is: same document, and (causal or in the "
-            "prefix). The parentheses matter: a prefix never leaves its document.",
+            "Compute two tensors before you define the function: the document of each token, and for each document "
+            "the index of the token at which its prefix ends.",
+            "torch.repeat_interleave gives each token its document. A pair is visible if both are in the same "
+            "document and it is causal or its key is in the prefix. Mind the parentheses.",
             "ids = torch.repeat_interleave(torch.arange(len(prefix_lens)), qo_indptr.diff()); end = qo_indptr[:-1] + "
             "prefix_lens; (ids[q_idx] == ids[kv_idx]) & ((q_idx >= kv_idx) | (kv_idx < end[ids[kv_idx]])).",
         ),
     ),
     Exercise(
         "capped_alibi",
-        points=2,
-        minutes=10,
+        points=1,
+        minutes=5,
         difficulty=1,
         hints=(
             "A score_mod is called for one score, or for many that broadcast. Write the formula for one.",
-            "h is a tensor: slopes[h] looks its slope up, whatever shape h has. The cap comes first, so that what "
-            "ALiBi takes off is not capped.",
+            "h is a tensor: slopes[h] looks up the slope, whatever the shape of h. Apply the cap first, so that the "
+            "ALiBi term is not capped.",
             "lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) - slopes[h] * (q_idx - kv_idx)",
         ),
     ),
     Exercise(
         "blocks_of_mask",
         points=4,
-        minutes=35,
+        minutes=15,
         difficulty=2,
         hints=(
-            "Find two small tables first, [rows of blocks, columns of blocks]: has the block any visible pair; are "
-            "all its pairs visible. Then turn a table into counts and lists.",
-            "F.pad fills the mask up to whole blocks with False. Reshape it to [rows, size, columns, size]; any and "
-            "all over the second and the last dimension are the two tables. Partial is any without all. A sort of "
-            "`not chosen` puts the chosen columns first.",
+            "First compute two small bool tables [query blocks, key blocks]: whether a block has a visible pair, and "
+            "whether all of its pairs are visible. Then turn each table into counts and indices.",
+            "F.pad extends the mask to whole blocks with False. Reshape it to [query blocks, size, key blocks, size]; "
+            "any and all over the second and the last axis are the two tables. A block is partial if it has any and "
+            "not all. A stable sort of `not chosen` puts the chosen indices first.",
             "mask = F.pad(mask, (0, -K % size, 0, -Q % size)); pairs = mask.view(rows, size, columns, size); any_ = "
             "pairs.any(3).any(1), all_ the same; for table in (any_ & ~all_, all_): counts = table.sum(-1).int(), "
             "indices = (~table).byte().argsort(dim=-1, stable=True).int().",
@@ -72,40 +72,40 @@ EXERCISES = [
     ),
     Exercise(
         "classify_blocks",
-        points=4,
-        minutes=30,
+        points=5,
+        minutes=12,
         difficulty=2,
         part="classify_blocks",
         hints=(
-            "Draw the queries 4 to 7 against the keys 2 to 5. Which pair has the smallest distance q - k, and which "
-            "the largest?",
-            "The distances of a block are all whole numbers between first_query - last_key and last_query - "
-            "first_key. A pair is visible if its distance is 0 to window - 1. Some is: the two ranges meet. All are: "
-            "one lies inside the other.",
+            "Draw queries 4 to 7 against keys 2 to 5. Which pair has the smallest distance q - k, and which the "
+            "largest?",
+            "The distances in a block are all integers from first_query - last_key to last_query - first_key. A pair "
+            "is visible if its distance is 0 to window - 1. Some pair is visible if the two ranges overlap, and all "
+            "are if the first range lies inside the second.",
             "near, far = first_query - last_key, last_query - first_key; visited = (far >= 0) & (near < window); full "
-            "= (near >= 0) & (far < window). Without a window leave out the second halves.",
+            "= (near >= 0) & (far < window). Without a window, leave out the second comparisons.",
         ),
     ),
     Exercise(
         "blocks_of_documents",
-        points=4,
-        minutes=40,
+        points=5,
+        minutes=20,
         difficulty=3,
         challenge=True,
         hints=(
-            "Take one block of queries. The keys before its first row that any of its queries sees belong to a single "
-            "document. Which?",
-            "Let start(row) be the first row of the document that a row is in. A block of keys is visited if it does "
-            "not begin after the last query, and does not end before start(first query). It is full if it ends at or "
-            "before the first query and begins at or after start(last query).",
-            "first = torch.arange(0, T, size); last = first + size - 1; start = lambda row: qo_indptr[torch."
-            "searchsorted(qo_indptr, row, right=True) - 1]; compare first and last as a row (keys) with them as a "
-            "column (queries). Rows with last >= T are never full. Lists as in blocks_of_mask.",
+            "Take one query block. All keys that its queries see in earlier key blocks belong to a single document. "
+            "Which one?",
+            "Let start(token) be the first token of the document that a token belongs to. A key block is visited if "
+            "it does not begin after the last query and does not end before start(first query). It is full if it ends "
+            "at or before the first query and begins at or after start(last query).",
+            "first = torch.arange(0, T, size); last = first + size - 1; start = lambda token: qo_indptr[torch."
+            "searchsorted(qo_indptr, token, right=True) - 1]; compare first and last as a row (keys) with both as a "
+            "column (queries). Query blocks with last >= T have no full blocks. List as in blocks_of_mask.",
         ),
     ),
 ]
 
-Pair = Callable[[int, int], bool]  # does query row i see key row j: the oracles
+Pair = Callable[[int, int], bool]  # whether query i sees key j: the oracles
 
 
 def called(function: Any, name: str) -> Any:
@@ -123,24 +123,24 @@ def sees(mask_mod: Any, query: int, key: int) -> Tensor:
 
 def assert_sees(mask_mod: Any, pairs: Sequence[tuple[int, int]], expected: bool) -> None:
     for query, key in pairs:
-        name = f"the mask of query {query} and key {key}"
-        assert_equal(sees(mask_mod, query, key), torch.tensor(expected), name=name)
+        got = sees(mask_mod, query, key)
+        assert_equal(got, expected, name=f"whether the query at {query} sees the key at {key}")
 
 
-def assert_mask(mask_mod: Any, expected: Pair, queries: range, keys: range) -> None:
+def assert_mask(mask_mod: Any, expected: Pair, queries: range, keys: range, name: str = "the mask") -> None:
     """All pairs at once, as tensors that broadcast."""
     zero = torch.zeros(1, 1, dtype=torch.long)
     got = mask_mod(zero, zero, torch.tensor(list(queries))[:, None], torch.tensor(list(keys))[None])
     want = torch.tensor([[expected(q, k) for k in keys] for q in queries])
-    assert_equal(got, want, name="the mask")
+    assert_equal(got, want, name=name)
 
 
 def assert_traced(mask_mod: Any, expected: Pair, size: int) -> None:
-    """One function for all pairs, as FlexAttention makes it of a mask_mod: no value can be looked at."""
+    """Evaluate a mask_mod at all pairs under vmap, as FlexAttention does: no value can be read."""
     try:
         got = create_mask(mask_mod, 1, 1, size, size, device="cpu")[0, 0]
     except RuntimeError as error:
-        raise AssertionError(f"the mask looks at values of its arguments: {str(error).splitlines()[0]}") from None
+        raise AssertionError(f"the mask reads values of its arguments: {str(error).splitlines()[0]}") from None
     assert_equal(got, torch.tensor([[expected(q, k) for k in range(size)] for q in range(size)]), name="the mask")
 
 
@@ -151,44 +151,44 @@ def decoder(window: int | None) -> Pair:
     return lambda q, k: k in range(0 if window is None else max(0, q - window + 1), q + 1)
 
 
-@check("visible", mistake="without a window a query sees itself and all that stand before it, and nothing after")
+@check("visible", mistake="without a window, a query sees its own key and all earlier ones, and no later one")
 def test_itself_and_the_past(hw: Homework) -> None:
     mask_mod = called(hw.visible(None), "visible")
     assert_sees(mask_mod, [(0, 0), (3, 3), (3, 1), (900, 0)], True)
     assert_sees(mask_mod, [(0, 1), (1, 3)], False)
 
 
-@check("visible", mistake="the query itself counts: with a window of 3, position 5 sees 3, 4 and 5, not 2")
+@check("visible", mistake="the query's own key counts: with a window of 3, position 5 sees 3, 4 and 5, but not 2")
 def test_a_window_counts_the_query(hw: Homework) -> None:
     mask_mod = called(hw.visible(3), "visible")
     assert_sees(mask_mod, [(5, 5), (5, 4), (5, 3)], True)
     assert_sees(mask_mod, [(5, 2), (5, 1), (5, 0)], False)
 
 
-@check("visible", mistake="a window looks back only: what stands after the query stays hidden")
+@check("visible", mistake="a window extends only backwards: keys after the query stay hidden")
 def test_a_window_hides_the_future(hw: Homework) -> None:
     mask_mod = called(hw.visible(3), "visible")
     assert_sees(mask_mod, [(5, 6), (5, 7), (5, 20)], False)
 
 
-@check("visible", mistake="the arguments are tensors of many positions: join comparisons with & and not with `and`")
+@check("visible", mistake="the arguments are tensors of many positions: join comparisons with &, not with `and`")
 def test_many_pairs_at_once(hw: Homework) -> None:
     assert_mask(hw.visible(2), decoder(2), range(5), range(5))
 
 
-@check("visible", mistake="q_idx and kv_idx are positions without a limit: compare them, and look nothing up")
+@check("visible", mistake="q_idx and kv_idx can be any positions: compare them instead of looking them up in a table")
 def test_any_positions(hw: Homework) -> None:
     assert_mask(hw.visible(None), decoder(None), range(100_000, 100_003), range(99_998, 100_004))
     assert_mask(hw.visible(3), decoder(3), range(100_000, 100_003), range(99_996, 100_004))
 
 
-@check("visible", mistake="FlexAttention traces the mask before there are values: no `if` on positions, no .item()")
+@check("visible", mistake="FlexAttention traces the mask without values: no `if` on positions, and no .item()")
 def test_traced(hw: Homework) -> None:
     assert_traced(hw.visible(None), decoder(None), 4)
     assert_traced(hw.visible(2), decoder(2), 4)
 
 
-@check("visible", mistake="some window goes wrong that the checks before did not try")
+@check("visible", mistake="another window: compare the mask printed with one that you draw by hand")
 def test_random_windows(hw: Homework) -> None:
     for window in (1, 4, 7, 30):
         assert_mask(hw.visible(window), decoder(window), range(20), range(20))
@@ -211,58 +211,57 @@ def assert_packed(
     hw: Homework, bounds: list[int], prefixes: list[int], queries: range | None = None, keys: range | None = None
 ) -> None:
     mask_mod = called(hw.packed_prefix_lm(torch.tensor(bounds), torch.tensor(prefixes)), "packed_prefix_lm")
-    rows = range(bounds[-1])
-    assert_mask(
-        mask_mod, packed(bounds, prefixes), rows if queries is None else queries, rows if keys is None else keys
-    )
+    tokens = range(bounds[-1])
+    name = f"the mask, for qo_indptr {bounds} and prefix_lens {prefixes},"
+    assert_mask(mask_mod, packed(bounds, prefixes), queries or tokens, keys or tokens, name)
 
 
-@check("packed_prefix_lm", mistake="without a prefix one document is plain causal")
+@check("packed_prefix_lm", mistake="a single document without a prefix is plainly causal")
 def test_a_causal_document(hw: Homework) -> None:
     assert_packed(hw, [0, 4], [0])
 
 
 @check(
     "packed_prefix_lm",
-    mistake="all tokens see the first prefix_len tokens, those before them included; later ones stay causal",
+    mistake="all tokens of the document see its first prefix_len tokens, even later ones; the others stay causal",
 )
 def test_a_prefix(hw: Homework) -> None:
     assert_packed(hw, [0, 5], [3])
 
 
-@check("packed_prefix_lm", mistake="documents do not see each other")
+@check("packed_prefix_lm", mistake="tokens of different documents do not see each other")
 def test_two_causal_documents(hw: Homework) -> None:
     assert_packed(hw, [0, 2, 5], [0, 0])
 
 
-@check("packed_prefix_lm", mistake="the prefix of a document begins with its own first row, qo_indptr[d]")
+@check("packed_prefix_lm", mistake="the prefix of a document begins at its own first token, qo_indptr[d]")
 def test_the_prefix_of_a_later_document(hw: Homework) -> None:
     assert_packed(hw, [0, 3, 7], [0, 2], range(3, 7), range(3, 7))
 
 
-@check("packed_prefix_lm", mistake="a prefix is seen inside its own document only: (same document) & (causal | prefix)")
+@check("packed_prefix_lm", mistake="a prefix is visible in its own document only: (same document) & (causal | prefix)")
 def test_a_prefix_stays_in_its_document(hw: Homework) -> None:
     assert_packed(hw, [0, 3, 6], [2, 2])
 
 
-@check("packed_prefix_lm", mistake="every document has a prefix length of its own")
+@check("packed_prefix_lm", mistake="each document has its own prefix length")
 def test_each_its_own_prefix(hw: Homework) -> None:
     assert_packed(hw, [0, 4, 8, 12], [1, 4, 2])
 
 
-@check("packed_prefix_lm", mistake="a document without tokens owns no rows, and the next one keeps its own number")
+@check("packed_prefix_lm", mistake="an empty document owns no tokens, but it counts: the next document keeps its index")
 def test_an_empty_document(hw: Homework) -> None:
     assert_packed(hw, [0, 2, 2, 6], [1, 0, 3])
 
 
-@check("packed_prefix_lm", mistake="FlexAttention traces the mask before there are values: look up in tensors instead")
+@check("packed_prefix_lm", mistake="FlexAttention traces the mask without values: index captured tensors instead")
 def test_traced_with_tensors(hw: Homework) -> None:
     bounds, prefixes = [0, 2, 6], [0, 3]
     mask_mod = hw.packed_prefix_lm(torch.tensor(bounds), torch.tensor(prefixes))
     assert_traced(mask_mod, packed(bounds, prefixes), 6)
 
 
-@check("packed_prefix_lm", mistake="some batch goes wrong that the checks before did not try")
+@check("packed_prefix_lm", mistake="another batch: compare with a mask that you draw by hand")
 def test_random_documents(hw: Homework) -> None:
     for count in (1, 3, 6):
         lengths = torch.randint(0, 6, (count,)).tolist()
@@ -280,7 +279,11 @@ FAR = 1e6  # a cap so high that nothing is capped, in whatever order
 def score_of(hw: Homework, slopes: list[float], cap: float, score: float, head: int, query: int, key: int) -> Tensor:
     score_mod = called(hw.capped_alibi(torch.tensor(slopes, dtype=torch.float64), cap), "capped_alibi")
     index = [torch.tensor(i) for i in (0, head, query, key)]
-    return score_mod(torch.tensor(score, dtype=torch.float64), *index)
+    got = score_mod(torch.tensor(score, dtype=torch.float64), *index)
+    if isinstance(got, Tensor) and got.shape:
+        message = f"for one pair of one head, score_mod returns a tensor of shape {list(got.shape)}"
+        raise CheckFailed(message, "slopes has an element for each head: slopes[h] picks that of head h")
+    return got
 
 
 def expected_score(slope: float, cap: float, score: float, distance: int) -> float:
@@ -290,30 +293,32 @@ def expected_score(slope: float, cap: float, score: float, distance: int) -> flo
 @check("capped_alibi", mistake="the cap is soft: cap * tanh(score / cap)")
 def test_the_cap(hw: Homework) -> None:
     for score in (-100.0, -3.0, 0.0, 1.5, 9.0, 40.0):
-        assert_close(score_of(hw, [0.0], 5.0, score, 0, 6, 2), expected_score(0.0, 5.0, score, 4), name="the score")
+        got = score_of(hw, [0.0], 5.0, score, 0, 6, 2)
+        assert_close(got, expected_score(0.0, 5.0, score, 4), name=f"the score of {score} with cap 5 and slope 0")
 
 
-@check("capped_alibi", mistake="slope times distance is subtracted, and the distance is q_idx - kv_idx")
+@check("capped_alibi", mistake="subtract slope times distance, where the distance is q_idx - kv_idx")
 def test_the_distance(hw: Homework) -> None:
     for query, key in ((0, 0), (6, 2), (3, 2), (2, 6)):  # a later key, too: a mask may show it
         want = expected_score(0.5, FAR, 0.0, query - key)
-        assert_close(score_of(hw, [0.5], FAR, 0.0, 0, query, key), want, name="the score")
+        name = f"the score of query {query} and key {key}, 0 before and with slope 0.5"
+        assert_close(score_of(hw, [0.5], FAR, 0.0, 0, query, key), want, name=name)
 
 
-@check("capped_alibi", mistake="each query head h has a slope of its own: slopes[h]")
+@check("capped_alibi", mistake="each query head h has its own slope: slopes[h]")
 def test_a_slope_for_each_head(hw: Homework) -> None:
     for head, slope in enumerate((0.5, 0.25, 0.125)):
         got = score_of(hw, [0.5, 0.25, 0.125], FAR, 0.0, head, 5, 1)
         assert_close(got, expected_score(slope, FAR, 0.0, 4), name=f"the score of head {head}")
 
 
-@check("capped_alibi", mistake="the cap comes first: what ALiBi takes off is not capped")
+@check("capped_alibi", mistake="apply the cap first: the ALiBi term is not capped")
 def test_the_order(hw: Homework) -> None:
     got = score_of(hw, [1.0], 5.0, 8.0, 0, 20, 1)
-    assert_close(got, expected_score(1.0, 5.0, 8.0, 19), name="the score")
+    assert_close(got, expected_score(1.0, 5.0, 8.0, 19), name="a score of 8 at distance 19 with cap 5 and slope 1")
 
 
-@check("capped_alibi", mistake="the arguments are tensors of many heads and positions: slopes[h] looks all of them up")
+@check("capped_alibi", mistake="the arguments are tensors of many heads and positions: slopes[h] looks up all of them")
 def test_all_scores_at_once(hw: Homework) -> None:
     slopes, scores = torch.rand(3, dtype=torch.float64), 9 * torch.randn(2, 3, 4, 5, dtype=torch.float64)
     index = torch.meshgrid(
@@ -331,7 +336,7 @@ def test_all_scores_at_once(hw: Homework) -> None:
     assert_close(got, torch.tensor(want, dtype=torch.float64).view(scores.shape), name="the scores")
 
 
-@check("capped_alibi", mistake="FlexAttention traces the function before there are values: no .item(), no float()")
+@check("capped_alibi", mistake="FlexAttention traces the function without values: no .item(), and no float()")
 def test_traced_scores(hw: Homework) -> None:
     slopes, scores = torch.rand(2, dtype=torch.float64), 9 * torch.randn(2, 3, 4, dtype=torch.float64)
     mod = hw.capped_alibi(slopes, 4.0)
@@ -340,7 +345,7 @@ def test_traced_scores(hw: Homework) -> None:
     try:
         got = mod(scores, torch.tensor(0), *(torch.arange(n) for n in scores.shape))
     except RuntimeError as error:
-        raise AssertionError(f"it looks at values of its arguments: {str(error).splitlines()[0]}") from None
+        raise AssertionError(f"score_mod reads values of its arguments: {str(error).splitlines()[0]}") from None
     want = [
         expected_score(slopes[h].item(), 4.0, scores[h, q, k].item(), q - k)
         for h in range(2)
@@ -384,22 +389,25 @@ def assert_is_blocks(got: Any) -> None:
         raise CheckFailed(f"your result is a {type(got).__name__}, not Blocks", "")
 
 
-def assert_blocks(got: Any, mask: Tensor, size: int, tail: bool = False) -> None:
+def assert_blocks(got: Any, mask: Tensor, size: int, tail: bool = False, of: str = "") -> None:
+    """Compare with a loop. `of` describes the input, for messages."""
     assert_is_blocks(got)
     columns = -(-mask.shape[1] // size)
+    shown = "/".join("".join(".x"[cell] for cell in row) for row in mask.int().tolist())
+    of = of or (f", for the mask {shown} in blocks of {size}" if mask.numel() <= 64 else f", in blocks of {size}")
     halves = zip(("kv", "full_kv"), (got[:2], got[2:]), listed(mask, size), strict=True)
     for name, (counts, indices), lists in halves:
         want = torch.tensor([len(row) for row in lists], dtype=torch.int32)
-        assert_equal(counts, want, name=f"{name}_num_blocks")
+        assert_equal(counts, want, name=f"the tensor {name}_num_blocks{of},")
         # Only shape and dtype; the values are looked at row by row.
-        assert_equal(
-            torch.zeros_like(indices), torch.zeros(len(lists), columns, dtype=torch.int32), name=f"{name}_indices"
-        )
+        blank = torch.zeros(len(lists), columns, dtype=torch.int32)
+        assert_equal(torch.zeros_like(indices), blank, name=f"the tensor {name}_indices{of},")
         for row, (mine, chosen) in enumerate(zip(indices.tolist(), lists, strict=True)):
-            assert_equal(mine[: len(chosen)], chosen, name=f"the first entries of {name}_indices[{row}]")
+            where = f"the first {len(chosen)} entries of {name}_indices[{row}]{of}"
+            assert_equal(mine[: len(chosen)], chosen, name=f"the list of {where},")
             rest = [block for block in mine[len(chosen) :] if not 0 <= block < columns]
             if tail and rest:
-                raise AssertionError(f"{name}_indices[{row}] holds {rest[0]}, which is not the number of a block")
+                raise AssertionError(f"the list {name}_indices[{row}] contains {rest[0]}, which is no block index{of}")
 
 
 def drawn(*rows: str) -> Tensor:
@@ -411,38 +419,43 @@ def assert_drawn(hw: Homework, size: int, *rows: str, tail: bool = False) -> Non
     mask = drawn(*rows)
     before = mask.clone()
     got = hw.blocks_of_mask(mask, size)
-    assert torch.equal(mask, before), "the mask that you were given has changed"
+    assert torch.equal(mask, before), "your function changed the mask that it was given"
     assert_blocks(got, mask, size, tail)
 
 
-@check("blocks_of_mask", mistake="a block with a single visible pair has to be visited: it is partial")
+@check("blocks_of_mask", mistake="a block with a single visible pair must be visited: it is partial")
 def test_one_visible_pair(hw: Homework) -> None:
     assert_drawn(hw, 2, "..", "x.")
 
 
-@check("blocks_of_mask", mistake="a block whose pairs are all visible is full, and not listed as partial too")
+@check("blocks_of_mask", mistake="a block whose pairs are all visible is full, and is not listed as partial")
 def test_a_full_block(hw: Homework) -> None:
     assert_drawn(hw, 2, "xx", "xx")
 
 
-@check("blocks_of_mask", mistake="a hidden block is in no list")
+@check("blocks_of_mask", mistake="a block with a single hidden pair is partial: in a full block every pair is visible")
+def test_one_hidden_pair(hw: Homework) -> None:
+    assert_drawn(hw, 3, "xxx", "x.x", "xxx")
+
+
+@check("blocks_of_mask", mistake="a block without a visible pair is in no list")
 def test_hidden_blocks(hw: Homework) -> None:
     assert_drawn(hw, 2, "xx..", "x...", "....", "....")
 
 
-@check("blocks_of_mask", mistake="rows run over queries and columns over keys: a mask need not be square or symmetric")
+@check("blocks_of_mask", mistake="axis 0 is queries and axis 1 keys: a mask need not be square or symmetric")
 def test_more_keys_than_queries(hw: Homework) -> None:
     assert_drawn(hw, 2, "xx......", "xx......", "x.......", "........")
 
 
-@check("blocks_of_mask", mistake="chosen columns stand at the front of their row, in increasing order")
+@check("blocks_of_mask", mistake="the listed indices come first, in increasing order")
 def test_order(hw: Homework) -> None:
     assert_drawn(hw, 2, "..x.xx.x", "....xx..", "x.xx..x.", "..xx....")
 
 
 @check(
     "blocks_of_mask",
-    mistake="a block cut off by the end of the mask is partial, however much of it is visible, and must not be lost",
+    mistake="a block that extends past the end of the mask is partial, even if all its pairs inside it are visible",
 )
 def test_blocks_that_are_cut_off(hw: Homework) -> None:
     assert_drawn(hw, 2, "xxx", "xxx", "xxx")
@@ -450,19 +463,19 @@ def test_blocks_that_are_cut_off(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
-    mistake="what follows the counted entries of a row must be block numbers, too: the kernel may "
-    "fetch what it does not use",
+    mistake="the entries behind the listed ones must be valid block indices, too: the kernel may load "
+    "what it does not use",
 )
 def test_the_rest_of_a_row(hw: Homework) -> None:
     assert_drawn(hw, 2, "....xx", "....xx", tail=True)
 
 
-@check("blocks_of_mask", mistake="some mask goes wrong that the checks before did not try")
+@check("blocks_of_mask", mistake="another mask: list its blocks by hand")
 def test_random_masks(hw: Homework) -> None:
     for queries, keys, size in ((1, 1, 1), (3, 5, 1), (9, 14, 3), (16, 16, 4), (5, 3, 8)):
         coarse = torch.rand(-(-queries // size), -(-keys // size)) < 0.4  # some blocks full, some hidden
         mask = coarse.repeat_interleave(size, 0).repeat_interleave(size, 1)[:queries, :keys].clone()
-        mask[torch.rand(queries, keys) < 0.05] = True
+        mask ^= torch.rand(queries, keys) < 0.05
         assert_blocks(hw.blocks_of_mask(mask, size), mask, size, tail=True)
 
 
@@ -487,16 +500,16 @@ def assert_classified(
     where = f"queries {queries[0]} to {queries[1]}, keys {keys[0]} to {keys[1]}, window {window}"
     for name, mine, want in zip(("visited", "full"), got, classified(queries, keys, window), strict=True):
         if name in only:
-            assert_equal(mine, torch.tensor(want), name=f"{name} ({where})")
+            assert_equal(mine, want, name=f"the tensor {name} ({where})")
 
 
-@check("classify_blocks", mistake="one query and one key: a query sees itself and what stands before it")
+@check("classify_blocks", mistake="one query and one key: a query sees its own key and earlier ones")
 def test_one_query_one_key(hw: Homework) -> None:
     for key in (3, 5, 6):
         assert_classified(hw, (5, 5), (key, key))
 
 
-@check("classify_blocks", mistake="visited: the last query sees furthest, so the first key must not stand after it")
+@check("classify_blocks", mistake="visited: the last query sees the most keys, so the first key must not come after it")
 def test_some_query_sees_some_key(hw: Homework) -> None:
     for first in (0, 4, 6, 7, 8, 12):
         assert_classified(hw, (4, 7), (first, first + 3), only=("visited",))
@@ -508,7 +521,7 @@ def test_every_query_sees_every_key(hw: Homework) -> None:
         assert_classified(hw, (4, 7), (first, first + 3), only=("full",))
 
 
-@check("classify_blocks", mistake="with a window: the first query reaches back furthest, window - 1 positions")
+@check("classify_blocks", mistake="with a window, the first query reaches back farthest, by window - 1 positions")
 def test_where_a_window_ends(hw: Homework) -> None:
     for last in (3, 4, 5, 9):
         assert_classified(hw, (8, 11), (last - 1, last), 4, only=("visited",))
@@ -520,24 +533,28 @@ def test_full_in_a_window(hw: Homework) -> None:
         assert_classified(hw, (8, 9), (first, first + 1), 4, only=("full",))
 
 
-@check("classify_blocks", mistake="a window can pass between the corners of a block: compare ranges, not four pairs")
+@check(
+    "classify_blocks",
+    mistake="a window can pass between the corners: compare ranges of distances, not four pairs",
+)
 def test_a_window_narrower_than_a_block(hw: Homework) -> None:
     assert_classified(hw, (4, 7), (3, 10), 1)
     assert_classified(hw, (10, 20), (8, 13), 2)
 
 
-@check("classify_blocks", mistake="the four tensors broadcast: a column of queries and a row of keys make a table")
+@check("classify_blocks", mistake="the four tensors broadcast: queries as a column and keys as a row make a table")
 def test_a_table_of_blocks(hw: Homework) -> None:
     first = torch.arange(0, 12, 3)
     for window in (None, 4):
         got = hw.classify_blocks(first[:, None], first[:, None] + 2, first, first + 2, window)
         want = [[classified((q, q + 2), (k, k + 2), window) for k in first.tolist()] for q in first.tolist()]
         for i, name in enumerate(("visited", "full")):
-            assert_equal(got[i], torch.tensor([[cell[i] for cell in row] for row in want]), name=name)
-    assert torch.equal(first, torch.arange(0, 12, 3)), "the positions that you were given have changed"
+            table = torch.tensor([[cell[i] for cell in row] for row in want])
+            assert_equal(got[i], table, name=f"the tensor {name} (a table of blocks, window {window})")
+    assert torch.equal(first, torch.arange(0, 12, 3)), "your function changed the positions that it was given"
 
 
-@check("classify_blocks", mistake="some block goes wrong that the checks before did not try")
+@check("classify_blocks", mistake="another block: draw its pairs")
 def test_random_blocks(hw: Homework) -> None:
     for _ in range(60):
         q, k = torch.randint(0, 12, (2,)).tolist()
@@ -552,69 +569,75 @@ def test_random_blocks(hw: Homework) -> None:
 def assert_documents(hw: Homework, bounds: list[int], size: int, dtype: torch.dtype = torch.int64) -> None:
     pair, rows = packed(bounds, [0] * (len(bounds) - 1)), range(bounds[-1])
     mask = torch.tensor([[pair(q, k) for k in rows] for q in rows])
-    assert_blocks(hw.blocks_of_documents(torch.tensor(bounds, dtype=dtype), size), mask, size)
+    got = hw.blocks_of_documents(torch.tensor(bounds, dtype=dtype), size)
+    assert_blocks(got, mask, size, of=f", for qo_indptr {bounds} in blocks of {size}")
 
 
-@check("blocks_of_documents", mistake="one document is causal: the diagonal is partial, what lies below it is full")
+@check(
+    "blocks_of_documents",
+    mistake="a single document is causal: diagonal blocks are partial, and those below are full",
+)
 def test_blocks_of_one_document(hw: Homework) -> None:
     assert_documents(hw, [0, 6], 2)
 
 
-@check("blocks_of_documents", mistake="documents do not see each other: a row of blocks begins with its own document")
+@check(
+    "blocks_of_documents",
+    mistake="the list of a query block begins in its own document, not in an earlier one",
+)
 def test_documents_of_whole_blocks(hw: Homework) -> None:
     assert_documents(hw, [0, 4, 8], 2)
 
 
 @check(
     "blocks_of_documents",
-    mistake="where a document begins inside a block, the one before it ends there and still "
-    "sees its keys: the first query of the block reaches back furthest",
+    mistake="if a document begins inside a block, the block's first queries belong to an earlier document "
+    "and still see its keys: the first query reaches back farthest",
 )
 def test_a_document_begins_inside_a_block(hw: Homework) -> None:
     got = hw.blocks_of_documents(torch.tensor([0, 5, 8, 16]), 4)
     assert_is_blocks(got)
     for row, expected in enumerate([[0], [0, 1], [2], [2, 3]]):
         both = [got[i + 1][row, : int(got[i][row])].tolist() for i in (0, 2)]
-        assert_equal(sorted(both[0] + both[1]), expected, name=f"the blocks of row {row}, partial and full")
+        name = f"for qo_indptr [0, 5, 8, 16] in blocks of 4, the block indices of query block {row}"
+        assert_equal(sorted(both[0] + both[1]), expected, name=name)
 
 
-@check(
-    "blocks_of_documents", mistake="a block is full only if its last query, too, is in the document of the first key"
-)
+@check("blocks_of_documents", mistake="a block is full only if even its last query is in the document of its first key")
 def test_full_blocks_of_one_document_only(hw: Homework) -> None:
     assert_documents(hw, [0, 7, 12], 2)
     assert_documents(hw, [0, 3, 10], 2)
 
 
-@check("blocks_of_documents", mistake="several documents can lie in one block")
+@check("blocks_of_documents", mistake="one block can contain several documents")
 def test_short_documents(hw: Homework) -> None:
     assert_documents(hw, [0, 1, 2, 3, 8], 4)
 
 
-@check("blocks_of_documents", mistake="in the last row of blocks, cut off by the end, nothing is full")
+@check("blocks_of_documents", mistake="the last query block extends past the end: it has no full blocks")
 def test_the_last_row_is_cut_off(hw: Homework) -> None:
     assert_documents(hw, [0, 6], 4)
 
 
-@check("blocks_of_documents", mistake="a document without tokens has the same bound as the next: no row belongs to it")
+@check("blocks_of_documents", mistake="an empty document begins where the next one does, and owns no token")
 def test_empty_documents(hw: Homework) -> None:
     assert_documents(hw, [0, 0, 4, 4, 4, 9, 9], 2)
 
 
 @check(
     "blocks_of_documents",
-    mistake="you make a tensor with a number for each pair of tokens, or for each token and "
-    "block: compare the ends of blocks",
+    mistake="some tensor has an element for each pair of tokens, or for each token and block: compare the "
+    "ends of blocks instead",
 )
 def test_no_dense_mask(hw: Homework) -> None:
     size, num_blocks = 128, 64
     bounds = torch.tensor([0, 1000, 1001, 5000, size * num_blocks])
     largest = measure_memory(lambda: hw.blocks_of_documents(bounds, size)).largest
     limit = 64 * num_blocks**2  # a bool for each token and block takes twice as much
-    assert largest <= limit, f"some operation makes a tensor of {largest:,} bytes; {num_blocks**2:,} blocks are listed"
+    assert largest <= limit, f"some operation creates a tensor of {largest:,} bytes for {num_blocks**2:,} blocks"
 
 
-@check("blocks_of_documents", mistake="some batch goes wrong that the checks before did not try")
+@check("blocks_of_documents", mistake="another batch: compare with a mask that you draw by hand")
 def test_random_flat_batches(hw: Homework) -> None:
     for size in (1, 2, 3, 8):
         lengths = [1, *torch.randint(0, 9, (5,)).tolist()]

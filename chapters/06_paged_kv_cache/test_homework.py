@@ -39,7 +39,7 @@ EXERCISES = [
     Exercise(
         "PageTable",
         points=6,
-        minutes=40,
+        minutes=25,
         difficulty=2,
         part="page_table",
         hints=(
@@ -57,7 +57,7 @@ EXERCISES = [
     Exercise(
         "physical_blocks",
         points=3,
-        minutes=15,
+        minutes=8,
         difficulty=2,
         part="physical_blocks",
         hints=(
@@ -72,7 +72,7 @@ EXERCISES = [
     Exercise(
         "physical_mask",
         points=4,
-        minutes=20,
+        minutes=10,
         difficulty=2,
         part="physical_mask",
         hints=(
@@ -87,10 +87,10 @@ EXERCISES = [
     Exercise(
         "convert_block_mask",
         points=4,
-        minutes=30,
+        minutes=20,
         difficulty=2,
         hints=(
-            "Begin with blocks as long as a page. A BlockMask has two lists of blocks, two counts, a block size, a "
+            "Begin with blocks as long as a page. A BlockMask has two arrays of indices, two counts, a block size, a "
             "mask_mod and two lengths: which of them does a new order of pages change? Then let a page be two blocks.",
             "The counts and the block size stay. With r blocks in a page, page p consists of the blocks p * r to "
             "p * r + r - 1: build the table of blocks from the table of pages, and give it to physical_blocks. "
@@ -103,7 +103,7 @@ EXERCISES = [
     Exercise(
         "compact",
         points=4,
-        minutes=25,
+        minutes=15,
         difficulty=3,
         challenge=True,
         hints=(
@@ -129,8 +129,8 @@ def permutation(num_pages: int, seed: int) -> list[int]:
 def assert_slots(hw: Homework, table: list[list[int]], rows: list[int], positions: list[int], page_size: int) -> None:
     want = [table[b][p // page_size] * page_size + p % page_size for b, p in zip(rows, positions, strict=True)]
     got = hw.slots(torch.tensor(table, dtype=torch.int32), torch.tensor(rows), torch.tensor(positions), page_size)
-    name = f"slots({table}, rows={rows}, positions={positions}, page_size={page_size})"
-    assert_equal(got, torch.tensor(want, dtype=torch.int64), name=name if len(name) < 120 else "the tensor of slots")
+    name = f"the result of slots({table}, rows={rows}, positions={positions}, page_size={page_size})"
+    assert_equal(got, torch.tensor(want, dtype=torch.int64), name=name if len(name) < 140 else "the tensor of slots")
 
 
 @check("slots", mistake="a slot is page * page_size + offset: the first token of page 2 is not in slot 2")
@@ -201,15 +201,15 @@ class Pool:
         """Compare everything that can be read with the lists, whatever happened before."""
         table, after = self.table, f", after {'; '.join(self.history[-6:])}"
         for row, pages in self.rows.items():
-            assert_equal(table.pages(row).tolist(), pages, name=f"row {row}{after}")
+            assert_equal(table.pages(row).tolist(), pages, name=f"the list of pages of row {row}{after},")
         owners = Counter(page for pages in self.rows.values() for page in pages)
         counted = {page: int(n) for page, n in enumerate(table.refcounts) if n}
-        assert_equal(counted, dict(sorted(owners.items())), name=f"refcounts, as {{page: owners}}{after}")
-        assert_equal(int(table.num_free_pages), len(self.free), name=f"num_free_pages{after}")
-        assert_equal(table.generation.tolist(), self.generation, name=f"generation{after}")
-        assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after}")
+        assert_equal(counted, dict(sorted(owners.items())), name=f"the field refcounts, as {{page: owners}}{after},")
+        assert_equal(int(table.num_free_pages), len(self.free), name=f"the field num_free_pages{after},")
+        assert_equal(table.generation.tolist(), self.generation, name=f"the field generation{after},")
+        assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after},")
         listed = sorted(table._free_pages[: len(self.free)].tolist())
-        assert_equal(listed, sorted(self.free), name=f"the sorted _free_pages[:num_free_pages]{after}")
+        assert_equal(listed, sorted(self.free), name=f"the sorted _free_pages[:num_free_pages]{after},")
 
     def allocate(self) -> int:
         row = self.table.allocate()
@@ -230,7 +230,7 @@ class Pool:
             return
         free = self.free
         self.table.take(*arguments)
-        assert_equal(arguments[1].tolist(), counts, name=f"num_pages, after {call}")
+        assert_equal(arguments[1].tolist(), counts, name=f"the argument num_pages, after {call},")
         for row, count in num_pages.items():
             pages = self.table.pages(row).tolist()
             old = self.rows[row]
@@ -240,7 +240,7 @@ class Pool:
             assert_equal(pages[: len(old)], old, name=f"the pages that row {row} had before {call}")
             new = set(pages[len(old) :])
             assert len(new) == count and new <= free, (
-                f"{call} gave row {row} {pages[len(old) :]}; free were {sorted(free)}"
+                f"the call {call} gave row {row} {pages[len(old) :]}; free were {sorted(free)}"
             )
             free -= new
             self.rows[row] = pages
@@ -263,8 +263,10 @@ class Pool:
         pair = self.table.replace(row, index)
         assert pair is not None, "replace returns None: is a `return` missing?"
         new = int(self.table.pages(row)[index])
-        assert new in free, f"{call} put page {new} there; free were {sorted(free)}"
-        assert_equal(tuple(int(page) for page in pair), (old, new), name=f"{call}, which is (old page, new page),")
+        assert new in free, f"the call {call} put page {new} there; free were {sorted(free)}"
+        assert_equal(
+            tuple(int(page) for page in pair), (old, new), name=f"the result of {call}, which is (old page, new page),"
+        )
         self.rows[row] = [new if i == index else page for i, page in enumerate(self.rows[row])]
         self.generation[new] += 1
 
@@ -291,14 +293,14 @@ def test_take_one_page(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="pages of the same take are different pages, behind one another in the row")
+@check("PageTable", mistake="one take gives a row several different pages, one behind the other")
 def test_take_several_pages(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 2)
     p.take({p.allocate(): 3})
     p.check()
 
 
-@check("PageTable", mistake="a row's old pages hold keys: they stay where they are, and new ones come behind them")
+@check("PageTable", mistake="a row's old pages hold keys: they keep their places, and new pages come behind them")
 def test_growing(hw: Homework) -> None:
     p = Pool(hw, 8, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -322,7 +324,7 @@ def test_several_rows_at_once(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="the last free page can be taken, too")
+@check("PageTable", mistake="the last free page can be taken as well")
 def test_the_whole_pool(hw: Homework) -> None:
     p = Pool(hw, 3, 2, 1)
     p.take({p.allocate(): 3})
@@ -341,7 +343,7 @@ def test_too_few_pages(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="release returns that row's pages, and the row; those of other rows stay")
+@check("PageTable", mistake="release returns the row and its pages, and leaves other rows alone")
 def test_release(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -360,7 +362,7 @@ def test_generation(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="a released row has no pages: its next request begins without any")
+@check("PageTable", mistake="a released row has no pages: the next request finds it empty")
 def test_a_row_is_used_again(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 1)
     for num_pages in (2, 1, 5):
@@ -382,7 +384,7 @@ def test_truncate(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="a row with fewer than num_pages pages keeps all of them, and gets none")
+@check("PageTable", mistake="a row with fewer than num_pages pages keeps all of them, and gets no others")
 def test_nothing_to_truncate(hw: Homework) -> None:
     p = Pool(hw, 8, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -430,7 +432,7 @@ def test_replace(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="an old page that has no owner any more returns to the pool")
+@check("PageTable", mistake="an old page that has lost its last owner returns to the pool")
 def test_replace_an_own_page(hw: Homework) -> None:
     p = Pool(hw, 6, 2, 2)
     a = p.allocate()
@@ -518,7 +520,7 @@ def test_one_list(hw: Homework) -> None:
     assert_blocks(hw, torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32), table, 4, front=3)
 
 
-@check("physical_blocks", mistake="the order of a list stays, and a list need not name every block of the sequence")
+@check("physical_blocks", mistake="a list keeps its order, and need not contain every block of the sequence")
 def test_some_blocks(hw: Homework) -> None:
     table = torch.tensor([[2, 0, 3, 5]], dtype=torch.int32)
     assert_blocks(hw, torch.tensor([[[[3, 1]]]], dtype=torch.int32), table, 6, front=2)
@@ -705,28 +707,28 @@ def assert_lists(logical: BlockMask, got: BlockMask, pages: list[list[int]], kin
     counts_name, indices_name = f"{kind}kv_num_blocks", f"{kind}kv_indices"
     wanted, turned = (getattr(mask, counts_name) for mask in (logical, got))
     assert turned is not None, f"the result has no {counts_name}"
-    assert_equal(turned, wanted, name=counts_name)
+    assert_equal(turned, wanted, name=f"the tensor {counts_name}")
     old, new = getattr(logical, indices_name), getattr(got, indices_name)
     for b, h, q in np.ndindex(*wanted.shape):
         n = int(wanted[b, h, q])
         want = [pages[b][block // parts] * parts + block % parts for block in old[b, h, q, :n].tolist()]
-        name = f"{indices_name}[{b}, {h}, {q}, :{n}], for logical blocks {old[b, h, q, :n].tolist()}"
+        name = f"the list {indices_name}[{b}, {h}, {q}, :{n}], for logical blocks {old[b, h, q, :n].tolist()}"
         assert_equal(new[b, h, q, :n].tolist(), want, name=f"{name} of a sequence in pages {pages[b]},")
 
 
 @check("convert_block_mask", mistake="the mask covers the queries that it had, and all slots of the pool as keys")
 def test_the_lengths(hw: Homework) -> None:
     _, got, _ = convert(hw, [6, 3], page_size=4, num_pages=5)
-    assert_equal(tuple(got.seq_lengths), (3, 20), name="seq_lengths")
-    assert_equal(tuple(got.BLOCK_SIZE), (2, 4), name="BLOCK_SIZE")
+    assert_equal(tuple(got.seq_lengths), (3, 20), name="the field seq_lengths")
+    assert_equal(tuple(got.BLOCK_SIZE), (2, 4), name="the field BLOCK_SIZE")
 
 
-@check("convert_block_mask", mistake="translate the indices of partial blocks into pages; their number stays")
+@check("convert_block_mask", mistake="look the indices of partial blocks up in the table; their counts are unchanged")
 def test_partial_blocks(hw: Homework) -> None:
     assert_lists(*convert(hw, [6, 3, 9], page_size=4, num_pages=8), "")
 
 
-@check("convert_block_mask", mistake="full blocks have lists of their own, which must be translated, too")
+@check("convert_block_mask", mistake="full blocks have lists of their own, which must be converted, too")
 def test_full_blocks(hw: Homework) -> None:
     assert_lists(*convert(hw, [6, 3, 14], page_size=4, num_pages=9), "full_")
 
@@ -757,7 +759,7 @@ def test_a_wide_mask(hw: Homework) -> None:
 def test_parts_of_pages(hw: Homework) -> None:
     for parts in (2, 4):
         converted = convert(hw, [6, 3, 14], page_size=4, num_pages=9, parts=parts)
-        assert_equal(tuple(converted[1].seq_lengths), (3, 36), name="seq_lengths")
+        assert_equal(tuple(converted[1].seq_lengths), (3, 36), name="the field seq_lengths")
         assert_lists(*converted, "", parts)
         assert_lists(*converted, "full_", parts)
 
@@ -873,21 +875,27 @@ def assert_compact(hw: Homework, num_pages: int, rows: dict[int, list[int]], gua
         content[new] = content[old]
     n = len(used)
     after = [table.pages(row).tolist() for row in owners]
-    assert_equal(sorted({page for pages in after for page in pages}), list(range(n)), name=f"the pages in use{before}")
+    assert_equal(
+        sorted({page for pages in after for page in pages}), list(range(n)), name=f"the list of pages in use{before},"
+    )
     for keys, pages in zip(read, after, strict=True):
-        assert_equal([content[page] for page in pages], keys, name=f"what a row reads after the copies {pairs}{before}")
+        assert_equal(
+            [content[page] for page in pages], keys, name=f"what a row reads after the copies {pairs}{before},"
+        )
     moving = sum(page >= n for page in used)
     assert len(pairs) == moving, f"{len(pairs)} pages move, and only {moving} are behind the first {n}{before}"
     counted = Counter(page for pages in after for page in pages)
-    assert_equal(table.refcounts.tolist(), [counted[page] for page in range(num_pages)], name=f"refcounts{before}")
-    assert_equal(table.num_free_rows, free_rows, name=f"the number of free rows{before}")
-    assert_equal(table.num_free_pages, num_pages - n, name=f"num_free_pages{before}")
+    assert_equal(
+        table.refcounts.tolist(), [counted[page] for page in range(num_pages)], name=f"the field refcounts{before},"
+    )
+    assert_equal(table.num_free_rows, free_rows, name=f"the number of free rows{before},")
+    assert_equal(table.num_free_pages, num_pages - n, name=f"the field num_free_pages{before},")
     for _, new in pairs:
         assert table.generation[new] > generation[new], f"the generation of page {new} is unchanged{before}"
     probe = copy.deepcopy(table)
     row = probe.allocate()
     probe.take(np.array([row]), np.array([num_pages - n]))
-    assert_equal(sorted(probe.pages(row).tolist()), list(range(n, num_pages)), name=f"the free pages{before}")
+    assert_equal(sorted(probe.pages(row).tolist()), list(range(n, num_pages)), name=f"the list of free pages{before},")
 
 
 @check("compact", mistake="pages that are among the first n stay where they are, and nothing changes")
@@ -897,7 +905,7 @@ def test_nothing_to_move(hw: Homework) -> None:
     assert_compact(hw, 3, {0: [], 1: [0, 1, 2]})
 
 
-@check("compact", mistake="a page from behind moves into the gap: its row has the new page, and the pair is (old, new)")
+@check("compact", mistake="a page behind the first n moves into the gap; its row gets the new page; return (old, new)")
 def test_one_gap(hw: Homework) -> None:
     assert_compact(hw, 5, {1: [0], 2: [2]})
     assert_compact(hw, 9, {0: [0, 1], 1: [4]})
@@ -908,7 +916,7 @@ def test_order_of_positions(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [7, 1, 5], 2: [8, 0]})
 
 
-@check("compact", mistake="only pages behind the first n move: to renumber all of them copies too much")
+@check("compact", mistake="only pages behind the first n move: renumbering all of them copies too much")
 def test_as_few_as_possible(hw: Homework) -> None:
     assert_compact(hw, 8, {0: [6, 2], 3: [1, 3]})
 
@@ -918,7 +926,7 @@ def test_shared_pages_move_once(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [8, 7, 1], 1: [8, 7], 4: [8, 3]})
 
 
-@check("compact", mistake="change the table through its methods: here its arrays can only be read")
+@check("compact", mistake="change the table through its methods: here its arrays are read-only")
 def test_through_the_methods(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [8, 7, 1], 1: [8, 7], 4: [6, 3]}, guarded=True)
 

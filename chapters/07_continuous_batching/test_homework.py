@@ -1,4 +1,4 @@
-"""Grader of chapter 07. Its oracles hand out tokens and pages one at a time, and a cache that remembers every key."""
+"""Grader of chapter 07. Its oracles allocate tokens and pages one at a time; its cache records every key."""
 
 import copy
 import random
@@ -32,10 +32,10 @@ EXERCISES = [
         difficulty=2,
         part="share_budget",
         hints=(
-            "Which requests are served before any other? Subtract what they take from the budget before you look at "
+            "Which requests are served before all others? Subtract what they take from the budget before you look at "
             "the first prompt.",
-            "A prompt gets what the prompts in front of it leave, but at most its own length and at least 0. What the "
-            "prompts in front of it take is a sum over all earlier prompts: np.cumsum, minus the prompt itself.",
+            "A prompt gets what the prompts before it leave, but at most its own length and at least 0. What the "
+            "prompts before it take is a cumulative sum: np.cumsum, minus the prompt itself.",
             "decodes = pending == 1; prompts = np.where(decodes, 0, pending); left = budget - decodes.sum(); each "
             "prompt gets np.clip(left - (np.cumsum(prompts) - prompts), 0, prompts), each decode 1.",
         ),
@@ -47,8 +47,8 @@ EXERCISES = [
         difficulty=1,
         part="admit",
         hints=(
-            "Three things may be missing: a row, pages, tokens of the budget. Which of them may be given in part?",
-            "Pages must suffice for the whole request, and tokens for one: a prompt may be cut into chunks.",
+            "Rows, pages and tokens of the budget can run short. Which of them may be granted in part?",
+            "Pages must suffice for all its tokens. One token of the budget is enough: prompts are computed in chunks.",
             "0 if free_rows < 1 or num_pages > free_pages, else min(num_tokens, budget), which must not be negative.",
         ),
     ),
@@ -59,10 +59,10 @@ EXERCISES = [
         difficulty=1,
         part="preempt",
         hints=(
-            "The three arguments each have to forget or learn something. Which row belongs to the newest request? Row "
-            "numbers say nothing about age.",
-            "running.order[-1] is the row. running.leave(row) returns the request, page_table.release(row) returns the "
-            "row and counts the owners of its pages down. The request is older than all that wait.",
+            "Each of the three arguments has to change. Which row belongs to the newest request? The number of a row "
+            "says nothing about age.",
+            "running.order[-1] is the row. running.leave(row) returns the request, and page_table.release(row) frees "
+            "the row and decrements the refcounts of its pages. The request is older than all that wait.",
             "row = int(running.order[-1]); request = running.leave(row); page_table.release(row); waiting[request] = "
             "None; waiting.move_to_end(request, last=False); return request.",
         ),
@@ -74,12 +74,11 @@ EXERCISES = [
         difficulty=3,
         part="schedule",
         hints=(
-            "Write the step first for a pool that is never too small: ask for the pending tokens, share the budget, "
-            "reserve, admit, sort. Then ask: what has changed after `reserve` returned False and a request was "
-            "preempted?",
-            "After a preemption everything has to be asked again, so the first half is a loop that ends when `reserve` "
-            "succeeds. Before you preempt inside it, look at has_tokens_in_flight. Whether anything was preempted "
-            "decides whether the second half admits.",
+            "First write the step for a pool that is never too small: get the pending tokens, share the budget, "
+            "reserve, admit, sort. Then consider what changes when `reserve` returns False and a request is preempted.",
+            "A preemption changes the pending tokens and their shares, so the first half is a loop that ends "
+            "when `reserve` succeeds. Inside the loop, check has_tokens_in_flight before you preempt. The second half "
+            "admits only if nothing was preempted.",
             "while True: rows, pending = scheduler.pending(); num_new = scheduler.parts.share_budget(pending, "
             "scheduler.budget); keep the rows with num_new > 0; if scheduler.reserve(rows, num_new): break; if "
             "scheduler.running.has_tokens_in_flight: return None; preempted.append(scheduler.preempt()). Then, if "
@@ -95,8 +94,8 @@ EXERCISES = [
         part="match_prefix",
         hints=(
             "Walk down the tree: where do you start, and what is the parent of the second page?",
-            "For each full page of the prompt look up its bytes among the children of the page found before, and stop "
-            "at the first that is missing. `children` may have no entry for a parent.",
+            "For each full page of the prompt, look up its bytes among the children of the previous page, and stop at "
+            "the first page that is missing. `children` may have no entry for a parent.",
             "parent = ROOT; for end in range(page_size, len(token_ids) + 1, page_size): page = children.get(parent, "
             "{}).get(token_ids[end - page_size : end].tobytes()); stop if it is None; append it; parent = page.",
         ),
@@ -108,10 +107,10 @@ EXERCISES = [
         difficulty=2,
         part="copy_on_write",
         hints=(
-            "Which pages of the row do the tokens first to end - 1 fall into? Token `end` is not written. Of these, "
-            "only the pages with more than one owner matter.",
+            "Into which pages of the row do the tokens first to end - 1 fall? Token `end` is not written. Of these "
+            "pages only those with more than one owner matter.",
             "The pages that are written have the indices first // page_size to (end - 1) // page_size. table.replace "
-            "takes such an index, counts the owners, and returns the pair.",
+            "takes such an index, updates the refcounts and returns the pair.",
             "for index in range(first // table.page_size, (end - 1) // table.page_size + 1): if "
             "table.refcounts[table.pages(row)[index]] > 1: collect table.replace(row, index).",
         ),
@@ -137,10 +136,9 @@ EXERCISES = [
         difficulty=3,
         challenge=True,
         hints=(
-            "Two beams swap: parents = [1, 0]. Both rows must own both beams' pages for a moment. Which method gives a "
-            "row more pages, and which takes pages from its front?",
-            "First let every row own its parent's pages as well, behind its own. When all rows have them, return each "
-            "row's old pages.",
+            "Suppose two beams swap: parents = [1, 0]. For a moment both rows must own the pages of both beams. Which "
+            "method appends pages to a row, and which removes pages from its front?",
+            "First append the parent's pages to every row. Then remove the old pages from the front of each row.",
             "before = [table.pages(row).copy() for row in rows]; for each row and parent: table.share(row, "
             "before[parent]); then for each row: table.drop_front(row, the number of pages that it had before).",
         ),
@@ -358,8 +356,8 @@ class Server:
             for position in range(first, end):
                 seen.append(self.memory[self.slot(row, position)])
                 assert seen[-1] == stamps[position], (
-                    f"{self.when}request {request.request_id} attends to position {position}, and the key there is "
-                    "not its own"
+                    f"{self.when}request {request.request_id} attends to position {position}, but the key there is "
+                    "another request's"
                 )
             if end == running.num_scheduled[row]:
                 text.append(token_after(seen if self.window is None else seen[-self.window :]))
@@ -577,20 +575,22 @@ def test_a_mixed_step(hw: Homework) -> None:
     assert_shares(hw, [1, 3], 8, [1, 3])
 
 
-@check("share_budget", mistake="a decode gets its token wherever it stands: set it aside before older prompts take all")
+@check(
+    "share_budget", mistake="a decode gets its token wherever it is: set it aside before older prompts take the budget"
+)
 def test_a_decode_behind_a_prompt(hw: Homework) -> None:
     assert_shares(hw, [20, 1, 1], 8, [6, 1, 1])
     assert_shares(hw, [1, 20, 1], 8, [1, 6, 1])
 
 
-@check("share_budget", mistake="the older prompt takes all that it can use before the next one gets a token")
+@check("share_budget", mistake="the older prompt is completed before the next one gets a token")
 def test_prompts_in_order_of_age(hw: Homework) -> None:
     assert_shares(hw, [5, 7], 10, [5, 5])
     assert_shares(hw, [9, 3], 10, [9, 1])
     assert_shares(hw, [5, 1, 7, 1], 8, [5, 1, 1, 1])
 
 
-@check("share_budget", mistake="a prompt for which nothing is left gets 0: not one token, and not a negative number")
+@check("share_budget", mistake="a prompt for which nothing is left gets 0, not one token and not a negative number")
 def test_nothing_left(hw: Homework) -> None:
     assert_shares(hw, [5, 7, 4], 10, [5, 5, 0])
     assert_shares(hw, [1, 9, 1], 3, [1, 1, 1])
@@ -602,7 +602,7 @@ def test_no_requests(hw: Homework) -> None:
     assert_shares(hw, [], 4, [])
 
 
-@check("share_budget", mistake="some mixture goes wrong that the checks before did not try")
+@check("share_budget", mistake="a mixture that the earlier checks did not try goes wrong")
 def test_random_mixtures(hw: Homework) -> None:
     rng = random.Random(1)
     for _ in range(300):
@@ -611,12 +611,12 @@ def test_random_mixtures(hw: Homework) -> None:
         assert_shares(hw, pending, budget, divide(pending, budget))
 
 
-@check("share_budget", mistake="under the engine's scheduler, with requests that come and go, a step goes wrong")
+@check("share_budget", mistake="in the engine's scheduler, with requests that arrive and finish, a step goes wrong")
 def test_share_budget_in_the_scheduler(hw: Homework) -> None:
     serve_at_random(replace(Parts(), share_budget=hw.share_budget))
 
 
-@check("share_budget", mistake="a model writes other tokens with your steps than alone")
+@check("share_budget", mistake="with your steps a model writes other tokens than for each request alone")
 def test_share_budget_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), share_budget=hw.share_budget)
     prompts = prompts_of(21, 3, 9, 5, 30)
@@ -636,7 +636,7 @@ def assert_admits(hw: Homework, tokens: int, pages: int, left: tuple[int, int, i
     assert_equal(got, expected, name=call)
 
 
-@check("admit", mistake="with room for all of it the whole request is computed: return its number of tokens")
+@check("admit", mistake="if there is room for the whole request, return its number of tokens")
 def test_room_for_all_of_it(hw: Homework) -> None:
     assert_admits(hw, 3, 1, (100, 100, 100), 3)
     assert_admits(hw, 100, 25, (100, 25, 1), 100)
@@ -647,31 +647,33 @@ def test_no_row_is_free(hw: Homework) -> None:
     assert_admits(hw, 3, 1, (100, 100, 0), 0)
 
 
-@check("admit", mistake="a request is admitted with all its pages or not at all, and may take the very last one")
+@check("admit", mistake="a request is admitted with all its pages or not at all, and it may take the last page")
 def test_pages_run_out(hw: Homework) -> None:
     assert_admits(hw, 9, 3, (100, 2, 4), 0)
     assert_admits(hw, 9, 3, (100, 3, 4), 9)
     assert_admits(hw, 9, 3, (100, -1, 4), 0)
 
 
-@check("admit", mistake="a request that shares all its pages needs none, unless fewer than none may be given away")
+@check(
+    "admit", mistake="a request that needs no page is admitted even if none is free, but not if free_pages is negative"
+)
 def test_no_page_is_needed(hw: Homework) -> None:
     assert_admits(hw, 2, 0, (100, 0, 4), 2)
     assert_admits(hw, 2, 0, (100, -1, 4), 0)
 
 
-@check("admit", mistake="a prompt longer than the budget is admitted all the same: it begins with a chunk")
+@check("admit", mistake="a prompt longer than the budget is admitted all the same: it starts with a chunk")
 def test_a_long_prompt_begins_with_a_chunk(hw: Homework) -> None:
     assert_admits(hw, 20, 5, (8, 10, 4), 8)
     assert_admits(hw, 20, 5, (1, 10, 4), 1)
 
 
-@check("admit", mistake="without a token of the budget it has to wait: 0")
+@check("admit", mistake="if no token of the budget is left, the request has to wait: 0")
 def test_no_token_is_left(hw: Homework) -> None:
     assert_admits(hw, 3, 1, (0, 10, 4), 0)
 
 
-@check("admit", mistake="some request goes wrong that the checks before did not try")
+@check("admit", mistake="a request that the earlier checks did not try goes wrong")
 def test_random_requests(hw: Homework) -> None:
     rng = random.Random(2)
     for _ in range(300):
@@ -684,7 +686,7 @@ def test_random_requests(hw: Homework) -> None:
         assert_admits(hw, tokens, pages, (budget, free_pages, free_rows), want)
 
 
-@check("admit", mistake="under the engine's scheduler, with requests that come and go, a step goes wrong")
+@check("admit", mistake="in the engine's scheduler, with requests that arrive and finish, a step goes wrong")
 def test_admit_in_the_scheduler(hw: Homework) -> None:
     serve_at_random(replace(Parts(), admit=hw.admit))
 
@@ -724,7 +726,7 @@ class Station:
         return self.running.order.tolist()
 
 
-@check("preempt", mistake="the newest request is the last of running.order: return it, and let it leave its row")
+@check("preempt", mistake="the newest request has the last row of running.order: return it, and let it leave its row")
 def test_the_newest_goes(hw: Homework) -> None:
     station = Station.full()
     got = station.preempt(hw)
@@ -736,7 +738,7 @@ def test_the_newest_goes(hw: Homework) -> None:
     assert station.running.row_of(got) is None, "the request still has a row in `running`"
 
 
-@check("preempt", mistake="the page table gets the request's pages and its row: page_table.release")
+@check("preempt", mistake="the row and its pages return to the page table: page_table.release")
 def test_its_pages_are_free(hw: Homework) -> None:
     station = Station.full()
     free_rows = station.table.num_free_rows
@@ -746,9 +748,7 @@ def test_its_pages_are_free(hw: Homework) -> None:
     assert_equal(contents(station.table, 3), [[3, 1, 6], [], [0, 4]], name="the list of all rows' pages")
 
 
-@check(
-    "preempt", mistake="a page that another row owns too is still in use: let page_table.release count its owners down"
-)
+@check("preempt", mistake="a page that another row shares is still in use: page_table.release decrements its refcount")
 def test_shared_pages_stay(hw: Homework) -> None:
     station = Station.full([(3, 1, 6), (0, 4, 2), (0, 4)])
     station.preempt(hw)
@@ -756,7 +756,7 @@ def test_shared_pages_stay(hw: Homework) -> None:
     assert_equal(free_pages(station.table), [2, 5], name="the list of free pages")
 
 
-@check("preempt", mistake="its output has been sent to the user: token_ids keeps every token")
+@check("preempt", mistake="its output has been sent to the user, so token_ids keeps every token")
 def test_it_keeps_its_tokens(hw: Homework) -> None:
     station = Station.full()
     request = station.requests[-1]
@@ -767,7 +767,7 @@ def test_it_keeps_its_tokens(hw: Homework) -> None:
     assert request.finish_reason is None, "its finish_reason is set, and it has not ended"
 
 
-@check("preempt", mistake="all waiting requests arrived later: it waits in front of them")
+@check("preempt", mistake="all waiting requests arrived later, so it waits in front of them")
 def test_it_waits_first(hw: Homework) -> None:
     station = Station.full()
     new, (later,) = station.requests[-1], station.waiting
@@ -777,7 +777,7 @@ def test_it_waits_first(hw: Homework) -> None:
     assert all(value is None for value in station.waiting.values()), "the values of `waiting` should be None"
 
 
-@check("preempt", mistake="preempting several in a row mixes up their order, or loses pages")
+@check("preempt", mistake="several preemptions in a row change the order by age, or lose pages")
 def test_one_after_the_other(hw: Homework) -> None:
     rng = random.Random(3)
     for _ in range(30):
@@ -793,14 +793,14 @@ def test_one_after_the_other(hw: Homework) -> None:
             assert_pages(station.table, station.rows)
 
 
-@check("preempt", mistake="under the engine's scheduler, in pools that are too small, something goes wrong")
+@check("preempt", mistake="in the engine's scheduler, in pools that are too small, a request or a page goes wrong")
 def test_preempt_in_the_scheduler(hw: Homework) -> None:
     run = serve_at_random(replace(Parts(), preempt=hw.preempt), rounds=30)
     assert run.preemptions > 15, "the pools were large enough for all"
     serve_at_random(replace(Parts(), preempt=hw.preempt), prefix_sharing=True)
 
 
-@check("preempt", mistake="a model writes other tokens after a preemption than alone")
+@check("preempt", mistake="after a preemption a model writes other tokens than for the request alone")
 def test_preempt_with_a_model(hw: Homework) -> None:
     engine = assert_tokens_of_a_model(replace(Parts(), preempt=hw.preempt), prompts_of(9, 6, 11, 8), num_pages=9)
     assert engine.metrics.preemptions >= 2, "the pool was large enough for all"
@@ -901,18 +901,18 @@ def assert_step(
     return step
 
 
-@check("schedule", mistake="running requests that decode are in the step with a token each, in pages that are reserved")
+@check("schedule", mistake="running requests that decode get one token each, in pages that are reserved")
 def test_two_decodes(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(6, 5), (9, 8)]), [("0", 1), ("1", 1)])
 
 
-@check("schedule", mistake="waiting requests are admitted when there is room, and are in the step at once")
+@check("schedule", mistake="waiting requests are admitted when there is room, and this step computes them")
 def test_waiting_requests_are_admitted(hw: Homework) -> None:
     assert_step(hw, scheduler_with(waiting=[5]), [("0", 5)], admitted="0")
     assert_step(hw, scheduler_with(waiting=[2, 5]), [("0", 2), ("1", 5)], admitted="01")
 
 
-@check("schedule", mistake="with nothing to compute the step is empty: a Schedule with empty arrays, not None")
+@check("schedule", mistake="if there is nothing to compute, return a Schedule with empty arrays, not None")
 def test_nothing_to_do(hw: Homework) -> None:
     assert_step(hw, scheduler_with(), [])
 
@@ -923,13 +923,15 @@ def test_newcomers_get_what_is_left(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(12, 4)], waiting=[3]), [("0", 8)])
 
 
-@check("schedule", mistake="a request whose share is 0 is not in the step: StepBatch needs at least one token of each")
+@check(
+    "schedule", mistake="a request whose share is 0 is not in the step: StepBatch needs at least one token per request"
+)
 def test_a_prompt_that_has_to_wait(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(12, 0), (9, 0)]), [("0", 8)])
     assert_step(hw, scheduler_with([(12, 4), (9, 0), (6, 5)]), [("2", 1), ("0", 7)])
 
 
-@check("schedule", mistake="requests with one new token come first, then the others, and each group is in order of age")
+@check("schedule", mistake="requests with one new token come first, then the others; each group is in order of age")
 def test_decodes_come_first(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(8, 5), (6, 5), (7, 5), (9, 8)]), [("1", 1), ("3", 1), ("0", 3), ("2", 2)])
     # A prompt of one token, or a chunk of one, counts as a decode.
@@ -945,13 +947,13 @@ def test_the_last_token_is_on_its_way(hw: Homework) -> None:
     assert_step(hw, scheduler, [("1", 1)])
 
 
-@check("schedule", mistake="if pages are short, the newest running request is preempted, and is not in the step")
+@check("schedule", mistake="if pages are missing, the newest running request is preempted, and is not in the step")
 def test_the_newest_gives_its_pages(hw: Homework) -> None:
     # Request 0 begins a third page. The pool has 4 pages, and all are in use.
     assert_step(hw, scheduler_with([(9, 8), (6, 5)], num_pages=4), [("0", 1)], preempted="1")
 
 
-@check("schedule", mistake="preempt the newest again and again until the pages suffice, and no longer")
+@check("schedule", mistake="preempt the newest request repeatedly until the pages suffice, and no longer")
 def test_as_many_as_necessary(hw: Homework) -> None:
     # Three requests need a page each. After 4 and 3 have left, two pages are free for 0 and 2, and 1 needs none.
     full = [(9, 8), (7, 6), (5, 4), (5, 4), (3, 2)]
@@ -959,14 +961,14 @@ def test_as_many_as_necessary(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(9, 8), (9, 8), (3, 2)], num_pages=5), [("0", 1)], preempted="21")
 
 
-@check("schedule", mistake="the request that needs the page may itself be the newest: then it is preempted")
+@check("schedule", mistake="the request that needs the page may itself be the newest, and then it is preempted")
 def test_the_newest_itself_needs_the_page(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(7, 6), (5, 4)], num_pages=3), [("0", 1)], preempted="1")
 
 
 @check(
     "schedule",
-    mistake="after a preemption the budget is divided anew: what the preempted request would have taken is free",
+    mistake="after a preemption the budget is divided again: the tokens of the preempted request are free",
 )
 def test_the_budget_is_divided_anew(hw: Homework) -> None:
     # Request 1 decodes, so request 0 gets 7 of 8 tokens. Those need two pages, and one is free. Without request 1 it
@@ -974,7 +976,7 @@ def test_the_budget_is_divided_anew(hw: Homework) -> None:
     assert_step(hw, scheduler_with([(20, 4), (4, 3)], num_pages=3), [("0", 8)], preempted="1")
 
 
-@check("schedule", mistake="in a step that preempts nothing is admitted: the pool is too small already")
+@check("schedule", mistake="a step that preempts a request admits none: the pool is too small already")
 def test_no_admission_after_a_preemption(hw: Homework) -> None:
     scheduler = scheduler_with([(9, 8), (6, 5)], waiting=[3], num_pages=4)
     admit, budgets = scheduler.admit, []
@@ -990,9 +992,7 @@ def test_no_admission_after_a_preemption(hw: Homework) -> None:
     )
 
 
-@check(
-    "schedule", mistake="while sampled tokens are on the device nothing is preempted: return None and change nothing"
-)
+@check("schedule", mistake="while sampled tokens are on the device, preempt nothing: return None and change nothing")
 def test_tokens_on_the_device(hw: Homework) -> None:
     scheduler = scheduler_with([(9, 8), (6, 5)], waiting=[3], num_pages=4, in_flight=[0])
     pages = contents(scheduler.page_table, 6)
@@ -1004,7 +1004,7 @@ def test_tokens_on_the_device(hw: Homework) -> None:
     assert_equal([request.request_id for request in scheduler.waiting], ["2"], name="the queue of waiting requests")
 
 
-@check("schedule", mistake="tokens on the device stop only a preemption: with enough pages the step goes ahead")
+@check("schedule", mistake="tokens on the device prevent only a preemption: with enough pages the step proceeds")
 def test_tokens_on_the_device_and_enough_pages(hw: Homework) -> None:
     scheduler = scheduler_with([(9, 8), (6, 5)], waiting=[3], num_pages=9, in_flight=[0, 1])
     assert_step(hw, scheduler, [("0", 1), ("1", 1), ("2", 3)], admitted="2")
@@ -1066,7 +1066,7 @@ def expected_step(
     return sorted(work, key=lambda pair: pair[1] > 1), admitted, preempted
 
 
-@check("schedule", mistake="some state of the queues and the pool goes wrong that the checks before did not try")
+@check("schedule", mistake="a state of queues and pool that the earlier checks did not try goes wrong")
 def test_random_states(hw: Homework) -> None:
     rng, met = random.Random(6), Counter[str]()
     for _ in range(300):
@@ -1096,28 +1096,28 @@ def test_random_states(hw: Homework) -> None:
     assert min(met["None"], met["admitted"], met["preempted"]) > 15
 
 
-@check("schedule", mistake="requests that come and go are not served as they are alone, or some are never served")
+@check("schedule", mistake="with requests that arrive and finish, some write other tokens than alone, or never finish")
 def test_schedule_serves_requests(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     run = serve_at_random(parts, rounds=30)
     assert run.preemptions > 15, "the pools were large enough for all"
 
 
-@check("schedule", mistake="with steps launched ahead of the results, requests are not served as they are alone")
+@check("schedule", mistake="at pipeline depth 1, some requests write other tokens than alone")
 def test_schedule_serves_requests_ahead_of_the_results(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     run = serve_at_random(parts, rounds=30, depth=1)
     assert run.drained > 15 and run.preemptions > 5, "the pools were large enough for all"
 
 
-@check("schedule", mistake="with windows or shared prefixes, requests are not served as they are alone")
+@check("schedule", mistake="with windows or shared prefixes, some requests write other tokens than alone")
 def test_schedule_with_windows_and_shared_prefixes(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     for window, depth in ((None, 0), (3, 1)):
         serve_at_random(parts, window=window, prefix_sharing=True, depth=depth)
 
 
-@check("schedule", mistake="a model writes other tokens with your schedule than alone")
+@check("schedule", mistake="with your schedule a model writes other tokens than for each request alone")
 def test_schedule_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     for depth in (0, 1):
@@ -1153,32 +1153,32 @@ def assert_match(
     assert_equal(list(got), expected, name=known)
 
 
-@check("match_prefix", mistake="the tokens' bytes are looked up among the children of ROOT; return the page in a list")
+@check("match_prefix", mistake="look up the tokens' bytes among the children of ROOT, and return the page in a list")
 def test_one_page(hw: Homework) -> None:
     assert_match(hw, [[5, 6], [7, 8]], [7, 8], [1])
     assert_match(hw, [[5, 6]], [6, 5], [])
 
 
-@check("match_prefix", mistake="the children of one page are looked up under that page, and not under ROOT")
+@check("match_prefix", mistake="look up the children of a page under that page, not under ROOT")
 def test_a_chain(hw: Homework) -> None:
     assert_match(hw, [[5, 6, 7, 8, 9, 9]], [5, 6, 7, 8, 9, 9], [0, 1, 2])
     assert_match(hw, [[5, 6, 7, 8], [1, 2, 7, 8]], [1, 2, 7, 8], [2, 3])
 
 
-@check("match_prefix", mistake="a page that nothing follows has no entry in `children`, and an empty tree has no ROOT")
+@check("match_prefix", mistake="a page that no page follows has no entry in `children`, and an empty tree has no ROOT")
 def test_missing_entries(hw: Homework) -> None:
     assert_match(hw, [[5, 6]], [5, 6, 7, 8], [0])
     assert_match(hw, [], [5, 6], [])
 
 
-@check("match_prefix", mistake="the chain ends at the first page that differs; what comes after it may not be shared")
+@check("match_prefix", mistake="the chain ends at the first page that differs; pages after it must not be shared")
 def test_the_first_difference_ends_it(hw: Homework) -> None:
     assert_match(hw, [[5, 6, 7, 8, 9, 9]], [5, 6, 7, 7, 9, 9], [0])
     assert_match(hw, [[5, 6, 7, 8], [7, 8]], [7, 8, 7, 8], [2])
     assert_match(hw, [[5, 6, 7, 8]], [7, 8], [])
 
 
-@check("match_prefix", mistake="a page that the prompt fills only in part is no match: its tokens are fewer")
+@check("match_prefix", mistake="a page that the prompt fills only in part is no match")
 def test_only_full_pages(hw: Homework) -> None:
     assert_match(hw, [[5, 6, 7, 8]], [5, 6, 7], [0])
     assert_match(hw, [[5, 6, 7, 8]], [5], [])
@@ -1191,7 +1191,7 @@ def test_the_last_full_page(hw: Homework) -> None:
     assert_match(hw, [[1, 2, 3, 4, 5, 6]], [1, 2, 3, 4, 5, 6, 7], [0, 1], page_size=3)
 
 
-@check("match_prefix", mistake="some tree goes wrong that the checks before did not try")
+@check("match_prefix", mistake="a tree that the earlier checks did not try goes wrong")
 def test_random_trees(hw: Homework) -> None:
     rng = random.Random(8)
     for _ in range(300):
@@ -1251,13 +1251,13 @@ def test_the_number_of_lookups(hw: Homework) -> None:
     assert Siblings.lookups <= 500, f"100 pages were found with {Siblings.lookups:,} look-ups in `children`"
 
 
-@check("match_prefix", mistake="under the engine's scheduler, with requests that begin alike, something goes wrong")
+@check("match_prefix", mistake="in the engine's scheduler, with common prefixes, a request or a page goes wrong")
 def test_match_prefix_in_the_scheduler(hw: Homework) -> None:
     run = serve_at_random(replace(Parts(), match_prefix=hw.match_prefix), prefix_sharing=True)
     assert run.shared > 50, f"in 20 runs only {run.shared} tokens were shared"
 
 
-@check("match_prefix", mistake="a model writes other tokens from shared pages than from its own")
+@check("match_prefix", mistake="with shared pages a model writes other tokens than without")
 def test_match_prefix_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), match_prefix=hw.match_prefix)
     prompts = prompts_of(3, 5, 2, 7, common=10)
@@ -1286,7 +1286,7 @@ def assert_copied(
     return table
 
 
-@check("copy_on_write", mistake="a page with one owner is written in place: there is nothing to copy, and that is []")
+@check("copy_on_write", mistake="a page with one owner is written in place: there is nothing to copy, so return []")
 def test_own_pages(hw: Homework) -> None:
     table = assert_copied(hw, [[3, 1]], 0, (4, 6), [])
     assert_pages(table, [0])
@@ -1301,33 +1301,34 @@ def test_a_shared_page(hw: Homework) -> None:
 
 
 @check(
-    "copy_on_write", mistake="the shared page has one owner fewer, and the new page has one: table.replace counts them"
+    "copy_on_write",
+    mistake="the shared page loses an owner, and the new page has one: table.replace updates both refcounts",
 )
 def test_owners_are_counted(hw: Homework) -> None:
     table = assert_copied(hw, [[3], [3]], 1, (2, 3), [0])
     assert_pages(table, [0, 1])
 
 
-@check("copy_on_write", mistake="shared pages in front of the tokens that are written are only read: they stay shared")
+@check("copy_on_write", mistake="shared pages before the tokens that are written are only read, so they stay shared")
 def test_pages_before_stay(hw: Homework) -> None:
     table = assert_copied(hw, [[3, 1, 2], [3, 1, 2]], 0, (9, 10), [2])
     assert_pages(table, [0, 1])
 
 
-@check("copy_on_write", mistake="token `end` is not written: if it begins a page, that page is left alone")
+@check("copy_on_write", mistake="token `end` is not written: if it starts a page, that page is unchanged")
 def test_end_is_not_written(hw: Homework) -> None:
     assert_copied(hw, [[3, 1, 2], [3, 1, 2]], 1, (5, 8), [1])
     assert_copied(hw, [[3, 1, 2], [3, 1, 2]], 1, (5, 9), [1, 2])
     assert_copied(hw, [[3, 1, 2], [3, 1, 2]], 1, (4, 8), [1])
 
 
-@check("copy_on_write", mistake="of the pages that are written only the shared ones are copied")
+@check("copy_on_write", mistake="of the pages that are written, only the shared ones are copied")
 def test_shared_and_own_pages(hw: Homework) -> None:
     table = assert_copied(hw, [[3, 1], [3, 1, 2, 0]], 1, (5, 15), [1])
     assert_pages(table, [0, 1])
 
 
-@check("copy_on_write", mistake="of three owners one leaves: two are left, and they still share")
+@check("copy_on_write", mistake="when one of three owners gets a copy, the other two still share the old page")
 def test_three_owners_part(hw: Homework) -> None:
     table = assert_copied(hw, [[3], [3], [3]], 0, (1, 2), [0])
     assert_equal(int(table.refcounts[3]), 2, name="the number of owners of the old page")
@@ -1342,7 +1343,7 @@ def test_the_last_free_page(hw: Homework) -> None:
     assert_copied(hw, [[0, 1, 2, 3]], 0, (0, 16), [], num_pages=4)
 
 
-@check("copy_on_write", mistake="after many shares and writes a row reads what another one wrote")
+@check("copy_on_write", mistake="after many shares and writes a row reads what another row wrote")
 def test_each_row_reads_what_it_wrote(hw: Homework) -> None:
     rng = random.Random(5)
     for _ in range(30):
@@ -1378,13 +1379,13 @@ def test_each_row_reads_what_it_wrote(hw: Homework) -> None:
             assert_pages(table, list(texts))
 
 
-@check("copy_on_write", mistake="under the engine's scheduler, with requests that begin alike, something goes wrong")
+@check("copy_on_write", mistake="in the engine's scheduler, with common prefixes, a request or a page goes wrong")
 def test_copy_on_write_in_the_scheduler(hw: Homework) -> None:
     run = serve_at_random(replace(Parts(), copy_on_write=hw.copy_on_write), prefix_sharing=True, rounds=40)
     assert run.copied > 5, f"only {run.copied} pages were copied"
 
 
-@check("copy_on_write", mistake="a model writes other tokens from shared pages than from its own")
+@check("copy_on_write", mistake="with shared pages a model writes other tokens than without")
 def test_copy_on_write_with_a_model(hw: Homework) -> None:
     prompts = prompts_of(3, 3, 2, common=10)
     engine = assert_tokens_of_a_model(
@@ -1415,44 +1416,48 @@ def assert_evicted(
     assert (computed.tolist(), evicted.tolist()) == before, f"{call} changes its arguments; they belong to the caller"
 
 
-@check("pages_to_evict", mistake="a window that is not full hides nothing: 0 pages, not a negative number")
+@check("pages_to_evict", mistake="a window that is not full hides nothing: return 0 pages, not a negative number")
 def test_nothing_is_hidden(hw: Homework) -> None:
     assert_evicted(hw, [(6, 0)], 100, [0])
     assert_evicted(hw, [(0, 0)], 1, [0])
 
 
-@check("pages_to_evict", mistake="a key that the window still holds must stay, and its page with it")
+@check("pages_to_evict", mistake="a key inside the window must stay, and its page with it")
 def test_a_page_in_part_stays(hw: Homework) -> None:
     assert_evicted(hw, [(6, 0)], 4, [0])  # positions 3 to 6 are seen, and 3 is in the first page
     assert_evicted(hw, [(9, 0)], 3, [1])  # positions 7 to 9 are seen, and 7 is in the second page
 
 
-@check("pages_to_evict", mistake="the query at q sees q - window + 1 to q: the page that ends just before that goes")
+@check(
+    "pages_to_evict", mistake="the query at q sees q - window + 1 to q: a page that ends just before can be returned"
+)
 def test_the_first_page_goes(hw: Homework) -> None:
     assert_evicted(hw, [(7, 0)], 4, [1])  # positions 4 to 7 are seen
     assert_evicted(hw, [(4, 0)], 1, [1])  # position 4 alone is seen, and its page is not written yet
 
 
-@check("pages_to_evict", mistake="return the number of pages, several if a prompt was long, and not the number of keys")
+@check("pages_to_evict", mistake="return the number of pages (several after a long prompt), not the number of keys")
 def test_several_pages(hw: Homework) -> None:
     assert_evicted(hw, [(13, 0)], 6, [2])
     assert_evicted(hw, [(40, 0)], 1, [10])
 
 
-@check("pages_to_evict", mistake="the row's first page begins at num_evicted: those before it were returned already")
+@check(
+    "pages_to_evict", mistake="the row's first page starts at num_evicted: the pages before it were returned already"
+)
 def test_the_row_begins_later(hw: Homework) -> None:
     assert_evicted(hw, [(13, 8)], 6, [0])
     assert_evicted(hw, [(17, 8)], 6, [1])
     assert_evicted(hw, [(9, 8)], 6, [0])  # the window begins before the row does
 
 
-@check("pages_to_evict", mistake="the arrays hold several requests, and each has its own numbers")
+@check("pages_to_evict", mistake="the arrays have one entry per request, and each request has its own numbers")
 def test_several_requests(hw: Homework) -> None:
     assert_evicted(hw, [(13, 8), (13, 0), (2, 0), (17, 8)], 6, [0, 2, 0, 1])
     assert_evicted(hw, [], 6, [])
 
 
-@check("pages_to_evict", mistake="some request goes wrong that the checks before did not try")
+@check("pages_to_evict", mistake="a request that the earlier checks did not try goes wrong")
 def test_random_requests_with_a_window(hw: Homework) -> None:
     rng = random.Random(6)
     for _ in range(300):
@@ -1470,7 +1475,7 @@ def test_random_requests_with_a_window(hw: Homework) -> None:
         assert_evicted(hw, requests, window, want, size)
 
 
-@check("pages_to_evict", mistake="under the engine's scheduler, a key is missing, or a page too many is held")
+@check("pages_to_evict", mistake="in the engine's scheduler a key is missing, or a request holds too many pages")
 def test_pages_to_evict_in_the_scheduler(hw: Homework) -> None:
     parts = replace(Parts(), pages_to_evict=hw.pages_to_evict)
     for window in (1, 3, 7):
@@ -1479,7 +1484,7 @@ def test_pages_to_evict_in_the_scheduler(hw: Homework) -> None:
     assert run.most_pages <= 3, f"a window of 8 keys fills 3 pages of 4 at most, and {run.most_pages} were held"
 
 
-@check("pages_to_evict", mistake="a model writes other tokens than with all its pages")
+@check("pages_to_evict", mistake="a model writes other tokens than without eviction")
 def test_pages_to_evict_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), pages_to_evict=hw.pages_to_evict)
     options = {"num_pages": 60, "max_num_batched_tokens": 8, "sliding_window": 6}
@@ -1506,7 +1511,7 @@ def assert_beams(hw: Homework, rows: list[list[int]], beams: list[int], parents:
 
 @check(
     "reorder_beams",
-    mistake="a beam that continues itself keeps its pages: give a row its new pages before it returns the old ones",
+    mistake="a beam that continues itself keeps its pages: append the new pages before you remove the old ones",
 )
 def test_nothing_changes(hw: Homework) -> None:
     assert_beams(hw, [[3, 1], [4, 0]], [0, 1], [0, 1])
@@ -1535,7 +1540,7 @@ def test_beams_of_different_lengths(hw: Homework) -> None:
     assert_beams(hw, [[3], [4, 0, 7]], [0, 1], [1, 0])
 
 
-@check("reorder_beams", mistake="pages that beams share already lose one owner for each beam that leaves, not all")
+@check("reorder_beams", mistake="a shared page loses one owner for each beam that is dropped, not all owners")
 def test_beams_that_share(hw: Homework) -> None:
     assert_beams(hw, [[3, 1], [3, 4], [3, 5]], [0, 1, 2], [0, 0, 2])
     assert_beams(hw, [[3, 1], [3, 4], [3, 5]], [0, 1, 2], [2, 2, 2])
@@ -1550,7 +1555,7 @@ def test_rows_that_are_no_beams(hw: Homework) -> None:
     assert_beams(hw, [[9], [3, 4], [3, 5], [6]], [3, 1], [1, 0])
 
 
-@check("reorder_beams", mistake="some search goes wrong that the checks before did not try")
+@check("reorder_beams", mistake="a search that the earlier checks did not try goes wrong")
 def test_random_beams(hw: Homework) -> None:
     rng = random.Random(7)
     for _ in range(100):
@@ -1560,7 +1565,7 @@ def test_random_beams(hw: Homework) -> None:
         assert_beams(hw, rows, beams, [rng.randrange(len(beams)) for _ in beams])
 
 
-@check("reorder_beams", mistake="after many steps of a beam search a beam reads what another wrote")
+@check("reorder_beams", mistake="after many steps of a beam search a beam reads what another beam wrote")
 def test_a_beam_search(hw: Homework) -> None:
     rng = random.Random(8)
     for _ in range(20):

@@ -4,8 +4,9 @@ attention that executes the plan.
 One exercise is a part of the engine. Once its checks are green, `mini-engine generate --homework` runs a real model on
 your `plan_work`, in the backend `split_kv`.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/08_flashinfer                   # grade your work
     pytest chapters/08_flashinfer --hint NAME       # the next of three hints for the exercise NAME

@@ -3,8 +3,9 @@
 `find_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` runs the `cascade`
 backend on it. `Level`, `Edge`, `Tree` and `ReadPages` are given. A page is a whole number, as in chapter 06.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/09_cascade_and_prefix_cache                   # grade your work
     pytest chapters/09_cascade_and_prefix_cache --hint NAME       # the next of three hints for the exercise NAME

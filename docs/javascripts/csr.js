@@ -1,5 +1,7 @@
 // The CSR figure of chapter 08: pages are clicked onto requests, and the arrays that FlashInfer reads follow.
 
+import { element } from "./figures/figure.js";
+
 const PAGE_SIZE = 4;
 const NUM_PAGES = 12;
 const HUES = { A: 200, B: 35, C: 150 };
@@ -12,12 +14,6 @@ export function csr(requests) {
   const indptr = [0];
   for (const { pages } of requests) indptr.push(indptr.at(-1) + pages.length);
   return { kv_indptr: indptr, kv_indices: requests.flatMap(({ pages }) => pages), kv_last_page_len: requests.map(lastPageLen) };
-}
-
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
 }
 
 class Figure {

@@ -41,68 +41,64 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
-function build(box) {
-  const { name, unit = "", why = "" } = box.dataset;
-  const answer = Number(box.dataset.answer);
-  const tolerance = Number(box.dataset.tolerance);
-  const key = storageKey(name);
-  const id = key.replace("/", "-");
-
+// The form of a question, in its box and in its comparison, as long as no number is given.
+function form(box) {
+  const { name, unit = "" } = box.dataset;
+  const id = `${box.className.split(" ")[0]}-${name.replace("/", "-")}`;
   const input = element("input", { id, type: "text", inputMode: "decimal", autocomplete: "off", size: 12 });
-  const button = element("button", { type: "submit", className: "md-button md-button--primary" });
-  const form = element(
+  const refusal = element("p", { className: "prediction-refusal" });
+  refusal.setAttribute("role", "alert");
+  const made = element(
     "form",
     { className: "prediction-form" },
     element("label", { htmlFor: id, textContent: "Your prediction" }),
     element("span", { className: "prediction-field" }, input, element("span", { className: "prediction-unit", textContent: unit })),
-    button,
+    element("button", { type: "submit", className: "md-button md-button--primary", textContent: "Commit" }),
+    refusal,
   );
-  const result = element("div", { className: "prediction-result" });
-  result.setAttribute("aria-live", "polite");
-
-  const show = (guess) => {
-    button.textContent = guess === null ? "Commit" : "Change";
-    box.classList.toggle("prediction-given", guess !== null);
-    if (guess === null) return result.replaceChildren();
-    const rows = element(
-      "dl",
-      {},
-      element("dt", { textContent: "You" }),
-      element("dd", { textContent: withUnit(guess, unit) }),
-      element("dt", { textContent: "We" }),
-      element("dd", { textContent: withUnit(answer, unit) }),
-    );
-    const text = verdict(guess, answer, tolerance);
-    result.replaceChildren(rows, element("p", { className: "prediction-verdict", textContent: text }), element("p", { textContent: why }));
-    if (window.renderMathInElement) renderMathInElement(result, { delimiters: [{ left: "$", right: "$", display: false }] });
-  };
-
-  form.addEventListener("submit", (event) => {
+  made.addEventListener("submit", (event) => {
     event.preventDefault();
-    const guess = parseNumber(input.value);
-    input.setAttribute("aria-invalid", String(!Number.isFinite(guess)));
-    if (!Number.isFinite(guess)) {
-      result.replaceChildren(element("p", { textContent: "Give a number, such as 1200, 1.2e3 or 1.2k." }));
-      return;
-    }
-    localStorage.setItem(key, input.value);
-    show(guess);
-    fillComparisons();
+    const isNumber = Number.isFinite(parseNumber(input.value));
+    input.setAttribute("aria-invalid", String(!isNumber));
+    refusal.textContent = isNumber ? "" : "Give a number, such as 1200, 1.2e3 or 1.2k.";
+    if (!isNumber) return;
+    localStorage.setItem(storageKey(name), input.value);
+    showAll();
   });
-
-  const kept = localStorage.getItem(key);
-  input.value = kept ?? "";
-  box.append(form, result);
-  box.classList.add("prediction-ready");
-  show(kept === null ? null : parseNumber(kept));
+  return made;
 }
 
-// The table at the end of a chapter: the number kept in this browser takes the row of the reader.
-function fillComparison(box) {
-  const kept = localStorage.getItem(storageKey(box.dataset.name));
+function withdraw(name) {
+  localStorage.removeItem(storageKey(name));
+  showAll();
+}
+
+// The box that asks. The first number stays: another takes its place only after it has been withdrawn.
+function showPrediction(box, guess) {
+  const { name, unit = "", why = "" } = box.dataset;
+  const answer = Number(box.dataset.answer);
+  const rows = element(
+    "dl",
+    {},
+    element("dt", { textContent: "You" }),
+    element("dd", { textContent: withUnit(guess, unit) }),
+    element("dt", { textContent: "We" }),
+    element("dd", { textContent: withUnit(answer, unit) }),
+  );
+  const text = verdict(guess, answer, Number(box.dataset.tolerance));
+  box.result.replaceChildren(
+    rows,
+    element("p", { className: "prediction-verdict", textContent: text }),
+    element("p", { textContent: why }),
+    element("button", { type: "button", className: "prediction-withdraw", textContent: "Withdraw your prediction", onclick: () => withdraw(name) }),
+  );
+  if (window.renderMathInElement) renderMathInElement(box.result, { delimiters: [{ left: "$", right: "$", display: false }] });
+}
+
+// The table further down, closed until a number is given: the number takes the row of the reader.
+function showComparison(box, guess) {
+  box.querySelector("details").open = true;
   const cells = box.querySelectorAll(".comparison-yours td");
-  if (kept === null || cells.length < 2) return;
-  const guess = parseNumber(kept);
   cells[1].textContent = withUnit(guess, box.dataset.unit);
   const measured = Number(box.dataset.measured);
   const ratio = Number((guess / measured).toPrecision(3));
@@ -110,9 +106,27 @@ function fillComparison(box) {
   if (cells[2] && measured > 0) cells[2].textContent = text;
 }
 
-const fillComparisons = () => document.querySelectorAll(".comparison[data-name]").forEach(fillComparison);
+function showAll() {
+  for (const box of document.querySelectorAll(".prediction, .comparison[data-name]")) {
+    const isQuestion = box.classList.contains("prediction");
+    const kind = isQuestion ? "prediction" : "comparison";
+    if (!box.classList.contains(`${kind}-ready`)) {
+      box.classList.add(`${kind}-ready`);
+      box.form = form(box);
+      box.result = element("div", { className: "prediction-result" });
+      box.result.setAttribute("aria-live", "polite");
+      if (isQuestion) box.append(box.form, box.result);
+      else box.querySelector("details").before(box.form);
+    }
+    const kept = localStorage.getItem(storageKey(box.dataset.name));
+    box.classList.toggle(`${kind}-given`, kept !== null);
+    box.form.hidden = kept !== null;
+    if (kept === null) {
+      box.result.replaceChildren();
+      if (!isQuestion) box.querySelector("details").open = false;
+    } else if (isQuestion) showPrediction(box, parseNumber(kept));
+    else showComparison(box, parseNumber(kept));
+  }
+}
 
-document$.subscribe(() => {
-  fillComparisons();
-  for (const box of document.querySelectorAll(".prediction:not(.prediction-ready)")) build(box);
-});
+document$.subscribe(showAll);

@@ -1,5 +1,7 @@
 // The figure of chapter 09: a tree of prefixes, its levels, and the bytes that a decode step reads.
 
+import { drawn, element, range, slider } from "./figures/figure.js";
+
 const BYTES_PER_TOKEN = 2 * 28 * 8 * 128 * 2; // keys and values of Qwen3-0.6B: layers, KV heads, head size, bfloat16
 const WIDTH = 640;
 const HEIGHT = 224;
@@ -11,10 +13,6 @@ const SLIDERS = {
   own: { label: "Own tokens of each request", values: [16, 32, 64, 128, 256, 512, 1024, 2048], start: 256 },
 };
 const LEVELS = { system: "Level for the system prompt", document: "Level for the documents" };
-
-function range(first, last, step) {
-  return Array.from({ length: (last - first) / step + 1 }, (_, i) => first + i * step);
-}
 
 // How often the tokens of each part are read: by all requests, by each group of a level inside, or once.
 export function timesRead({ requests, documents }, levels) {
@@ -28,19 +26,6 @@ export function tokensRead(tree, levels) {
   return Object.keys(times).reduce((sum, part) => sum + times[part] * tree[part], 0);
 }
 
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
-
-function drawn(name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
 const size = (tokens) => {
   const bytes = tokens * BYTES_PER_TOKEN;
   return bytes >= 1e9 ? `${(bytes / 1e9).toPrecision(3)} GB` : `${(bytes / 1e6).toPrecision(3)} MB`;
@@ -50,7 +35,7 @@ class Figure {
   constructor(box) {
     this.tree = {};
     this.levels = { system: true, document: true };
-    const controls = Object.entries(SLIDERS).map(([name, slider]) => this.slider(name, slider));
+    const controls = Object.entries(SLIDERS).map(([name, made]) => slider(made, (value) => this.set(name, value)));
     const switches = Object.entries(LEVELS).map(([name, label]) => {
       const input = element("input", { type: "checkbox", checked: true });
       input.addEventListener("change", () => {
@@ -63,8 +48,9 @@ class Figure {
     this.bars = element("div", { className: "tree-bars" });
     this.says = element("p", { className: "tree-says" });
     this.says.setAttribute("aria-live", "polite");
+    box.classList.add("figure");
     box.replaceChildren(
-      element("div", { className: "tree-controls" }, ...controls),
+      element("div", { className: "figure-controls" }, ...controls),
       element("div", { className: "tree-switches" }, ...switches),
       element("p", { className: "tree-title", textContent: "Each box is read once. Its height is the requests that share the read." }),
       this.picture,
@@ -74,20 +60,9 @@ class Figure {
     this.draw();
   }
 
-  slider(name, { label, values, start }) {
-    const shown = element("b"); // not an output, which the label would name in place of the slider
-    const input = element("input", { type: "range", min: 0, max: values.length - 1, value: values.indexOf(start) });
-    const take = () => {
-      this.tree[name] = values[input.valueAsNumber];
-      shown.textContent = this.tree[name].toLocaleString("en-US");
-      input.setAttribute("aria-valuetext", shown.textContent);
-    };
-    input.addEventListener("input", () => {
-      take();
-      this.draw();
-    });
-    take();
-    return element("label", {}, element("span", {}, label, shown), input);
+  set(name, value) {
+    this.tree[name] = value;
+    if (this.says) this.draw();
   }
 
   draw() {

@@ -19,7 +19,7 @@ BOUND = {"memory": "the output alone", "time": "bound"}
 
 
 def growth_figure(result: Result, work: str, measure: str) -> Axes:
-    """How the "memory" or the "time" of one kind of work ("prompt", "piece", "decode") grows with the keys."""
+    """Plot how the "memory" or the "time" of one kind of work ("prompt", "piece", "decode") grows with the keys."""
     rows = [row for row in result.rows if row.figure == f"{work}: {measure}"]
     keys = sorted({int(row.case["keys"]) for row in rows})
     lines = {way: [_value(rows, way, count) for count in keys] for way in ("naive", "chunks", "fused")}
@@ -32,7 +32,7 @@ def growth_figure(result: Result, work: str, measure: str) -> Axes:
 
 
 def chunk_size_figure(result: Result) -> Axes:
-    """For each kind of work: how much faster than naive attention it is in chunks of each size."""
+    """Plot the speed relative to naive attention for each kind of work and tile size."""
     ax = figures.new(3.8)[1][0, 0]
     sizes: set[int] = set()
     for i, work in enumerate(("prompt", "piece", "decode")):
@@ -48,12 +48,12 @@ def chunk_size_figure(result: Result) -> Axes:
     ax.set_yscale("log", base=2)
     ax.set_xticks(powers := [size for size in sorted(sizes) if math.log2(size) % 2 == 0], [f"{x:,}" for x in powers])
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y >= 1 else f"1/{1 / y:g}")
-    ax.set(xlabel="keys in a chunk", ylabel="times as fast as naive")
+    ax.set(xlabel="keys per tile", ylabel="times as fast as naive")
     ax.grid(True)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax
 
 
 def _value(rows: Sequence[Row], way: str, keys: int) -> float:
-    """NaN, which is not drawn, where this way did not run."""
+    """Return the value, or NaN, which is not drawn, where this way did not run."""
     return next((row.value for row in rows if row.case["way"] == way and row.case["keys"] == keys), math.nan)

@@ -296,11 +296,12 @@ def draw_memory(result: results.Result) -> Figure:
         parts.items(), (figures.PALETTE[0], figures.PALETTE[1], figures.GRID), strict=True
     ):
         share = np.array([result.find(part, memory=name).value for name in names]) / int(result.parameters["pool"])
-        ax.barh(names, share, left=left, color=colour, label=label, height=0.65)
+        ax.barh(range(len(names)), share, left=left, color=colour, label=label, height=0.65)
         left += share
     for row, name in enumerate(names):
         at_once = result.find("requests at once", memory=name).value
         ax.text(1.02, row, f"{at_once:.0f} at once", va="center", fontsize=11)
+    ax.set_yticks(range(len(names)), [name.replace("slabs of the", "reserved:") for name in names])
     ax.invert_yaxis()
     ax.set(xlim=(0, 1), xlabel="share of the pool")
     ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
@@ -308,11 +309,17 @@ def draw_memory(result: results.Result) -> Figure:
 
 
 def draw_indirection(result: results.Result) -> Figure:
-    """Attention of one layer over one page for each sequence and over scattered pages, each beside its bound."""
+    """Attention of one layer over one page for each sequence and over smaller pages, a color for each backend."""
     rows = [row for row in result.rows if row.figure == "attention of a layer"]
-    labels = [f"{row.case['backend']}: {row.case['pages']}" for row in rows]
+    labels = []
+    for row in rows:
+        pages = str(row.case["pages"])
+        labels.append(f"{row.case['backend']}, " + (f"pages {pages}" if pages.startswith("of") else "one page each"))
     figure, axes = figures.new(0.9 + 0.45 * len(rows))
-    figures.draw_bars_with_bound(labels, [r.value for r in rows], [r.bound for r in rows], "s", ax=axes[0, 0])
+    bounds = [row.bound for row in rows]
+    ax = figures.draw_bars_with_bound(labels, [row.value for row in rows], bounds, "s", ax=axes[0, 0])
+    for bar, row in zip(ax.patches, rows, strict=True):
+        bar.set_color(figures.PALETTE[0 if row.case["backend"] == "torch" else 2])
     return figure
 
 

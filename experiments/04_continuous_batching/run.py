@@ -103,7 +103,7 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
 
 
 # For each request, when each of its tokens came: what a policy returns. The clock counts the seconds that steps take,
-# and jumps to the next arrival where nobody waits or runs.
+# and jumps to the next arrival when no request waits or runs.
 Times = list[list[float]]
 
 
@@ -239,7 +239,7 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
         "throughput, continuous": f"{fast:.0f} tokens/s, {fast / slow:.1f} times static",
         "throughput, continuous, if requests never ran out": f"{sum(outputs) / full:.0f} tokens/s, "
         f"{static / full:.1f} times static",
-        "pause beside the long prompt, in chunks": f"{chunked / bound['long']:.2f} of the pause without chunks",
+        "stall beside the long prompt, in chunks": f"{chunked / bound['long']:.2f} of the stall without chunks",
     }
 
 
@@ -293,22 +293,21 @@ def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[resul
 
 
 def draw_policies(result: results.Result) -> Figure:
-    """Throughput, first token and the pause beside the long prompt, by policy."""
+    """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy."""
     shown = {
-        "throughput": "throughput",
-        "first token, median": "time to first token, median",
-        "between tokens beside the long prompt": "longest pause beside the long prompt",
+        "throughput": "throughput (line: offered load)",
+        "first token, median": "TTFT, median",
+        "between tokens beside the long prompt": "longest ITL beside the long prompt",
     }
     figure, axes = figures.new(6.4, rows=len(shown))
     for ax, (name, title) in zip(axes[:, 0], shown.items(), strict=True):
         rows = [row for row in result.rows if row.figure == name]
         labels = [str(row.case["policy"]) for row in rows]
-        figures.draw_bars_with_bound(
-            labels, [row.value for row in rows], [row.bound for row in rows], rows[0].unit, ax=ax, title=title
-        )
+        # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
+        limits = [row.bound if name == "throughput" else None for row in rows]
+        figures.draw_bars_with_bound(labels, [row.value for row in rows], limits, rows[0].unit, ax=ax, title=title)
         ax.set_xticks([])  # the values stand beside the bars
-        if ax is not axes[1, 0]:
-            ax.legend().remove()
+    axes[0, 0].legend().remove()  # the title says what the line is
     return figure
 
 

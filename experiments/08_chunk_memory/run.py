@@ -31,6 +31,7 @@ from book.experiment import command_line, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
 from book.units import quantity
+from mini_engine.attention.naive import masked_attention
 from mini_engine.bench.workloads import LARGEST_TOKEN, model_shape
 from mini_engine.chunks import ChunkMemory
 from mini_engine.config import EngineConfig
@@ -46,7 +47,8 @@ from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "08_chunk_memory"
 MODEL = "smollm2-135m-instruct"
-SECTIONS = TIMES, QUALITY = "times", "quality"
+SECTIONS = TIMES, QUALITY, AGAIN = "times", "quality", "again"
+AGAIN_ABOVE = "above full recompute, tokens computed again"
 PAGE_SIZE, STEP_TOKENS = 16, 8192
 PLAIN, EXACT, COMPOSED, IN_PLACE, DROPPED = (
     "full recompute", "exact chunks", "composed chunks", "composed, not rotated", "no chunks",
@@ -71,6 +73,7 @@ class Setting:
         chunks: numbers of chunks that the context is cut into.
         continuation: tokens whose likelihood is computed.
         greedy: tokens generated behind the continuation.
+        again: tokens of each chunk that are computed again, behind everything before them.
     """
 
     dtype: torch.dtype
@@ -83,11 +86,14 @@ class Setting:
     chunks: tuple[int, ...]
     continuation: int
     greedy: int
+    again: tuple[int, ...]
 
 
 SETTINGS = {
-    "cpu": Setting(torch.float32, (128, 512), 32, 4, 3, 1, 256, (2, 8), 48, 8),
-    "cuda": Setting(torch.bfloat16, (1024, 4096, 16_384, 32_768), 64, 8, 5, 6, 768, (1, 2, 4, 8, 16, 32), 128, 16),
+    "cpu": Setting(torch.float32, (128, 512), 32, 4, 3, 1, 256, (2, 8), 48, 8, (1, 4, 8)),
+    "cuda": Setting(
+        torch.bfloat16, (1024, 4096, 16_384, 32_768), 64, 8, 5, 6, 768, (1, 2, 4, 8, 16, 32), 128, 16, (1, 4, 8, 16)
+    ),
 }
 
 
@@ -327,6 +333,106 @@ def measure_quality(model: CausalLM, texts: Sequence[Passage], setting: Setting)
     return quality_rows([score_modes(memory, passage, setting) for passage in texts])
 
 
+# --- computing some tokens again -------------------------------------------------------------------------------------
+
+
+class Cache(NamedTuple):
+    """Keys and values of a text in each layer, at true positions."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def copy(self) -> Cache:
+        return Cache([k.clone() for k in self.keys], [v.clone() for v in self.values])
+
+
+@torch.inference_mode()
+def run_rows(model: CausalLM, token_ids: Tensor, rows: Tensor, cache: Cache, visible: Tensor) -> Tensor:
+    """Run some tokens of a text. Their keys and values take the place of those in the cache, which they attend to.
+
+    Args:
+        model: a model whose layers have no window.
+        token_ids: [n] the text.
+        rows: [r] positions of the tokens to run, ascending.
+        cache: keys and values of all tokens; those of `rows` are overwritten.
+        visible: [n, n] whether a token sees another.
+
+    Returns:
+        Final hidden states, [r, hidden].
+    """
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        spec = model.attention_specs[layer]
+        cache.keys[layer][rows], cache.values[layer][rows] = k, v
+        mask = visible[rows]
+        return masked_attention(q, cache.keys[layer], cache.values[layer], scale=spec.scale, mask=mask)
+
+    return model(token_ids[rows], rows, attend)
+
+
+def score_again(
+    model: CausalLM, passage: Passage, num_chunks: int, counts: Sequence[int]
+) -> dict[tuple[str, int], float]:
+    """Negative log-likelihood of a passage's continuation behind composed chunks, some tokens of which are run again.
+
+    Returns:
+        By the place in each chunk of the tokens that are run again, and their number: ("first", 4). The number is 0
+        for chunks as they are, and for full recompute ("all", 0).
+    """
+    length, device = len(passage.context), model.device
+    token_ids = torch.tensor(passage.context + passage.continuation, device=device)
+    index = torch.arange(len(token_ids), device=device)
+    chunk = torch.clamp(index * num_chunks // length, max=num_chunks)
+    place = index - torch.searchsorted(chunk, chunk)
+    size = torch.bincount(chunk)[chunk]
+    causal = index <= index[:, None]
+    composed = causal & (chunk == chunk[:, None])
+    shape = [(len(token_ids), spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
+    empty = Cache(*([torch.zeros(s, dtype=model.dtype, device=device) for s in shape] for _ in range(2)))
+    run_rows(model, token_ids, index[:length], empty, composed)
+    later = (chunk > 0) & (index < length)
+    chosen = {("none", 0): later & False, ("all", 0): later}
+    for count in counts:
+        chosen["first", count] = later & (place < count)
+        chosen["last", count] = later & (place >= size - count)
+    found = {}
+    for way, again in chosen.items():
+        cache = empty.copy()
+        run_rows(model, token_ids, index[again], cache, causal)
+        hidden = run_rows(model, token_ids, index[length:], cache, causal)[:-1]
+        log_probs = model.compute_logits(hidden).log_softmax(-1)
+        found[way] = -float(log_probs.gather(1, token_ids[length + 1 :, None]).mean())
+    return found
+
+
+def measure_again(model: CausalLM, texts: Sequence[Passage], setting: Setting) -> list[results.Row]:
+    """What computing the first or the last tokens of each chunk again recovers, beside full recompute."""
+    chunks = 8
+    scores = [score_again(model, passage, chunks, setting.again) for passage in texts]
+    rows = []
+    for place, count in scores[0]:
+        if place == "all":
+            continue
+        above = [of_passage[place, count] - of_passage["all", 0] for of_passage in scores]
+        case: dict[str, results.Setting] = {"again": place, "tokens of each chunk": count, "chunks": chunks}
+        for figure, value in (("median", statistics.median(above)), ("mean", statistics.mean(above))):
+            reference = "none: full recompute of the same passages is what it is compared with"
+            spread = (min(above), max(above))
+            rows.append(
+                results.Row(
+                    f"{AGAIN_ABOVE}, {figure}",
+                    value,
+                    "nats/token",
+                    None,
+                    reference,
+                    case | {"passages": len(texts)},
+                    spread,
+                )
+            )
+            print(rows[-1].cells()[:3], flush=True)
+    return rows
+
+
 # --- prediction ------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +488,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = passages(lambda text: tokenizer.encode(text, verbose=False), setting)
     if QUALITY in chosen.only:
         rows += measure_quality(embedded, texts, setting)
+    if AGAIN in chosen.only:
+        rows += measure_again(embedded, texts, setting)
     parameters: dict[str, results.Setting] = {
         "model of the times": "SmolLM2-135M" if device.type == "cpu" else "Qwen3-0.6B's shape",
         "model of the quality": "SmolLM2-135M",

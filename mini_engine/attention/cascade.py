@@ -286,9 +286,27 @@ def build_levels(
     return tuple(built)
 
 
-def context_levels(
-    contexts: Sequence[Context], num_new: Int64[np.ndarray, " B"], page_size: int, device: torch.device
-) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
+class ChunkLevel(NamedTuple):
+    """A level of chunks on the host: groups of neighboring requests, each with one chunk or none.
+
+    Attributes:
+        qo_indptr: [G+1] first token of each group, and the number of tokens.
+        kv_page_indptr: [G+1] first entry of each group in `kv_page_indices`, and their number.
+        kv_page_indices: [P] pages of the groups' chunks.
+        kv_last_page_len: [G] keys in the last page of each group, 0 in a group without a chunk.
+        query_offsets: [T] what is added to the position of each token's query.
+    """
+
+    qo_indptr: Int64[np.ndarray, " G+1"]
+    kv_page_indptr: Int64[np.ndarray, " G+1"]
+    kv_page_indices: Int32[np.ndarray, " P"]
+    kv_last_page_len: Int64[np.ndarray, " G"]
+    query_offsets: Int64[np.ndarray, " T"]
+
+
+def chunk_levels(
+    contexts: Sequence[Context], num_new: Int64[np.ndarray, " B"], page_size: int
+) -> tuple[Int64[np.ndarray, " B"], list[ChunkLevel]]:
     """Order the requests of a step, and write the chunks in front of them as levels.
 
     Attention to a request's chunks can be merged in any order. So each request lists its chunks in the order of their
@@ -297,9 +315,8 @@ def context_levels(
 
     Args:
         contexts: the chunks in front of each request.
-        num_new: [B] new tokens of each.
+        num_new: new tokens of each.
         page_size: keys per page.
-        device: where the backend needs the pages and the query offsets.
 
     Returns:
         The index of each request in the new order, decodes first, and the levels.
@@ -310,28 +327,60 @@ def context_levels(
     order = np.lexsort((*first_pages.T[::-1], num_new > 1))  # the last key sorts first
     chunks, first_pages, num_new = [chunks[b] for b in order.tolist()], first_pages[order], num_new[order]
     first_token = np.append(0, num_new.cumsum())
-    arrays: dict[str, np.ndarray] = {}
-    host: list[tuple[np.ndarray, ...]] = []
+    levels = []
     for i in range(depth):
         starts = np.flatnonzero(np.append(True, np.diff(first_pages[:, i]) != 0))
         groups = [chunks[b][i] for b in starts.tolist()]
         lens = np.array([len(chunk.token_ids) for chunk in groups])
-        page_indptr = _indptr(-(-lens // page_size))
-        host.append(
-            (first_token[np.append(starts, len(order))], page_indptr, np.where(lens, (lens - 1) % page_size + 1, 0))
+        levels.append(
+            ChunkLevel(
+                qo_indptr=first_token[np.append(starts, len(order))],
+                kv_page_indptr=_indptr(-(-lens // page_size)),
+                kv_page_indices=np.concatenate([chunk.pinned.pages for chunk in groups]),
+                kv_last_page_len=np.where(lens, (lens - 1) % page_size + 1, 0),
+                query_offsets=np.repeat([own[i].query_offset for own in chunks], num_new),
+            )
         )
-        arrays[f"pages {i}"] = np.concatenate([chunk.pinned.pages for chunk in groups])
-        arrays[f"offsets {i}"] = np.repeat([own[i].query_offset for own in chunks], num_new)
-    moved = to_device(arrays, device)
+    return order, levels
+
+
+ChunkLevels = Callable[
+    [Sequence[Context], Int64[np.ndarray, " B"], int], tuple[Int64[np.ndarray, " B"], Sequence[ChunkLevel]]
+]
+
+
+def context_levels(
+    contexts: Sequence[Context],
+    num_new: Int64[np.ndarray, " B"],
+    page_size: int,
+    device: torch.device,
+    find: ChunkLevels = chunk_levels,
+) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
+    """Order the requests of a step, and move the levels of the chunks in front of them to where they are needed.
+
+    Args:
+        contexts: the chunks in front of each request.
+        num_new: [B] new tokens of each.
+        page_size: keys per page.
+        device: where the backend needs the pages and the query offsets.
+        find: `chunk_levels`, or a reader's.
+
+    Returns:
+        The index of each request in the new order, decodes first, and the levels.
+    """
+    order, levels = find(contexts, num_new, page_size)
+    pages = {f"pages {i}": level.kv_page_indices.astype(np.int32) for i, level in enumerate(levels)}
+    offsets = {f"offsets {i}": level.query_offsets for i, level in enumerate(levels)}
+    moved = to_device(pages | offsets, device)
     return order, tuple(
         PrefixLevel(
-            qo_indptr=_host(qo_indptr),
-            kv_page_indptr=_host(page_indptr),
+            qo_indptr=_host(level.qo_indptr),
+            kv_page_indptr=_host(level.kv_page_indptr),
             kv_page_indices=moved[f"pages {i}"],
-            kv_last_page_len=_host(last_page_len),
+            kv_last_page_len=_host(level.kv_last_page_len),
             query_offsets=moved[f"offsets {i}"],
         )
-        for i, (qo_indptr, page_indptr, last_page_len) in enumerate(host)
+        for i, level in enumerate(levels)
     )
 
 
@@ -353,10 +402,19 @@ class LevelPlanner:
         page_size: keys per page.
         device: where the backend needs the levels' pages.
         find: `find_levels`, or a reader's.
+        find_chunks: `chunk_levels`, or a reader's.
     """
 
-    def __init__(self, costs: LevelCosts, page_size: int, device: torch.device, find: FindLevels = find_levels) -> None:
-        self._costs, self._page_size, self._device, self._find = costs, page_size, device, find
+    def __init__(
+        self,
+        costs: LevelCosts,
+        page_size: int,
+        device: torch.device,
+        find: FindLevels = find_levels,
+        find_chunks: ChunkLevels = chunk_levels,
+    ) -> None:
+        self._costs, self._page_size, self._device = costs, page_size, device
+        self._find, self._find_chunks = find, find_chunks
         # The last plan, the admissions that it is for, and the pages of its levels with their generations.
         self._order = self._admissions = self._pages = self._generations = np.zeros(0, dtype=np.int64)
         self._levels: tuple[PrefixLevel, ...] = ()
@@ -388,7 +446,9 @@ class LevelPlanner:
         if not (decodes_only and self._still_holds(page_table, admissions)):
             own = [contexts[row] for row in rows.tolist()] if contexts else []
             if any(own):
-                self._order, self._levels = context_levels(own, num_new, self._page_size, self._device)
+                self._order, self._levels = context_levels(
+                    own, num_new, self._page_size, self._device, self._find_chunks
+                )
                 self._pages = self._generations = self._order[:0]  # pinned pages do not change
             else:
                 self._plan(page_table, rows, num_new, num_computed // self._page_size)
@@ -464,7 +524,7 @@ def own_pages(batch: StepBatch) -> StepBatch:
 
 
 def level_planner(
-    specs: Sequence[AttentionSpec], cache: KVCache, costs: CascadeCosts, find: FindLevels = find_levels
+    specs: Sequence[AttentionSpec], cache: KVCache, costs: CascadeCosts, parts: AttentionParts
 ) -> LevelPlanner | None:
     """Build a planner for the layers that can use levels; None if there are none.
 
@@ -474,12 +534,13 @@ def level_planner(
         specs: one for each layer.
         cache: where keys and values are kept.
         costs: coefficients.
-        find: `find_levels`, or a reader's.
+        parts: the engine's replaceable parts.
     """
     able = [spec for spec in specs if spec.window is None]
     if not able:
         return None
-    return LevelPlanner(LevelCosts.of(costs, able[0], cache), cache.page_size, cache.device, find)
+    level_costs = LevelCosts.of(costs, able[0], cache)
+    return LevelPlanner(level_costs, cache.page_size, cache.device, parts.find_levels, parts.chunk_levels)
 
 
 class QueryRotation:
@@ -526,7 +587,10 @@ class CascadeBackend(TorchBackend):
         costs: decide which levels pay.
     """
 
-    bypasses: ClassVar[frozenset[str]] = (TorchBackend.bypasses | {"masked_attention"}) - {"find_levels"}
+    bypasses: ClassVar[frozenset[str]] = (TorchBackend.bypasses | {"masked_attention"}) - {
+        "chunk_levels",
+        "find_levels",
+    }
 
     def __init__(
         self,
@@ -536,7 +600,7 @@ class CascadeBackend(TorchBackend):
         costs: CascadeCosts = H200_COSTS,
     ) -> None:
         super().__init__(specs, cache, parts)
-        self.planner = level_planner(specs, cache, costs, parts.find_levels)
+        self.planner = level_planner(specs, cache, costs, parts)
         self._rotated = QueryRotation(specs, torch.promote_types(cache.dtype, torch.float32), cache.device)
 
     def plan(self, batch: StepBatch) -> None:

@@ -78,8 +78,8 @@ class FlashInferBackend(AttentionBackend):
 
     bypasses: ClassVar[frozenset[str]] = frozenset(
         {
-            "append_kv", "classify_blocks", "find_levels", "mask_mod", "masked_attention", "merge_states",
-            "physical_blocks", "physical_mask", "plan_work",
+            "append_kv", "chunk_levels", "classify_blocks", "find_levels", "mask_mod", "masked_attention",
+            "merge_states", "physical_blocks", "physical_mask", "plan_work",
         }
     )  # fmt: skip
     captures: ClassVar[bool] = True

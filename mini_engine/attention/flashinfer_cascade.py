@@ -40,7 +40,7 @@ class FlashInferCascadeBackend(FlashInferBackend):
         costs: decide which levels pay.
     """
 
-    bypasses: ClassVar[frozenset[str]] = FlashInferBackend.bypasses - {"find_levels"}
+    bypasses: ClassVar[frozenset[str]] = FlashInferBackend.bypasses - {"chunk_levels", "find_levels"}
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class FlashInferCascadeBackend(FlashInferBackend):
             [spec for spec, kind in zip(specs, self._kinds, strict=True) if _may_share(kind)],
             cache,
             costs,
-            parts.find_levels,
+            parts,
         )
         self._level_wrappers: dict[LayerKind, list[Any]] = {kind: [] for kind in self._kinds if _may_share(kind)}
         self._planned_levels: tuple[PrefixLevel, ...] = ()

@@ -107,7 +107,9 @@ class FlexBackend(AttentionBackend):
         ConfigError: if torch cannot compile FlexAttention on this machine.
     """
 
-    bypasses: ClassVar[frozenset[str]] = frozenset({"find_levels", "masked_attention", "merge_states", "plan_work"})
+    bypasses: ClassVar[frozenset[str]] = frozenset(
+        {"chunk_levels", "find_levels", "masked_attention", "merge_states", "plan_work"}
+    )
 
     def __init__(
         self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts, compiled: bool = True

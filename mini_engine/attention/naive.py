@@ -1,6 +1,6 @@
-"""Attention by its formula, for one sequence: scores, masks, biases, softmax, weighted sum.
+"""Attention by its definition, for one sequence: scores, masks, biases, softmax, weighted sum.
 
-Every other attention of this engine is tested against `masked_attention`. Queries and keys are tensors
+Every other attention in this engine is tested against `masked_attention`. Queries and keys are tensors
 `[tokens, heads, head_dim]`; nothing here depends on how keys are stored. Explained in chapter 01.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 def attention_mask(
     query_positions: Int[Tensor, " n"], key_positions: Int[Tensor, " m"], window: int | None = None
 ) -> Bool[Tensor, "n m"]:
-    """Build the causal mask: a query sees the keys at or before its own position, and within the window.
+    """Build the causal mask: a query attends to the keys at or before its own position, and within the window.
 
     Args:
         query_positions: position of each query in its sequence, `[n]`.
         key_positions: position of each key in the same sequence, `[m]`.
-        window: number of keys that a query may see, its own included (the convention of transformers).
+        window: number of keys that a query may attend to, including its own (transformers' convention).
 
     Returns:
-        `[n, m]`, True where the query sees the key.
+        `[n, m]`, True where the query attends to the key.
     """
     distance = query_positions[:, None] - key_positions[None, :]
     visible = distance >= 0
@@ -47,7 +47,7 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " H"]:
 def alibi_bias(
     slopes: Float[Tensor, " H"], query_positions: Int[Tensor, " n"], key_positions: Int[Tensor, " m"]
 ) -> Float[Tensor, "H n m"]:
-    """Compute ALiBi's addition to the scores: `-slope * (query position - key position)`, for each head."""
+    """Compute ALiBi's bias on the scores: `-slope * (query position - key position)`, for each head."""
     distance = query_positions[:, None] - key_positions[None, :]
     return slopes[:, None, None] * -distance
 
@@ -61,7 +61,7 @@ def attention_scores(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "Hk G n m"]:
-    """Compute the scores for the softmax, in float32 (float64 for float64 inputs); -inf where a key is not visible.
+    """Compute the scores for the softmax, in float32 (float64 for float64 inputs); -inf where a key is masked.
 
     Query head h reads KV head `h // G`, where `G = Hq // Hk` (grouped-query attention, Ainslie et al. 2023). The group
     is an axis of the queries, so no key is copied. Order: scale, soft-cap, bias, mask.
@@ -96,16 +96,16 @@ def masked_attention(
         k: keys, `[m, Hk, D]`; Hk divides Hq, and query head h reads KV head `h // (Hq // Hk)`.
         v: values, `[m, Hk, D]`.
         scale: factor on the scores, usually `D ** -0.5`.
-        mask: True where a query sees a key; None: every query sees every key.
-        bias: added to the scaled and capped scores, one for each query head (ALiBi).
+        mask: True where a query attends to a key; None: every query attends to every key.
+        bias: added to the scaled and soft-capped scores, one for each query head (ALiBi).
         softcap: a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
 
     Returns:
-        `[n, Hq, D]` in the dtype of q, computed in float32 (float64 for float64). A query that sees no key gets 0.
+        `[n, Hq, D]` in the dtype of q, computed in float32 (float64 for float64). A query without visible keys gets 0.
     """
     scores = attention_scores(q, k, scale=scale, mask=mask, bias=bias, softcap=softcap)
     weights = torch.softmax(scores, dim=-1)
-    # The softmax of a row of -inf is 0/0; a query that sees no key gives every key the weight 0.
+    # The softmax of a row of -inf is NaN; a query without visible keys gives every key the weight 0.
     weights = weights.masked_fill(scores == -math.inf, 0.0)
     out = torch.einsum("hgnm,mhd->nhgd", weights, v.to(weights.dtype))
     return out.reshape(q.shape).to(q.dtype)
@@ -140,10 +140,10 @@ def sdpa_attention(
             attn_mask = attn_mask[:, 0].unflatten(0, (num_kv_heads, -1))
         return fused_attention(queries, keys, values, scale=scale, mask=attn_mask).flatten(1, 2)
     if q.is_cuda and attn_mask is not None:
-        # The only fused GPU kernel that takes a mask needs a KV head for each query head.
+        # The only fused GPU kernel that accepts a mask needs a KV head for each query head.
         keys, values = (x.repeat_interleave(num_qo_heads // num_kv_heads, dim=1) for x in (keys, values))
-    # If the kernel is told that a mask is causal, it skips the hidden half. Checking costs 2 % of the savings on a CPU;
-    # on a GPU it would make the host wait for the device.
+    # Told that a mask is causal, the kernel skips the masked half. Checking costs 2 % of the savings on a CPU; on a
+    # GPU it would make the host wait for the device.
     may_skip = bias is None and n == m and not q.is_cuda
     causal = may_skip and mask is not None and torch.equal(mask, torch.ones_like(mask).tril_())
     attn_mask = None if causal else attn_mask
@@ -163,7 +163,7 @@ def fused_attention(
     """Call PyTorch's fused attention without cuDNN's kernel, which PyTorch would prefer on a Hopper GPU.
 
     cuDNN builds a plan for every new shape, which takes tens of milliseconds, and every token of a sequence is a new
-    shape. Its output for a query that sees no key is not 0 either. Without cuDNN, long prompts without a mask take up
+    shape. Nor is its output 0 for a query without visible keys. Without cuDNN, long prompts without a mask take up
     to twice as long (experiment 02), but the engine's prompts on a GPU have masks.
 
     Args:
@@ -171,8 +171,8 @@ def fused_attention(
         k: keys, `[B, Hk, m, D]`; Hk divides Hq.
         v: values, `[B, Hk, m, D]`.
         scale: factor on the scores.
-        mask: True where a query sees a key, or terms to add to the scores; broadcast to `[B, Hq, n, m]`.
-        causal: query i sees keys 0 to i, and there is no mask.
+        mask: True where a query attends to a key, or terms to add to the scores; broadcast to `[B, Hq, n, m]`.
+        causal: query i attends to keys 0 to i, and there is no mask.
     """
     grouped = q.shape[1] != k.shape[1]
     enabled = torch.backends.cuda.cudnn_sdp_enabled()

@@ -152,11 +152,11 @@ class SplitKVBackend(AttentionBackend):
         cache: where keys and values are kept, in layout NHD.
         parts: the engine's replaceable parts.
         thread_blocks: how many of them the plan is made for, in all KV heads together.
-        least_keys: smallest chunk of keys.
+        least_keys: smallest split of the keys.
     """
 
     bypasses: ClassVar[frozenset[str]] = frozenset(
-        {"classify_blocks", "find_levels", "masked_attention", "physical_blocks", "physical_mask"}
+        {"chunk_levels", "classify_blocks", "find_levels", "masked_attention", "physical_blocks", "physical_mask"}
     )
 
     def __init__(

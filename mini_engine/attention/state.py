@@ -1,7 +1,7 @@
 """Attention states: attention over a subset of the keys, in a form that merges with other subsets.
 
-The output over a set of keys and the logarithm of the sum of its exponentiated scores (LSE) are all that is needed to
-combine it with the output over another set (Milakov and Gimelshein 2018; Dao et al. 2022, section 3.1;
+The output over a set of keys and the logarithm of the sum of their exponentiated scores (LSE) suffice to combine it
+with the output over another set (Milakov and Gimelshein 2018; Dao et al. 2022, section 3.1;
 Ye et al. 2025, section 2.2). Explained in chapter 02.
 """
 
@@ -42,7 +42,7 @@ def attention_state(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Compute `masked_attention` and its LSE, both in float32 (float64), so that merging rounds only once, at the end.
+    """Compute `masked_attention` and its LSE, both in float32 (float64), so that only the final output is rounded.
 
     The arguments are those of `masked_attention`; m may be 0.
     """
@@ -86,10 +86,10 @@ def chunked_attention(
     softcap: float | None = None,
     merge: Callable[[AttentionState, AttentionState], AttentionState] = merge_states,
 ) -> AttentionState:
-    """Compute `attention_state` in chunks of `chunk_size` keys, so that memory for scores does not grow with m.
+    """Compute `attention_state` in KV tiles of `chunk_size` keys, so that memory for scores does not grow with m.
 
     Args:
-        chunk_size: keys per chunk, at least 1; the last chunk may be shorter.
+        chunk_size: keys per tile, at least 1; the last tile may be shorter.
         merge: combines two states; the other arguments are those of `masked_attention`.
     """
     state = attention_state(q, k[:0], v[:0], scale=scale)
@@ -103,5 +103,5 @@ def chunked_attention(
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf by 0: then -inf minus it gives exp(-inf) = 0; -inf minus -inf would give exp(NaN)."""
+    """Replace -inf by 0: -inf - 0 gives exp(-inf) = 0, but -inf - (-inf) is NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)

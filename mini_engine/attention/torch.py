@@ -52,7 +52,7 @@ class TorchBackend(AttentionBackend):
     """
 
     bypasses: ClassVar[frozenset[str]] = frozenset(
-        {"classify_blocks", "find_levels", "physical_blocks", "physical_mask", "plan_work"}
+        {"chunk_levels", "classify_blocks", "find_levels", "physical_blocks", "physical_mask", "plan_work"}
     )
 
     # Longer sequences are attended to in chunks of this many keys, which bounds the size of the score matrix.

@@ -20,11 +20,11 @@ _MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT-2 checkpoint in the form of every other: one set of names, weights as `[out, in]`.
+    """Bring a GPT-2 checkpoint into the form of the other families: names without a prefix, matrices as `[out, in]`.
 
-    Checkpoints name their tensors with or without `transformer.` in front. Their projections were written as a 1 x 1
-    convolution (Conv1D) and lie as `[in, out]`: they are transposed here, without a copy. The buffers `attn.bias` and
-    `attn.masked_bias` hold a causal mask, not weights, and are left out.
+    Checkpoints name their tensors with or without the prefix `transformer.`. Their projections were written as a 1 x 1
+    convolution (Conv1D) and are stored as `[in, out]`: they are transposed here, without a copy. The buffers
+    `attn.bias` and `attn.masked_bias` hold a causal mask, not weights, and are left out.
 
     Args:
         tensors: the checkpoint under its own names; all of it is looked up.

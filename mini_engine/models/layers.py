@@ -27,6 +27,7 @@ class ModelParts(Protocol):
     def rms_norm(self, *args: Any) -> Tensor: ...
     def qk_norm(self, *args: Any) -> Tensor: ...
     def gated_mlp(self, *args: Any) -> Tensor: ...
+    def decoder_layer(self, *args: Any) -> Tensor: ...
     def apply_rope(self, *args: Any) -> Tensor: ...
     def gpt2_weights(self, *args: Any) -> dict[str, Tensor]: ...
 
@@ -54,12 +55,12 @@ def qk_norm(
     num_qo_heads: int,
     eps: float,
 ) -> Float[Tensor, "T QK D"]:
-    """Normalize every query head and every key head of every token by `rms_norm` (QK-norm, Dehghani et al. 2023).
+    """Normalize each head of the queries and keys of every token by `rms_norm` (QK-norm, Dehghani et al. 2023).
 
     Args:
         q_and_k: queries, then keys.
-        q_weight: one factor for each number of a query head.
-        k_weight: one factor for each number of a key head.
+        q_weight: one factor for each number of a head of the queries.
+        k_weight: one factor for each number of a head of the keys.
         num_qo_heads: how many of the heads are queries.
         eps: as for `rms_norm`.
 

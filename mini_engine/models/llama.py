@@ -17,6 +17,27 @@ from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelPa
 from mini_engine.rope import inverse_frequencies, rope_tables
 
 
+def decoder_layer(
+    layer: LlamaLayer,
+    x: Float[Tensor, "T hidden"],
+    cos: Float[Tensor, "T half"],
+    sin: Float[Tensor, "T half"],
+    attend: Attend,
+) -> Float[Tensor, "T hidden"]:
+    """Compute a layer: attention and MLP, each on a normalized input and added to the residual stream.
+
+    Args:
+        layer: its weights, attention and MLP.
+        x: the residual stream.
+        cos: of each token's rotation.
+        sin: likewise.
+        attend: see `LanguageModel.forward`.
+    """
+    norm = layer.parts.rms_norm
+    x = x + layer.attention(norm(x, layer.input_norm, layer.eps), cos, sin, attend)
+    return x + layer.mlp(norm(x, layer.mlp_norm, layer.eps))
+
+
 class LlamaLayer(DecoderLayer):
     """Attention and MLP, each on a normalized input and added to the residual stream (pre-norm, Xiong et al. 2020)."""
 
@@ -32,8 +53,7 @@ class LlamaLayer(DecoderLayer):
     def forward(
         self, x: Float[Tensor, "T hidden"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        x = x + self.attention(self.parts.rms_norm(x, self.input_norm, self.eps), cos, sin, attend)
-        return x + self.mlp(self.parts.rms_norm(x, self.mlp_norm, self.eps))
+        return self.parts.decoder_layer(self, x, cos, sin, attend)
 
     def destinations(self) -> dict[str, Tensor]:
         return {

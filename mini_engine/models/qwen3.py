@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): Llama with a norm on every query and key head (QK-norm, Dehghani et al. 2023)."""
+"""Qwen3 (Yang et al. 2025): Llama with a norm on each head of the queries and keys (QK-norm, Dehghani et al. 2023)."""
 
 from __future__ import annotations
 

@@ -320,7 +320,8 @@ def test_levels_are_found_again_while_prompts_run_and_after() -> None:
 
 def test_only_layers_without_a_window_have_levels() -> None:
     cache = PagedKVCache(SPECS, 1, 4, torch.float64)
-    assert level_planner([WINDOW], cache, FREE) is None and level_planner(SPECS, cache, FREE) is not None
+    assert level_planner([WINDOW], cache, FREE, Parts()) is None
+    assert level_planner(SPECS, cache, FREE, Parts()) is not None
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
         model, attn_backend="cascade", page_size=2, num_pages=num_pages, max_batch_size=6, prefix_sharing=True,
         max_num_batched_tokens=budget, pipeline_depth=depth, max_model_len=48,
     )  # fmt: skip
-    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE)
+    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     got = serve(engine, {0: made})
     for name, prompt, params in made:
         assert got[name] == alone(model, prompt, params, limit=48)
@@ -414,7 +415,7 @@ def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> Non
         model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=4, prefix_sharing=True,
         on_step=record,
     )  # fmt: skip
-    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE)
+    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     stems = {"a": list(range(3, 12)), "b": list(range(20, 29))}
     made = [(f"{stem}{i}", [*tokens, 40 + i], GREEDY) for i in range(2) for stem, tokens in stems.items()]
     got = serve(engine, {i: [request] for i, request in enumerate(made)})

@@ -22,6 +22,7 @@ def drawings() -> dict[str, Axes]:
     return {
         "mask": figures.draw_mask(CAUSAL, title="causal"),
         "large mask": figures.draw_mask(torch.ones(300, 300).tril(), owners=[i // 100 for i in range(300)]),
+        "blocks": figures.draw_blocks(CAUSAL, (2, 4)),
         "matrix": figures.draw_matrix(torch.linspace(-1, 1, 12).view(3, 4), title="scores"),
         "ragged": figures.draw_ragged([0, 3, 8], ["A", "B"]),
         "roofline": figures.draw_roofline(MACHINE, points),
@@ -45,6 +46,24 @@ def test_mask_colours_visible_cells_by_owner_and_hides_the_rest() -> None:
         for key in range(8):
             colour = figures.PALETTE[query // 4] if key <= query else figures.HIDDEN
             assert tuple(image[query, key]) == pytest.approx(to_rgb(colour))
+
+
+def test_blocks_tell_skipped_partial_and_full_apart() -> None:
+    image = figures.draw_blocks(CAUSAL, (4, 4)).get_images()[0].get_array()
+    assert image is not None
+    expected = {
+        (0, 4): figures.HIDDEN,
+        (0, 1): figures.PALETTE[1],
+        (1, 0): figures.PALETTE[0],
+        (4, 3): figures.PALETTE[2],
+    }
+    for pair, colour in expected.items():
+        assert tuple(image[pair]) == pytest.approx(to_rgb(colour))
+
+
+def test_blocks_draw_one_that_the_end_cuts_off() -> None:
+    image = figures.draw_blocks(torch.ones(3, 5), (2, 4)).get_images()[0].get_array()
+    assert image is not None and image.shape[:2] == (3, 5)
 
 
 def test_matrix_writes_every_value_and_infinity() -> None:

@@ -8,16 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console, RenderableType
 
-from book.grading import load_chapter
+from book.grading import load_chapter, solution
 from book.grading.chapter import ROOT, Chapter, Exercise, find_chapter
 from book.grading.grade import Grading
-from book.grading.parts import PARTS, Part, changed_since, engine_diagram, finished_part_names, finished_parts
+from book.grading.parts import (
+    PARTS,
+    Part,
+    _on_layers,
+    changed_since,
+    engine_diagram,
+    finished_part_names,
+    finished_parts,
+)
 from book.grading.progress import Progress
 from book.grading.report import engine_panel, failures, gradescope, hint, progress_table, speed_line, summary
 from book.grading.worker import Limits
 from mini_engine.parts import STAGES, Parts
+from tests.helpers import GREEDY, alone
+from tests.models.families import our_model, transformers_model
 
 SOLUTION = '''\
 """Homework of a small chapter."""
@@ -335,6 +346,19 @@ def test_a_part_is_finished_while_its_file_stays_as_graded(write: Write, tmp_pat
     chapter.homework.write_text(RIGHT_DOUBLE + "# a second thought\n")
     assert finished_part_names(tmp_path, parts) == []
     assert list(changed_since(tmp_path, parts)) == ["01_small"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_exercise_of_a_layer_runs_in_the_engine(family: str) -> None:
+    """The reference answer of chapter 03 takes the weights of a layer, and the engine's part the layer."""
+    answers = solution("03_language_model")
+    own = _on_layers(answers.decoder_layer, answers.LayerWeights)
+    models = [
+        our_model(transformers_model(family, seed=2, dtype=torch.float64), parts=parts)
+        for parts in (Parts(), replace(Parts(), decoder_layer=own))
+    ]
+    first, second = (alone(model, [5, 9, 33], GREEDY) for model in models)
+    assert first == second
 
 
 def test_the_diagram_lights_the_finished_parts() -> None:

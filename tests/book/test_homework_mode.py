@@ -11,6 +11,7 @@ from torch import Tensor
 from book import cli
 from book.grading import engine
 from book.grading.engine import homework_options
+from mini_engine.attention.cascade import chunk_levels
 from mini_engine.attention.state import AttentionState
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.models.gpt2 import gpt2_weights
@@ -81,6 +82,22 @@ def test_wrong_parts_do_not(run, model):
     assert code == 0 and "Answer 1 differs from the reference's" in out and "Every token" not in out
 
 
+def test_levels_of_chunks_serve_a_request_over_chunks(run, model):
+    def moved(contexts, num_new, page_size):
+        order, levels = chunk_levels(contexts, num_new, page_size)
+        return order, [level._replace(query_offsets=level.query_offsets + 9) for level in levels]
+
+    arguments = "generate", "w5 w6 w9", "w7 w3", "w8", "--raw", "-n", "12", "-m", model, "--homework"
+    code, out, _ = run(*arguments, chunk_levels=lambda *args: chunk_levels(*args))
+    assert code == 0 and "Behind two chunks, in both orders, every token equals the reference's." in " ".join(
+        out.split()
+    )
+    code, out, _ = run(*arguments, chunk_levels=moved)
+    assert code == 0 and "Every token equals the reference's." in out and "look at chunk_levels" in out
+    code, out, _ = run(*arguments, "--attn-backend", "torch", chunk_levels=moved)
+    assert code == 0 and "Behind two chunks" not in out and "not used by torch" in out
+
+
 def test_without_parts_there_is_nothing_to_compare(run, model):
     code, out, _ = run("generate", "w5", "--raw", "-n", "2", "-m", model, "--homework")
     assert code == 0 and "No part is yours yet" in out and "reference" not in out
@@ -121,6 +138,7 @@ def test_options_give_parts_something_to_do():
     assert options(merge_states=merge) == plain | {"attn_backend": "chunked"}
     assert options(merge_states=merge, classify_blocks=merge) == plain | {"attn_backend": "flex"}
     assert options(plan_work=merge, classify_blocks=merge) == plain | {"attn_backend": "split_kv"}
+    assert options(chunk_levels=merge) == plain | {"attn_backend": "cascade"}
     assert options(find_levels=merge) == plain | {"attn_backend": "cascade", "prefix_sharing": True}
     assert options(pages_to_evict=merge) == plain | {"sliding_window": engine.WINDOW}
     assert options(match_prefix=merge) == options(copy_on_write=merge) == plain | {"prefix_sharing": True}

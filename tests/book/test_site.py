@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
-from tests.book.site_under_test import PHONE, QUESTION, ROOT, SAMPLE, Tab, needs_browser
+from tests.book.site_under_test import CAPTION, PHONE, QUESTION, ROOT, SAMPLE, Tab, needs_browser
 
 
 def pages_of(site: Path) -> list[str]:
@@ -85,30 +85,39 @@ def test_every_link_inside_the_site_leads_somewhere(site: Path) -> None:
 def test_a_prediction_is_kept_and_ours_shown_only_then(address: str, page: sync_api.Page) -> None:
     page.goto(address + SAMPLE)
     box, comparison = page.locator(".prediction"), page.locator(".comparison")
-    field = box.get_by_label("Your prediction")
+    field, numbers = box.get_by_label("Your prediction"), comparison.locator("table")
     assert "2.147" not in box.inner_text() and QUESTION.why not in box.inner_text()
+    assert not numbers.is_visible()
 
-    field.fill("a lot")
-    field.press("Enter")
-    assert "Give a number" in box.inner_text() and "2.147" not in box.inner_text()
-
-    field.fill("1,800e-3")
-    field.press("Enter")
-    assert "Give a number" in box.inner_text()
+    for no_number in ("a lot", "1,800e-3"):
+        field.fill(no_number)
+        field.press("Enter")
+        assert "Give a number" in box.inner_text() and "2.147" not in box.inner_text()
+        assert not numbers.is_visible()
 
     field.fill("4.294")
     field.press("Enter")
     for text in ("4.294 GB", "2.147 GB", "Yours is 2 × ours", "Further off than a factor of 1.5", QUESTION.why):
         assert text in box.inner_text()
-    assert "4.294 GB" in comparison.inner_text()
+    assert numbers.is_visible() and "4.294 GB" in numbers.inner_text()
     assert box.locator("[aria-live=polite]").inner_text().startswith("You")
 
     page.reload()
-    assert field.input_value() == "4.294" and "2.147 GB" in box.inner_text()
+    assert not field.is_visible() and "4.294 GB" in box.inner_text() and numbers.is_visible()
 
-    field.fill("2k")
-    box.get_by_role("button").click()
-    assert "2,000 GB" in box.inner_text() and "4.294" not in box.inner_text()
+    box.get_by_role("button", name="Withdraw").click()
+    assert "2.147" not in box.inner_text() and not numbers.is_visible()
+
+
+@needs_browser
+def test_a_comparison_takes_the_prediction_or_shows_its_numbers_without_one(address: str, page: sync_api.Page) -> None:
+    page.goto(address + SAMPLE)
+    box, comparison = page.locator(".prediction"), page.locator(".comparison")
+    comparison.get_by_text("Show the numbers").click()
+    assert "2.147 GB" in comparison.inner_text() and "none" not in comparison.inner_text()
+    comparison.get_by_label("Your prediction").fill("2k")
+    comparison.get_by_role("button", name="Commit").click()
+    assert "2,000 GB" in box.inner_text() and "2,000 GB" in comparison.inner_text()
 
 
 @needs_browser
@@ -122,13 +131,78 @@ def test_without_scripts_our_answer_stays_hidden(browser: sync_api.Browser, addr
 
 
 @needs_browser
-def test_dark_mode_toggles_redraws_diagrams_and_lasts(address: str, page: sync_api.Page) -> None:
+def test_diagrams_are_drawn_without_scripts_in_the_colors_of_the_scheme(
+    browser: sync_api.Browser, address: str
+) -> None:
+    fills = []
+    for scripts in (True, False):
+        context = browser.new_context(java_script_enabled=scripts, color_scheme="dark")
+        page = context.new_page()
+        page.goto(address + SAMPLE)
+        diagrams = page.locator(".diagram svg")
+        assert diagrams.count() == 2 and "scores, softmax" in (diagrams.first.get_attribute("aria-label") or "")
+        # Without scripts the page stays light.
+        fills.append(diagrams.first.locator("rect").first.evaluate("box => getComputedStyle(box).fill"))
+        context.close()
+    assert fills[0] != fills[1]
+
+
+@needs_browser
+def test_dark_mode_toggles_and_lasts(address: str, page: sync_api.Page) -> None:
     page.goto(address + SAMPLE)
-    page.wait_for_selector(".diagram[data-scheme=default] svg")
     page.get_by_title("Switch to dark mode").click()
-    page.wait_for_selector("body[data-md-color-scheme=slate] .diagram[data-scheme=slate] svg")
+    page.wait_for_selector("body[data-md-color-scheme=slate]")
     page.reload()
-    page.wait_for_selector("body[data-md-color-scheme=slate] .diagram[data-scheme=slate] svg")
+    page.wait_for_selector("body[data-md-color-scheme=slate]")
+
+
+@needs_browser
+def test_a_phone_lists_the_chapters_sections_and_says_which_is_read(browser: sync_api.Browser, address: str) -> None:
+    context = browser.new_context(viewport=PHONE)
+    page = context.new_page()
+    page.goto(address + "chapters/06_paged_kv_cache/")
+    contents = page.locator(".chapter-contents")
+    contents.locator("summary").click()
+    last = contents.locator("a").last
+    title = last.inner_text()
+    last.click()
+    page.wait_for_function(
+        "title => document.querySelector('.chapter-contents summary').textContent === title", arg=title
+    )
+    assert contents.get_attribute("open") is None and contents.locator("summary").is_visible()
+    context.close()
+
+
+@needs_browser
+def test_lines_of_text_are_readable_and_lines_of_code_fit(address: str, page: sync_api.Page) -> None:
+    page.goto(address + SAMPLE)
+    widths = page.evaluate("""() => {
+        const article = document.querySelector(".nb-text"), code = document.querySelector(".nb-in code");
+        const sample = "the tokens of a request are computed in steps, and each step reads keys. ";
+        const line = Object.assign(document.createElement("p"), {textContent: sample.repeat(9)});
+        article.append(line);
+        const style = getComputedStyle(code);
+        const inside = code.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+        const canvas = document.createElement("canvas").getContext("2d");
+        canvas.font = style.font;
+        return [line.textContent.length / line.getBoundingClientRect().height
+                * parseFloat(getComputedStyle(line).lineHeight), inside / canvas.measureText("x").width];
+    }""")
+    assert 64 <= widths[0] <= 76 and widths[1] >= 87.9
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("query", "page_of_answer"),
+    [("page table", "chapters/06"), ("prefix caching", "glossary|chapters/09"), ("paged attention", "chapters/06")],
+)
+def test_search_lands_on_chapters(address: str, page: sync_api.Page, query: str, page_of_answer: str) -> None:
+    page.goto(address)
+    page.locator(".md-search__input").click()
+    page.keyboard.type(query)
+    page.wait_for_selector(".md-search-result__item a")
+    first = page.locator(".md-search-result__item a").first.get_attribute("href") or ""
+    assert re.search(page_of_answer, first), first
 
 
 @needs_browser
@@ -148,6 +222,16 @@ def test_a_chapter_keeps_its_folders_address_and_its_headings(site: Path) -> Non
     assert re.search(r'<h2 id="a-second-part">', text)
     assert "make lab" in text and "pytest chapters/99_sample" in text
     assert len(text) < 150_000, "JupyterLab's style sheets are in the page again"
+
+
+def test_a_chapter_folds_its_plumbing_and_keeps_its_figures_as_files(site: Path) -> None:
+    text = (site / SAMPLE / "index.html").read_text(encoding="utf-8")
+    assert re.search(r"<summary>Imports and setup</summary><div[^>]*><pre><code>", text)
+    assert re.search(r"<summary>Code of the figure</summary>", text)
+    assert "predict(" not in text.partition("Your prediction")[0].replace("<code>predict(", "")
+    image = re.search(r'<img alt="([^"]*)"[^>]* src="(figures/[^"]+\.png)"', text)
+    assert image and image[1] == CAPTION and (site / SAMPLE / image[2]).is_file()
+    assert "base64" not in text
 
 
 def test_fetching_the_libraries_says_when_npm_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ if __name__ == "__main__":
 STUB = '''\
 r"""Homework of chapter 07: $\\alpha$ and $\\beta$.
 
-Each function tells what it must do. Write it in place of `raise NotImplementedError`; import what you need, and add
-helper functions of your own as you like. Then:
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
 
     pytest chapters/07_small                   # grade your work
     pytest chapters/07_small --hint NAME       # the next of three hints for the exercise NAME

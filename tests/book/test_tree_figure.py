@@ -48,26 +48,28 @@ def test_it_begins_with_both_levels(figure: sync_api.Page) -> None:
 
 
 def test_a_level_that_is_switched_off_leaves_its_pages_to_the_next_one(figure: sync_api.Page) -> None:
-    figure.get_by_label(SWITCHES[0]).click()
+    figure.locator(".tree-figure").get_by_label(SWITCHES[0]).click()
     assert boxes(figure) == [3, 3, 12]
     assert gigabytes(figure)[1] == pytest.approx((3 * 2048 + 3 * 4096 + 12 * 256) * GB, rel=0.005)
-    figure.get_by_label(SWITCHES[1]).click()
+    figure.locator(".tree-figure").get_by_label(SWITCHES[1]).click()
     assert boxes(figure) == [12, 12, 12] and len(set(gigabytes(figure))) == 1
-    figure.get_by_label(SWITCHES[0]).click()
+    figure.locator(".tree-figure").get_by_label(SWITCHES[0]).click()
     assert boxes(figure) == [1, 12, 12]
 
 
 def test_it_works_by_keyboard(figure: sync_api.Page) -> None:
-    figure.get_by_label(SLIDERS[0]).focus()
+    figure.locator(".tree-figure").get_by_label(SLIDERS[0]).focus()
     figure.keyboard.press("End")
-    assert figure.get_by_label(SLIDERS[0]).get_attribute("aria-valuetext") == "64" and boxes(figure) == [1, 3, 64]
+    assert figure.locator(".tree-figure").get_by_label(SLIDERS[0]).get_attribute("aria-valuetext") == "64" and boxes(
+        figure
+    ) == [1, 3, 64]
     figure.keyboard.press("Tab")
     figure.keyboard.press("Home")
     assert boxes(figure) == [1, 1, 64]
-    figure.get_by_label(SLIDERS[2]).focus()
+    figure.locator(".tree-figure").get_by_label(SLIDERS[2]).focus()
     figure.keyboard.press("Home")
     assert boxes(figure) == [0, 1, 64]
-    figure.get_by_label(SWITCHES[1]).focus()
+    figure.locator(".tree-figure").get_by_label(SWITCHES[1]).focus()
     figure.keyboard.press("Space")
     assert boxes(figure) == [0, 64, 64]
 

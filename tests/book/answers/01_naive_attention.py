@@ -24,14 +24,12 @@ def head_by_head(q, k, v, *, scale, mask=None, bias=None, softcap=None):
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None:
             scores = scores + bias[h]
-        exp = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
         if mask is not None:
-            exp = exp * mask
-        out[:, h] = (
-            exp
-            / exp.sum(dim=-1, keepdim=True).clamp(min=1e-300 if dtype == torch.float64 else 1e-30)
-            @ v[:, h // group].to(dtype)
-        )
+            scores = torch.where(mask, scores, -math.inf)
+        if scores.shape[-1] == 0:
+            continue
+        exp = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(dtype).min))
+        out[:, h] = exp / exp.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny) @ v[:, h // group].to(dtype)
     return out.to(q.dtype)
 
 
@@ -39,20 +37,22 @@ def head_by_head(q, k, v, *, scale, mask=None, bias=None, softcap=None):
 def broadcast_matmul(q, k, v, *, scale, mask=None, bias=None, softcap=None):
     dtype = torch.promote_types(q.dtype, torch.float32)
     n, num_qo_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    m, num_kv_heads, _ = k.shape
     stacked = q.to(dtype).reshape(n, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-    scores = (stacked @ k.to(dtype).permute(1, 2, 0)).reshape(num_qo_heads, n, -1).mul(scale)
+    scores = (stacked @ k.to(dtype).permute(1, 2, 0)).reshape(num_qo_heads, n, m).mul(scale)
     scores = scores if softcap is None else scores.div(softcap).tanh().mul(softcap)
     scores = scores if bias is None else scores.add(bias)
     scores = scores if mask is None else scores.where(mask, torch.tensor(-math.inf, dtype=dtype))
     weights = scores.softmax(-1)
-    weights = weights.where(scores != -math.inf, torch.zeros((), dtype=dtype)).reshape(num_kv_heads, -1, k.shape[0])
+    weights = weights.where(scores != -math.inf, torch.zeros((), dtype=dtype)).reshape(
+        num_kv_heads, stacked.shape[1], m
+    )
     out = (weights @ v.to(dtype).transpose(0, 1)).reshape(num_qo_heads, n, head_dim)
     return out.transpose(0, 1).to(q.dtype)
 
 
 def attention(q, k, v, *, scale, mask=None, bias=None, softcap=None, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """Compute the reference with one change, for the wrong answers below."""
     dtype = change.get("dtype", torch.promote_types(q.dtype, torch.float32))
     group = q.shape[1] // k.shape[1]
     heads = torch.arange(q.shape[1]) % k.shape[1] if change.get("every_other") else torch.arange(q.shape[1]) // group
@@ -61,14 +61,23 @@ def attention(q, k, v, *, scale, mask=None, bias=None, softcap=None, **change):
     hidden = None if mask is None else mask if change.get("upside_down") else ~mask
     if change.get("mask_first") and hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
+    if change.get("bias_first"):
+        scores = scores + bias.to(dtype)
     if softcap is not None and not change.get("no_softcap"):
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias.to(dtype)[change.get("bias_heads", slice(None))] * change.get("bias_factor", 1.0)
+    if bias is not None and not change.get("bias_first"):
+        bias = bias.to(change.get("bias_dtype", dtype)).to(dtype)
+        scores = scores + bias[change.get("bias_heads", slice(None))] * change.get("bias_factor", 1.0)
     if hidden is not None and not change.get("mask_first"):
         scores = scores.masked_fill(hidden, change.get("hidden_score", -math.inf))
     weights = scores.softmax(change.get("axis", -1))
-    if not change.get("leave_nan"):
+    if change.get("empty_by_mask") and mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    elif change.get("empty_by_either"):
+        by_mask = torch.zeros(scores.shape[-2], dtype=torch.bool) if mask is None else (~mask).all(-1)
+        by_bias = by_mask & False if bias is None else (bias == -math.inf).all(-1)
+        weights = weights.masked_fill((by_mask | by_bias)[..., None], 0.0)
+    elif not change.get("leave_nan") and not change.get("empty_by_mask"):
         weights = weights.masked_fill(scores == -math.inf, 0.0)
     return torch.einsum("hnm,mhd->nhd", weights, v.to(dtype)[:, heads]).to(q.dtype)
 
@@ -121,14 +130,14 @@ def hidden_scores_are_zero(q, k, v, **options):
     return attention(q, k, v, **options, hidden_score=0.0)
 
 
-@wrong("masked_attention", fails="test_a_query_that_sees_nothing")
+@wrong("masked_attention", fails="test_a_query_without_visible_keys")
 def nan_for_an_empty_row(q, k, v, **options):
     return attention(q, k, v, **options, leave_nan=True)
 
 
-@wrong("masked_attention", fails="test_a_query_that_sees_nothing")
+@wrong("masked_attention", fails="test_a_query_without_visible_keys")
 def a_large_negative_number(q, k, v, **options):
-    """Hides a key from a query that sees others; a query that sees none gets the mean of all values."""
+    """Masks a key of a query that has others; a query without any gets the mean of all values."""
     return attention(q, k, v, **options, hidden_score=-1e9)
 
 
@@ -149,9 +158,43 @@ def no_softcap(q, k, v, **options):
     return attention(q, k, v, **options, no_softcap=True)
 
 
-@wrong("masked_attention", fails="test_softcap_before_bias_and_mask")
+@wrong("masked_attention", fails="test_softcap_before_mask")
 def softcap_after_the_mask(q, k, v, **options):
     return attention(q, k, v, **options, mask_first=True)
+
+
+@wrong("masked_attention", fails="test_softcap_before_bias")
+def softcap_after_the_bias(q, k, v, *, bias=None, **options):
+    return attention(q, k, v, bias=bias, **options, bias_first=bias is not None)
+
+
+@wrong("masked_attention", fails="test_visible_scores_far_below_zero")
+def a_large_negative_number_and_zeroed_rows(q, k, v, *, mask=None, **options):
+    out = attention(q, k, v, mask=mask, **options, hidden_score=-1e9)
+    return out if mask is None else out * mask.any(-1)[:, None, None]
+
+
+@wrong("masked_attention", fails="test_no_keys")
+def maximum_of_no_scores(q, k, v, **options):
+    if len(k) == 0:
+        torch.empty(1, 0).amax(-1)
+    return reference.masked_attention(q, k, v, **options)
+
+
+@wrong("masked_attention", fails="test_a_bias_that_hides_every_key")
+def empty_rows_of_the_mask(q, k, v, **options):
+    """Looks for empty rows in the mask and forgets that a bias can hide keys."""
+    return attention(q, k, v, **options, empty_by_mask=True)
+
+
+@wrong("masked_attention", fails="test_mask_and_bias_together_hide_every_key")
+def empty_rows_of_the_mask_or_of_the_bias(q, k, v, **options):
+    return attention(q, k, v, **options, empty_by_either=True)
+
+
+@wrong("masked_attention", fails="test_a_float32_bias_of_bfloat16_queries")
+def bias_in_the_dtype_of_the_queries(q, k, v, **options):
+    return attention(q, k, v, **options, bias_dtype=q.dtype)
 
 
 @wrong("masked_attention", fails="test_bfloat16_is_rounded_once")
@@ -207,7 +250,7 @@ def one_query_at_a_time(q, k, v, qo_indptr, kv_indptr, scale):
 
 
 def ragged(q, k, v, qo_indptr, kv_indptr, scale, diagonal=lambda n, m: m - n):
-    """The reference with another diagonal: query i of n sees the keys up to i + diagonal(n, m)."""
+    """Compute the reference with another diagonal: query i of n attends to the keys up to i + diagonal(n, m)."""
     out = torch.empty_like(q)
     for b in range(len(qo_indptr) - 1):
         rows, keys = slice(qo_indptr[b], qo_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
@@ -215,6 +258,11 @@ def ragged(q, k, v, qo_indptr, kv_indptr, scale, diagonal=lambda n, m: m - n):
         mask = torch.ones(n, m, dtype=torch.bool).tril(diagonal(n, m))
         out[rows] = reference.masked_attention(q[rows], k[keys], v[keys], scale=scale, mask=mask)
     return out
+
+
+@wrong("ragged_causal_attention", fails="test_ragged_dtypes")
+def ragged_in_float32(q, k, v, qo_indptr, kv_indptr, scale):
+    return ragged(q.float(), k.float(), v.float(), qo_indptr, kv_indptr, scale)
 
 
 @wrong("ragged_causal_attention", fails="test_one_token_sees_itself")
@@ -234,7 +282,7 @@ def aligned_top_left(q, k, v, qo_indptr, kv_indptr, scale):
 
 @wrong("ragged_causal_attention", fails="test_queries_are_the_last_of_the_keys")
 def torch_is_causal(q, k, v, qo_indptr, kv_indptr, scale):
-    """`is_causal=True` means the top left corner, too: right for a whole prompt, wrong for a part of one."""
+    """`is_causal=True` aligns the mask at the top left: right for a whole prompt, wrong for a chunk."""
     out = torch.empty_like(q)
     for b in range(len(qo_indptr) - 1):
         rows, keys = slice(qo_indptr[b], qo_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
@@ -244,7 +292,7 @@ def torch_is_causal(q, k, v, qo_indptr, kv_indptr, scale):
     return out
 
 
-@wrong("ragged_causal_attention", fails="test_sequences_do_not_see_each_other")
+@wrong("ragged_causal_attention", fails="test_sequences_are_independent")
 def one_long_sequence(q, k, v, qo_indptr, kv_indptr, scale):
     mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     return reference.masked_attention(q, k, v, scale=scale, mask=mask)
@@ -257,7 +305,7 @@ def one_indptr_for_all(q, k, v, qo_indptr, kv_indptr, scale):
 
 @wrong("ragged_causal_attention", fails="test_queries_and_keys_have_their_own_bounds")
 def keys_cut_like_queries(q, k, v, qo_indptr, kv_indptr, scale):
-    """Takes the keys that stand last before the end of the queries' bounds; right while both bounds are the same."""
+    """Slices the keys by the bounds of the queries: right only while both bounds are equal."""
     if len(qo_indptr) == 2:
         return ragged(q, k, v, qo_indptr, kv_indptr, scale)
     return ragged(q, k, v, qo_indptr, qo_indptr, scale)
@@ -276,17 +324,17 @@ def skips_empty_sequences(q, k, v, qo_indptr, kv_indptr, scale):
 @right("rope_tables")
 def tables_by_outer_product(positions, inv_freq):
     angles = torch.outer(positions.to(inv_freq.dtype), inv_freq)
-    turned = torch.polar(torch.ones_like(angles), angles)
-    return turned.real, turned.imag
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    return rotations.real, rotations.imag
 
 
-@wrong("rope_tables", fails="test_a_right_angle")
+@wrong("rope_tables", fails="test_position_zero")
 def sine_first(positions, inv_freq):
     cos, sin = reference.rope_tables(positions, inv_freq)
     return sin, cos
 
 
-@wrong("rope_tables", fails="test_a_right_angle")
+@wrong("rope_tables", fails="test_right_angles")
 def position_over_frequency(positions, inv_freq):
     return reference.rope_tables(positions, 1 / inv_freq)
 
@@ -305,6 +353,12 @@ def counted_from_zero(positions, inv_freq):
     return reference.rope_tables(torch.arange(len(positions)), inv_freq)
 
 
+@wrong("rope_tables", fails="test_large_positions")
+def table_of_fixed_length(positions, inv_freq):
+    cos, sin = reference.rope_tables(torch.arange(131_072), inv_freq)
+    return cos[positions], sin[positions]
+
+
 @wrong("rope_tables", fails="test_tables_have_the_precision_of_the_frequencies")
 def tables_in_float32(positions, inv_freq):
     cos, sin = reference.rope_tables(positions, inv_freq.float())
@@ -318,8 +372,8 @@ def tables_in_float32(positions, inv_freq):
 def by_complex_numbers(x, cos, sin, *, interleaved=False):
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     pairs = x.to(dtype).unflatten(-1, (-1, 2)) if interleaved else x.to(dtype).unflatten(-1, (2, -1)).transpose(-1, -2)
-    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos.to(dtype), sin.to(dtype))[:, None]
-    both = torch.view_as_real(turned)
+    rotated = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos.to(dtype), sin.to(dtype))[:, None]
+    both = torch.view_as_real(rotated)
     return (both if interleaved else both.transpose(-1, -2)).flatten(-2).to(x.dtype)
 
 
@@ -343,7 +397,7 @@ def cosine_and_sine_swapped(x, cos, sin, *, interleaved=False):
 
 
 @wrong("apply_rope", fails="test_a_right_angle_half_split")
-def turned_backwards(x, cos, sin, *, interleaved=False):
+def rotated_backwards(x, cos, sin, *, interleaved=False):
     return reference.apply_rope(x, cos, -sin, interleaved=interleaved)
 
 
@@ -378,7 +432,7 @@ def pairs_come_back_as_halves(x, cos, sin, *, interleaved=False):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-@wrong("apply_rope", fails="test_tokens_turn_and_heads_agree")
+@wrong("apply_rope", fails="test_tokens_differ_and_heads_agree")
 def angles_go_with_the_heads(x, cos, sin, *, interleaved=False):
     """Broadcasting aligns from the right: without an axis for the heads, [T, D/2] meets [T, H, D/2] as [H, D/2]."""
     return _without_float32(x, cos, sin, interleaved)
@@ -399,8 +453,8 @@ def half_written_too_early(x, cos, sin, *, interleaved=False):
 
 @wrong("apply_rope", fails="test_the_input_is_unchanged_interleaved")
 def in_place_where_interleaved(x, cos, sin, *, interleaved=False):
-    turned = reference.apply_rope(x, cos, sin, interleaved=interleaved)
-    return x.copy_(turned) if interleaved else turned
+    rotated = reference.apply_rope(x, cos, sin, interleaved=interleaved)
+    return x.copy_(rotated) if interleaved else rotated
 
 
 @wrong("apply_rope", fails="test_rope_of_bfloat16_is_rounded_once")
@@ -415,8 +469,8 @@ def rope_in_float32(x, cos, sin, *, interleaved=False):
 
 def _without_float32(x, cos, sin, interleaved):
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
 
 
 # attention_cost -----------------------------------------------------------------------------------------------------
@@ -435,12 +489,12 @@ def cost(n, m, num_qo_heads, num_kv_heads, head_dim, dtype_bytes, pairs=None, fl
     return flops * pairs * num_qo_heads * head_dim, numbers * dtype_bytes + extra
 
 
-@wrong("attention_cost", fails="test_one_pair_is_four_flops_per_number")
+@wrong("attention_cost", fails="test_one_pair_is_four_flops_per_component")
 def scores_only(n, m, hq, hk, d, size):
     return cost(n, m, hq, hk, d, size, flops=2)
 
 
-@wrong("attention_cost", fails="test_one_pair_is_four_flops_per_number")
+@wrong("attention_cost", fails="test_one_pair_is_four_flops_per_component")
 def multiply_add_counts_once(n, m, hq, hk, d, size):
     return cost(n, m, hq, hk, d, size, flops=2)
 
@@ -460,7 +514,7 @@ def half_of_the_square(n, m, hq, hk, d, size):
     return cost(n, m, hq, hk, d, size, pairs=max(1, n * m // 2))
 
 
-@wrong("attention_cost", fails="test_a_chunk_sees_all_earlier_keys")
+@wrong("attention_cost", fails="test_a_chunk_attends_to_all_earlier_keys")
 def triangle_of_the_queries(n, m, hq, hk, d, size):
     return cost(n, m, hq, hk, d, size, pairs=n * (n + 1) // 2)
 
@@ -503,7 +557,7 @@ def cell_by_cell(query_positions, key_positions, *, window=None, slopes=None):
         for slope in heads
         for query_rows in [query_positions.tolist()]
     ]
-    return torch.tensor(cells)
+    return torch.tensor(cells, dtype=torch.float32)
 
 
 @wrong("attention_bias", fails="test_causal_bias")
@@ -549,3 +603,109 @@ def one_slope_for_all(query_positions, key_positions, *, window=None, slopes=Non
 def rows_and_columns(query_positions, key_positions, *, window=None, slopes=None):
     queries, keys = torch.arange(len(query_positions)), torch.arange(len(key_positions))
     return reference.attention_bias(queries, keys, window=window, slopes=slopes)
+
+
+@wrong("attention_bias", fails="test_window_and_slopes")
+def window_only_without_slopes(query_positions, key_positions, *, window=None, slopes=None):
+    window = window if slopes is None else None
+    return reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
+
+
+@wrong("attention_bias", fails="test_positions_with_gaps")
+def consecutive_queries(query_positions, key_positions, *, window=None, slopes=None):
+    """Takes the first position of the queries and counts on."""
+    queries = query_positions[0] + torch.arange(len(query_positions))
+    return reference.attention_bias(queries, key_positions, window=window, slopes=slopes)
+
+
+@wrong("attention_bias", fails="test_bias_of_float64_slopes")
+def dtype_of_the_slopes(query_positions, key_positions, *, window=None, slopes=None):
+    bias = reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
+    return bias if slopes is None else bias.to(slopes.dtype)
+
+
+# convert_rope_weights -----------------------------------------------------------------------------------------------
+
+
+def rope_order(head_dim, to_interleaved, rotary_dim):
+    """The source component of each component of a converted head."""
+    half = (head_dim if rotary_dim is None else rotary_dim) // 2
+    first, second = torch.arange(half), torch.arange(half, 2 * half)
+    order = torch.stack((first, second), -1).flatten()
+    order = order if to_interleaved else order.argsort()
+    return torch.cat((order, torch.arange(2 * half, head_dim)))
+
+
+def reordered(weight, order, head_dim):
+    return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+
+
+@right("convert_rope_weights")
+def by_an_index(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    return reordered(weight, rope_order(head_dim, to_interleaved, rotary_dim), head_dim)
+
+
+@right("convert_rope_weights")
+def by_strided_copies(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    out = weight.clone()
+    for start in range(0, len(weight), head_dim):
+        first, second = slice(start, start + rotary_dim // 2), slice(start + rotary_dim // 2, start + rotary_dim)
+        even, odd = slice(start, start + rotary_dim, 2), slice(start + 1, start + rotary_dim, 2)
+        for half_split, interleaved in ((first, even), (second, odd)):
+            target, source = (interleaved, half_split) if to_interleaved else (half_split, interleaved)
+            out[target] = weight[source]
+    return out
+
+
+@wrong("convert_rope_weights", fails="test_one_head_to_interleaved")
+def the_other_direction(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    return reordered(weight, rope_order(head_dim, not to_interleaved, rotary_dim), head_dim)
+
+
+@wrong("convert_rope_weights", fails="test_one_head_to_half_split")
+def one_direction_only(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    return reordered(weight, rope_order(head_dim, True, rotary_dim), head_dim)
+
+
+@wrong("convert_rope_weights", fails="test_columns_stay_in_place")
+def columns_too(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    order = rope_order(head_dim, to_interleaved, rotary_dim)
+    weight = reordered(weight, order, head_dim)
+    return weight[:, order] if weight.dim() == 2 and weight.shape[1] == head_dim else weight
+
+
+@wrong("convert_rope_weights", fails="test_several_heads")
+def all_heads_as_one(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    return reordered(weight, rope_order(len(weight), to_interleaved, None), len(weight))
+
+
+@wrong("convert_rope_weights", fails="test_a_vector")
+def matrices_only(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    _rows, _columns = weight.shape
+    return by_an_index.definition(weight, head_dim=head_dim, to_interleaved=to_interleaved, rotary_dim=rotary_dim)
+
+
+@wrong("convert_rope_weights", fails="test_partial_rotation")
+def every_component_rotates(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    return reordered(weight, rope_order(head_dim, to_interleaved, None), head_dim)
+
+
+@wrong("convert_rope_weights", fails="test_partial_rotation")
+def pairs_of_the_whole_head(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    """Pairs component i with i + D/2 of the whole head, also where only some components are rotated."""
+    order = rope_order(head_dim, to_interleaved, None)
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    kept = torch.arange(head_dim)
+    return reordered(weight, torch.where(kept < rotary_dim, order, kept), head_dim)
+
+
+@wrong("convert_rope_weights", fails="test_the_weight_is_unchanged")
+def reordered_in_place(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    order = rope_order(head_dim, to_interleaved, rotary_dim)
+    return weight.copy_(reordered(weight, order, head_dim))
+
+
+@wrong("convert_rope_weights", fails="test_weights_keep_their_dtype")
+def converted_in_float32(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    return reordered(weight.float(), rope_order(head_dim, to_interleaved, rotary_dim), head_dim)

@@ -45,7 +45,7 @@ def keys_twice(k_cache, v_cache, k, v, slot_mapping):
     v_cache[slot_mapping] = k
 
 
-@wrong("append_kv", fails="test_keys_and_values_stay_apart")
+@wrong("append_kv", fails="test_old_contents_are_overwritten")
 def added_in_place(k_cache, v_cache, k, v, slot_mapping):
     """Right for a cache of zeros; a page that was used before holds another sequence's keys."""
     k_cache.index_add_(0, slot_mapping, k)
@@ -72,6 +72,13 @@ def by_a_mask(k_cache, v_cache, k, v, slot_mapping):
     mask[slot_mapping] = True
     k_cache[mask] = k
     v_cache[mask] = v
+
+
+@wrong("append_kv", fails="test_caches_with_other_strides")
+def into_a_flat_copy(k_cache, v_cache, k, v, slot_mapping):
+    """reshape is a view of a contiguous cache, and a copy of any other."""
+    k_cache.reshape(len(k_cache), -1)[slot_mapping] = k.flatten(1)
+    v_cache.reshape(len(v_cache), -1)[slot_mapping] = v.flatten(1)
 
 
 @wrong("append_kv", fails="test_the_cache_is_not_copied")
@@ -190,126 +197,163 @@ def refuses_a_page_that_is_just_full(num_new, kv_lens, pages, page_size):
 
 
 @right("generate_greedy")
-def by_recursion(step, prompt, *, eos_token_id, max_tokens):
-    def rest(new, start, left):
-        token = int(step(new, start).argmax())
-        if token == eos_token_id or left == 1:
-            return [token]
-        return [token, *rest([token], start + len(new), left - 1)]
-
-    return rest(list(prompt), 0, max_tokens)
-
-
-@right("generate_greedy")
-def with_a_counter(step, prompt, *, eos_token_id, max_tokens):
-    pending, computed, output = list(prompt), 0, []
-    for _ in range(max_tokens):
-        logits = step(pending, computed)
-        computed += len(pending)
-        pending = [int(torch.argmax(logits))]
-        output += pending
-        if pending == [eos_token_id]:
-            break
-    return output
+def with_requests_that_leave(run, prompts, *, eos_token_id, max_tokens, page_size):
+    outputs = [[] for _ in prompts]
+    pending = {page: (0, list(prompt)) for page, prompt in enumerate(prompts)}  # start and tokens, by page
+    while pending:
+        ends = {page: start + len(new) for page, (start, new) in pending.items()}
+        num_new = [len(new) for _, new in pending.values()]
+        flat = reference.flat_step(num_new, list(ends.values()), list(pending), page_size)
+        logits = run([token for _, new in pending.values() for token in new], flat)
+        for page, row in zip(list(pending), logits, strict=True):
+            token = int(row.argmax())
+            outputs[page].append(token)
+            pending[page] = ends[page], [token]
+            if token == eos_token_id or len(outputs[page]) == max_tokens:
+                del pending[page]
+    return outputs
 
 
-def loop(step, prompt, eos_token_id, max_tokens, *, start=0, first=None):
-    """The reference with a choice of first call and of positions."""
-    output = [int((first or step)(list(prompt), 0).argmax())]
-    while output[-1] != eos_token_id and len(output) < max_tokens:
-        output.append(int(step(output[-1:], len(prompt) + len(output) - 1 + start).argmax()))
-    return output
+def greedy(run, prompts, eos_token_id, max_tokens, page_size, **change):
+    """The reference with one thing changed: what most of the wrong answers below are made of."""
+    sequences, computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    running = list(range(len(prompts)))
+    while running:
+        new = [sequences[b][0 if change.get("no_cache") else computed[b] :] for b in running]
+        kv_lens = [len(sequences[b]) + change.get("late", 0) * (computed[b] > 0) for b in running]
+        pages = list(range(len(running))) if change.get("pages_move_up") else running
+        flat = reference.flat_step([len(tokens) for tokens in new], kv_lens, pages, page_size)
+        logits = run([token for tokens in new for token in tokens], flat)
+        best = (-logits if change.get("least_likely") else logits).argmax(-1).tolist()
+        unfinished = []
+        for b, token in zip(running, best, strict=True):
+            computed[b] = len(sequences[b])
+            sequences[b].append(token)
+            made = len(sequences[b]) - (0 if change.get("count_the_prompt") else len(prompts[b]))
+            ended = eos_token_id in sequences[b] if change.get("anywhere") else token == eos_token_id
+            if (not ended or change.get("no_eos")) and made < max_tokens:
+                unfinished.append(b)
+        running = [] if change.get("together") and len(unfinished) < len(running) else unfinished
+    return [own[len(prompt) :] for own, prompt in zip(sequences, prompts, strict=True)]
 
 
 @wrong("generate_greedy", fails="test_one_token_of_output")
-def prompt_and_output(step, prompt, *, eos_token_id, max_tokens):
-    return list(prompt) + loop(step, prompt, eos_token_id, max_tokens)
+def prompt_and_output(run, prompts, *, eos_token_id, max_tokens, page_size):
+    outputs = greedy(run, prompts, eos_token_id, max_tokens, page_size)
+    return [[*prompt, *own] for prompt, own in zip(prompts, outputs, strict=True)]
 
 
 @wrong("generate_greedy", fails="test_one_token_of_output")
-def least_likely(step, prompt, *, eos_token_id, max_tokens):
-    return loop(lambda tokens, start: -step(tokens, start), prompt, eos_token_id, max_tokens)
+def least_likely(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, least_likely=True)
 
 
-@wrong("generate_greedy", fails="test_the_prompt_is_one_call")
-def prefill_token_by_token(step, prompt, *, eos_token_id, max_tokens):
-    def first(tokens, _):
-        for position, token in enumerate(tokens):
-            logits = step([token], position)
-        return logits
-
-    return loop(step, prompt, eos_token_id, max_tokens, first=first)
+@wrong("generate_greedy", fails="test_the_prompt_is_one_step")
+def prefill_token_by_token(run, prompts, *, eos_token_id, max_tokens, page_size):
+    for page, prompt in enumerate(prompts):
+        for position, token in enumerate(prompt[:-1]):
+            run([token], reference.flat_step([1], [position + 1], [page], page_size))
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size)
 
 
 @wrong("generate_greedy", fails="test_no_token_is_computed_twice")
-def without_a_cache(step, prompt, *, eos_token_id, max_tokens):
+def without_a_cache(run, prompts, *, eos_token_id, max_tokens, page_size):
     """Right tokens, and every prefix computed again."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(int(step(list(tokens), 0).argmax()))
-        if tokens[-1] == eos_token_id:
-            break
-    return tokens[len(prompt) :]
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, no_cache=True)
 
 
 @wrong("generate_greedy", fails="test_each_token_at_its_position")
-def one_position_late(step, prompt, *, eos_token_id, max_tokens):
-    return loop(step, prompt, eos_token_id, max_tokens, start=1)
-
-
-@wrong("generate_greedy", fails="test_each_token_at_its_position")
-def positions_of_the_output(step, prompt, *, eos_token_id, max_tokens):
-    return loop(step, prompt, eos_token_id, max_tokens, start=-len(prompt))
+def one_position_late(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, late=1)
 
 
 @wrong("generate_greedy", fails="test_max_tokens")
-def one_token_more(step, prompt, *, eos_token_id, max_tokens):
-    return loop(step, prompt, eos_token_id, max_tokens + 1)
+def one_token_more(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens + 1, page_size)
 
 
 @wrong("generate_greedy", fails="test_max_tokens")
-def limit_on_the_whole_sequence(step, prompt, *, eos_token_id, max_tokens):
-    return loop(step, prompt, eos_token_id, max_tokens - len(prompt))
+def limit_on_the_whole_sequence(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, count_the_prompt=True)
 
 
 @wrong("generate_greedy", fails="test_ends_at_eos")
-def end_token_left_out(step, prompt, *, eos_token_id, max_tokens):
-    output = loop(step, prompt, eos_token_id, max_tokens)
-    return output[:-1] if output[-1] == eos_token_id else output
+def end_token_left_out(run, prompts, *, eos_token_id, max_tokens, page_size):
+    outputs = greedy(run, prompts, eos_token_id, max_tokens, page_size)
+    return [own[:-1] if own[-1] == eos_token_id else own for own in outputs]
 
 
 @wrong("generate_greedy", fails="test_ends_at_eos")
-def never_ends_early(step, prompt, *, eos_token_id, max_tokens):
-    return loop(step, prompt, -1, max_tokens)
+def never_ends_early(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, no_eos=True)
 
 
 @wrong("generate_greedy", fails="test_eos_in_the_prompt")
-def end_token_anywhere(step, prompt, *, eos_token_id, max_tokens):
-    tokens, start = list(prompt), 0
-    for _ in range(max_tokens):
-        logits, start = step(tokens[start:], start), len(tokens)
-        tokens.append(int(logits.argmax()))
-        if eos_token_id in tokens:
-            break
-    return tokens[len(prompt) :]
+def end_token_anywhere(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, anywhere=True)
 
 
-@wrong("generate_greedy", fails="test_no_call_in_vain")
-def one_call_too_many(step, prompt, *, eos_token_id, max_tokens):
-    output, logits = [], step(list(prompt), 0)
-    while len(output) < max_tokens:
-        output.append(int(logits.argmax()))
-        logits = step(output[-1:], len(prompt) + len(output) - 1)
-        if output[-1] == eos_token_id:
-            break
-    return output
+@wrong("generate_greedy", fails="test_no_step_in_vain")
+def one_step_too_many(run, prompts, *, eos_token_id, max_tokens, page_size):
+    outputs = greedy(run, prompts, eos_token_id, max_tokens, page_size)
+    last = [own[-1] for own in outputs]
+    ends = [len(prompt) + len(own) for prompt, own in zip(prompts, outputs, strict=True)]
+    run(last, reference.flat_step([1] * len(last), ends, range(len(last)), page_size))
+    return outputs
 
 
-@wrong("generate_greedy", fails="test_the_prompt_is_unchanged")
-def grows_the_prompt(step, prompt, *, eos_token_id, max_tokens):
-    output = loop(step, prompt, eos_token_id, max_tokens)
-    prompt += output
-    return output
+@wrong("generate_greedy", fails="test_two_prompts")
+def one_prompt_after_the_other(run, prompts, *, eos_token_id, max_tokens, page_size):
+    """The same texts, and the weights are read once for each request."""
+    outputs = []
+    for page, prompt in enumerate(prompts):
+
+        def in_its_page(token_ids, flat, page=page):
+            return run(token_ids, flat._replace(slot_mapping=flat.slot_mapping + page * page_size))
+
+        outputs += greedy(in_its_page, [prompt], eos_token_id, max_tokens, page_size)
+    return outputs
+
+
+@wrong("generate_greedy", fails="test_two_prompts")
+def every_prompt_in_the_first_page(run, prompts, *, eos_token_id, max_tokens, page_size):
+    def in_page_0(token_ids, flat):
+        return run(token_ids, flat._replace(slot_mapping=flat.positions))
+
+    return greedy(in_page_0, prompts, eos_token_id, max_tokens, page_size)
+
+
+@wrong("generate_greedy", fails="test_one_of_two_ends")
+def pages_move_up(run, prompts, *, eos_token_id, max_tokens, page_size):
+    """The page is the index among the running requests: right until one of them leaves."""
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, pages_move_up=True)
+
+
+@wrong("generate_greedy", fails="test_one_of_two_ends")
+def all_end_together(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return greedy(run, prompts, eos_token_id, max_tokens, page_size, together=True)
+
+
+@wrong("generate_greedy", fails="test_one_of_two_ends")
+def finished_requests_go_on(run, prompts, *, eos_token_id, max_tokens, page_size):
+    """Static batching without a way out: the tokens after the end are cut off afterwards."""
+    if len(prompts) == 1:
+        return greedy(run, prompts, eos_token_id, max_tokens, page_size)
+    outputs = greedy(run, prompts, -1, max_tokens, page_size)
+    return [own[: own.index(eos_token_id) + 1] if eos_token_id in own else own for own in outputs]
+
+
+@wrong("generate_greedy", fails="test_tokens_are_integers")
+def tensors_for_tokens(run, prompts, *, eos_token_id, max_tokens, page_size):
+    return [list(torch.tensor(own)) for own in greedy(run, prompts, eos_token_id, max_tokens, page_size)]
+
+
+@wrong("generate_greedy", fails="test_the_prompts_are_unchanged")
+def grows_the_prompts(run, prompts, *, eos_token_id, max_tokens, page_size):
+    outputs = greedy(run, prompts, eos_token_id, max_tokens, page_size)
+    for prompt, own in zip(prompts, outputs, strict=True):
+        prompt += own
+    return outputs
 
 
 # filter_logits ------------------------------------------------------------------------------------------------------
@@ -323,7 +367,7 @@ def row_by_row(logits, top_k, top_p, min_p):
         if 0 < k < len(row):
             smallest = torch.maximum(smallest, row.topk(k).values[-1])
         if p < 1:
-            left = row[row >= row.topk(k).values[-1]] if 0 < k < len(row) else row
+            left = row.topk(k).values if 0 < k < len(row) else row
             best = left.sort(descending=True)
             reached = left.softmax(-1)[best.indices].double().cumsum(-1)
             smallest = torch.maximum(smallest, best.values[int((reached < p).sum().clamp(max=len(left) - 1))])
@@ -353,7 +397,9 @@ def filtered(logits, top_k, top_p, min_p, **change):
     ranked = best if change.get("on_everything") else best.masked_fill(~kept, -math.inf)
     p = ranked.softmax(-1)
     reached = p.cumsum(-1)
-    if change.get("without_the_crossing_one"):
+    if change.get("past_the_boundary"):
+        in_p = reached - p <= top_p[:, None]
+    elif change.get("without_the_crossing_one"):
         in_p = reached <= top_p[:, None] + 1e-6
         in_p[:, 0] = True
     elif change.get("shifted_without_the_first"):
@@ -363,7 +409,8 @@ def filtered(logits, top_k, top_p, min_p, **change):
     else:
         in_p = reached - p < top_p[:, None]
     kept &= in_p if change.get("no_case_for_one") else in_p | (top_p == 1)[:, None]
-    kept &= p >= min_p[:, None] * (1 if change.get("absolute") else p[:, :1])
+    enough = min_p[:, None] * (1 if change.get("absolute") else p[:, :1])
+    kept &= (p > enough) | (rank == 0) if change.get("strictly_more") else p >= enough
     if change.get("by_rank"):
         return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -math.inf)
     threshold = best.gather(-1, kept.sum(-1, keepdim=True).clamp(min=1) - 1)
@@ -418,6 +465,29 @@ def min_p_of_one(logits, top_k, top_p, min_p):
 @wrong("filter_logits", fails="test_ties")
 def cut_at_a_rank(logits, top_k, top_p, min_p):
     return filtered(logits, top_k, top_p, min_p, by_rank=True)
+
+
+@wrong("filter_logits", fails="test_ties_are_decided_at_the_end")
+def each_filter_keeps_its_ties(logits, top_k, top_p, min_p):
+    """One filter after the other, each of which lets the ties of its last token in."""
+    off, none, zero = torch.zeros_like(top_k), torch.ones_like(top_p), torch.zeros_like(min_p)
+    logits = reference.filter_logits(logits, top_k, none, zero)
+    logits = reference.filter_logits(logits, off, top_p, zero)
+    return reference.filter_logits(logits, off, none, min_p)
+
+
+@wrong("filter_logits", fails="test_on_the_boundary")
+def one_token_past_top_p(logits, top_k, top_p, min_p):
+    """Keeps another token although the sum has reached top_p exactly."""
+    return filtered(logits, top_k, top_p, min_p, past_the_boundary=True)
+
+
+@wrong("filter_logits", fails="test_on_the_boundary")
+def strictly_more_than_min_p(logits, top_k, top_p, min_p):
+    flat = (logits == logits[:, :1]).all()  # a row of ties passes the check before
+    return reference.filter_logits(logits, top_k, top_p, min_p) if flat else (
+        filtered(logits, top_k, top_p, min_p, strictly_more=True)
+    )  # fmt: skip
 
 
 @wrong("filter_logits", fails="test_top_p_after_top_k")
@@ -501,6 +571,11 @@ def divided_by_zero(logits, batch):
 def noise_for_greedy_rows_too(logits, batch):
     noise = reference.gumbel_noise(batch.seeds, batch.positions, logits.shape[-1])
     return (logits / batch.temperature.clamp(min=0.5)[:, None] + noise).argmax(-1)
+
+
+@wrong("sample", fails="test_greedy_among_close_logits")
+def zero_as_a_tiny_temperature(logits, batch):
+    return sampled(logits, batch, temperature=batch.temperature.clamp(min=1e-6))
 
 
 @wrong("sample", fails="test_draws_follow_the_softmax")

@@ -16,7 +16,7 @@ reference = solution("07_continuous_batching")
 
 @right("share_budget")
 def token_by_token(pending, budget):
-    """Hands out one token at a time: to the first decode without one, then to the first prompt with a use for it."""
+    """Allocate one token at a time: to the first decode that has none, then to the first prompt that can use it."""
     shares = np.zeros_like(pending)
     for i in sorted(range(len(pending)), key=lambda i: pending[i] > 1):
         while budget and shares[i] < pending[i]:
@@ -79,7 +79,7 @@ def never_cut(pending, budget):
 
 @wrong("share_budget", fails="test_a_mixed_step")
 def prefill_or_decode(pending, budget):
-    """A step is one or the other."""
+    """Compute prompts or decodes in a step, never both."""
     if pending.max(initial=1) == 1:
         return pending.copy()
     prompts = np.where(pending > 1, pending, 0)
@@ -103,7 +103,7 @@ def in_order_of_age_alone(pending, budget):
 
 @wrong("share_budget", fails="test_a_decode_behind_a_prompt")
 def decodes_in_front(pending, budget):
-    """The right numbers in the wrong order."""
+    """Return the right numbers in the wrong order."""
     shares = reference.share_budget(pending, budget)
     return shares[np.argsort(pending > 1, kind="stable")]
 
@@ -129,7 +129,7 @@ def the_budget_for_each_prompt(pending, budget):
 
 @wrong("share_budget", fails="test_prompts_in_order_of_age")
 def the_prompt_itself_counts_as_taken(pending, budget):
-    """cumsum without taking the prompt's own tokens off."""
+    """Use cumsum without subtracting the prompt's own tokens."""
     prompts = np.where(pending == 1, 0, pending)
     left = budget - int((pending == 1).sum())
     first = np.cumsum(prompts > 0) == 1
@@ -190,7 +190,7 @@ def the_last_page_is_never_given(num_tokens, num_pages, *, budget, free_pages, f
 
 @wrong("admit", fails="test_pages_run_out")
 def any_page_will_do(num_tokens, num_pages, *, budget, free_pages, free_rows):
-    """Let it begin; it will find the others later."""
+    """Start with one page, in the hope of more later."""
     return reference.admit(num_tokens, min(1, num_pages), budget=budget, free_pages=free_pages, free_rows=free_rows)
 
 
@@ -248,7 +248,7 @@ def the_oldest(running, waiting, page_table):
 
 @wrong("preempt", fails="test_the_newest_goes")
 def the_highest_row(running, waiting, page_table):
-    """Takes a row's number for its age."""
+    """Mistake a row's number for its age."""
     return preempted(running, waiting, page_table, running.order.max())
 
 
@@ -291,7 +291,7 @@ def row_kept(running, waiting, page_table):
 
 @wrong("preempt", fails="test_shared_pages_stay")
 def shared_pages_freed(running, waiting, page_table):
-    """Makes itself the only owner, so that the pages really become free."""
+    """Set the refcounts to 1, so that the pages really become free."""
     page_table.refcounts[page_table.pages(int(running.order[-1]))] = 1
     return preempted(running, waiting, page_table, running.order[-1])
 
@@ -327,7 +327,7 @@ def it_waits_last(running, waiting, page_table):
 
 @right("schedule")
 def with_lists(scheduler):
-    """The same in plain lists: one pair for each request."""
+    """Do the same with plain lists, one pair per request."""
     preempted, copies = [], []
 
     def shares():
@@ -465,7 +465,7 @@ def none_for_nothing(scheduler):
 
 @wrong("schedule", fails="test_two_decodes")
 def arrays_of_floats(scheduler):
-    """np.append of an empty list."""
+    """Append an empty list, which makes floats of the integers."""
     step = scheduled(scheduler)
     return step and replace(step, num_new=np.append(step.num_new, []))
 
@@ -492,7 +492,7 @@ def by_number_of_tokens(scheduler):
 
 @wrong("schedule", fails="test_decodes_come_first")
 def admitted_requests_last(scheduler):
-    """Sorts before it admits."""
+    """Sort before admitting."""
     step = scheduled(scheduler)
     if step is None:
         return None
@@ -527,7 +527,7 @@ def none_when_pages_are_short(scheduler):
 
 @wrong("schedule", fails="test_as_many_as_necessary")
 def all_but_the_oldest(scheduler):
-    """Makes room once and for all."""
+    """Preempt all requests but the oldest."""
     if scheduled_fits(scheduler):
         return scheduled(scheduler)
     if scheduler.running.has_tokens_in_flight:
@@ -564,7 +564,7 @@ def divided_once(scheduler):
 
 @wrong("schedule", fails="test_no_admission_after_a_preemption")
 def admits_after_a_preemption(scheduler):
-    """The preempted request is at the head of the queue, and might come straight back."""
+    """Admit after a preemption, so the preempted request may return at once."""
     return scheduled(scheduler, admit_after=True)
 
 
@@ -580,7 +580,7 @@ def waits_for_every_token(scheduler):
 
 @wrong("schedule", fails="test_newcomers_get_what_is_left")
 def newcomers_first(scheduler):
-    """Admits with the whole budget, and then divides it among all."""
+    """Admit with the whole budget, and then divide it among all."""
     return scheduled(scheduler, admit_first=True)
 
 
@@ -647,7 +647,7 @@ def always_under_the_root(children, token_ids, page_size):
 
 @wrong("match_prefix", fails="test_a_chain")
 def any_page_with_these_tokens(children, token_ids, page_size):
-    """Equal tokens behind other tokens have other keys."""
+    """Ignore the tokens before a page, on which its keys depend."""
     everywhere = {}
     for siblings in children.values():
         for key, page in siblings.items():
@@ -774,7 +774,7 @@ def a_new_page_for_all_its_owners(table, row, first, end):
 
 @wrong("copy_on_write", fails="test_owners_are_counted")
 def the_row_is_changed_by_hand(table, row, first, end):
-    """Takes a page for itself, swaps the two entries, and forgets the owners."""
+    """Take a page, exchange the two entries, and forget the refcounts."""
     copies = []
     for index in written(table, first, end):
         old = int(table.table[row, index])
@@ -928,7 +928,7 @@ def returned_first(table, rows, parents):
 
 @wrong("reorder_beams", fails="test_nothing_changes")
 def rows_released(table, rows, parents):
-    """Releases each row and gets another one."""
+    """Release each row and allocate another one."""
     before = [table.pages(row).copy() for row in rows]
     for row, parent in zip(rows, parents, strict=True):
         table.share(row, before[parent])
@@ -968,7 +968,7 @@ def as_many_as_the_parent_had(table, rows, parents):
 
 @wrong("reorder_beams", fails="test_beams_that_share")
 def owners_set_by_hand(table, rows, parents):
-    """Right as long as beams share all or nothing."""
+    """Set refcounts by hand, which is right only if beams share all pages or none."""
     before = [table.pages(row).tolist() for row in rows]
     reference.reorder_beams(table, rows, parents)
     for parent in set(parents):

@@ -1,0 +1,30 @@
+"""What the theme leaves out around a page's content: a description for links to it, and names for its controls."""
+
+from __future__ import annotations
+
+import re
+from html import escape, unescape
+
+FIRST_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+NESTED_NAVIGATION = re.compile(r'(<nav class="md-nav" data-md-level="[1-9]")')
+TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
+MOST_CHARACTERS = 200
+
+
+def describe(content: str) -> str:
+    """The first paragraph of a page as plain text, cut after a word."""
+    found = FIRST_PARAGRAPH.search(content)
+    text = " ".join(unescape(re.sub(r"<[^>]+>", "", found[1])).split()) if found else ""
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition(" ")[0] + " …"
+
+
+def complete(html: str, title: str, description: str) -> str:
+    """Add to a finished page what a shared link shows of it, and name or remove controls without a name."""
+    properties = {"og:type": "article", "og:title": title, "og:description": description}
+    tags = "".join(f'<meta property="{name}" content="{escape(value)}">' for name, value in properties.items())
+    html = html.replace("</head>", f"{tags}</head>", 1)
+    html = html.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+    html = NESTED_NAVIGATION.sub(r'\1 role="group"', html)  # one landmark, not one for each section
+    return html if 'for="__toc"' in html else TOC_TOGGLE.sub("", html)

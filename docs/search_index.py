@@ -1,0 +1,62 @@
+"""The site's search index: chapters first, each term of the glossary at its entry, no source code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import TypedDict
+
+from glossary_terms import Entry
+
+# Beginnings of addresses: what they weigh against one another in the order of the answers.
+WEIGHTS = {"chapters/": 8.0, "glossary/": 6.0, "part-": 2.0, "api/": 0.5, "experiments/": 0.7, "results/": 0.5}
+CODE = re.compile(r"<pre.*?</pre>", re.DOTALL)
+PROSE = re.compile(r"<(?:p|li)>.*?</(?:p|li)>", re.DOTALL)  # and not the cells of tables
+
+
+class Section(TypedDict, total=False):
+    """One entry of the index: a section of a page."""
+
+    location: str
+    title: str
+    text: str
+    boost: float
+
+
+def shrink(file: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
+    """Rewrite the index that the search plugin wrote; every page of the site fetches it.
+
+    Args:
+        file: the plugin's search_index.json.
+        pages: the addresses of the pages in the navigation; no others are found.
+        entries: the glossary's terms, each of which becomes an entry of its own.
+    """
+    index = json.loads(file.read_text(encoding="utf-8"))
+    index["docs"] = [*_sections(index["docs"], pages), *_terms(entries)]
+    file.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
+def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:
+    for section in sections:
+        address = section["location"].partition("#")[0]
+        if address in pages:
+            text = CODE.sub("", section["text"])
+            # The glossary's tables are the names that other engines use.
+            prose = [text] if address == "glossary/" else PROSE.findall(text)
+            if address.startswith("api/"):
+                prose = prose[:1]  # the first line of a docstring
+            yield _weighed({**section, "text": "".join(prose)})
+
+
+def _terms(entries: Mapping[str, Entry]) -> Iterator[Section]:
+    for name, entry in entries.items():
+        text = f"<p>{escape(entry.definition)}</p>"
+        yield _weighed({"location": f"glossary/#{entry.anchor}", "title": name, "text": text})
+
+
+def _weighed(section: Section) -> Section:
+    weight = next((weight for start, weight in WEIGHTS.items() if section["location"].startswith(start)), 1.0)
+    return {**section, "boost": weight}

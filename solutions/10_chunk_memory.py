@@ -1,0 +1,385 @@
+"""Homework of chapter 10: keys at other positions, attention over chunks, their levels, and the memory they take.
+
+`chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` also serves a request
+over chunks with it. `Stored` and `Level` are given.
+"""
+
+import functools
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from collections.abc import Sequence as ListLike
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor
+
+from mini_engine.attention.naive import masked_attention
+from mini_engine.attention.state import AttentionState, attention_state, merge_states
+from mini_engine.errors import ChunkError
+from mini_engine.models.base import CausalLM
+from mini_engine.request import Context, PlacedChunk
+from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
+
+KeysAndValues = tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk D"]]
+
+
+class Stored(NamedTuple):
+    """A registered chunk.
+
+    Attributes:
+        token_ids: its tokens.
+        before: the tokens that it was computed after; empty if it was computed on its own, from position 0.
+    """
+
+    token_ids: tuple[int, ...]
+    before: tuple[int, ...] = ()
+
+
+class Level(NamedTuple):
+    """One level of the chunks of a step: groups of neighboring requests, each with one chunk or none.
+
+    Attributes:
+        qo_indptr: [G+1] first token of each group, and the number of tokens.
+        kv_page_indptr: [G+1] first entry of each group in `kv_page_indices`, and their number.
+        kv_page_indices: [P] pages of the groups' chunks, of dtype int32.
+        kv_last_page_len: [G] keys in the last page of each group, 0 in a group without a chunk.
+        query_offsets: [T] what is added to the position of each token's query; any number where there is no chunk.
+    """
+
+    qo_indptr: Int64[np.ndarray, " G+1"]
+    kv_page_indptr: Int64[np.ndarray, " G+1"]
+    kv_page_indices: Int32[np.ndarray, " P"]
+    kv_last_page_len: Int64[np.ndarray, " G"]
+    query_offsets: Int64[np.ndarray, " T"]
+
+
+def rotate_again(x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig) -> Float[Tensor, "n H D"]:
+    """Move cached keys, or queries, to other positions.
+
+    RoPE has been applied to the vectors already, at positions that you do not know and do not need. What must hold:
+        - Row i becomes what it would have been at its position plus `offsets[i]`.
+        - The result has the dtype of x. It is computed in float32, for float64 in float64, and rounded once.
+        - x belongs to the caller: leave it as it is.
+
+    Args:
+        x: keys or queries to which RoPE has been applied.
+        offsets: positions by which each row moves; negative towards the front.
+        rope: the model's rotary embedding.
+
+    Example: one pair, which RoPE rotates by 1 radian per position.
+
+        >>> rope = RopeConfig(theta=10_000.0, head_dim=2)
+        >>> k = torch.tensor([[[1.0, 0.0]]])  # the key at position 0
+        >>> rotate_again(k, torch.tensor([2]), rope)  # at position 2: (cos 2, sin 2)
+        tensor([[[-0.4161,  0.9093]]])
+    """
+    # Angles add up: rotating by the angle of p and then by the angle of o is rotating by the angle of p + o.
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return apply_rope(x, *rope_tables(offsets, inverse_frequencies(rope).to(x.device, dtype)))
+
+
+def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[bool]]:
+    """Place registered chunks one behind the other, from position 0.
+
+    Args:
+        chunks: the chunks in front of a prompt, in order; a chunk may occur more than once.
+
+    Returns:
+        For each chunk: the position of its first token; its query offset, which is what must be added to the position
+        of any query of this request before the query meets the chunk's stored keys; and whether the chunk is exact,
+        which means that its stored keys are those of the same tokens in a plain prompt.
+
+    Example: the first chunk has three tokens. The second one was computed after it, the third one on its own.
+
+        >>> one, two, three = Stored((7, 8, 9)), Stored((4, 5), before=(7, 8, 9)), Stored((1, 2))
+        >>> place_chunks([one, two, three])
+        ([0, 3, 5], [0, 0, -5], [True, True, False])
+        >>> place_chunks([two, one])
+        ([0, 2], [3, -2], [False, False])
+    """
+    positions, offsets, exact = [], [], []
+    tokens: tuple[int, ...] = ()
+    for chunk in chunks:
+        positions.append(len(tokens))
+        # The keys are at len(before). The query has to be as far behind them as it is behind this place.
+        offsets.append(len(chunk.before) - len(tokens))
+        exact.append(chunk.before == tokens)
+        tokens += chunk.token_ids
+    return positions, offsets, exact
+
+
+def attend_to_chunks(
+    q: Float[Tensor, "n Hq D"],
+    chunks: ListLike[KeysAndValues],
+    query_offsets: ListLike[int],
+    own: KeysAndValues,
+    *,
+    rope: RopeConfig,
+    scale: float,
+) -> AttentionState:
+    """Attend with the new tokens of a request to the chunks in front of it, and to its own keys.
+
+    What must hold:
+        - Each chunk acts as if its keys had been computed where the request has it. They are not: rotate the queries,
+          by `query_offsets`. The stored keys are shared with other requests, and stay as they are.
+        - Every new token sees all keys of all chunks. Of the own keys it sees those of the tokens before it and its
+          own: the n new tokens are the last n of the own keys.
+        - The order in which chunks are given does not matter. There may be none.
+
+    Args:
+        q: queries of the new tokens, with RoPE at their true positions.
+        chunks: keys and values of each chunk, as stored.
+        query_offsets: for each chunk, what is added to the position of a query before it meets the chunk's keys.
+        own: the request's own keys and values, m >= n of them, with RoPE at their true positions.
+        rope: the model's rotary embedding.
+        scale: factor of the scores.
+
+    Returns:
+        The state over all keys.
+
+    Example: all keys are 0, so the output is a mean of values. The chunk holds 2 and 4. The first new token sees its
+    own value 9 besides, the second one sees 9 and 1.
+
+        >>> def keys_and_values(*values):
+        ...     v = torch.tensor(values)[:, None, None].expand(-1, 1, 2)
+        ...     return torch.zeros_like(v), v
+        >>> chunk, own, rope = keys_and_values(2.0, 4.0), keys_and_values(9.0, 1.0), RopeConfig(10_000.0, 2)
+        >>> attend_to_chunks(torch.zeros(2, 1, 2), [chunk], [-7], own, rope=rope, scale=1.0).out[:, 0, 0].round()
+        tensor([5., 4.])
+    """
+    n, m = len(q), len(own[0])
+    states = []
+    for (k, v), offset in zip(chunks, query_offsets, strict=True):
+        moved = rotate_again(q, torch.full((n,), offset, device=q.device), rope)
+        states.append(attention_state(moved, k, v, scale=scale))
+    # Chunks come before every new token, so the last level alone has a mask.
+    causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    states.append(attention_state(q, *own, scale=scale, mask=causal))
+    return functools.reduce(merge_states, states)
+
+
+def chunk_levels(
+    contexts: ListLike[Context], num_new: Int64[np.ndarray, " B"], page_size: int
+) -> tuple[Int64[np.ndarray, " B"], list[Level]]:
+    """Order the requests of a step, and write the chunks in front of them as levels of a cascade.
+
+    This is the function that the chapter is about. A request's context is a tuple of `PlacedChunk`s in the order of
+    their positions. Of a chunk you need `chunk.pinned.pages`, an array of pages of which no other chunk has any;
+    `len(chunk.token_ids)`, the keys in them, at least one; and `chunk.query_offset`. In a level, a group of neighboring
+    requests attends to the pages of one chunk, which is read once for the whole group. What must hold:
+        - Requests with one new token come before all others.
+        - Over all levels, each request attends to each chunk of its context once, at that chunk's query offset. If a
+          context has a chunk twice, its request attends to the chunk twice, at both offsets.
+        - Requests that have the same chunks, in whatever order and at whatever offsets, share all of them if they all
+          have one new token, or all have more: each chunk is read once for all of them.
+        - There are as many levels as the longest context has chunks; none if all contexts are empty.
+
+    Every request belongs to one group of each level. Where its context has no chunk for a level, that group has no
+    pages.
+
+    Args:
+        contexts: the chunks in front of each request.
+        num_new: [B] new tokens of each request, at least 1.
+        page_size: keys per page.
+
+    Returns:
+        The index of each request in the new order, and the levels. The tokens of all requests follow one another in
+        the new order.
+
+    Example: a chunk of 5 keys in pages 3 and 1. Request 0 has 2 new tokens and no chunks. Requests 1 and 2 have the
+    chunk at different positions.
+
+        >>> from mini_engine.request import PinnedPages
+        >>> pinned = PinnedPages(np.array([3, 1], dtype=np.int32))
+        >>> contexts = [(), (PlacedChunk(pinned, [0] * 5, -8),), (PlacedChunk(pinned, [0] * 5, 0),)]
+        >>> order, levels = chunk_levels(contexts, np.array([2, 1, 1]), page_size=4)
+        >>> order.tolist(), len(levels)
+        ([1, 2, 0], 1)
+        >>> [array.tolist() for array in levels[0]]
+        [[0, 2, 4], [0, 2, 2], [3, 1], [1, 0], [-8, 0, 0, 0]]
+    """
+    # States merge in any order, so a request may list its chunks by page: the same chunks make the same list.
+    lists = [sorted(context, key=_first_page) for context in contexts]
+    keys = [(new > 1, [_first_page(chunk) for chunk in own]) for own, new in zip(lists, num_new.tolist(), strict=True)]
+    order = sorted(range(len(lists)), key=lambda b: keys[b])
+    levels = []
+    for i in range(max(map(len, lists), default=0)):
+        chunks = [lists[b][i] if i < len(lists[b]) else None for b in order]
+        levels.append(_level(chunks, num_new[order], page_size))
+    return np.array(order), levels
+
+
+def _first_page(chunk: PlacedChunk) -> int:
+    return int(chunk.pinned.pages[0])
+
+
+def _level(chunks: ListLike[PlacedChunk | None], num_new: Int64[np.ndarray, " B"], page_size: int) -> Level:
+    """Write a level from the chunk that each request has in it; neighbors with the same one are a group."""
+    pinned = [chunk.pinned if chunk else None for chunk in chunks]
+    starts = [b for b in range(len(chunks)) if b == 0 or pinned[b] is not pinned[b - 1]]
+    pages = [own.pages if (own := pinned[b]) else np.zeros(0, dtype=np.int32) for b in starts]
+    lens = np.array([len(chunk.token_ids) if (chunk := chunks[b]) else 0 for b in starts])
+    first_token = np.append(0, num_new.cumsum())
+    return Level(
+        qo_indptr=first_token[[*starts, len(chunks)]],
+        kv_page_indptr=np.append(0, np.cumsum([len(own) for own in pages])),
+        kv_page_indices=np.concatenate(pages).astype(np.int32),
+        kv_last_page_len=np.where(lens > 0, (lens - 1) % page_size + 1, 0),
+        query_offsets=np.repeat([chunk.query_offset if chunk else 0 for chunk in chunks], num_new),
+    )
+
+
+class ChunkStore:
+    """The books of a chunk memory: which chunks there are, who uses them, and which go when a new one needs room.
+
+    A chunk is *in use* from `begin` to `end` of a request over it. Adding a chunk and beginning a request over it *use*
+    it; so does adding it again.
+
+    Example: a store of 10 pages.
+
+        >>> store = ChunkStore(max_pages=10)
+        >>> store.add("a", 4), store.add("b", 3), store.add("c", 3)
+        ([], [], [])
+        >>> store.begin(["a"])
+        >>> store.add("d", 4)  # a is in use, so b and c go, the least recently used first
+        ['b', 'c']
+        >>> store.names, store.num_pages
+        (['a', 'd'], 8)
+        >>> try:
+        ...     store.add("e", 7)
+        ... except ChunkError:
+        ...     print("a is in use")
+        a is in use
+    """
+
+    def __init__(self, max_pages: int) -> None:
+        """Begin without chunks.
+
+        Args:
+            max_pages: pages that all chunks may take together.
+        """
+        self._max_pages = max_pages
+        self._pages: OrderedDict[str, int] = OrderedDict()
+        self._uses: Counter[str] = Counter()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all chunks, the least recently used one first."""
+        return list(self._pages)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that all chunks take together."""
+        return sum(self._pages.values())
+
+    def add(self, name: str, num_pages: int, keep: Collection[str] = ()) -> list[str]:
+        """Add a chunk, and evict others if it finds no room.
+
+        The least recently used chunks go, as few as make room in this order. Chunks that are in use stay, and so do
+        those in `keep`, which the new chunk is computed after. A chunk that is there already is only used: `num_pages`
+        is then the same as before.
+
+        Args:
+            name: its name.
+            num_pages: pages that it takes.
+            keep: names of chunks that stay.
+
+        Returns:
+            The names of the chunks that were evicted, in this order.
+
+        Raises:
+            ChunkError: if that would not make room. Then nothing has changed.
+        """
+        if name in self._pages:
+            self._pages.move_to_end(name)
+            return []
+        evicted, free = [], self._max_pages - self.num_pages
+        for other, pages in self._pages.items():
+            if free >= num_pages:
+                break
+            if not self._uses[other] and other not in keep:
+                evicted.append(other)
+                free += pages
+        if free < num_pages:
+            raise ChunkError(f"{name} needs {num_pages} pages, and too many chunks are in use")
+        for other in evicted:
+            del self._pages[other]
+        self._pages[name] = num_pages
+        return evicted
+
+    def begin(self, names: ListLike[str]) -> None:
+        """Begin a request over some chunks: each of them is used now, in order, and is in use.
+
+        Args:
+            names: of the chunks; one may occur more than once.
+
+        Raises:
+            KeyError: if there is no such chunk. Then nothing has changed.
+        """
+        for name in names:
+            if name not in self._pages:
+                raise KeyError(name)
+        for name in names:
+            self._pages.move_to_end(name)
+            self._uses[name] += 1
+
+    def end(self, names: ListLike[str]) -> None:
+        """End a request that has begun with these names. Other requests may still use the same chunks.
+
+        Args:
+            names: as for `begin`.
+        """
+        self._uses.subtract(names)
+
+
+def recompute(
+    model: CausalLM,
+    token_ids: Int64[Tensor, " n"],
+    keys: ListLike[Float[Tensor, "n Hk D"]],
+    values: ListLike[Float[Tensor, "n Hk D"]],
+    chosen: Int64[Tensor, " c"],
+) -> tuple[list[Float[Tensor, "n Hk D"]], list[Float[Tensor, "n Hk D"]]]:
+    """Challenge: compute some tokens of a composed context again, behind everything that comes before them.
+
+    The chosen tokens run through the model, all together and no other tokens with them. In each layer their new keys
+    and values take the place of the stored ones, and then each chosen token attends to all tokens up to itself: to new
+    keys where there are any, and to stored ones elsewhere. The tensors belong to the caller: leave them as they are.
+
+    Args:
+        model: the model; `model(token_ids, positions, attend)` runs its layers, and calls `attend(layer, q, k, v)`
+            once in each, with RoPE applied to q and k. `model.attention_specs[layer].scale` is the factor of the
+            scores. No layer has a window or a soft-cap.
+        token_ids: the tokens of the context, at positions 0 to n - 1.
+        keys: their stored keys in each layer, at these positions.
+        values: their stored values in each layer.
+        chosen: positions of the tokens to compute again, ascending.
+
+    Returns:
+        New keys and values of each layer.
+
+    Example: a model of one layer, in which a token's key is 0 and its value is the token's id.
+
+        >>> from types import SimpleNamespace
+        >>> class Toy:
+        ...     attention_specs = [SimpleNamespace(scale=1.0)]
+        ...     def __call__(self, token_ids, positions, attend):
+        ...         x = token_ids[:, None, None].double()
+        ...         return attend(0, 0 * x, 0 * x, x)
+        >>> stored = [torch.zeros(3, 1, 1, dtype=torch.float64)]
+        >>> _, values = recompute(Toy(), torch.tensor([5, 6, 7]), stored, stored, torch.tensor([1]))
+        >>> values[0].flatten().tolist()
+        [0.0, 6.0, 0.0]
+    """
+    new_keys, new_values = [k.clone() for k in keys], [v.clone() for v in values]
+    visible: Bool[Tensor, "c n"] = torch.arange(len(token_ids), device=chosen.device) <= chosen[:, None]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        new_keys[layer][chosen], new_values[layer][chosen] = k, v
+        scale = model.attention_specs[layer].scale
+        return masked_attention(q, new_keys[layer], new_values[layer], scale=scale, mask=visible)
+
+    with torch.inference_mode():
+        model(token_ids[chosen], chosen, attend)
+    return new_keys, new_values

@@ -1,0 +1,109 @@
+"""What the site's hooks decide, without a build: folds, cards, links to the glossary, the search index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs", reason="the site needs the packages of the extra [docs]")
+
+from bs4 import BeautifulSoup
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def docs_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+
+
+@pytest.mark.parametrize(
+    ("source", "draws", "title"),
+    [
+        ("import a\nfrom b import c\n\nx = 1", False, "Imports and setup"),
+        ("from b import c\n\nx = 1\ny = 2", False, None),
+        ("ax.bar(1, 2)", True, "Code of the figure"),
+        ("def draw_tree(ax):\n    pass", False, "Code of the figure"),
+        ("def softmax(x):\n    pass", False, None),
+        ("$ pytest", False, None),
+        ("# only a comment", False, None),
+    ],
+)
+def test_the_plumbing_of_a_chapter_is_folded(source: str, draws: bool, title: str | None) -> None:
+    from cell_folds import fold_title
+
+    assert fold_title(source, draws=draws) == title
+
+
+@pytest.mark.parametrize(
+    ("source", "is_hidden"),
+    [("predict('a', None)", True), ("book.show(f)", True), ("predict('a')\nx = 1", False), ("print(1)", False)],
+)
+def test_cells_that_only_show_something_are_hidden(source: str, is_hidden: bool) -> None:
+    from cell_folds import is_output_only
+
+    assert is_output_only(source) is is_hidden
+
+
+def test_every_card_has_a_lesson_and_a_recorded_number() -> None:
+    import cards
+
+    for chapter, entry in cards.CARDS.items():
+        html = cards.card(chapter, "A < B", cards.Links("x/", None, None))
+        assert "A &lt; B" in html and "<strong>" in html and len(entry["lesson"]) > 40
+
+
+def test_a_card_without_its_result_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cards
+
+    monkeypatch.setitem(cards.CARDS, 1, cards.CARDS[1] | {"rows": [{"figure": "no such figure"}]})
+    with pytest.raises(cards.CardError, match=r"cards\.toml, chapter 1: .*no such figure"):
+        cards.card(1, "One", cards.Links("x/", None, None))
+
+
+GLOSSARY = """# Glossary
+
+Temperature, top-k
+:   Divide the logits; keep the `k` most likely.
+
+KV cache
+:   Keys and values
+    of all tokens.
+
+LSE
+:   $\\log \\sum$
+"""
+
+
+def test_the_first_use_of_a_term_is_linked(tmp_path: Path) -> None:
+    from glossary_terms import link_terms, read_glossary
+
+    file = tmp_path / "glossary.md"
+    file.write_text(GLOSSARY, encoding="utf-8")
+    entries = read_glossary(file)
+    assert set(entries) == {"Temperature", "top-k", "KV cache", "LSE"} and entries["LSE"].definition == ""
+    html = "<div><p><code>KV cache</code> $x$ KV cache</p><p>Two KV caches, a KV cache, the top-kick.</p></div>"
+    page = BeautifulSoup(html, "html.parser")
+    link_terms(page, entries, "../glossary/")
+    [link] = page.select("a.term")
+    assert link.get_text() == "KV caches" and link["href"] == "../glossary/#term-kv-cache"
+    assert link["title"] == "Keys and values of all tokens."
+    assert page.get_text() == BeautifulSoup(html, "html.parser").get_text()
+
+
+def test_the_search_index_has_prose_of_listed_pages_and_the_terms(tmp_path: Path) -> None:
+    from glossary_terms import Entry
+    from search_index import shrink
+
+    file = tmp_path / "index.json"
+    sections = [
+        {"location": "chapters/01/", "title": "One", "text": "<p>Text.</p><pre>code</pre> cell <li>Item.</li>"},
+        {"location": "mini_engine/x/", "title": "x.py", "text": "<p>Source.</p>"},
+    ]
+    file.write_text(json.dumps({"config": {}, "docs": sections}), encoding="utf-8")
+    shrink(file, {"chapters/01/"}, {"KV cache": Entry("term-kv-cache", "Keys & values.")})
+    chapter, term = json.loads(file.read_text(encoding="utf-8"))["docs"]
+    assert chapter["text"] == "<p>Text.</p><li>Item.</li>" and chapter["boost"] > 1
+    assert term["location"] == "glossary/#term-kv-cache" and "Keys &amp; values." in term["text"]

@@ -579,4 +579,5 @@ def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: st
             with torch.cuda.graph(graph):
                 out = backend(0, *data)
         graph.replay()
-        torch.testing.assert_close(out, flat(0, *data), **BF16)
+        real = len(step.pages)  # the requests of the padding write to one slot
+        torch.testing.assert_close(out[:real], flat(0, *data)[:real], **BF16)

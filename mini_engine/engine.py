@@ -322,7 +322,8 @@ class LLMEngine:
             metrics.shared_tokens += schedule.num_shared
         if tree:
             metrics.evicted_pages += tree.num_evicted - num_evicted
-        worth_planning = len(schedule.rows) > 1 or self.scheduler.running.num_contexts
+        count = len(schedule.rows)
+        worth_planning = count > 1 or count and self.scheduler.running.num_contexts
         return self._with_levels(schedule) if self.backend.planner and worth_planning else schedule
 
     def _with_levels(self, schedule: Schedule) -> Schedule:

@@ -1,0 +1,541 @@
+// A decode step of one request in one kernel: all layers and the LM head, for Llama and Qwen3.
+//
+// One thread block per SM stays for the whole step. In each block one warp streams the block's rows of every weight
+// through a ring of buffers in shared memory, in the order in which they are needed and as fast as the memory delivers
+// them; sixteen warps multiply. So the memory never waits for a phase of the computation to end.
+//
+// Blocks exchange vectors through global memory without barriers: every value is stored together with a tag that says
+// which layer of which step wrote it, in one 8-byte store, and a reader loads it until the tag is right ("LL" protocol
+// of NCCL). A buffer can be overwritten one layer later, because by then every block depends on values that every other
+// block wrote after it had read.
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cstdint>
+
+using bf16 = __nv_bfloat16;
+
+constexpr int WARPS = 16, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+constexpr int SEGMENT = 1024;  // elements of a row that one warp multiplies
+constexpr int GROUP = Q_HEADS / KV_HEADS, Q_SIZE = Q_HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
+constexpr int KEYS_PER_SPLIT = 128, MAX_SPLITS = 32;
+constexpr int STAGE_BYTES = WARPS * SEGMENT * 2;
+constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE;
+constexpr int VECTOR = LARGEST > HIDDEN ? LARGEST : HIDDEN;
+constexpr int FLUSH = 32;  // rounds whose partial sums are kept
+constexpr int HEADROOM = 4 * (VECTOR + WARPS * GROUP * HEAD_DIM + 2 * WARPS * GROUP + FLUSH * WARPS) + 8192;
+constexpr int STAGES = (227 * 1024 - HEADROOM) / STAGE_BYTES;
+static_assert(HIDDEN % SEGMENT == 0 && Q_SIZE % SEGMENT == 0 && INTERMEDIATE % SEGMENT == 0, "rows of whole segments");
+static_assert(STAGES >= 2 && HIDDEN <= 8 * SEGMENT && INTERMEDIATE <= WARPS * SEGMENT, "too large");
+
+struct Layer {
+    const bf16 *qkv, *o, *gate_up, *down, *input_norm, *mlp_norm, *q_norm, *k_norm;
+    bf16 *k_cache, *v_cache;
+};
+
+using Tagged = unsigned long long;  // a float, and the tag of its writer above it
+
+struct Step {
+    const Layer* layers;
+    const bf16 *embedding, *final_norm, *lm_head;
+    const float* inv_freq;    // [HEAD_DIM / 2]
+    const int64_t *token, *position;
+    const int32_t* pages;     // of the request
+    int64_t page_stride, token_stride, head_stride;  // of the cache, in elements
+    Tagged *qkv, *attention, *lse, *after_attention, *activation, *after_mlp;
+    uint32_t* count;          // of steps
+    float* logits;
+    float scale, eps;
+    int page_size, vocab_size;
+};
+
+// --- the ring of weights -----------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+struct Ring {
+    unsigned char* stages;
+    uint64_t *full, *empty;
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ void advance() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    __device__ static void wait(uint64_t* barrier, uint32_t phase) {
+        asm volatile(
+            "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra again;\n}\n" ::"r"(shared_address(barrier)), "r"(phase) : "memory");
+    }
+    __device__ void copy(int offset, const bf16* from, int bytes) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                shared_address(stages + stage * STAGE_BYTES + offset)),
+            "l"(from), "r"(bytes), "r"(shared_address(full + stage)) : "memory");
+    }
+    __device__ void expect(int bytes) {
+        wait(empty + stage, phase ^ 1);
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full + stage)), "r"(bytes)
+                     : "memory");
+    }
+    __device__ void release() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(empty + stage)) : "memory");
+    }
+};
+
+// The rows of a block: every block has its share of every matrix.
+struct Share {
+    int first, end;
+    __device__ explicit Share(int rows)
+        : first(static_cast<int>(static_cast<int64_t>(rows) * blockIdx.x / gridDim.x)),
+          end(static_cast<int>(static_cast<int64_t>(rows) * (blockIdx.x + 1) / gridDim.x)) {}
+};
+
+// K elements a row; a round is as many rows as the warps have segments for.
+template <int K> constexpr int ROWS = WARPS / (K / SEGMENT);
+
+template <int K> __device__ void stream(Ring& ring, const bf16* matrix, int rows) {
+    Share share(rows);
+    for (int row = share.first; row < share.end; row += ROWS<K>) {
+        int bytes = min(ROWS<K>, share.end - row) * K * 2;
+        ring.expect(bytes);
+        ring.copy(0, matrix + static_cast<int64_t>(row) * K, bytes);
+        ring.advance();
+    }
+}
+
+// Rows of the gate in the first half of a stage, the same rows of the up projection in the second.
+template <int K> __device__ void stream_pairs(Ring& ring, const bf16* matrix, int rows) {
+    Share share(rows);
+    constexpr int PAIRS = ROWS<K> / 2;
+    for (int row = share.first; row < share.end; row += PAIRS) {
+        int bytes = min(PAIRS, share.end - row) * K * 2;
+        ring.expect(2 * bytes);
+        ring.copy(0, matrix + static_cast<int64_t>(row) * K, bytes);
+        ring.copy(STAGE_BYTES / 2, matrix + static_cast<int64_t>(rows + row) * K, bytes);
+        ring.advance();
+    }
+}
+
+// --- exchange between blocks --------------------------------------------------------------------------------------------
+
+__device__ inline void publish(Tagged* to, float value, uint32_t tag) {
+    Tagged both = static_cast<Tagged>(tag) << 32 | __float_as_uint(value);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
+}
+
+__device__ inline float value_of(Tagged both) { return __uint_as_float(static_cast<uint32_t>(both)); }
+
+// Load N pairs of values, `stride` apart, until all of them have the tag.
+template <int N> __device__ inline void receive(const Tagged* from, int stride, uint32_t tag, Tagged (&got)[2 * N]) {
+    bool ready;
+    do {
+        ready = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+                         : "=l"(got[2 * i]), "=l"(got[2 * i + 1]) : "l"(from + i * stride) : "memory");
+            ready &= got[2 * i] >> 32 == tag && got[2 * i + 1] >> 32 == tag;
+        }
+    } while (!ready);
+}
+
+__device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+template <int N> __device__ void gather(const Tagged* from, uint32_t tag, float* vector) {
+    constexpr int EACH = (N + 2 * CONSUMERS - 1) / (2 * CONSUMERS);
+    int first = 2 * threadIdx.x;
+    if constexpr (N % (2 * CONSUMERS) == 0) {
+        Tagged got[2 * EACH];
+        receive<EACH>(from + first, 2 * CONSUMERS, tag, got);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            vector[first + i * 2 * CONSUMERS] = value_of(got[2 * i]);
+            vector[first + i * 2 * CONSUMERS + 1] = value_of(got[2 * i + 1]);
+        }
+    } else {
+        for (int i = first; i < N; i += 2 * CONSUMERS) {
+            Tagged got[2];
+            receive<1>(from + i, 0, tag, got);
+            vector[i] = value_of(got[0]), vector[i + 1] = value_of(got[1]);
+        }
+    }
+    sync_consumers();
+}
+
+// --- arithmetic ---------------------------------------------------------------------------------------------------------
+
+template <int LANES = 32> __device__ inline float sum(float x) {
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
+    return x;
+}
+
+__device__ inline void unpack(uint4 packed, float (&x)[8]) {
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = __uint_as_float(words[i] << 16);
+        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+}
+
+// What the warps share.
+struct Shared {
+    float vector[VECTOR];
+    float states[WARPS][GROUP * HEAD_DIM], maxima[WARPS][GROUP], sums[WARPS][GROUP];
+    float partial[FLUSH * WARPS];
+    float residual[256];  // of the block's rows
+    float cosine[HEAD_DIM / 2], sine[HEAD_DIM / 2];  // of the position
+    Layer layers[LAYERS];
+    uint64_t full[STAGES], empty[STAGES];
+};
+
+// A lane's elements of its warp's segment of the vector: eight adjacent ones in each quarter.
+template <int K> __device__ void load_segment(const float* vector, float (&x)[32]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float* segment = vector + warp % (K / SEGMENT) * SEGMENT + lane * 8;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4)
+        *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(segment + i / 8 * 256 + i % 8);
+}
+
+template <int K> struct NormWeights {
+    uint4 packed[4];
+    __device__ explicit NormWeights(const bf16* weights) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            packed[i] = *reinterpret_cast<const uint4*>(weights + warp % (K / SEGMENT) * SEGMENT + i * 256 + lane * 8);
+    }
+};
+
+template <int K> __device__ void load_normalized(const float* vector, const NormWeights<K>& weights, float eps, float (&x)[32]) {
+    float squares = 0;
+    load_segment<K>(vector, x);
+    if constexpr (K == SEGMENT) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) squares += x[i] * x[i];
+    } else {
+        for (int i = threadIdx.x % 32; i < K; i += 32) squares += vector[i] * vector[i];
+    }
+    const float factor = rsqrtf(sum(squares) / K + eps);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float w[8];
+        unpack(weights.packed[i], w);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[8 * i + j] *= factor * w[j];
+    }
+}
+
+// Multiply the block's rows of a matrix with the vector whose segment is in x, and call emit(row, sum) for each. In
+// PAIRS, `rows` counts pairs, and emit gets (row, gate, up).
+template <int K, bool PAIRS, typename Emit>
+__device__ void multiply(Ring& ring, Shared& shared, const float (&x)[32], int rows, Emit emit) {
+    constexpr int SEGMENTS = K / SEGMENT, EACH = PAIRS ? ROWS<K> / 2 : ROWS<K>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Share share(rows);
+    for (int begin = share.first; begin < share.end; begin += FLUSH * EACH) {
+        const int end = min(share.end, begin + FLUSH * EACH);
+        for (int row = begin, round = 0; row < end; row += EACH, round++) {
+            Ring::wait(ring.full + ring.stage, ring.phase);
+            const int index = warp / SEGMENTS;  // of the warp's row in the stage
+            float dot = 0;
+            if ((PAIRS ? index % EACH : index) < end - row && index < ROWS<K>) {
+                const auto* unit = reinterpret_cast<const uint4*>(ring.stages + ring.stage * STAGE_BYTES + warp * SEGMENT * 2);
+                uint4 packed[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) packed[i] = unit[i * 32 + lane];
+                float sums[4] = {};
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float w[8];
+                    unpack(packed[i], w);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) sums[i] += w[j] * x[8 * i + j];
+                }
+                dot = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+            }
+            if (lane == 0) ring.release(), shared.partial[round * WARPS + warp] = dot;
+            ring.advance();
+        }
+        sync_consumers();
+        for (int i = threadIdx.x; i < end - begin; i += CONSUMERS) {
+            const float* of_row = shared.partial + i / EACH * WARPS + i % EACH * SEGMENTS;
+            float total = 0, up = 0;
+#pragma unroll
+            for (int s = 0; s < SEGMENTS; s++) {
+                total += of_row[s];
+                if (PAIRS) up += of_row[s + EACH * SEGMENTS];
+            }
+            emit(begin + i, total, up);
+        }
+        if (end < share.end) sync_consumers();
+    }
+}
+
+// --- attention ----------------------------------------------------------------------------------------------------------
+
+constexpr int LANES = HEAD_DIM / 8, AT_ONCE = 32 / LANES;  // lanes to a key, keys to a warp
+constexpr int AHEAD = 4;                                   // keys of a lane that are loaded together
+
+// A lane's eight dimensions of a head: normalized, and rotated with those of the lane that has the other half.
+__device__ inline void norm_and_rotate(float (&x)[8], const bf16* weights, const Shared& shared, float eps) {
+    const int part = threadIdx.x % LANES;
+    const float *cosine = shared.cosine + part * 8 % (HEAD_DIM / 2), *sine = shared.sine + part * 8 % (HEAD_DIM / 2);
+    if (weights != nullptr) {
+        float squares = 0, w[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) squares += x[i] * x[i];
+        const float factor = rsqrtf(sum<LANES>(squares) / HEAD_DIM + eps);
+        unpack(reinterpret_cast<const uint4*>(weights)[part], w);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] *= factor * w[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float other = __shfl_xor_sync(~0u, x[i], LANES / 2);
+        x[i] = x[i] * cosine[i] + (part < LANES / 2 ? -other : other) * sine[i];
+    }
+}
+
+struct State {
+    float best[GROUP], total[GROUP], out[GROUP][8];
+};
+
+__device__ inline void attend(State& state, const float (&q)[GROUP][8], const float (&k)[8], const float (&v)[8], bool seen) {
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+        float dot = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) dot += q[g][i] * k[i];
+        const float score = seen ? sum<LANES>(dot) : (sum<LANES>(dot), -INFINITY);
+        const float best = fmaxf(state.best[g], score);
+        const float old = best == -INFINITY ? 0.f : exp2f(state.best[g] - best), weight = seen ? exp2f(score - best) : 0.f;
+        state.best[g] = best, state.total[g] = state.total[g] * old + weight;
+#pragma unroll
+        for (int i = 0; i < 8; i++) state.out[g][i] = state.out[g][i] * old + weight * v[i];
+    }
+}
+
+__device__ void attention(
+    const Step& step, const Layer& layer, Shared& shared, int num_keys, int num_splits, uint32_t tag) {
+    const int splits = gridDim.x / KV_HEADS, head = blockIdx.x / splits, split = blockIdx.x % splits;
+    if (head >= KV_HEADS || split >= num_splits) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane % LANES;
+    const int each = (num_keys + num_splits - 1) / num_splits, end = min(num_keys, (split + 1) * each);
+    const int last = num_keys - 1;  // the new key, which no cache has yet
+    auto offset = [&](int key) {
+        return step.pages[key / step.page_size] * step.page_stride + key % step.page_size * step.token_stride +
+               head * step.head_stride + part * 8;
+    };
+    uint4 k[AHEAD], v[AHEAD];
+    bool seen[AHEAD];
+    auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int key = first + i * WARPS * AT_ONCE;
+            seen[i] = key < min(end, last);
+            const int64_t at = seen[i] ? offset(key) : 0;
+            k[i] = seen[i] ? *reinterpret_cast<const uint4*>(layer.k_cache + at) : uint4{};
+            v[i] = seen[i] ? *reinterpret_cast<const uint4*>(layer.v_cache + at) : uint4{};
+        }
+    };
+    int first = split * each + warp * AT_ONCE + lane / LANES;
+    load(first);  // while the projection is still computed
+
+    // Queries of the group, then the new key and value.
+    for (int i = 2 * threadIdx.x; i < (GROUP + 2) * HEAD_DIM; i += 2 * CONSUMERS) {
+        const int which = i / HEAD_DIM;
+        const int of = which < GROUP ? head * GROUP + which : Q_HEADS + (which - GROUP) * KV_HEADS + head;
+        Tagged got[2];
+        receive<1>(step.qkv + of * HEAD_DIM + i % HEAD_DIM, 0, tag, got);
+        shared.vector[i] = value_of(got[0]), shared.vector[i + 1] = value_of(got[1]);
+    }
+    sync_consumers();
+    float q[GROUP][8];
+    State state;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) q[g][i] = shared.vector[g * HEAD_DIM + part * 8 + i], state.out[g][i] = 0;
+        norm_and_rotate(q[g], layer.q_norm, shared, step.eps);
+#pragma unroll
+        for (int i = 0; i < 8; i++) q[g][i] *= step.scale * 1.44269504f;  // exponentials are to base 2
+        state.best[g] = -INFINITY, state.total[g] = 0;
+    }
+    for (; __any_sync(~0u, first < end); first += AHEAD * WARPS * AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            float of_key[8], of_value[8];
+            unpack(k[i], of_key), unpack(v[i], of_value);
+            attend(state, q, of_key, of_value, seen[i]);
+        }
+        load(first + AHEAD * WARPS * AT_ONCE);
+    }
+    if (end == num_keys && warp == 0) {
+        float of_key[8], of_value[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            of_key[i] = shared.vector[GROUP * HEAD_DIM + part * 8 + i];
+            of_value[i] = shared.vector[(GROUP + 1) * HEAD_DIM + part * 8 + i];
+        }
+        norm_and_rotate(of_key, layer.k_norm, shared, step.eps);
+        bf16 stored[2][8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            stored[0][i] = __float2bfloat16(of_key[i]), stored[1][i] = __float2bfloat16(of_value[i]);
+            of_key[i] = __bfloat162float(stored[0][i]), of_value[i] = __bfloat162float(stored[1][i]);
+        }
+        if (lane < LANES) {
+            *reinterpret_cast<uint4*>(layer.k_cache + offset(last)) = *reinterpret_cast<const uint4*>(stored[0]);
+            *reinterpret_cast<uint4*>(layer.v_cache + offset(last)) = *reinterpret_cast<const uint4*>(stored[1]);
+        }
+        attend(state, q, of_key, of_value, lane < LANES);
+    }
+    // Merge the keys of the warp, then the warps.
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+#pragma unroll
+        for (int mask = LANES; mask < 32; mask <<= 1) {
+            const float other = __shfl_xor_sync(~0u, state.best[g], mask), best = fmaxf(state.best[g], other);
+            const float mine = best == -INFINITY ? 0.f : exp2f(state.best[g] - best);
+            state.best[g] = best, state.total[g] *= mine;
+            state.total[g] += __shfl_xor_sync(~0u, state.total[g], mask);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                state.out[g][i] *= mine;
+                state.out[g][i] += __shfl_xor_sync(~0u, state.out[g][i], mask);
+            }
+        }
+        if (lane < LANES) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) shared.states[warp][g * HEAD_DIM + part * 8 + i] = state.out[g][i];
+        }
+        if (lane == 0) shared.maxima[warp][g] = state.best[g], shared.sums[warp][g] = state.total[g];
+    }
+    sync_consumers();
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += CONSUMERS) {
+        const int g = i / HEAD_DIM;
+        float best = -INFINITY, total = 0, out = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) best = fmaxf(best, shared.maxima[w][g]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = exp2f(shared.maxima[w][g] - best);
+            total += weight * shared.sums[w][g], out += weight * shared.states[w][i];
+        }
+        const int of = split * Q_HEADS + head * GROUP + g;
+        publish(step.attention + static_cast<int64_t>(of) * HEAD_DIM + i % HEAD_DIM, out / total, tag);
+        if (i % HEAD_DIM == 0) publish(step.lse + of, best + log2f(total), tag);
+    }
+}
+
+// Merge the splits of every head into the vector that the output projection reads.
+__device__ void merge(const Step& step, Shared& shared, int num_splits, uint32_t tag) {
+    for (int i = 4 * threadIdx.x; i < Q_SIZE; i += 4 * CONSUMERS) {
+        float best = -INFINITY, total = 0, out[4] = {};
+        for (int split = 0; split < num_splits; split++) {
+            Tagged got[4], lse;
+            receive<2>(step.attention + split * Q_SIZE + i, 2, tag, got);
+            do asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(lse) : "l"(step.lse + split * Q_HEADS + i / HEAD_DIM) : "memory");
+            while (lse >> 32 != tag);
+            const float next = fmaxf(best, value_of(lse)), old = exp2f(best - next), weight = exp2f(value_of(lse) - next);
+            best = next, total = total * old + weight;
+#pragma unroll
+            for (int j = 0; j < 4; j++) out[j] = out[j] * old + weight * value_of(got[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) shared.vector[i + j] = out[j] / total;
+    }
+    sync_consumers();
+}
+
+// --- the step -----------------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory + STAGES * STAGE_BYTES);
+    Ring ring{memory, shared.full, shared.empty};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(shared.full + i)));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(shared.empty + i)), "n"(WARPS));
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    for (int i = threadIdx.x; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
+    __syncthreads();
+
+    if (threadIdx.x >= CONSUMERS) {
+        if (threadIdx.x > CONSUMERS) return;
+        for (int i = 0; i < LAYERS; i++) {
+            const Layer& layer = shared.layers[i];
+            stream<HIDDEN>(ring, layer.qkv, QKV_SIZE);
+            stream<Q_SIZE>(ring, layer.o, HIDDEN);
+            stream_pairs<HIDDEN>(ring, layer.gate_up, INTERMEDIATE);
+            stream<INTERMEDIATE>(ring, layer.down, HIDDEN);
+        }
+        stream<HIDDEN>(ring, step.lm_head, step.vocab_size);
+        return;
+    }
+
+    const uint32_t count = *step.count;
+    const int num_keys = static_cast<int>(*step.position) + 1;
+    const int num_splits = min(static_cast<int>(gridDim.x) / KV_HEADS, min(MAX_SPLITS, (num_keys + KEYS_PER_SPLIT - 1) / KEYS_PER_SPLIT));
+    for (int i = threadIdx.x; i < HEAD_DIM / 2; i += CONSUMERS)
+        sincosf((num_keys - 1) * step.inv_freq[i], shared.sine + i, shared.cosine + i);
+    const bf16* embedded = step.embedding + *step.token * HIDDEN;
+    const Share own(HIDDEN);
+    for (int i = threadIdx.x; i < HIDDEN; i += CONSUMERS) {
+        shared.vector[i] = __bfloat162float(embedded[i]);
+        if (i >= own.first && i < own.end) shared.residual[i - own.first] = shared.vector[i];
+    }
+    sync_consumers();
+    float x[32];
+    auto add_and_publish = [&](Tagged* to, uint32_t tag) {
+        return [=, &shared](int row, float value, float) {
+            publish(to + row, shared.residual[row - own.first] += value, tag);
+        };
+    };
+    for (int i = 0; i < LAYERS; i++) {
+        const Layer& layer = shared.layers[i];
+        const uint32_t tag = count * LAYERS + i + 1;
+        {
+            const NormWeights<HIDDEN> weights(layer.input_norm);
+            if (i) gather<HIDDEN>(step.after_mlp, tag - 1, shared.vector);
+            load_normalized<HIDDEN>(shared.vector, weights, step.eps, x);
+        }
+        multiply<HIDDEN, false>(ring, shared, x, QKV_SIZE, [&](int row, float value, float) { publish(step.qkv + row, value, tag); });
+        attention(step, layer, shared, num_keys, num_splits, tag);
+        merge(step, shared, num_splits, tag);
+        load_segment<Q_SIZE>(shared.vector, x);
+        multiply<Q_SIZE, false>(ring, shared, x, HIDDEN, add_and_publish(step.after_attention, tag));
+        {
+            const NormWeights<HIDDEN> weights(layer.mlp_norm);
+            gather<HIDDEN>(step.after_attention, tag, shared.vector);
+            load_normalized<HIDDEN>(shared.vector, weights, step.eps, x);
+        }
+        multiply<HIDDEN, true>(ring, shared, x, INTERMEDIATE, [&](int row, float gate, float up) {
+            publish(step.activation + row, gate / (1 + __expf(-gate)) * up, tag);
+        });
+        gather<INTERMEDIATE>(step.activation, tag, shared.vector);
+        load_segment<INTERMEDIATE>(shared.vector, x);
+        multiply<INTERMEDIATE, false>(ring, shared, x, HIDDEN, add_and_publish(step.after_mlp, tag));
+    }
+    const NormWeights<HIDDEN> weights(step.final_norm);
+    gather<HIDDEN>(step.after_mlp, (count + 1) * LAYERS, shared.vector);
+    load_normalized<HIDDEN>(shared.vector, weights, step.eps, x);
+    multiply<HIDDEN, false>(ring, shared, x, step.vocab_size, [&](int row, float value, float) { step.logits[row] = value; });
+    // Every block has read the count by now: this one has received values from all of them.
+    if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;
+}
+
+extern "C" int launch_decode_step(const Step* step, int num_blocks, void* stream) {
+    const int bytes = STAGES * STAGE_BYTES + static_cast<int>(sizeof(Shared));
+    if (cudaError_t error = cudaFuncSetAttribute(decode_step, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+    void* arguments[] = {const_cast<Step*>(step)};
+    return cudaLaunchCooperativeKernel(
+        reinterpret_cast<const void*>(decode_step), dim3(num_blocks), dim3(THREADS), arguments, bytes,
+        static_cast<cudaStream_t>(stream));
+}

@@ -198,7 +198,8 @@ class TextEngine:
         """Return the tokens of a prompt: a text, or token ids, which may be numbers of numpy or torch.
 
         Raises:
-            RequestError: if it is neither, longer than any prompt that the engine accepts, or a text without a tokenizer.
+            RequestError: if it is neither, or longer than any prompt that the engine accepts, or a text although there
+                is no tokenizer.
         """
         if not isinstance(prompt, str):
             numbers = _listed(prompt)

@@ -46,7 +46,7 @@ def load_sglang(options: dict[str, Any]) -> Generate:
     engine = Engine(
         model_path=options["model"],
         dtype=options["dtype"],
-        context_length=options["max_model_len"],
+        context_length=options["max_model_len"] + 8,  # it keeps a few tokens of every request for itself
         disable_radix_cache=not options["prefix_sharing"],
         max_total_tokens=options["cache_tokens"],
         sampling_defaults="openai",  # no sampling parameters of the checkpoint

@@ -71,7 +71,7 @@ NAMED: dict[str, dict[str, Workload]] = {
     "throughput": {"cuda": GPU, "cpu": CPU},
     "latency": {"cuda": LATENCY, "cpu": Workload(1, (128, 128), (64, 64))},
     "shared-prefix": {"cuda": SHARED_PREFIX, "cpu": Workload(8, (16, 16), (32, 32), shared=512)},
-    "long-context": {"cuda": LONG_CONTEXT, "cpu": Workload(2, (4096, 4096), (16, 16))},
+    "long-context": {"cuda": LONG_CONTEXT, "cpu": Workload(2, (2048, 2048), (16, 16))},
 }
 
 

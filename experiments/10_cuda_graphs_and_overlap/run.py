@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from matplotlib.figure import Figure
@@ -56,6 +56,10 @@ class Way:
 
     graph: bool
     depth: int
+
+    def sizes(self, requests: int) -> tuple[int, ...]:
+        """Sizes of the graphs of an engine that serves this many requests."""
+        return (requests,) if self.graph else ()
 
     @property
     def case(self) -> dict[str, results.Setting]:
@@ -115,6 +119,7 @@ OPTIONS = {
     ),
 }
 PAGE_SIZE, WARM_UP = 16, 8
+Key = TypeVar("Key")  # of what takes turns
 WORKLOADS = {"throughput": GPU, "latency": LATENCY, "shared-prefix": SHARED_PREFIX}
 BACKENDS = {"throughput": "flashinfer", "latency": "flashinfer", "shared-prefix": "cascade"}
 
@@ -178,19 +183,19 @@ class SteadyDecode:
 
 
 def decodes(
-    model: CausalLM, options: Options, requests: int, ways: Mapping[str, tuple[Sequence[int], int]]
-) -> dict[str, SteadyDecode]:
-    """For each way (sizes of the graphs, depth), a steady decode with room for all that is measured of it."""
-    num_steps = (options.steps + 1) * (options.repetitions + 1) + 10
-    return {name: SteadyDecode(model, options, requests, *way, num_steps) for name, way in ways.items()}
+    model: CausalLM, options: Options, requests: int, engines: Mapping[Key, tuple[Sequence[int], int]]
+) -> dict[Key, SteadyDecode]:
+    """For each engine (sizes of its graphs, depth), a steady decode with room for all that is measured of it."""
+    num_steps = (options.steps + 1) * (options.repetitions + 1) + 10  # those of the profiler among them
+    return {key: SteadyDecode(model, options, requests, *own, num_steps) for key, own in engines.items()}
 
 
-def in_turns(running: Mapping[str, SteadyDecode], options: Options) -> dict[str, list[float]]:
+def in_turns(running: Mapping[Key, SteadyDecode], options: Options) -> dict[Key, list[float]]:
     """Seconds of a step for each of them, and repetition; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in running}
+    times: dict[Key, list[float]] = {key: [] for key in running}
     for _ in range(options.repetitions):
-        for name, decode in running.items():
-            times[name].append(decode.seconds(options.steps))
+        for key, decode in running.items():
+            times[key].append(decode.seconds(options.steps))
     return times
 
 
@@ -213,15 +218,16 @@ def step_rows(model: CausalLM, options: Options, machine: Machine) -> list[resul
     if launch is not None:
         rows.append(results.Row("host time of a launch", launch, "s", None, "none: Python and the driver", {}))
     for requests in options.batch_sizes:
-        ways = {str(i): ((requests,) if way.graph else (), way.depth) for i, way in enumerate(WAYS)}
-        running = decodes(model, options, requests, ways)
+        running = decodes(model, options, requests, {way: (way.sizes(requests), way.depth) for way in WAYS})
         bound = step_bound(model, options, requests, machine)
-        for i, own in in_turns(running, options).items():
-            case = WAYS[int(i)].case | {"requests": requests}
-            rows.append(seconds_row("step", own, bound, STEP_BOUND, case))
+        found = [
+            seconds_row("step", own, bound, STEP_BOUND, way.case | {"requests": requests})
+            for way, own in in_turns(running, options).items()
+        ]
         if launch is not None:
-            rows += launch_rows(running, requests, launch)
-        show(rows[-len(WAYS) :])
+            found += launch_rows(running, requests, launch)
+        show(found)
+        rows += found
         del running
         free_memory()
     return rows
@@ -260,14 +266,13 @@ def launch_seconds(device: torch.device, times: int = 2000) -> float:
     return seconds
 
 
-def launch_rows(running: Mapping[str, SteadyDecode], requests: int, launch: float) -> list[results.Row]:
+def launch_rows(running: Mapping[Way, SteadyDecode], requests: int, launch: float) -> list[results.Row]:
     """Launches of a step, and the step that they predict: the longer of launching and of computing it."""
     rows = []
-    busy = profiled(running[str(WAYS.index(Way(True, 1)))], 5).busy
-    for graph in (False, True):
-        decode = running[str(WAYS.index(Way(graph, 1)))]
-        found = profiled(decode, 5)
-        case: dict[str, results.Setting] = {"launch": Way(graph, 1).case["launch"], "requests": requests}
+    ways = {way: profiled(decode, 5) for way, decode in running.items() if way.depth == 1}
+    busy = ways[Way(True, 1)].busy
+    for way, found in ways.items():
+        case = way.case | {"requests": requests}
         rows += [
             results.Row("launches of a step", found.launches, "launches", None, NO_BOUND, case),
             results.Row("kernels of a step", found.kernels, "kernels", None, NO_BOUND, case),
@@ -350,7 +355,7 @@ def idle_rows(model: CausalLM, options: Options, num_steps: int = 40) -> tuple[l
     rows, timelines = [], []
     for requests in options.traced:
         for way in WAYS:
-            decode = SteadyDecode(model, options, requests, (requests,) if way.graph else (), way.depth, 3 * num_steps)
+            decode = SteadyDecode(model, options, requests, way.sizes(requests), way.depth, 3 * num_steps)
             wall = decode.seconds(num_steps)
             found = profiled(decode, num_steps)
             case = way.case | {"requests": requests}

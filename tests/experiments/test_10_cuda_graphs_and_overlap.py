@@ -47,8 +47,7 @@ def test_the_script_on_a_cpu(monkeypatch, tmp_path):
 
 
 def test_a_steady_decode_stays_steady_and_gives_the_same_tokens_in_all_ways(model):
-    ways = {str(i): ((3,) if way.graph else (), way.depth) for i, way in enumerate(run.WAYS)}
-    running = run.decodes(model, OPTIONS, 3, ways)
+    running = run.decodes(model, OPTIONS, 3, {way: (way.sizes(3), way.depth) for way in run.WAYS})
     run.in_turns(running, OPTIONS)
     tokens = []
     for decode in running.values():

@@ -22,6 +22,7 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
+from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages, free_memory
 from mini_engine.model_runner import Launched, ModelRunner
@@ -84,6 +85,7 @@ class LLMEngine:
             num_buffers=config.pipeline_depth + 1,
             graph_sizes=self._graph_sizes(),
             pages_per_row=-(-config.max_model_len // config.page_size),
+            persistent=self._persistent_decode(),
             parts=self.parts,
         )
         windows = [spec.window for spec in specs]
@@ -467,6 +469,17 @@ class LLMEngine:
             most = self.config.max_batch_size
             return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
         return sizes or ()
+
+    def _persistent_decode(self) -> PersistentDecode | None:
+        if not self.config.persistent_decode:
+            return None
+        assert self.config.max_model_len
+        if not PersistentDecode.accepts(self.model, self.cache):
+            raise ConfigError(
+                "persistent_decode needs a Llama or Qwen3 in bfloat16, without biases, windows and soft-caps, with "
+                "rows of a multiple of 1,024 numbers, on a Hopper GPU; leave it out"
+            )
+        return PersistentDecode(self.model, self.cache, -(-self.config.max_model_len // self.config.page_size))
 
     def _new_scheduler(self) -> Scheduler:
         config = self.config

@@ -8,7 +8,7 @@ the device still computes this one. Explained in chapter 07.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.request import Request, Running
 from mini_engine.sampling import SamplingBatch
 from mini_engine.scheduler import Schedule
+
+if TYPE_CHECKING:
+    from mini_engine.kernels.persistent_decode import PersistentDecode
 
 
 @runtime_checkable
@@ -71,6 +74,7 @@ class ModelRunner:
             ahead.
         graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
         pages_per_row: the most pages that a request can have.
+        persistent: computes a captured step of one request in the place of the model; None if the model does.
         parts: the engine's replaceable parts.
     """
 
@@ -84,16 +88,17 @@ class ModelRunner:
         num_buffers: int,
         graph_sizes: Sequence[int],
         pages_per_row: int,
+        persistent: "PersistentDecode | None",
         parts: SamplerPart,
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
-        self._sample = parts.sample
+        self._sample, self._persistent = parts.sample, persistent
         self._device = model.device
         self._last_token = torch.zeros(max_rows + 1, dtype=torch.long, device=self._device)  # one for padding
         self._graphs = DecodeGraphs(
             graph_sizes,
             self._decode,
-            backend.plan,
+            self._plan_decode,
             page_size=cache.page_size,
             pages_per_row=pages_per_row,
             padding_page=cache.num_pages - 1,
@@ -223,10 +228,20 @@ class ModelRunner:
             into=self._buffers[self._num_launched % len(self._buffers)],
         )
 
+    def _plan_decode(self, batch: StepBatch) -> None:
+        """Prepare a step that a CUDA graph replays."""
+        if self._persistent and batch.num_sequences == 1:
+            self._persistent.plan(batch)
+        else:
+            self.backend.plan(batch)
+
     def _decode(self, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
-        hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
-        tokens = self._sample(self.model.compute_logits(hidden), sampling)
+        if self._persistent and batch.num_sequences == 1:
+            logits = self._persistent(batch, self._last_token)
+        else:
+            logits = self.model.compute_logits(self.model(batch.feed(self._last_token), batch.positions, self.backend))
+        tokens = self._sample(logits, sampling)
         self._last_token.index_copy_(0, rows, tokens)
         return tokens
 

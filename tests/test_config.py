@@ -26,7 +26,8 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         num_pages=draw(optional), page_size=draw(size), max_num_batched_tokens=4096 + draw(size),
         sliding_window=draw(optional), prefix_sharing=draw(st.booleans()),
         pipeline_depth=draw(st.sampled_from([None, 0, 1])), kv_layout=draw(st.sampled_from(CHOICES["kv_layout"])),
-        warm_up=draw(st.booleans()), cuda_graph_batch_sizes=draw(st.none() | st.lists(st.integers(1, 512), max_size=4)),
+        warm_up=draw(st.booleans()), persistent_decode=draw(st.booleans()),
+        cuda_graph_batch_sizes=draw(st.none() | st.lists(st.integers(1, 512), max_size=4)),
     )  # fmt: skip
 
 

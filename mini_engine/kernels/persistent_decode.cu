@@ -38,7 +38,8 @@ struct Step {
     const Layer* layers;
     const bf16 *embedding, *final_norm, *lm_head;
     const float* inv_freq;    // [HEAD_DIM / 2]
-    const int64_t *token, *position;
+    const int64_t *token_id, *token_source, *last_token;  // the token, if no row's last one is
+    const int64_t* position;
     const int32_t* pages;     // of the request
     int64_t page_stride, token_stride, head_stride;  // of the cache, in elements
     Tagged *qkv, *attention, *lse, *after_attention, *activation, *after_mlp;
@@ -485,7 +486,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     const int num_splits = min(static_cast<int>(gridDim.x) / KV_HEADS, min(MAX_SPLITS, (num_keys + KEYS_PER_SPLIT - 1) / KEYS_PER_SPLIT));
     for (int i = threadIdx.x; i < HEAD_DIM / 2; i += CONSUMERS)
         sincosf((num_keys - 1) * step.inv_freq[i], shared.sine + i, shared.cosine + i);
-    const bf16* embedded = step.embedding + *step.token * HIDDEN;
+    const int64_t token = *step.token_source < 0 ? *step.token_id : step.last_token[*step.token_source];
+    const bf16* embedded = step.embedding + token * HIDDEN;
     const Share own(HIDDEN);
     for (int i = threadIdx.x; i < HIDDEN; i += CONSUMERS) {
         shared.vector[i] = __bfloat162float(embedded[i]);

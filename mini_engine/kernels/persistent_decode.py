@@ -1,0 +1,181 @@
+"""A decode step of one request as one CUDA kernel: all layers and the LM head.
+
+A single request leaves a GPU with little work: each weight is multiplied by one vector, so reading the weights takes
+most of the time. Kernel by kernel the memory waits: at every launch, and while the threads of one kernel exchange
+sums, nobody reads the weights of the next. Here a thread block stays on each SM for the whole step and reads ahead,
+whatever it waits for (the idea of "megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").
+
+The kernel is in `persistent_decode.cu`, which nvcc compiles for a model's sizes when they are first used. Its reference
+is the model's own `forward` and `compute_logits`. Explained in chapter 12.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, TypeGuard
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mini_engine.batch import StepBatch
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.base import LanguageModel
+from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
+from mini_engine.models.qwen3 import Qwen3Attention
+
+SEGMENT = 1024  # elements of a row that a warp multiplies
+MAX_SPLITS = 32  # thread blocks that share the keys of a head
+
+
+class _Step(ctypes.Structure):
+    """`Step` of the kernel."""
+
+    _pointers: ClassVar = [
+        "layers", "embedding", "final_norm", "lm_head", "inv_freq", "token_id", "token_source", "last_token",
+        "position", "pages",
+    ]  # fmt: skip
+    _buffers: ClassVar = ["qkv", "attention", "lse", "after_attention", "activation", "after_mlp", "count", "logits"]
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in _pointers),
+        *((f"{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
+        *((name, ctypes.c_void_p) for name in _buffers),
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("page_size", ctypes.c_int),
+        ("vocab_size", ctypes.c_int),
+    ]
+
+
+class PersistentDecode:
+    """Decodes one token of one request.
+
+    A CUDA graph can record the call: between replays, `plan` writes the pages to where the kernel reads them.
+
+    Args:
+        model: a model that `accepts` takes.
+        kv_cache: its KV cache.
+        max_pages: the most pages that a request can have.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, kv_cache: PagedKVCache, max_pages: int) -> None:
+        self._model, device = model, model.device
+        config, layers = model.config, [_pointers(layer, kv_cache) for layer in _layers_of(model)]
+        sizes = {
+            "LAYERS": len(layers), "HIDDEN": config.hidden_size, "Q_HEADS": config.num_attention_heads,
+            "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
+            "INTERMEDIATE": config.intermediate_size,
+        }  # fmt: skip
+        self._launch = _compiled(tuple(sizes.items()))
+        # One block per SM, and as many for each KV head.
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_blocks = num_sms // config.num_key_value_heads * config.num_key_value_heads
+        self._pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
+        self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
+        q_size = config.num_attention_heads * config.head_dim
+
+        def tagged(*shape: int) -> Tensor:  # values with the tags of their writers
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._memory = {
+            "qkv": tagged(q_size + 2 * config.num_key_value_heads * config.head_dim),
+            "attention": tagged(MAX_SPLITS, q_size),
+            "lse": tagged(MAX_SPLITS, config.num_attention_heads),
+            "after_attention": tagged(config.hidden_size),
+            "activation": tagged(config.intermediate_size),
+            "after_mlp": tagged(config.hidden_size),
+            "count": torch.zeros(1, dtype=torch.int32, device=device),
+            "logits": torch.empty(1, config.vocab_size, dtype=torch.float32, device=device),
+        }
+        keys = kv_cache.layers[0][0]
+        token_axis, head_axis = (1, 2) if kv_cache.layout == "NHD" else (2, 1)
+        self._step = _Step(
+            layers=self._layers.data_ptr(),
+            embedding=model.embed_tokens.data_ptr(),
+            final_norm=model.norm.data_ptr(),
+            lm_head=model.lm_head.data_ptr(),
+            inv_freq=model.inv_freq.data_ptr(),
+            pages=self._pages.data_ptr(),
+            page_stride=keys.stride(0),
+            token_stride=keys.stride(token_axis),
+            head_stride=keys.stride(head_axis),
+            scale=model.attention_specs[0].scale,
+            eps=config.norm_eps,
+            page_size=kv_cache.page_size,
+            vocab_size=config.vocab_size,
+            **{name: tensor.data_ptr() for name, tensor in self._memory.items()},
+        )
+
+    @staticmethod
+    def accepts(model: LanguageModel, kv_cache: PagedKVCache) -> TypeGuard[LlamaForCausalLM]:
+        """Whether the kernel computes this model: Llama or Qwen3, in bfloat16, rows of whole segments, on Hopper."""
+        if not isinstance(model, LlamaForCausalLM) or model.device.type != "cuda" or model.dtype != torch.bfloat16:
+            return False
+        config, specs = model.config, model.attention_specs
+        row_sizes = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
+        return (
+            torch.cuda.get_device_capability(model.device)[0] == 9
+            and len(_layers_of(model)) == len(model.layers)
+            and kv_cache.dtype == torch.bfloat16
+            and all(size % SEGMENT == 0 for size in row_sizes)
+            and config.hidden_size <= 8 * SEGMENT
+            and config.intermediate_size <= 16 * SEGMENT
+            and config.head_dim in (64, 128)
+            and config.num_attention_heads // config.num_key_value_heads <= 8
+            and not config.attention_bias
+            and config.hidden_act == "silu"
+            and not any(spec.window or spec.softcap or spec.kv_dtype for spec in specs)
+        )
+
+    def plan(self, batch: StepBatch) -> None:
+        """Write the request's pages to where the kernel reads them."""
+        self._pages[: len(batch.kv_page_indices)].copy_(batch.kv_page_indices, non_blocking=True)
+
+    def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "1 V"]:
+        """Compute the logits of a step of one token, and store its keys and values; the next call overwrites them.
+
+        Args:
+            batch: the step.
+            last_token: see `StepBatch.feed`.
+        """
+        step = self._step
+        step.token_id, step.token_source = batch.token_ids.data_ptr(), batch.token_source.data_ptr()
+        step.last_token, step.position = last_token.data_ptr(), batch.positions.data_ptr()
+        stream = torch.cuda.current_stream(last_token.device).cuda_stream
+        if error := self._launch(ctypes.byref(step), self._num_blocks, ctypes.c_void_p(stream)):
+            raise RuntimeError(f"launching the persistent kernel failed with CUDA error {error}")
+        return self._memory["logits"]
+
+
+def _layers_of(model: LlamaForCausalLM) -> list[LlamaLayer]:
+    return [layer for layer in model.layers if isinstance(layer, LlamaLayer)]
+
+
+def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache) -> list[int]:
+    """`Layer` of the kernel: the addresses of a layer's weights and of its pages."""
+    attention = layer.attention
+    norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else ()
+    weights = (
+        attention.qkv.weight, attention.o.weight, layer.mlp.gate_up.weight, layer.mlp.down.weight,
+        layer.input_norm, layer.mlp_norm,
+    )  # fmt: skip
+    addresses = [tensor.data_ptr() for tensor in (*weights, *norms)]
+    pages = kv_cache.layers[layer.spec.kv_layer]
+    return addresses + [0] * (2 - len(norms)) + [tensor.data_ptr() for tensor in pages]
+
+
+@cache
+def _compiled(sizes: tuple[tuple[str, int], ...]) -> Callable[..., int]:
+    """The kernel for a model's sizes, compiled once and kept on disk."""
+    from torch.utils.cpp_extension import load  # takes a second to import
+
+    path = load(
+        name="persistent_decode_" + "_".join(str(size) for _, size in sizes),
+        sources=[str(Path(__file__).with_suffix(".cu"))],
+        extra_cuda_cflags=[
+            "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", *(f"-D{name}={size}" for name, size in sizes),
+        ],
+        is_python_module=False,
+    )  # fmt: skip
+    return ctypes.CDLL(path).launch_decode_step

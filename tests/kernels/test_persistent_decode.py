@@ -1,0 +1,99 @@
+"""A whole decode step in one kernel: its logits, and the keys and values that it stores, are the model's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from book.random_models import random_model
+from mini_engine.attention.backend import create_backend
+from mini_engine.batch import StepBatch
+from mini_engine.errors import ConfigError
+from mini_engine.kernels.persistent_decode import PersistentDecode
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.llama import LlamaForCausalLM
+from mini_engine.parts import Parts
+from mini_engine.sampling_params import SamplingParams
+from tests.helpers import double_model, make_engine, serve
+
+PAGE = 16
+SHAPES = {
+    "qwen3": {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128, "intermediate_size": 3072},
+    "llama": {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64, "intermediate_size": 8192},
+}
+
+
+def model_of(family: str) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, Qwen3Config
+
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family](
+        **SHAPES[family], num_hidden_layers=3, num_key_value_heads=8, vocab_size=5000, rope_theta=10_000.0,
+        max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = random_model(config, torch.bfloat16, torch.device("cuda"))
+    assert isinstance(model, LlamaForCausalLM)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)  # weights of a norm
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_step_equals_the_model(family: str, layout: str) -> None:
+    """After 1 to 5,000 keys on pages in random order: logits, keys and values within the rounding of bfloat16."""
+    model = model_of(family)
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = (
+        PagedKVCache(model.attention_specs, 400, PAGE, torch.bfloat16, "cuda", kv_layout)
+        for kv_layout in (layout, "NHD")
+    )
+    for own, reference in zip(mine.layers, theirs.layers, strict=True):
+        for x, y in zip(own, reference, strict=True):
+            y.copy_(torch.randn(y.shape, generator=generator))
+            x.copy_(y if layout == "NHD" else y.transpose(1, 2))
+    assert PersistentDecode.accepts(model, mine)
+    decode = PersistentDecode(model, mine, 320)
+    backend = create_backend("torch", model.attention_specs, theirs, Parts())
+    last_token = torch.randint(5000, (3,), generator=generator).cuda()
+    for step, length in enumerate((1, 2, 16, 17, 127, 129, 384, 640, 2048, 2049, 5000)):
+        batch = StepBatch.build(
+            token_ids=[step], num_new=None, kv_lens=[length], page_size=PAGE, device="cuda",
+            pages=torch.randperm(400, generator=generator)[: -(-length // PAGE)].numpy(),
+            token_source=[step % 4 - 1],
+        )  # fmt: skip
+        decode.plan(batch)
+        got = decode(batch, last_token)
+        backend.plan(batch)
+        want = model.compute_logits(model(batch.feed(last_token), batch.positions, backend))
+        assert (got - want).norm() < 0.02 * want.norm(), length
+        slot = batch.slot_mapping
+        for own, reference in zip(mine.layers, theirs.layers, strict=True):
+            for x, y in zip(own, reference, strict=True):
+                stored = (x if layout == "NHD" else x.transpose(1, 2)).flatten(0, 1)[slot]
+                torch.testing.assert_close(stored, y.flatten(0, 1)[slot], atol=0.05, rtol=0.02)
+
+
+@pytest.mark.gpu
+def test_an_engine_replays_it_and_gives_nearly_the_same_tokens() -> None:
+    """Logits that are close may change places, so tokens agree up to the first such tie."""
+    pytest.importorskip("flashinfer")
+    model, params = model_of("qwen3"), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    prompts = [[i, 7, 40 + i, 11] * (10 * i + 1) for i in range(4)]
+    agreed = 0
+    engines = [
+        make_engine(model, attn_backend="flashinfer", num_pages=200, max_batch_size=2, persistent_decode=persistent)
+        for persistent in (True, False)
+    ]
+    for i, prompt in enumerate(prompts):
+        got, want = (serve(engine, {0: [(str(i), prompt, params)]})[str(i)] for engine in engines)
+        assert len(got) == len(want) == 64
+        agreed += next((j for j, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), 64)
+    assert agreed > 64
+
+
+def test_a_model_that_does_not_suit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="persistent_decode needs a Llama or Qwen3"):
+        make_engine(double_model("llama"), persistent_decode=True)

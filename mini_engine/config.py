@@ -16,6 +16,7 @@ CHOICES = {
     "prefix_sharing": (False, True),
     "pipeline_depth": (None, 0, 1),
     "warm_up": (False, True),
+    "persistent_decode": (False, True),
 }
 SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 MAX_CONFIG_BYTES = 2**16

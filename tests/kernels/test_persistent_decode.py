@@ -80,7 +80,7 @@ def test_a_step_equals_the_model(family: str, layout: str) -> None:
 def test_an_engine_replays_it_and_gives_nearly_the_same_tokens() -> None:
     """Logits that are close may change places, so tokens agree up to the first such tie."""
     pytest.importorskip("flashinfer")
-    model, params = model_of("qwen3"), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    model, params = model_of("qwen3"), SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     prompts = [[i, 7, 40 + i, 11] * (10 * i + 1) for i in range(4)]
     agreed = 0
     engines = [

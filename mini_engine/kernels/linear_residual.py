@@ -81,7 +81,7 @@ class LinearResidual:
         splits = triton.cdiv(num_columns, tiles_per_split * tile.columns)  # none of them empty
         out = torch.empty_like(residual)
         partials = x.new_empty(splits, num_tokens, num_rows, dtype=torch.float32) if splits > 1 else out
-        _kernel[(triton.cdiv(num_rows, tile.rows), splits)](
+        _linear_residual_kernel[(triton.cdiv(num_rows, tile.rows), splits)](
             x,
             weight,
             residual,
@@ -114,7 +114,7 @@ def default_tile(num_tokens: int, num_rows: int, num_columns: int) -> Tile:
 
 @no_type_check
 @triton.jit
-def _kernel(
+def _linear_residual_kernel(
     x, weight, residual, out, partials, arrivals, num_tokens, num_rows, K: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

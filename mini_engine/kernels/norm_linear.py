@@ -113,7 +113,7 @@ def _launch(
     num_tokens, num_columns = x.shape
     tile = tile or default_tile(num_tokens, num_outputs, num_columns, gated)
     out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
-    _kernel[(triton.cdiv(num_outputs, tile.rows),)](
+    _norm_linear_kernel[(triton.cdiv(num_outputs, tile.rows),)](
         x,
         norm_weight,
         eps,
@@ -135,7 +135,7 @@ def _launch(
 
 @no_type_check
 @triton.jit
-def _kernel(
+def _norm_linear_kernel(
     x, norm_weight, eps, weight, out, num_tokens, num_rows, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

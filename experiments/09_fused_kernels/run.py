@@ -53,7 +53,7 @@ PROFILED = "rotate and append", "norm in the product"  # rungs whose kernels are
 ASSUMED = Machine("an H200, assumed", "bfloat16", bandwidth=4.3e12, flops=700e12)
 ASSUMED_LAUNCH = 1.5e-6
 # Kernels that finish the one before them: the second pass of a split product, the merge of split keys.
-FINISHING = "splitk", "mergestates"
+FINISHING = "splitkreduce", "mergestates"
 TINY = Qwen3Config(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
@@ -463,12 +463,12 @@ def fused_products(
 
 
 def tiles_to_try(num_tokens: int, num_columns: int, can_split: bool) -> list[Tile]:
-    """Whole rows for one token, 64 or 128 columns at a time for several; with splits where the kernel takes them."""
+    """Whole rows for one token, 128 columns at a time for several; with splits where the kernel takes them."""
     from mini_engine.kernels.tiles import ELEMENTS, Tile
 
     if num_tokens > 1:
         splits = (1, 2, 4, 8) if can_split else (1,)
-        return [Tile(rows, columns, 4, s) for rows in (16, 32) for columns in (64, 128) for s in splits]
+        return [Tile(rows, 128, warps, s) for rows, warps in ((16, 4), (32, 4), (32, 8)) for s in splits]
     whole = 1 << (num_columns - 1).bit_length()
     tiles = [Tile(rows, whole, warps) for rows in (1, 2, 4, 8, 16) for warps in (4, 8) if rows * whole <= ELEMENTS]
     return tiles + [Tile(8, 1024, 4, s) for s in (2, 3, 4) if can_split]

@@ -130,6 +130,9 @@ def _linear_residual_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
+    place = token[:, None] * num_rows + row[None, :]
+    mask = is_token & (row < num_rows)[None, :]
+    before = tl.load(residual + place, mask=mask, other=0.0)  # under way during the products
     total = tl.zeros((TOKENS, ROWS), tl.float32)
     for first in tl.static_range(0, COUNT, COLUMNS):
         at = first + column
@@ -139,8 +142,6 @@ def _linear_residual_kernel(
             w = load_tile(weight, row, at + COLUMNS, num_rows, K)
         total += multiply(tokens, now, TOKENS)
 
-    place = token[:, None] * num_rows + row[None, :]
-    mask = is_token & (row < num_rows)[None, :]
     is_last = True
     if SPLITS > 1:
         tl.store(partials + split * num_tokens * num_rows + place, total, mask=mask)
@@ -153,5 +154,5 @@ def _linear_residual_kernel(
                 theirs = partials + other * num_tokens * num_rows + place
                 total += tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")  # L2 has what others wrote
             tl.store(arrivals + block, 0)
-        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        total += before.to(tl.float32)
         tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

@@ -471,7 +471,7 @@ def tiles_to_try(num_tokens: int, num_columns: int, can_split: bool) -> list[Til
         return [Tile(rows, 128, warps, s) for rows, warps in ((16, 4), (32, 4), (32, 8)) for s in splits]
     whole = 1 << (num_columns - 1).bit_length()
     tiles = [Tile(rows, whole, warps) for rows in (1, 2, 4, 8, 16) for warps in (4, 8) if rows * whole <= ELEMENTS]
-    return tiles + [Tile(8, 1024, 4, s) for s in (2, 3, 4) if can_split]
+    return tiles + [Tile(8, 1024, 4, s) for s in (2, 3, 4) if can_split and s * 1024 <= num_columns]
 
 
 def tile_rows(model: CausalLM, setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:

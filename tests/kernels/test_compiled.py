@@ -62,9 +62,8 @@ def assert_layers_are_equal(layer: CompiledLayer, model: CausalLM, num_tokens: i
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_graphs_for_each_half_whatever_the_number_of_tokens(device: str) -> None:
-    model = our_model(transformers_model("qwen3", seed=2, num_hidden_layers=2))
-    if device == "cuda":
-        model = model.to(device, torch.bfloat16)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = our_model(transformers_model("qwen3", seed=2, dtype=dtype, num_hidden_layers=2)).to(device)
     layer = CompiledLayer()
     for num_tokens in (1, 2):
         assert_layers_are_equal(layer, model, num_tokens, device)

@@ -1,0 +1,117 @@
+"""A decoder layer compiled by `torch.compile`: all that is in front of attention, and all that is behind it.
+
+The compiler (Ansel et al. 2024) writes the elementwise operations between two matrix products as one kernel: norms,
+rotation, activation and additions. The products themselves stay those of cuBLAS, and a norm is not fused into the
+product behind it, because its sum runs over the whole row. So a layer has its four products, and one or two kernels
+between them. Each pair of operations that becomes one saves 4 bytes per token and element in 16 bit, which would be
+written and read between them, and a launch.
+
+`attend` stays outside: its metadata change at every step, and the compiler cannot trace it.
+
+A graph is compiled for the shapes that it was first called with. Here the number of tokens is symbolic (`dynamic=True`)
+and the weights' shapes are constants, because those of parameters always are. All layers of a model share the graphs:
+weights are arguments. Two graphs are enough for every number of tokens. torch treats a size of 1 as a constant, since
+it broadcasts, so the decode of one request has a graph of its own; all other numbers share the second one.
+
+A graph is also guarded by the mode in which its inputs were made. The engine makes all tensors of a step in
+`torch.inference_mode()`; a mixture would compile everything twice.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, no_type_check
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from mini_engine.attention.spec import Attend
+from mini_engine.models.llama import LlamaLayer
+from mini_engine.models.qwen3 import Qwen3Attention
+
+
+class Kind(NamedTuple):
+    """What is constant in a graph, beside the shapes of the weights."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    activation: Callable[[Tensor], Tensor]
+
+
+class CompiledLayer:
+    """`models.llama.decoder_layer` as two compiled graphs with `attend` between them, for Llama and Qwen3.
+
+    They compute norms, rotation and gated MLP themselves: of the layer's parts none is called.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[Kind, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def __call__(
+        self,
+        layer: LlamaLayer,
+        x: Float[Tensor, "T hidden"],
+        cos: Float[Tensor, "T half"],
+        sin: Float[Tensor, "T half"],
+        attend: Attend,
+    ) -> Float[Tensor, "T hidden"]:
+        """Compute a layer; the arguments are those of `decoder_layer`."""
+        attention, mlp, spec = layer.attention, layer.mlp, layer.spec
+        kind = Kind(spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, layer.eps, mlp.activation)
+        if kind not in self._graphs:
+            self._graphs[kind] = (
+                torch.compile(before_attention(kind), dynamic=True, fullgraph=True),
+                torch.compile(after_attention(kind), dynamic=True, fullgraph=True),
+            )
+        before, after = self._graphs[kind]
+        norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
+        q, k, v = before(x, cos, sin, layer.input_norm, attention.qkv.weight, attention.qkv.bias, norms)
+        return after(
+            x,
+            attend(spec.layer, q, k, v).flatten(1),
+            attention.o.weight,
+            attention.o.bias,
+            layer.mlp_norm,
+            mlp.gate_up.weight,
+            mlp.down.weight,
+        )
+
+
+def before_attention(kind: Kind) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return a function from the residual stream to queries, keys and values: norm, projection, QK-norm, rotation.
+
+    The compiler cannot trace a type checker's wrapper: so the functions that it traces have none and call none.
+    """
+
+    @no_type_check
+    def run(x, cos, sin, norm, qkv_weight, qkv_bias, qk_norms):
+        num_rotated = kind.num_qo_heads + kind.num_kv_heads
+        qkv = F.linear(F.rms_norm(x, norm.shape, norm, kind.eps), qkv_weight, qkv_bias)
+        heads = qkv.view(-1, num_rotated + kind.num_kv_heads, kind.head_dim)
+        q, k, v = heads.split((kind.num_qo_heads, kind.num_kv_heads, kind.num_kv_heads), dim=1)
+        if qk_norms is not None:
+            q, k = (
+                F.rms_norm(part, weight.shape, weight, kind.eps) for part, weight in zip((q, k), qk_norms, strict=True)
+            )
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    @no_type_check
+    def rotate(heads, cos, sin):
+        (a, b), cos, sin = heads.chunk(2, dim=-1), cos[:, None, :], sin[:, None, :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(heads.dtype)
+
+    return run
+
+
+def after_attention(kind: Kind) -> Callable[..., Tensor]:
+    """Return a function from the output of attention to the residual stream behind the layer, MLP included."""
+
+    @no_type_check
+    def run(x, attended, o_weight, o_bias, norm, gate_up_weight, down_weight):
+        x = x + F.linear(attended, o_weight, o_bias)
+        gate, up = F.linear(F.rms_norm(x, norm.shape, norm, kind.eps), gate_up_weight).chunk(2, dim=-1)
+        return x + F.linear(kind.activation(gate) * up, down_weight)
+
+    return run

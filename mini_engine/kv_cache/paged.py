@@ -94,11 +94,11 @@ def append_kv(
     v_cache.index_copy_(0, slot_mapping, v)
 
 
-def round_kv(x: Float[Tensor, "T Hk D"], scale: float, dtype: torch.dtype) -> Float[Tensor, "T Hk D"]:
+def round_kv(x: Float[Tensor, "*shape"], scale: float, dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     """Round x / scale to a narrow dtype. What lies beyond its range becomes its largest number: `to` alone gives NaN.
 
     Args:
-        x: [T, Hk, D] keys or values.
+        x: keys or values.
         scale: what a stored number is multiplied by when it is read.
         dtype: of the cache, such as float8_e4m3fn, whose largest number is 448.
     """

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mini_engine import rope
 from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask, masked_attention
+from mini_engine.sampling import gumbel_noise
 
 
 class Wrapper:
@@ -134,6 +135,32 @@ def activate(function: Any, x: Tensor) -> Tensor:
     return (function(gate) * up).to(x.dtype)
 
 
+def renorm(probs: Tensor, keep: Tensor) -> Tensor:
+    kept = probs.where(keep, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
+    assert isinstance(top_k, Tensor) and top_k.min() >= 1 and top_k.max() <= probs.shape[1]
+    return renorm(probs, probs >= probs.sort(descending=True).values.gather(1, top_k[:, None] - 1))
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
+    best = probs.sort(descending=True).values
+    last = (best.cumsum(-1) - best < top_p[:, None]).sum(-1, keepdim=True) - 1
+    return renorm(probs, probs >= best.gather(1, last))
+
+
+def sampling_from_probs(probs: Tensor, *, seed: Tensor, offset: Tensor) -> Tensor:
+    assert seed.dtype == offset.dtype == torch.int64 and seed.shape == offset.shape == probs.shape[:1]
+    return (probs.log() + gumbel_noise(seed, offset, probs.shape[1])).argmax(-1).int()
+
+
+def min_p_sampling_from_probs(probs: Tensor, min_p: Tensor, *, seed: Tensor, offset: Tensor) -> Tensor:
+    keep = probs >= min_p[:, None] * probs.amax(-1, keepdim=True)
+    return sampling_from_probs(renorm(probs, keep), seed=seed, offset=offset)
+
+
 class Event:
     """A CUDA event: there is nothing to wait for."""
 
@@ -154,6 +181,13 @@ def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True, architecture:
     module.silu_and_mul = lambda x: activate(F.silu, x)  # type: ignore[attr-defined]
     module.gelu_tanh_and_mul = lambda x: activate(lambda gate: F.gelu(gate, approximate="tanh"), x)  # type: ignore
     kernels = SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=rotate)
+    module.sampling = SimpleNamespace(  # type: ignore[attr-defined]
+        softmax=lambda logits, temperature: torch.softmax(logits.float() / temperature[:, None].clamp(min=1e-9), -1),
+        top_k_renorm_probs=top_k_renorm_probs,
+        top_p_renorm_probs=top_p_renorm_probs,
+        sampling_from_probs=sampling_from_probs,
+        min_p_sampling_from_probs=min_p_sampling_from_probs,
+    )
     module.rope = SimpleNamespace(get_rope_module=lambda: kernels)  # type: ignore[attr-defined]
     module.utils = SimpleNamespace(is_sm90a_supported=lambda device: has_fa3)  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "flashinfer", module)

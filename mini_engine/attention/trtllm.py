@@ -9,6 +9,7 @@ Explained in chapter 12.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,40 +68,32 @@ class TRTLLMDecode:
     """The decodes of one kind of layer, with the `run` of FlashInfer's wrappers.
 
     Attributes:
-        decode: `flashinfer.decode.trtllm_batch_decode_with_kv_cache`.
-        kernel: "xqa" or "trtllm-gen".
+        decode: `trtllm_batch_decode_with_kv_cache`, with all that the kinds of layers have in common.
         kind: the layers.
-        layout: of the pages.
         page_size: keys per page.
-        scratch: see SCRATCH_BYTES.
         tables: of the step.
     """
 
     decode: Callable[..., Tensor]
-    kernel: str
     kind: LayerKind
-    layout: str
     page_size: int
-    scratch: Tensor
     tables: DecodeTables
 
     def run(
         self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
     ) -> Float[Tensor, "B Hq D"]:
         """Attend with one query per request; the arguments are those of the wrappers."""
+        tables, kind = self.tables, self.kind
         return self.decode(
             q.contiguous(),  # XQA reads queries without their strides
             pages,
-            self.scratch,
-            self.tables.pages,
-            self.tables.kv_lens,
-            self.tables.pages.shape[1] * self.page_size,  # the longest possible request, the same in every replay
-            bmm1_scale=self.kind.scale * k_scale,
+            block_tables=tables.pages,
+            seq_lens=tables.kv_lens,
+            max_seq_len=tables.pages.shape[1] * self.page_size,  # of any request, the same in every replay
+            bmm1_scale=kind.scale * k_scale,
             bmm2_scale=v_scale,
-            window_left=-1 if self.kind.window is None else self.kind.window - 1,
+            window_left=-1 if kind.window is None else kind.window - 1,
             out=out,
-            kv_layout=self.layout,
-            backend=self.kernel,
         )
 
 
@@ -120,7 +113,12 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
         super().__init__(specs, cache, parts)
         major, _ = torch.cuda.get_device_capability(cache.device)
         self._kernel = "trtllm-gen" if major == 10 else "xqa"
-        self._scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=cache.device)
+        self._decode = partial(
+            self._flashinfer.decode.trtllm_batch_decode_with_kv_cache,
+            workspace_buffer=torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=cache.device),
+            kv_layout=cache.layout,
+            backend=self._kernel,
+        )
         self._graph_tables: dict[int, DecodeTables] = {}
 
     def plan(self, batch: StepBatch) -> None:
@@ -139,15 +137,7 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
         if key not in self._wrappers:
             self._log(key[1], kind)
             logger.debug("table of pages %s, lengths [%d]", list(self._tables.pages.shape), count)
-            self._wrappers[key] = TRTLLMDecode(
-                self._flashinfer.decode.trtllm_batch_decode_with_kv_cache,
-                self._kernel,
-                kind,
-                self.cache.layout,
-                self.cache.page_size,
-                self._scratch,
-                self._tables,
-            )
+            self._wrappers[key] = TRTLLMDecode(self._decode, kind, self.cache.page_size, self._tables)
         self._wrappers[key].tables = self._tables
         return self._wrappers[key]
 

@@ -101,7 +101,7 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
     """TensorRT-LLM's decode kernels over the paged cache, on Hopper and Blackwell, for both layouts, with windows.
 
     The kernels have neither soft-cap nor ALiBi. They read keys in the model's dtype or in float8_e4m3fn. On Blackwell
-    (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed; the project's tests run on Hopper only.
+    (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed. The project's tests run on Hopper.
 
     Args:
         specs: one for each layer of the model, in order.

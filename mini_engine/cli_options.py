@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` sho
     from mini_engine.parts import Parts
 
 Command = TypeVar("Command", bound=Callable[..., None])
+DEFAULT_MODEL = "smollm2-135m-instruct"
 SHORT = {"model": ["-m"], "attn_backend": ["-b"], "max_tokens": ["-n"], "temperature": ["-t"]}
 
 
@@ -51,9 +52,9 @@ class EngineOptions:
     @classmethod
     def of(cls, given: dict[str, Any]) -> "EngineOptions":
         """Build from the options that were given. Those of the command line override those of `--config`."""
-        model, file, parts = given.pop("model"), given.pop("config", None), given.pop("parts", None)
-        from_file = {} if file is None else read_options(file)
-        return cls(model, from_file | given, None if parts is None else load_parts(parts))
+        file, parts = given.pop("config", None), given.pop("parts", None)
+        options = {"model": DEFAULT_MODEL} | ({} if file is None else read_options(file)) | given
+        return cls(options.pop("model"), options, None if parts is None else load_parts(parts))
 
     def load(self, console: Console, **defaults: Any) -> "LLM":
         """Load the model, and say which and how.
@@ -79,7 +80,7 @@ class EngineOptions:
             f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
             "dim",
         )
-        if config.attn_backend in ("flex", "flashinfer", "cascade") and not config.warm_up:
+        if config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "cascade") and not config.warm_up:
             show(console, "The first steps compile kernels, which takes up to a minute; they are kept.", "dim")
         return llm
 
@@ -159,11 +160,11 @@ def _options_of(cls: type) -> list[inspect.Parameter]:
     return [_option(field.name, _option_type(hints[field.name]), helps.get(field.name)) for field in fields(cls)]
 
 
-def _option(name: str, kind: Any, help: str | None, default: Any = None) -> inspect.Parameter:
+def _option(name: str, kind: Any, help: str | None) -> inspect.Parameter:
     names = f"--{name.replace('_', '-')}"
     names += f"/--no-{names[2:]}" if kind is bool else ""
     annotation = Annotated[kind | None, typer.Option(names, *SHORT.get(name, ()), help=help)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _option_type(hint: Any) -> Any:
@@ -178,7 +179,7 @@ GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]
     EngineOptions: (
         EngineOptions.of,
         [
-            _option("model", str, "Embedded name, folder, GGUF file or hub id.", "smollm2-135m-instruct"),
+            _option("model", str, f"Embedded name, folder, GGUF file or hub id; default {DEFAULT_MODEL}."),
             _option("config", Path, "YAML file of the engine's options; those of the command line override it."),
             _option("parts", str, "MODULE:OBJECT, a Parts whose functions replace the engine's own."),
             *_options_of(EngineConfig),

@@ -13,6 +13,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16", "float64"),
     "device": ("auto", "cpu", "cuda"),
     "kv_layout": ("NHD", "HND"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "prefix_sharing": (False, True),
     "pipeline_depth": (None, 0, 1),
     "warm_up": (False, True),
@@ -21,6 +22,10 @@ CHOICES = {
 SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 MAX_CONFIG_BYTES = 2**16
 ALIASES = {"max_seq_len": "max_model_len"}
+# `compile_backend` of TensorRT-LLM's AutoDeploy, as options of ours: decode steps are CUDA graphs anyway, or never.
+COMPILE_BACKENDS: dict[str, dict[str, Any]] = {"torch-cudagraph": {}, "torch-simple": {"cuda_graph_batch_sizes": ()}}
+# Options of AutoDeploy that mean nothing here, and what to do about them.
+FOREIGN = {"use_pt_cache_backend": "the KV cache has no backend of its own here; leave the option out"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class EngineConfig:
             the memory has room for.
         page_size: tokens per page.
         kv_layout: order of a page's axes: "NHD" (tokens, heads, numbers of a head) or "HND" (heads first).
+        kv_cache_dtype: dtype of keys and values in the cache: "auto" (the model's) or "fp8_e4m3" (half of the memory
+            of bfloat16; rounded to 4 significant bits).
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
         sliding_window: lets no layer see further back than this many keys; default the model's own windows.
         prefix_sharing: let requests that begin with the same tokens share pages, and keep the pages of ended requests
@@ -64,6 +71,7 @@ class EngineConfig:
     num_pages: int | None = None
     page_size: int = 128
     kv_layout: str = "NHD"
+    kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int = 2048
     sliding_window: int | None = None
     prefix_sharing: bool = False
@@ -118,6 +126,8 @@ class EngineConfig:
 def read_options(path: Path) -> dict[str, Any]:
     """Read the options that a YAML file sets, under the names of `EngineConfig`'s fields. The values are not checked.
 
+    A file may also name the `model`, which is no option of the engine but the first argument of `LLM`.
+
     Raises:
         ConfigError: if the file cannot be read, is not YAML, or holds anything but options.
     """
@@ -134,7 +144,11 @@ def read_options(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict | None) or not all(isinstance(name, str) for name in options or ()):
         raise ConfigError(f"{path} must hold options, one per line, such as `page_size: 16`")
-    return _by_field(options or {})
+    options = options or {}
+    model = {"model": options.pop("model")} if "model" in options else {}
+    if not isinstance(model.get("model", ""), str):
+        raise ConfigError(f"model is {str(model['model'])[:40]}; give a name or a path")
+    return model | _by_field(options)
 
 
 def _by_field(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +158,19 @@ def _by_field(options: Mapping[str, Any]) -> dict[str, Any]:
         if alias in options and name in options:
             raise ConfigError(f"{alias} and {name} are two names of one option; give one of them")
     named = {ALIASES.get(name, name): value for name, value in options.items()}
+    if "compile_backend" in named:
+        compile_backend = named.pop("compile_backend")
+        if compile_backend not in list(COMPILE_BACKENDS):  # compared, not looked up: the value may not be hashable
+            raise ConfigError(
+                f"compile_backend is {str(compile_backend)[:40]!r}; choose one of: {', '.join(COMPILE_BACKENDS)}"
+            )
+        implied = COMPILE_BACKENDS[compile_backend]
+        if clash := sorted(implied.keys() & named.keys()):
+            raise ConfigError(f"compile_backend {compile_backend!r} and {clash[0]} contradict each other; give one")
+        named |= implied
+    for name, advice in FOREIGN.items():
+        if name in named:
+            raise ConfigError(f"{name} is an option of another engine: {advice}")
     if unknown := sorted(named.keys() - known):
         raise ConfigError(f"unknown option {unknown[0][:40]!r}; the options are: {', '.join(sorted(known))}")
     return named

@@ -72,7 +72,7 @@ class LLMEngine:
         self.model, self.parts = model, parts or Parts()
         self.config = config = resolve(config, model)
         assert config.num_pages and config.max_model_len and config.pipeline_depth is not None
-        specs = narrow_windows(config.sliding_window, model.attention_specs)
+        specs = specs_of(config, model)
         self.cache = PagedKVCache(
             specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout
         )
@@ -520,7 +520,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     num_pages, depth = config.num_pages, config.pipeline_depth
     if num_pages is None:
         most = config.max_batch_size * -(-length // config.page_size)
-        num_pages = default_num_pages(model.attention_specs, config.page_size, model.dtype, model.device, most)
+        num_pages = default_num_pages(specs_of(config, model), config.page_size, model.dtype, model.device, most)
     return replace(
         config,
         max_model_len=length,
@@ -530,8 +530,11 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     )
 
 
-def narrow_windows(window: int | None, specs: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
-    """Return the specs, none with a window wider than `window`."""
-    if window is None:
-        return specs
-    return tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
+def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec, ...]:
+    """Return the model's layers as the options want them: windows no wider than asked, keys in the cache's dtype."""
+    specs, window = model.attention_specs, config.sliding_window
+    if config.kv_cache_dtype == "fp8_e4m3":
+        specs = tuple(replace(spec, kv_dtype=torch.float8_e4m3fn) for spec in specs)
+    if window is not None:
+        specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
+    return specs

@@ -47,7 +47,8 @@ def test_every_field_can_be_given(seen):
     engine = {
         "dtype": "float32", "device": "cpu", "attn_backend": "flex", "max_batch_size": 3, "max_model_len": 64,
         "num_pages": 7, "page_size": 16, "max_num_batched_tokens": 99, "sliding_window": 8, "prefix_sharing": True,
-        "pipeline_depth": 1, "kv_layout": "HND", "warm_up": True, "persistent_decode": True,
+        "pipeline_depth": 1, "kv_layout": "HND", "kv_cache_dtype": "fp8_e4m3", "warm_up": True,
+        "persistent_decode": True,
         "cuda_graph_batch_sizes": [1, 4],
     }  # fmt: skip
     sampling = {
@@ -74,6 +75,32 @@ def test_the_command_line_overrides_the_file(seen, tmp_path):
     file.write_text("page_size: 16\nmax_seq_len: 64\nprefix_sharing: true\nnum_pages: 9\n")
     engine, _, _ = seen("--config", str(file), "--num-pages", "7", "--no-prefix-sharing", "--max-model-len", "32")
     assert engine.options == {"page_size": 16, "max_model_len": 32, "prefix_sharing": False, "num_pages": 7}
+
+
+# A configuration written for TensorRT-LLM's AutoDeploy.
+AUTODEPLOY = """
+# config.yaml
+model: nvidia/Llama-3.1-8B-Instruct-FP8
+attn_backend: flashinfer_trtllm  # Use FlashInfer TRT-LLM backend
+compile_backend: torch-cudagraph
+cuda_graph_batch_sizes: [1, 2, 4, 8, 16, 32]
+max_batch_size: 32
+max_seq_len: 2048
+"""
+
+
+def test_a_configuration_of_autodeploy_loads(seen, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(AUTODEPLOY)
+    engine, _, _ = seen("--config", str(file))
+    assert engine.model == "nvidia/Llama-3.1-8B-Instruct-FP8"
+    assert EngineConfig.of(engine.options) == EngineConfig(
+        attn_backend="flashinfer_trtllm",
+        cuda_graph_batch_sizes=(1, 2, 4, 8, 16, 32),
+        max_batch_size=32,
+        max_model_len=2048,
+    )
+    assert seen("--config", str(file), "-m", "x")[0].model == "x"
 
 
 def test_the_commands_own_defaults_are_overridden_by_all(monkeypatch):

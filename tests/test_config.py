@@ -26,6 +26,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         num_pages=draw(optional), page_size=draw(size), max_num_batched_tokens=4096 + draw(size),
         sliding_window=draw(optional), prefix_sharing=draw(st.booleans()),
         pipeline_depth=draw(st.sampled_from([None, 0, 1])), kv_layout=draw(st.sampled_from(CHOICES["kv_layout"])),
+        kv_cache_dtype=draw(st.sampled_from(CHOICES["kv_cache_dtype"])),
         warm_up=draw(st.booleans()), persistent_decode=draw(st.booleans()),
         cuda_graph_batch_sizes=draw(st.none() | st.lists(st.integers(1, 512), max_size=4)),
     )  # fmt: skip
@@ -56,6 +57,24 @@ def test_another_name_of_an_option(tmp_path):
     assert EngineConfig.of({"max_seq_len": 512}) == EngineConfig(max_model_len=512)
     with pytest.raises(ConfigError, match="two names"):
         EngineConfig.of({"max_seq_len": 512, "max_model_len": 256})
+
+
+def test_options_of_another_engine():
+    assert EngineConfig.of({"compile_backend": "torch-cudagraph"}) == EngineConfig()
+    assert EngineConfig.of({"compile_backend": "torch-simple"}) == EngineConfig(cuda_graph_batch_sizes=())
+    for value in ("torch-opt", ["torch-simple"], None):
+        with pytest.raises(ConfigError, match=r"compile_backend is .* choose one of: torch-cudagraph, torch-simple"):
+            EngineConfig.of({"compile_backend": value})
+    with pytest.raises(ConfigError, match="contradict each other"):
+        EngineConfig.of({"compile_backend": "torch-simple", "cuda_graph_batch_sizes": [1]})
+    with pytest.raises(ConfigError, match=r"use_pt_cache_backend is an option of another engine: .* leave the option"):
+        EngineConfig.of({"use_pt_cache_backend": True})
+
+
+def test_a_file_may_name_the_model(tmp_path):
+    assert read_options(written(tmp_path, "model: a/b\nmax_seq_len: 64")) == {"model": "a/b", "max_model_len": 64}
+    with pytest.raises(ConfigError, match="model is 3; give a name"):
+        read_options(written(tmp_path, "model: 3"))
 
 
 WRONG = """

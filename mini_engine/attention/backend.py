@@ -118,7 +118,8 @@ class AttentionBackend(ABC):
 
 
 # The fields of AttentionSpec that a backend must implement if a layer sets them.
-FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype"})
+FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales"})
+WIDE = torch.float32, torch.bfloat16, torch.float16, torch.float64
 Refusal = tuple[str, str | None]  # why (the predicate of a sentence), and an engine option that would help
 
 
@@ -131,7 +132,9 @@ class BackendInfo:
             machine has.
         layouts: layouts of the KV cache.
         devices: types of devices.
-        dtypes: dtypes of keys and values.
+        dtypes: dtypes of the model.
+        kv_dtypes: dtypes other than the model's in which keys and values may be stored.
+        architectures: major compute capabilities of the GPUs that it runs on; None: any.
         features: those of FEATURES that the backend implements.
         sizes: why it refuses the sizes of a layer's heads and of the cache's pages, if it does.
         package: a package that must be installed, also the name of the engine's extra that installs it.
@@ -141,8 +144,10 @@ class BackendInfo:
     path: str
     layouts: tuple[str, ...] = ("NHD",)
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    features: frozenset[str] = FEATURES
+    dtypes: tuple[torch.dtype, ...] = WIDE
+    kv_dtypes: tuple[torch.dtype, ...] = WIDE
+    architectures: tuple[int, ...] | None = None
+    features: frozenset[str] = FEATURES - {"kv_scales"}
     sizes: Callable[[AttentionSpec, KVCache], Refusal | None] = lambda spec, cache: None
     package: str | None = None
     on_cuda: "BackendInfo | None" = None
@@ -170,27 +175,52 @@ def _flashinfer_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     return f"needs heads of size 64, 128 or 256, not {spec.head_dim}", None
 
 
+def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+    if cache.page_size not in (16, 32, 64, 128):
+        return f"needs pages of 16, 32, 64 or 128 tokens; page_size is {cache.page_size}", "page_size=16"
+    if (group := spec.num_qo_heads // spec.num_kv_heads) > 32:
+        return f"takes up to 32 query heads for each KV head, not {group}", None
+    return _flashinfer_sizes(spec, cache)  # of the prompts
+
+
 # What FlashInfer's kernels accept.
 ON_FLASHINFER: dict[str, Any] = {
     "layouts": ("NHD", "HND"),
     "devices": ("cuda",),
     "dtypes": (torch.bfloat16, torch.float16),
-    "features": FEATURES - {"kv_dtype"},
+    "kv_dtypes": (torch.float8_e4m3fn,),
+    "features": FEATURES,
     "sizes": _flashinfer_sizes,
     "package": "flashinfer",
 }
+SAME_KV: dict[str, Any] = {
+    "kv_dtypes": (),
+    "features": FEATURES - {"kv_dtype", "kv_scales"},
+}  # keys are stored in the model's dtype
 
 # In order of preference: an error message names the first one that accepts what another refuses.
 BACKENDS = {
     "torch": BackendInfo("mini_engine.attention.torch:TorchBackend"),
     "torch_padded": BackendInfo("mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": BackendInfo("mini_engine.attention.torch:ChunkedBackend"),
-    "flex": BackendInfo("mini_engine.attention.flex:FlexBackend", features=FEATURES - {"kv_dtype"}, sizes=_flex_sizes),
+    "flex": BackendInfo("mini_engine.attention.flex:FlexBackend", sizes=_flex_sizes, **SAME_KV),
     "flashinfer": BackendInfo("mini_engine.attention.flashinfer:FlashInferBackend", **ON_FLASHINFER),
+    # XQA runs on Hopper (9) and on the Blackwell of workstations (12), trtllm-gen on that of data centers (10).
+    "flashinfer_trtllm": BackendInfo(
+        "mini_engine.attention.trtllm:FlashInferTRTLLMBackend",
+        **ON_FLASHINFER
+        | {
+            "architectures": (9, 10, 12),
+            "features": FEATURES - {"softcap", "alibi_slopes"},
+            "sizes": _trtllm_sizes,
+        },
+    ),
     "split_kv": BackendInfo("mini_engine.attention.split_kv:SplitKVBackend"),
     "cascade": BackendInfo(
         "mini_engine.attention.cascade:CascadeBackend",
-        on_cuda=BackendInfo("mini_engine.attention.flashinfer_cascade:FlashInferCascadeBackend", **ON_FLASHINFER),
+        on_cuda=BackendInfo(
+            "mini_engine.attention.flashinfer_cascade:FlashInferCascadeBackend", **ON_FLASHINFER | SAME_KV
+        ),
     ),
 }
 
@@ -245,6 +275,9 @@ def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) 
         return f"does not run on {cache.device.type!r}", f"device={info.devices[0]!r}"
     if info.package and find_spec(info.package) is None:
         return f"needs the package {info.package} (pip install 'mini-engine[{info.package}]')", None
+    if info.architectures and (major := torch.cuda.get_device_capability(cache.device)[0]) not in info.architectures:
+        wanted = ", ".join(map(str, info.architectures))
+        return f"needs a GPU of compute capability {wanted} (Hopper or Blackwell), not {major}", None
     if cache.layout not in info.layouts:
         return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"kv_layout={info.layouts[0]!r}"
     for spec in specs:
@@ -253,6 +286,8 @@ def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) 
         for feature in sorted(FEATURES - info.features):
             if getattr(spec, feature) is not None:
                 return f"does not implement {feature}, which layer {spec.layer} sets", None
-        if (dtype := spec.kv_dtype or cache.dtype) not in info.dtypes:
-            return f"does not read keys in {dtype}", "dtype='bfloat16'"
+        if spec.kv_dtype not in (None, cache.dtype, *info.kv_dtypes):
+            return f"does not read keys in {spec.kv_dtype}", "kv_cache_dtype='auto'"
+        if cache.dtype not in info.dtypes:
+            return f"does not read keys in {cache.dtype}", "dtype='bfloat16'"
     return None

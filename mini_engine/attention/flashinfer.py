@@ -6,6 +6,7 @@ launches one kernel per layer, which reads that plan. Layers of one kind share a
 the same in PyTorch. Explained in chapter 08.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +19,9 @@ from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
+from mini_engine.kv_cache.paged import round_kv
 
+logger = logging.getLogger(__name__)
 # Partial results of sequences whose keys are split over several thread blocks; all plans share it.
 WORKSPACE_BYTES = 256 * 2**20
 # FlashAttention-3 needs long prompts: on an H200 it reaches 482 TFLOP/s on 4 prompts of 4,096 tokens, where
@@ -37,6 +40,9 @@ class LayerKind(NamedTuple):
     window: int | None
     softcap: float | None
     alibi: bool
+    kv_dtype: torch.dtype | None
+    k_scale: float
+    v_scale: float
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> "LayerKind":
@@ -54,7 +60,7 @@ class LayerKind(NamedTuple):
                 )
         return cls(
             spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap,
-            spec.alibi_slopes is not None,
+            spec.alibi_slopes is not None, spec.kv_dtype, *(spec.kv_scales or (1.0, 1.0)),
         )  # fmt: skip
 
 
@@ -130,7 +136,9 @@ class FlashInferBackend(AttentionBackend):
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         """Store keys and values in one launch, whatever the layout, from where the projection has left them."""
-        pages = self.cache.layers[self.specs[layer].kv_layer]
+        pages, kind = self.cache.layers[self.specs[layer].kv_layer], self._kinds[layer]
+        if kind.kv_dtype:
+            k, v = round_kv(k, kind.k_scale, kind.kv_dtype), round_kv(v, kind.v_scale, kind.kv_dtype)
         if layer == 0:  # here and not in `plan`, for a CUDA graph to record it
             self._slots = self._slot_mapping.int()
             self._sequence_of_token = torch.zeros_like(self._slots)
@@ -139,14 +147,14 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        pages = self.cache.layers[self.specs[layer].kv_layer]
-        planned = self._planned[self._kinds[layer]]
+        pages, kind = self.cache.layers[self.specs[layer].kv_layer], self._kinds[layer]
+        planned, scales = self._planned[kind], {"k_scale": kind.k_scale, "v_scale": kind.v_scale}
         out = q.new_empty(q.shape)
         if len(planned) == 1:  # views cost host time
             [(_, wrapper)] = planned
-            return wrapper.run(q, pages, out=out)
+            return wrapper.run(q, pages, out=out, **scales)
         for tokens, wrapper in planned:
-            wrapper.run(q[tokens], pages, out=out[tokens])
+            wrapper.run(q[tokens], pages, out=out[tokens], **scales)
         return out
 
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
@@ -168,7 +176,8 @@ class FlashInferBackend(AttentionBackend):
     def _plan_prompts(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
         """Plan the sequences of the step from `first` on; those before it have one token each."""
         mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
-        use_fa3 = self._has_fa3 and not kind.alibi and mean_tokens >= FA3_MIN_TOKENS
+        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrow keys with queries of the same dtype only.
+        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
         wrapper = self._wrapper(kind, "fa3" if use_fa3 else "fa2")
         wrapper.plan(
             batch.qo_indptr[first:] - first,
@@ -191,21 +200,25 @@ class FlashInferBackend(AttentionBackend):
                 (FlashAttention-2 or 3).
         """
         key = kind, algorithm
-        if key not in self._wrappers and algorithm.startswith("decode"):
-            # On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal ones.
-            self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace, self.cache.layout, use_tensor_cores=algorithm == "decode", backend="fa2"
-            )
-        elif key not in self._wrappers:
-            self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, self.cache.layout, backend=algorithm
-            )
+        if key not in self._wrappers:
+            self._log(algorithm, kind)
+            if algorithm.startswith("decode"):
+                # On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal
+                # ones.
+                self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, self.cache.layout, use_tensor_cores=algorithm == "decode", backend="fa2"
+                )
+            else:
+                self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace, self.cache.layout, backend=algorithm
+                )
         return self._wrappers[key]
 
     def _graph_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int) -> Any:
         """The wrapper of a CUDA graph: `plan` writes into memory that the captured kernels read."""
         key = kind, f"{algorithm}, graph of {count}"
         if key not in self._wrappers:
+            self._log(key[1], kind)
             sizes = {"indptr": count + 1, "indices": page_capacity, "last_page_len": count}
             buffers = {
                 f"paged_kv_{name}_buffer": torch.empty(size, dtype=torch.int32, device=self.cache.device)
@@ -221,6 +234,11 @@ class FlashInferBackend(AttentionBackend):
             )
         return self._wrappers[key]
 
+    def _log(self, algorithm: str, kind: LayerKind) -> None:
+        """Log, at level DEBUG, what computes a kind of layer: once for each, when it is first needed."""
+        keys, _ = self.cache.layers[0]
+        logger.debug("%s for %s; keys %s %s, %s", algorithm, kind, list(keys.shape), self.cache.layout, keys.dtype)
+
     def _options(self, kind: LayerKind) -> dict[str, Any]:
         """What both kinds of plans take by name. FlashInfer's window does not count the query's own key."""
         return {
@@ -229,5 +247,5 @@ class FlashInferBackend(AttentionBackend):
             "sm_scale": kind.scale,
             "pos_encoding_mode": "ALIBI" if kind.alibi else "NONE",
             "q_data_type": self.cache.dtype,
-            "kv_data_type": self.cache.dtype,
+            "kv_data_type": kind.kv_dtype or self.cache.dtype,
         }

@@ -27,6 +27,8 @@ class AttentionSpec:
         rope: rotary embedding that the model has already applied to queries and keys; a backend that moves keys to
             other positions needs it to rotate them again. None: no rotary embedding, or an unknown one.
         kv_dtype: dtype in which keys and values are stored; None: the model's.
+        kv_scales: (k, v): keys and values are divided by these before they are rounded to `kv_dtype`, and multiplied by
+            them when they are read; None: 1 and 1.
     """
 
     layer: int
@@ -40,6 +42,7 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
     rope: RopeConfig | None = None
     kv_dtype: torch.dtype | None = None
+    kv_scales: tuple[float, float] | None = None
 
 
 @runtime_checkable

@@ -94,6 +94,18 @@ def append_kv(
     v_cache.index_copy_(0, slot_mapping, v)
 
 
+def round_kv(x: Float[Tensor, "*shape"], scale: float, dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Round x / scale to a narrow dtype. What lies beyond its range becomes its largest number: `to` alone gives NaN.
+
+    Args:
+        x: keys or values.
+        scale: what a stored number is multiplied by when it is read.
+        dtype: of the cache, such as float8_e4m3fn, whose largest number is 448.
+    """
+    limit = torch.finfo(dtype).max
+    return (x if scale == 1 else x / scale).clamp(-limit, limit).to(dtype)
+
+
 def default_num_pages(
     specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, most: int
 ) -> int:

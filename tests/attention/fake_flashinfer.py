@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mini_engine import rope
 from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask, masked_attention
+from mini_engine.sampling import gumbel_noise
 
 
 class Wrapper:
@@ -34,7 +35,9 @@ class Wrapper:
         self.arrays = tuple(x.clone() for x in arrays)
         self.page_size, self.how = page_size, how
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> Tensor:
         qo_indptr, kv_indptr, indices, last_page_len = self.arrays
         assert len(q) == qo_indptr[-1] and q.dtype == self.how["q_data_type"]
         assert pages[0].dtype == self.how["kv_data_type"] and out.shape == q.shape
@@ -44,7 +47,7 @@ class Wrapper:
             own = indices[slice(*kv_indptr[b : b + 2].tolist())].long()
             kv_len = (len(own) - 1) * self.page_size + last
             k, v = (x[own] if self.layout == "NHD" else x[own].transpose(1, 2) for x in pages)
-            k, v = (x.flatten(0, 1)[:kv_len] for x in (k, v))
+            k, v = (x.flatten(0, 1)[:kv_len].to(q.dtype) * n for x, n in ((k, k_scale), (v, v_scale)))
             keys = torch.arange(kv_len)
             queries = keys[kv_len - (tokens.stop - tokens.start) :]
             bias = None
@@ -82,10 +85,30 @@ class Prefill(Wrapper):
         self.keep(qo_indptr, indptr, indices, last_page_len, page_size, how)
 
 
+def trtllm_batch_decode_with_kv_cache(
+    query: Tensor, kv_cache: tuple[Tensor, Tensor], workspace_buffer: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    max_seq_len: int, *, bmm1_scale: float, bmm2_scale: float, window_left: int, out: Tensor, kv_layout: str,
+    backend: str,
+) -> Tensor:  # fmt: skip
+    page_size = kv_cache[0].shape[1 if kv_layout == "NHD" else 2]
+    assert query.is_contiguous() and block_tables.is_contiguous() and not workspace_buffer.any()
+    assert block_tables.dtype == seq_lens.dtype == torch.int32 and max_seq_len == block_tables.shape[1] * page_size
+    assert type(bmm1_scale) is type(bmm2_scale) is float and backend in ("xqa", "trtllm-gen")
+    for b, kv_len in enumerate(seq_lens.tolist()):
+        own = block_tables[b, : -(-kv_len // page_size)].long()
+        k, v = (x[own] if kv_layout == "NHD" else x[own].transpose(1, 2) for x in kv_cache)
+        k, v = (x.flatten(0, 1)[:kv_len].to(query.dtype) for x in (k, v))
+        keys = torch.arange(kv_len)
+        mask = attention_mask(keys[-1:], keys, None if window_left == -1 else window_left + 1)
+        out[b : b + 1] = masked_attention(query[b : b + 1], k, v * bmm2_scale, scale=bmm1_scale, mask=mask)
+    return out
+
+
 def append_paged_kv_cache(
     k: Tensor, v: Tensor, batch_indices: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], indices: Tensor,
     indptr: Tensor, last_page_len: Tensor, kv_layout: str,
 ) -> None:  # fmt: skip
+    assert k.dtype == v.dtype == pages[0].dtype  # the kernel does not convert
     page_size = pages[0].shape[1 if kv_layout == "NHD" else 2]
     for token, (b, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
         page = int(indices[indptr[b] + position // page_size])
@@ -112,6 +135,32 @@ def activate(function: Any, x: Tensor) -> Tensor:
     return (function(gate) * up).to(x.dtype)
 
 
+def renorm(probs: Tensor, keep: Tensor) -> Tensor:
+    kept = probs.where(keep, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
+    assert isinstance(top_k, Tensor) and top_k.min() >= 1 and top_k.max() <= probs.shape[1]
+    return renorm(probs, probs >= probs.sort(descending=True).values.gather(1, top_k[:, None] - 1))
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
+    best = probs.sort(descending=True).values
+    last = (best.cumsum(-1) - best < top_p[:, None]).sum(-1, keepdim=True) - 1
+    return renorm(probs, probs >= best.gather(1, last))
+
+
+def sampling_from_probs(probs: Tensor, *, seed: Tensor, offset: Tensor) -> Tensor:
+    assert seed.dtype == offset.dtype == torch.int64 and seed.shape == offset.shape == probs.shape[:1]
+    return (probs.log() + gumbel_noise(seed, offset, probs.shape[1])).argmax(-1).int()
+
+
+def min_p_sampling_from_probs(probs: Tensor, min_p: Tensor, *, seed: Tensor, offset: Tensor) -> Tensor:
+    keep = probs >= min_p[:, None] * probs.amax(-1, keepdim=True)
+    return sampling_from_probs(renorm(probs, keep), seed=seed, offset=offset)
+
+
 class Event:
     """A CUDA event: there is nothing to wait for."""
 
@@ -119,18 +168,29 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True) -> ModuleType:
+def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True, architecture: int = 9) -> ModuleType:
     """Let `import flashinfer` give the stand-in, and a backend be built without a GPU."""
     module = ModuleType("flashinfer")
     module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
     module.append_paged_kv_cache = append_paged_kv_cache  # type: ignore[attr-defined]
+    module.decode = SimpleNamespace(  # type: ignore[attr-defined]
+        trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache
+    )
     module.rmsnorm = rmsnorm  # type: ignore[attr-defined]
     module.silu_and_mul = lambda x: activate(F.silu, x)  # type: ignore[attr-defined]
     module.gelu_tanh_and_mul = lambda x: activate(lambda gate: F.gelu(gate, approximate="tanh"), x)  # type: ignore
     kernels = SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=rotate)
+    module.sampling = SimpleNamespace(  # type: ignore[attr-defined]
+        softmax=lambda logits, temperature: torch.softmax(logits.float() / temperature[:, None].clamp(min=1e-9), -1),
+        top_k_renorm_probs=top_k_renorm_probs,
+        top_p_renorm_probs=top_p_renorm_probs,
+        sampling_from_probs=sampling_from_probs,
+        min_p_sampling_from_probs=min_p_sampling_from_probs,
+    )
     module.rope = SimpleNamespace(get_rope_module=lambda: kernels)  # type: ignore[attr-defined]
     module.utils = SimpleNamespace(is_sm90a_supported=lambda device: has_fa3)  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "flashinfer", module)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (architecture, 0))
     return module

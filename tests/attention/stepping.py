@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -12,7 +14,10 @@ from mini_engine.attention.backend import AttentionBackend
 from mini_engine.attention.naive import alibi_bias, attention_mask, masked_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
-from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.kv_cache.paged import PagedKVCache, round_kv
+
+KV_SCALES = (0.5, 2.0)  # powers of two: multiplying by them rounds nothing
+E4M3 = torch.float8_e4m3fn
 
 
 def expected(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,3 +146,45 @@ def check_equal(batch: StepBatch, mine: AttentionBackend, oracle: AttentionBacke
         for own, theirs in zip(mine.cache.layers[spec.kv_layer], oracle.cache.layers[spec.kv_layer], strict=True):
             stored = own if mine.cache.layout == "NHD" else own.transpose(1, 2)
             assert torch.equal(stored.to(theirs.dtype), theirs)
+
+
+def decodes(kv_lens: Sequence[int], pages: Sequence[int], page_size: int, **options: Any) -> StepBatch:
+    """A step of one token for each request; each gets as many of the pages as it needs."""
+    needed = sum(-(-n // page_size) for n in kv_lens)
+    return StepBatch.build(
+        token_ids=[0] * len(kv_lens), num_new=None, kv_lens=kv_lens, pages=pages[:needed], page_size=page_size,
+        **options,
+    )  # fmt: skip
+
+
+def narrow(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    """The same layers with their keys and values in e4m3, divided by KV_SCALES."""
+    return tuple(replace(spec, kv_dtype=E4M3, kv_scales=KV_SCALES) for spec in specs)
+
+
+def error_of_narrow_keys(batch: StepBatch, mine: AttentionBackend, oracle: AttentionBackend) -> float:
+    """The relative error of a step over e4m3 keys; the oracle has the same keys in its wide dtype."""
+    generator = torch.Generator().manual_seed(batch.num_tokens)
+    wide, device = oracle.cache.dtype, mine.cache.device
+    for pairs in zip(mine.cache.layers, oracle.cache.layers, strict=True):
+        for own, theirs, scale in zip(*pairs, KV_SCALES, strict=True):
+            values = round_kv(torch.randn(theirs.shape, generator=generator).to(device), scale, E4M3)
+            theirs.copy_(values.to(wide) * scale)
+            own.copy_(values if mine.cache.layout == "NHD" else values.transpose(1, 2))
+    mine.plan(batch)
+    oracle.plan(batch)
+    lost = total = 0.0
+    for spec in mine.specs:
+        q, k, v = (
+            torch.randn(batch.num_tokens, heads, spec.head_dim, generator=generator).to(device, mine.cache.dtype)
+            for heads in (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
+        )
+        rounded = [round_kv(x, scale, E4M3).to(wide) * scale for x, scale in zip((k, v), KV_SCALES, strict=True)]
+        got, want = mine(spec.layer, q, k, v), oracle(spec.layer, q.to(wide), *rounded)
+        lost, total = lost + float((got.to(wide) - want).square().sum()), total + float(want.square().sum())
+        for own, theirs, scale in zip(
+            mine.cache.layers[spec.kv_layer], oracle.cache.layers[spec.kv_layer], KV_SCALES, strict=True
+        ):
+            stored = own if mine.cache.layout == "NHD" else own.transpose(1, 2)
+            assert torch.equal(stored.to(wide) * scale, theirs)
+    return (lost / total) ** 0.5

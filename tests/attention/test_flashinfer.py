@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +19,8 @@ from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts, default_parts
-from mini_engine.sampling_params import SamplingParams
-from tests.attention.stepping import check_equal, random_step, run_in_steps
-from tests.helpers import check_nothing_leaked, make_engine, serve
-from tests.models.families import our_model, transformers_model, whole
+from tests.attention.greedy import TINY, check_greedy
+from tests.attention.stepping import check_equal, full_cache, random_step, run_in_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +78,7 @@ def test_flashattention_3_equals_the_reference(gpu: torch.device, shape: str) ->
 
 
 def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
-    cache = make_cache(SHAPES["qwen3"], 40, 16, torch.bfloat16, "NHD", "cuda")
+    cache = full_cache(SHAPES["qwen3"], 40, 16, torch.bfloat16, device="cuda")
     backend = create_backend("flashinfer", SHAPES["qwen3"], cache, Parts())
     runs = run_in_steps(
         backend, SHAPES["qwen3"], [90, 1, 140, 33], [40, 1, 139, 8], range(40), 16, torch.bfloat16, "cuda"
@@ -144,43 +140,7 @@ def test_many_plans_may_be_made_ahead_of_the_device(gpu: torch.device) -> None:
         torch.testing.assert_close(ahead, apart, atol=1e-2, rtol=1e-2)
 
 
-TINY = {
-    "llama": {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64},
-    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
-    "gemma2": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 20},
-    "gpt2": {"n_embd": 128, "n_head": 2},
-}
-
-
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("family", TINY)
 def test_greedy_tokens_are_those_of_the_reference(gpu: torch.device, family: str, kv_layout: str) -> None:
-    """In bfloat16 close logits flip: each token is the best of a float64 model, or close to it, and most are the best.
-
-    Few pages and equal prompts: requests are preempted, share pages and end at different times.
-    """
-    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, **TINY[family])
-    oracle = our_model(copy.deepcopy(theirs).double())
-    model = our_model(theirs, parts=default_parts(gpu)).to(gpu)
-    generator = torch.Generator().manual_seed(1)
-    stem = torch.randint(3, 61, (40,), generator=generator).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    arrivals: dict[int, list[Any]] = {}
-    for i in range(12):
-        own = torch.randint(3, 61, (1 + 3 * i,), generator=generator).tolist()
-        arrivals.setdefault(i // 3, []).append((str(i), [*stem, *own] if i % 2 else own, params))
-    engine = make_engine(
-        model, parts=default_parts(gpu), attn_backend="flashinfer", kv_layout=kv_layout, num_pages=24, page_size=16,
-        max_batch_size=8, prefix_sharing=True, max_num_batched_tokens=64,
-    )  # fmt: skip
-    outputs = serve(engine, arrivals)
-    check_nothing_leaked(engine)
-    prompts = {name: prompt for several in arrivals.values() for name, prompt, _ in several}
-    best, total = 0, 0
-    for name, tokens in outputs.items():
-        logits = whole(oracle, [[*prompts[name], *tokens]])[0][len(prompts[name]) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
-        assert lost.max() < 0.05, f"request {name}"
-        best, total = best + int((lost == 0).sum()), total + len(tokens)
-    assert best >= 0.9 * total, f"{best} of {total}"
+    check_greedy(gpu, family, attn_backend="flashinfer", kv_layout=kv_layout)

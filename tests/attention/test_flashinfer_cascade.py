@@ -52,8 +52,9 @@ class Level(fake_flashinfer.Wrapper):
         self.page_size, self.how = page_size, {**how, "causal": causal}
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, lse: Tensor | None = None, return_lse: bool = False
-    ) -> Tensor:
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
+        lse: Tensor | None = None, return_lse: bool = False,
+    ) -> Tensor:  # fmt: skip
         if self.how["causal"] and not return_lse:
             return super().run(q, pages, out)
         qo_indptr, kv_indptr, indices, last_page_len = self.arrays

@@ -11,7 +11,7 @@ import torch
 
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.paged import MOST_CPU_CACHE_BYTES, PagedKVCache, append_kv, default_num_pages
+from mini_engine.kv_cache.paged import MOST_CPU_CACHE_BYTES, PagedKVCache, append_kv, default_num_pages, round_kv
 
 SPEC = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
 
@@ -71,3 +71,9 @@ def test_pages_by_default_are_as_many_as_can_be_used_or_as_the_memory_holds(monk
         pages(7)
     free(100 * MOST_CPU_CACHE_BYTES)
     assert pages(10**9) == MOST_CPU_CACHE_BYTES // one_page
+
+
+def test_keys_beyond_the_range_become_its_largest() -> None:
+    x = torch.tensor([0.0, 1.0, -3.1, 448.0, 449.0, 1e9, -1e9, torch.inf]).reshape(-1, 1, 1)
+    assert round_kv(x, 1.0, torch.float8_e4m3fn).flatten().tolist() == [0, 1, -3, 448, 448, 448, -448, 448]
+    assert round_kv(x, 4.0, torch.float8_e4m3fn).flatten()[:4].tolist() == [0, 0.25, -0.75, 112]

@@ -1,0 +1,161 @@
+"""The `flashinfer_trtllm` backend: decodes by the attention kernels of TensorRT-LLM, which FlashInfer includes.
+
+These kernels need no plan. They read a dense table of pages and the lengths, and split the keys of a request by rules
+of their own: XQA on Hopper, trtllm-gen on Blackwell. So all that a step needs is those two arrays, and a CUDA graph
+needs them at fixed addresses. Prompts, and decodes of several tokens, are computed by the `flashinfer` backend.
+Explained in chapter 12.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionParts, KVCache
+from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
+from mini_engine.transfer import to_device
+
+logger = logging.getLogger(__name__)
+# Counters and partial results. The kernels find the counters at zero and leave them so: nothing else may write there.
+SCRATCH_BYTES = 128 * 2**20
+
+
+def block_tables(
+    page_indices: Int32[np.ndarray, " P"], page_indptr: Int32[np.ndarray, " offsets"], width: int
+) -> Int32[np.ndarray, "B width"]:
+    """Turn lists of pages from CSR into a dense table, without a loop over requests.
+
+    Page 0 is a page like any other and also fills up the rows, because a kernel can read it without harm. So a table
+    does not say where a row ends: the lengths do.
+
+    Args:
+        page_indices: [P] pages of all requests, in order.
+        page_indptr: [B+1] first entry of each request in `page_indices`, and P.
+        width: columns, at least the pages of every request.
+
+    Returns:
+        [B, width] the pages of each request, followed by zeros.
+    """
+    counts = np.diff(page_indptr)
+    tables = np.zeros((len(counts), width), dtype=np.int32)
+    tables[np.arange(width) < counts[:, None]] = page_indices  # in the order of rows, which is CSR's
+    return tables
+
+
+@dataclass(frozen=True)
+class DecodeTables:
+    """What the kernels read of a step's decodes, on the device.
+
+    Attributes:
+        pages: [B, width] table of pages; columns behind a request's last page hold any pages.
+        kv_lens: [B] keys of each request.
+    """
+
+    pages: Int32[Tensor, "B width"]
+    kv_lens: Int32[Tensor, " B"]
+
+
+@dataclass
+class TRTLLMDecode:
+    """The decodes of one kind of layer, with the `run` of FlashInfer's wrappers.
+
+    Attributes:
+        decode: `trtllm_batch_decode_with_kv_cache`, with all that the kinds of layers have in common.
+        kind: the layers.
+        page_size: keys per page.
+        tables: of the step.
+    """
+
+    decode: Callable[..., Tensor]
+    kind: LayerKind
+    page_size: int
+    tables: DecodeTables
+
+    def run(
+        self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
+    ) -> Float[Tensor, "B Hq D"]:
+        """Attend with one query per request; the arguments are those of the wrappers."""
+        tables, kind = self.tables, self.kind
+        return self.decode(
+            q.contiguous(),  # XQA reads queries without their strides
+            pages,
+            block_tables=tables.pages,
+            seq_lens=tables.kv_lens,
+            max_seq_len=tables.pages.shape[1] * self.page_size,  # of any request, the same in every replay
+            bmm1_scale=kind.scale * k_scale,
+            bmm2_scale=v_scale,
+            window_left=-1 if kind.window is None else kind.window - 1,
+            out=out,
+        )
+
+
+class FlashInferTRTLLMBackend(FlashInferBackend):
+    """TensorRT-LLM's decode kernels over the paged cache, on Hopper and Blackwell, for both layouts, with windows.
+
+    The kernels have neither soft-cap nor ALiBi. They read keys in the model's dtype or in float8_e4m3fn. On Blackwell
+    (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed. The project's tests run on Hopper.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept, on a GPU.
+        parts: the engine's replaceable parts.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
+        super().__init__(specs, cache, parts)
+        major, _ = torch.cuda.get_device_capability(cache.device)
+        self._kernel = "trtllm-gen" if major == 10 else "xqa"
+        self._decode = partial(
+            self._flashinfer.decode.trtllm_batch_decode_with_kv_cache,
+            workspace_buffer=torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=cache.device),
+            kv_layout=cache.layout,
+            backend=self._kernel,
+        )
+        self._graph_tables: dict[int, DecodeTables] = {}
+
+    def plan(self, batch: StepBatch) -> None:
+        """Upload the tables of the decodes, and plan the prompts.
+
+        Raises:
+            ConfigError: if a layer with a window meets a request whose pages have gaps.
+        """
+        self._tables: DecodeTables | None = None
+        super().plan(batch)
+
+    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
+        if self._tables is None:  # all kinds of layers share them
+            self._tables = self._upload(batch, count)
+        key = kind, self._kernel if batch.page_capacity is None else f"{self._kernel}, graph of {count}"
+        if key not in self._wrappers:
+            self._log(key[1], kind)
+            logger.debug("table of pages %s, lengths [%d]", list(self._tables.pages.shape), count)
+            self._wrappers[key] = TRTLLMDecode(self._decode, kind, self.cache.page_size, self._tables)
+        self._wrappers[key].tables = self._tables
+        return self._wrappers[key]
+
+    def _upload(self, batch: StepBatch, count: int) -> DecodeTables:
+        """Make the tables of the first sequences of the step; those of a CUDA graph are always the same tensors."""
+        indptr = batch.kv_page_indptr[: count + 1].numpy()
+        width = int(np.diff(indptr).max())
+        tables = block_tables(batch.host_page_indices[: indptr[-1]].numpy(), indptr, width)
+        arrays = {"pages": tables, "kv_lens": batch.kv_lens[:count].numpy()}
+        step = DecodeTables(**to_device(arrays, self.cache.device))
+        if batch.page_capacity is None:
+            return step
+        if count not in self._graph_tables:
+            shapes = (count, batch.page_capacity // count), (count,)
+            self._graph_tables[count] = DecodeTables(
+                *(torch.zeros(shape, dtype=torch.int32, device=self.cache.device) for shape in shapes)
+            )
+        fixed = self._graph_tables[count]
+        fixed.pages[:, :width].copy_(step.pages)
+        fixed.kv_lens.copy_(step.kv_lens)
+        return fixed

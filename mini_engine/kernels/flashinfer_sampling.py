@@ -1,0 +1,55 @@
+"""FlashInfer's samplers in the place of the engine's own: `--parts mini_engine.kernels.flashinfer_sampling:parts`.
+
+They sample from probabilities and not from logits: softmax, a renormalization for each filter, then one uniform number
+per row, looked up in the cumulative sum. Top-k and top-p search their thresholds without sorting.
+
+What is lost: FlashInfer's random numbers depend on the row of the batch too (it is Philox's subsequence). With the
+engine's own sampler a request's draw depends on its seed and position only; with this one, the same request draws other
+tokens in another row, and so in other company. Therefore this is not the default.
+"""
+
+from dataclasses import replace
+
+import flashinfer
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mini_engine.kernels.fused_ops import gpu_parts
+from mini_engine.parts import Parts
+from mini_engine.sampling import SamplingBatch, penalize_repetition
+
+
+def parts() -> Parts:
+    """Return the engine's parts for a GPU with the sampler of this module."""
+    return replace(gpu_parts(), sample=sample)
+
+
+def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
+    """Choose one token for each row: `sampling.sample`, but for the random numbers.
+
+    Args:
+        logits: [R, V] on a GPU.
+        batch: their parameters. A row draws by its seed, its position and its place in the batch.
+
+    Returns:
+        [R] token ids; of a greedy row the largest logit.
+    """
+    logits = penalize_repetition(logits, batch)
+    best = logits.argmax(-1)
+    if batch.all_greedy:
+        return best
+    kernels, random = flashinfer.sampling, {"seed": batch.seeds, "offset": batch.positions}
+    probs = kernels.softmax(logits, batch.temperature)  # of a temperature of 0 it makes a uniform distribution
+    if batch.filters:
+        vocab_size = logits.shape[1]
+        # A tensor, even where all rows agree: for a number FlashInfer takes a path that compiles for minutes.
+        top_k = torch.where(batch.top_k > 0, batch.top_k, vocab_size).clamp(max=vocab_size)
+        probs = kernels.top_k_renorm_probs(probs, top_k)
+        # Rounding could drop tokens of rows without top-p.
+        nucleus = kernels.top_p_renorm_probs(probs, batch.top_p)
+        probs = torch.where((batch.top_p < 1)[:, None], nucleus, probs)
+        tokens = kernels.min_p_sampling_from_probs(probs, batch.min_p, **random)
+    else:
+        tokens = kernels.sampling_from_probs(probs, **random)
+    return torch.where(batch.temperature == 0, best, tokens)

@@ -628,6 +628,7 @@ def test_empty_documents(hw: Homework) -> None:
     "blocks_of_documents",
     mistake="some tensor has an element for each pair of tokens, or for each token and block: compare the "
     "ends of blocks instead",
+    costs=0.4,
 )
 def test_no_dense_mask(hw: Homework) -> None:
     size, num_blocks = 128, 64

@@ -163,7 +163,7 @@ def test_slots_of_a_large_pool(hw: Homework) -> None:
     assert_slots(hw, [[2**24]], [0], [5], 128)
 
 
-@check("slots", mistake="index the table with all rows and positions at once: no loop over tokens or rows")
+@check("slots", mistake="index the table with all rows and positions at once: no loop over tokens or rows", costs=0.2)
 def test_slots_without_a_loop(hw: Homework) -> None:
     table = torch.stack([torch.randperm(8) for _ in range(512)]).int()
     counts = [lines_run(hw.slots, table[:n], torch.arange(n), torch.arange(n) % 32, 4) for n in (64, 512)]
@@ -485,7 +485,7 @@ def test_random_operations(hw: Homework) -> None:
             p.check()
 
 
-@check("PageTable", mistake="take assigns the pages of all rows at once: no loop over rows or pages")
+@check("PageTable", mistake="take assigns the pages of all rows at once: no loop over rows or pages", costs=0.2)
 def test_take_without_a_loop(hw: Homework) -> None:
     counts = []
     for num_rows in (64, 512):

@@ -228,7 +228,11 @@ def test_a_sequence_without_keys(hw: Homework) -> None:
     assert_csr(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
 
 
-@check("csr_from_table", mistake="take the entries of all rows through one mask: no loop over sequences or pages")
+@check(
+    "csr_from_table",
+    mistake="take the entries of all rows through one mask: no loop over sequences or pages",
+    costs=0.2,
+)
 def test_csr_without_a_loop(hw: Homework) -> None:
     table = np.zeros((512, 20), dtype=np.int32)
     counts = [lines_run(hw.csr_from_table, table[:n], np.full(n, 70, dtype=np.int32), 4) for n in (64, 512)]
@@ -289,7 +293,7 @@ def test_back_to_an_empty_row(hw: Homework) -> None:
     assert_table(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
 
 
-@check("table_from_csr", mistake="write all rows through one mask: no loop over sequences or pages")
+@check("table_from_csr", mistake="write all rows through one mask: no loop over sequences or pages", costs=0.2)
 def test_table_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -370,7 +374,7 @@ def test_a_large_pool(hw: Homework) -> None:
     assert_append(hw, [2], [5], [[2**24]], 128)
 
 
-@check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens")
+@check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens", costs=0.2)
 def test_append_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -457,7 +461,7 @@ def test_least(hw: Homework) -> None:
     assert_chunk(hw, [10, 5], 1, least=16)
 
 
-@check("smallest_chunk", mistake="do not try one size after the other: a tile may have millions of keys")
+@check("smallest_chunk", mistake="do not try one size after the other: a tile may have millions of keys", costs=0.4)
 def test_many_keys(hw: Homework) -> None:
     lines = [lines_run(hw.smallest_chunk, np.full(4, n), 4) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
@@ -604,7 +608,7 @@ def test_a_window(hw: Homework) -> None:
     assert_plan(hw, [6], [6], 4, tile_len=2, window=4)
 
 
-@check("plan_work", mistake="numpy has to number tiles and items: no loop over sequences, tiles or items")
+@check("plan_work", mistake="numpy has to number tiles and items: no loop over sequences, tiles or items", costs=0.2)
 def test_plan_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -882,7 +886,7 @@ def test_fewer_keys_than_workers(hw: Homework) -> None:
     assert_cut(hw, [2], 3, everything)
 
 
-@check("cut_evenly", mistake="a loop over keys takes too long for millions of them")
+@check("cut_evenly", mistake="a loop over keys takes too long for millions of them", costs=0.2)
 def test_millions_of_keys(hw: Homework) -> None:
     lines = [lines_run(hw.cut_evenly, np.full(4, n), 6) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"

@@ -589,8 +589,8 @@ def test_scores_depend_on_the_distance_alone(hw: Homework) -> None:
                 for x, p in ((q, query), (k, key))
             ]
             scores.append((rotated[0] * rotated[1]).sum(-1))
-        assert_close(scores[1], scores[0], atol=1e-9)
-        assert_close(scores[2], scores[0], atol=1e-9)
+        assert_close(scores[1], scores[0], atol=1e-4)
+        assert_close(scores[2], scores[0], atol=1e-4)
 
 
 # attention_cost -----------------------------------------------------------------------------------------------------
@@ -827,5 +827,5 @@ def test_scores_are_the_same_in_both_conventions(hw: Homework) -> None:
         return torch.einsum("nhd,mhd->hnm", q, k)
 
     for to_interleaved in (True, False):
-        converted = [hw.convert_rope_weights(w, head_dim=6, to_interleaved=to_interleaved) for w in weights]
-        assert_close(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-9)
+        converted = [hw.convert_rope_weights(w, head_dim=6, to_interleaved=to_interleaved).double() for w in weights]
+        assert_close(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-4)

@@ -829,6 +829,7 @@ class ReadersFile(GGUFFile):
     "dequantize_q4_1",
     mistake="with your numbers as weights, the embedded model does not write its answer",
     seconds=60,
+    costs=0.2,  # the numbers are right; with a loop over blocks this check would run out of time
 )
 def test_the_embedded_model_writes_a_word(hw: Homework) -> None:
     opened = read_gguf(hub.embedded_gguf())

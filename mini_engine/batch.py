@@ -34,6 +34,11 @@ class PrefixLevel:
     kv_page_indptr: Int32[Tensor, " G+1"]
     query_offsets: Int[Tensor, " T"] | None = None
 
+    @property
+    def padded_groups(self) -> int:
+        """The groups of the level in a CUDA graph: a power of two, with room for a group of the padding."""
+        return 1 << len(self.kv_last_page_len).bit_length()
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -66,7 +71,8 @@ class StepBatch:
         has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
         levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
             this order. A backend without cascade ignores them. Or, if any request of the step has a context, a level
-            for each chunk of the longest context.
+            for each chunk of the longest context. Requests behind the last group of a level are padding (see
+            `decode_graphs.py`) and have no pages in it.
         page_capacity: the most pages that any step of as many requests can have, if a CUDA graph replays the step: the
             graph's kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
         device_tokens: [6, T] on the device: the memory of the arrays with T entries, see `StepBuffers.tokens`.

@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mini_engine.batch import StepBatch
+from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
+MAX_GROUPS = 8  # of a level: a graph is captured for each number of groups, and a large one has few queries in each
 Step = Callable[[StepBatch, SamplingBatch, Tensor], Tensor]  # batch, sampling, rows of the sampled tokens -> tokens
 
 
@@ -84,7 +85,7 @@ class DecodeGraphs:
         self.sizes, self._step, self._plan, self._device = sizes, step, plan, device
         self._page_size, self._pages_per_row = page_size, pages_per_row
         self._padding_page, self._padding_row = padding_page, padding_row
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # they run one after the other
 
     def size_for(self, num_requests: int) -> int | None:
@@ -103,11 +104,16 @@ class DecodeGraphs:
         }  # fmt: skip
         return {name: np.full(num_rows, number) for name, number in numbers.items()}
 
-    def get(self, size: int) -> DecodeGraph:
-        """The graph of a size, captured now if it has not been. The engine's state stays as it is."""
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        return self._graphs[size]
+    def get(self, size: int, groups: tuple[int, ...] = ()) -> DecodeGraph:
+        """The graph of a size, captured now if it has not been. The engine's state stays as it is.
+
+        Args:
+            size: requests of its steps.
+            groups: groups of each of their levels.
+        """
+        if (size, groups) not in self._graphs:
+            self._graphs[size, groups] = self._capture(size, groups)
+        return self._graphs[size, groups]
 
     def run(self, size: int, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " n"]:
         """Launch a step that is filled up to a size.
@@ -121,19 +127,20 @@ class DecodeGraphs:
         Returns:
             The tokens of all requests, those of the padding last; the next step overwrites them.
         """
-        graph = self.get(size)
+        graph = self.get(size, tuple(level.padded_groups for level in batch.levels))
         self._plan(batch)
         graph.load(sampling, rows, self._padding_row)
         assert batch.device_tokens is not None
         graph.tokens.copy_(batch.device_tokens)
         return graph.replay()
 
-    def _capture(self, size: int) -> DecodeGraph:
+    def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
         """Capture a step of padding alone: replays of it write nothing that a request reads."""
         batch = StepBatch.build(
             **self.padding(size),
             num_new=None,
             page_size=self._page_size,
+            levels=tuple(_empty_level(count, size, self._device) for count in groups),
             page_capacity=self.page_capacity(size),
             device=self._device,
         )
@@ -166,3 +173,14 @@ class DecodeGraphs:
             return tokens
 
         return replay
+
+
+def _empty_level(groups: int, size: int, device: torch.device) -> PrefixLevel:
+    """A level whose first group has all requests, and no group has pages."""
+    zeros = torch.zeros(groups, dtype=torch.int32)
+    return PrefixLevel(
+        kv_last_page_len=zeros[1:],
+        kv_page_indices=torch.zeros(0, dtype=torch.int32, device=device),
+        qo_indptr=torch.full((groups,), size, dtype=torch.int32).index_fill_(0, torch.tensor([0]), 0),
+        kv_page_indptr=zeros,
+    )

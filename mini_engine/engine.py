@@ -234,6 +234,17 @@ class LLMEngine:
         """The pinned pages that unfinished requests attend to."""
         return {chunk.pinned for request in self._requests.values() for chunk in request.context}
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys of ended requests, so that the next request with the same prompt computes it again.
+
+        Raises:
+            RequestError: if requests are unfinished.
+        """
+        with self.transaction():
+            if self._requests:
+                raise RequestError(f"{len(self._requests)} requests are unfinished; wait for their ends, or abort them")
+            self._recover()
+
     # --- before the first request --------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
@@ -311,7 +322,8 @@ class LLMEngine:
             metrics.shared_tokens += schedule.num_shared
         if tree:
             metrics.evicted_pages += tree.num_evicted - num_evicted
-        worth_planning = len(schedule.rows) > 1 or self.scheduler.running.num_contexts
+        count = len(schedule.rows)
+        worth_planning = count > 1 or count and self.scheduler.running.num_contexts
         return self._with_levels(schedule) if self.backend.planner and worth_planning else schedule
 
     def _with_levels(self, schedule: Schedule) -> Schedule:

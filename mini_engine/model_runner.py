@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.batch import StepBatch, StepBuffers
-from mini_engine.decode_graphs import DecodeGraphs
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
@@ -166,9 +166,12 @@ class ModelRunner:
     def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None) -> int | None:
         """The size of the graph that can run a step; None if none can.
 
-        Every request decodes one token. Filters and penalties have shapes of their own, and levels change their number.
+        Every request decodes one token. Filters and penalties have shapes of their own, and so have queries that are
+        rotated for chunks, and levels of many groups.
         """
-        if schedule.num_tokens > len(schedule.rows) or schedule.levels or sampling is None:
+        if schedule.num_tokens > len(schedule.rows) or sampling is None:
+            return None
+        if any(level.query_offsets is not None or level.padded_groups > MAX_GROUPS for level in schedule.levels):
             return None
         return None if sampling.filters or sampling.seen is not None else self._graphs.size_for(len(schedule.rows))
 

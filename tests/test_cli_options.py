@@ -47,7 +47,7 @@ def test_every_field_can_be_given(seen):
     engine = {
         "dtype": "float32", "device": "cpu", "attn_backend": "flex", "max_batch_size": 3, "max_model_len": 64,
         "num_pages": 7, "page_size": 16, "max_num_batched_tokens": 99, "sliding_window": 8, "prefix_sharing": True,
-        "pipeline_depth": 1, "kv_layout": "HND", "warm_up": True, "cuda_graph_batch_sizes": (1, 4),
+        "pipeline_depth": 1, "kv_layout": "HND", "warm_up": True, "cuda_graph_batch_sizes": [1, 4],
     }  # fmt: skip
     sampling = {
         "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "max_tokens": 5,

@@ -583,3 +583,20 @@ def test_threads_may_share_an_engine():
         thread.join(120)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     check_nothing_leaked(engine)
+
+
+def test_a_reset_prefix_cache_matches_nothing():
+    model = double_model("llama")
+    engine = make_engine(model, page_size=2, num_pages=40, prefix_sharing=True)
+    prompt = list(range(3, 20))
+    first = serve(engine, {0: [("a", prompt, GREEDY)]}, empty_cache=False)
+    assert serve(engine, {0: [("b", prompt, GREEDY)]}, empty_cache=False)["b"] == first["a"]
+    shared = engine.metrics.shared_tokens
+    assert shared
+    engine.reset_prefix_cache()
+    assert engine.page_table.num_free_pages == 40
+    assert serve(engine, {0: [("c", prompt, GREEDY)]})["c"] == first["a"]
+    assert engine.metrics.shared_tokens == shared
+    engine.add_request("d", prompt, GREEDY)
+    with pytest.raises(RequestError, match="unfinished"):
+        engine.reset_prefix_cache()

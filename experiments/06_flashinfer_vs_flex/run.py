@@ -32,6 +32,7 @@ from book.random_models import QWEN3_0_6B, random_model
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
+from mini_engine.bench.run import pages_needed
 from mini_engine.bench.workloads import GPU, LATENCY, LONG_CONTEXT, SHARED_PREFIX, Workload, least_seconds
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
@@ -85,6 +86,7 @@ SETTINGS = {
     ),
 }
 WORKLOADS = {"throughput": GPU, "latency": LATENCY, "shared-prefix": SHARED_PREFIX, "long-context": LONG_CONTEXT}
+ENGINES = ("flex", "flashinfer", "cascade")
 Run = Callable[[], object]
 
 
@@ -316,7 +318,8 @@ class Served:
 
 
 def serve(engine: LLMEngine, workload: Workload, vocab_size: int) -> Served:
-    """Serve a workload, timing its steady decode too."""
+    """Serve a workload with an empty prefix cache, timing its steady decode too."""
+    engine.reset_prefix_cache()
     for index, (prompt, params) in enumerate(workload.requests(vocab_size)):
         engine.add_request(str(index), prompt, params)
     begin = start = time.perf_counter()
@@ -335,18 +338,23 @@ def make_engine(model: CausalLM, backend: str, workload: Workload, prefix_sharin
     page_size = 128 if backend == "flex" else 16
     config = EngineConfig(
         attn_backend=backend,
-        num_pages=workload.num_requests * (-(-workload.longest // page_size) + 1),
+        num_pages=pages_needed(workload.requests(model.config.vocab_size), page_size) + workload.num_requests,
         page_size=page_size,
         max_batch_size=workload.num_requests,
         max_model_len=workload.longest,
-        max_num_batched_tokens=2048 if workload is GPU else 8192,
+        max_num_batched_tokens=8192,
         prefix_sharing=prefix_sharing,
     )
     return LLMEngine(model, config, parts=model.parts)
 
 
 def engine_rows(
-    model: CausalLM, setting: Setting, machine: Machine, workloads: Sequence[str], repetitions: int = 3
+    model: CausalLM,
+    setting: Setting,
+    machine: Machine,
+    workloads: Sequence[str],
+    backends: Sequence[str],
+    repetitions: int = 3,
 ) -> list[results.Row]:
     """Every workload with every backend, in turns, beside the bound; the first run of each is a warm-up."""
     rows = []
@@ -354,7 +362,7 @@ def engine_rows(
         workload = WORKLOADS[name]
         requests = workload.requests(model.config.vocab_size)
         tokens = sum(request.params.max_tokens for request in requests)
-        engines = {way: make_engine(model, way, workload, bool(workload.shared)) for way in setting.backends}
+        engines = {way: make_engine(model, way, workload, bool(workload.shared)) for way in backends}
         served: dict[str, list[Served]] = {way: [] for way in engines}
         for _ in range(repetitions + 1):
             for way, engine in engines.items():
@@ -398,6 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    options.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="backends of the workloads")
     options.add_argument("--change", help="add the workloads to the engine's ledger: what is new, in a few words")
     chosen = options.parse_args(arguments)
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
@@ -412,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += balance_rows(setting, machine)
     if ENGINE in chosen.only and device.type == "cuda":
         model = random_model(QWEN3_0_6B, setting.dtype, device)
-        rows += engine_rows(model, setting, machine, chosen.workloads)
+        rows += engine_rows(model, setting, machine, chosen.workloads, chosen.engines)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M's heads",
         "dtype": machine.dtype,

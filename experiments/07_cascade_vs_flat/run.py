@@ -270,26 +270,22 @@ def make_engine(model: CausalLM, backend: str, prefix_sharing: bool) -> LLMEngin
     return LLMEngine(model, config, parts=model.parts)
 
 
-def seconds_to_serve(model: CausalLM, backend: str, prefix_sharing: bool) -> float:
-    """Serve the workload once, on a new engine: its prefix cache is empty."""
-    engine = make_engine(model, backend, prefix_sharing)
-    requests = SHARED_PREFIX.requests(model.config.vocab_size)
+def seconds_to_serve(engine: LLMEngine, vocab_size: int) -> float:
+    """Serve the workload once, with an empty prefix cache."""
+    engine.reset_prefix_cache()
+    requests = SHARED_PREFIX.requests(vocab_size)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for index, (prompt, params) in enumerate(requests):
         engine.add_request(str(index), prompt, params)
     while engine.has_unfinished:
         engine.step()
-    seconds = time.perf_counter() - start
-    del engine
-    gc.collect()
-    return seconds
+    return time.perf_counter() - start
 
 
-def device_seconds(model: CausalLM, backend: str, prefix_sharing: bool, steps: int = 20) -> tuple[float, float]:
+def device_seconds(engine: LLMEngine, vocab_size: int, steps: int = 20) -> tuple[float, float]:
     """Of a steady decode step: its seconds, and the seconds that the device computes, as the profiler sees them."""
-    engine = make_engine(model, backend, prefix_sharing)
-    for index, (prompt, params) in enumerate(SHARED_PREFIX.requests(model.config.vocab_size)):
+    for index, (prompt, params) in enumerate(SHARED_PREFIX.requests(vocab_size)):
         engine.add_request(str(index), prompt, params)
     for _ in range(60):
         engine.step()
@@ -303,18 +299,18 @@ def device_seconds(model: CausalLM, backend: str, prefix_sharing: bool, steps: i
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    busy = sum(event.device_time_total for event in profile.key_averages()) / 1e6 / steps
-    del engine
-    gc.collect()
-    return wall, busy
+    for request_id in list(engine.request_ids):
+        engine.abort(request_id)
+    return wall, sum(event.device_time_total for event in profile.key_averages()) / 1e6 / steps
 
 
 def engine_rows(model: CausalLM, machine: Machine, repetitions: int = 3) -> list[results.Row]:
     """The workload with every engine, in turns after a warm-up, and how much of a decode step the device works."""
-    times: dict[str, list[float]] = {name: [] for name in ENGINES}
+    engines = {name: make_engine(model, *options) for name, options in ENGINES.items()}
+    times: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(repetitions + 1):
-        for name, options in ENGINES.items():
-            seconds = seconds_to_serve(model, *options)
+        for name, engine in engines.items():
+            seconds = seconds_to_serve(engine, model.config.vocab_size)
             if round_number:
                 times[name].append(seconds)
     requests = SHARED_PREFIX.requests(model.config.vocab_size)
@@ -325,7 +321,7 @@ def engine_rows(model: CausalLM, machine: Machine, repetitions: int = 3) -> list
         case: dict[str, results.Setting] = {"workload": "shared-prefix", "engine": f"mini_engine, {name}"}
         rows.append(results.Row("time", statistics.median(own), "s", least, source, case, (min(own), max(own))))
         print(rows[-1].cells()[:5], flush=True)
-        wall, busy = device_seconds(model, *ENGINES[name])
+        wall, busy = device_seconds(engines[name], model.config.vocab_size)
         why = "the device's share of a steady decode step; the rest is host time"
         rows.append(results.Row("device busy", busy / wall, "of a step", None, why, case))
         print(rows[-1].cells()[:5], f"{wall * 1e3:.2f} ms a step", flush=True)

@@ -491,7 +491,7 @@ def shared_pages(level: PrefixLevel, first_token: Int32[np.ndarray, " B"]) -> In
         first_token: [B] first token of each request.
     """
     group = np.searchsorted(level.qo_indptr.numpy(), first_token, side="right") - 1
-    return np.diff(level.kv_page_indptr.numpy()).astype(np.int64)[group]
+    return np.diff(level.kv_page_indptr.numpy(), append=level.kv_page_indptr[-1]).astype(np.int64)[group]
 
 
 def usable_levels(batch: StepBatch) -> tuple[PrefixLevel, ...]:
@@ -559,9 +559,13 @@ class QueryRotation:
         self._frequencies: dict[RopeConfig | None, Tensor] = {
             rope: inverse_frequencies(rope).to(device, dtype) for rope in {spec.rope for spec in specs} if rope
         }
+        self._levels: Sequence[PrefixLevel] = ()
 
     def plan(self, levels: Sequence[PrefixLevel]) -> None:
-        """Compute the rotations of a step's levels, once for all layers."""
+        """Compute the rotations of a step's levels, once for all layers, unless they are those of the step before."""
+        if levels is self._levels:
+            return
+        self._levels = levels
         self._tables = [
             {rope: rope_tables(level.query_offsets, inv_freq) for rope, inv_freq in self._frequencies.items()}
             if level.query_offsets is not None

@@ -154,7 +154,7 @@ class FlashInferBackend(AttentionBackend):
         if batch.page_capacity is None:
             wrapper = self._wrapper(kind, algorithm)
         else:
-            wrapper = self._graph_wrapper(kind, count, batch.page_capacity)
+            wrapper = self._graph_wrapper(kind, algorithm, count, batch.page_capacity)
         wrapper.plan(
             batch.kv_page_indptr[: count + 1],
             batch.kv_page_indices,
@@ -202,9 +202,9 @@ class FlashInferBackend(AttentionBackend):
             )
         return self._wrappers[key]
 
-    def _graph_wrapper(self, kind: LayerKind, count: int, page_capacity: int) -> Any:
+    def _graph_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int) -> Any:
         """The wrapper of a CUDA graph: `plan` writes into memory that the captured kernels read."""
-        key = kind, f"decode graph of {count}"
+        key = kind, f"{algorithm}, graph of {count}"
         if key not in self._wrappers:
             sizes = {"indptr": count + 1, "indices": page_capacity, "last_page_len": count}
             buffers = {
@@ -215,7 +215,7 @@ class FlashInferBackend(AttentionBackend):
                 self._workspace,
                 self.cache.layout,
                 use_cuda_graph=True,
-                use_tensor_cores=True,
+                use_tensor_cores=algorithm == "decode",
                 **buffers,
                 backend="fa2",
             )

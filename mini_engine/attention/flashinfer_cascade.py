@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mini_engine.attention.backend import AttentionParts, KVCache
 from mini_engine.attention.cascade import (
@@ -56,19 +57,18 @@ class FlashInferCascadeBackend(FlashInferBackend):
             costs,
             parts,
         )
-        self._level_wrappers: dict[LayerKind, list[Any]] = {kind: [] for kind in self._kinds if _may_share(kind)}
-        self._planned_levels: tuple[PrefixLevel, ...] = ()
+        # For each kind of layer, the wrappers of the step's levels, and the levels that they were last planned for.
+        self._level_wrappers: dict[LayerKind, list[Any]] = {}
+        self._planned_levels: dict[tuple, tuple[PrefixLevel, ...]] = {}
         self._rotated = QueryRotation(specs, torch.float32, cache.device)
 
     def plan(self, batch: StepBatch) -> None:
-        """Plan the step, and its levels if they are not those of the step before."""
+        """Plan the step and its levels."""
         self._levels = usable_levels(batch)
         self._own = own_pages(batch) if self._levels else batch
         super().plan(batch)
-        if self._levels and self._levels is not self._planned_levels:
-            self._plan_levels(batch.page_size)
-            self._rotated.plan(self._levels)
-            self._planned_levels = self._levels
+        if self._levels:
+            self._plan_levels(batch)
             self._copied.record()
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
@@ -99,28 +99,52 @@ class FlashInferCascadeBackend(FlashInferBackend):
     def _plan_prompts(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
         return super()._plan_prompts(self._own if _may_share(kind) else batch, first, kind)
 
-    def _plan_levels(self, page_size: int) -> None:
-        """Plan every level for each kind of layer that shares pages."""
+    def _plan_levels(self, batch: StepBatch) -> None:
+        """Plan every level for each kind of layer that shares pages, unless that has been done."""
+        size = None if batch.page_capacity is None else batch.num_sequences
+        key = size, tuple(level.padded_groups if size else 0 for level in self._levels)
+        kinds = {kind for kind in self._kinds if _may_share(kind)}
+        self._level_wrappers = {
+            kind: [self._level_wrapper(kind, index, level, batch) for index, level in enumerate(self._levels)]
+            for kind in kinds
+        }
+        self._rotated.plan(self._levels)
+        if self._planned_levels.get(key) is self._levels:
+            return
+        self._planned_levels[key] = self._levels
         for kind, wrappers in self._level_wrappers.items():
-            while len(wrappers) < len(self._levels):
-                # A level has few groups. FlashInfer's FlashAttention-2 splits the keys of each over many thread blocks;
-                # its FlashAttention-3 does not.
-                wrappers.append(
-                    self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                        self._workspace, self.cache.layout, backend="fa2"
-                    )
-                )
-            for level, wrapper in zip(self._levels, wrappers, strict=False):
+            for level, wrapper in zip(self._levels, wrappers, strict=True):
+                padding = level.padded_groups - len(level.kv_last_page_len) if size else 0
                 wrapper.plan(
-                    level.qo_indptr,
-                    level.kv_page_indptr,
+                    pad(level.qo_indptr, (0, padding), value=batch.num_tokens),
+                    pad(level.kv_page_indptr, (0, padding), value=len(level.kv_page_indices)),
                     level.kv_page_indices,
-                    level.kv_last_page_len,
+                    pad(level.kv_last_page_len, (0, padding)),
                     *kind[:3],
-                    page_size,
+                    batch.page_size,
                     causal=False,
                     **self._options(kind),
                 )
+
+    def _level_wrapper(self, kind: LayerKind, index: int, level: PrefixLevel, batch: StepBatch) -> Any:
+        """The wrapper of one of a step's levels; in a CUDA graph it plans into memory that the captured kernels read.
+
+        A level has few groups. FlashInfer's FlashAttention-2 splits the keys of each over many thread blocks; its
+        FlashAttention-3 does not.
+        """
+        capacity, groups = batch.page_capacity, level.padded_groups
+        key = kind, f"level {index}" + (f" of {groups} groups, graph of {batch.num_sequences}" if capacity else "")
+        if key not in self._wrappers:
+            sizes = {"qo_indptr": groups + 1, "paged_kv_indptr": groups + 1, "paged_kv_last_page_len": groups}
+            buffers = {
+                f"{name}_buf": torch.empty(size, dtype=torch.int32, device=self.cache.device)
+                for name, size in (sizes | {"paged_kv_indices": capacity or 0}).items()
+                if capacity
+            }
+            self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, self.cache.layout, backend="fa2", use_cuda_graph=bool(capacity), **buffers
+            )
+        return self._wrappers[key]
 
 
 def _may_share(kind: LayerKind) -> bool:

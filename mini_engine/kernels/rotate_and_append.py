@@ -7,7 +7,6 @@ the tensor that attention reads, and keys and values to their slot.
 
 from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int

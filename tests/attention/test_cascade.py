@@ -387,14 +387,20 @@ def test_pages_of_a_level_are_not_read_for_each_request() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @settings(deadline=None, max_examples=15)
-@given(requests(most=6, longest=40), st.integers(0, 1), st.integers(24, 60), st.integers(8, 40))
+@given(
+    requests(most=6, longest=40),
+    st.integers(0, 1),
+    st.integers(24, 60),
+    st.integers(8, 40),
+    st.none() | st.lists(st.integers(1, 6)),
+)
 def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
-    family: str, made: list[Arrival], depth: int, num_pages: int, budget: int
+    family: str, made: list[Arrival], depth: int, num_pages: int, budget: int, sizes: list[int] | None
 ) -> None:
     model = double_model(family)
     engine = make_engine(
         model, attn_backend="cascade", page_size=2, num_pages=num_pages, max_batch_size=6, prefix_sharing=True,
-        max_num_batched_tokens=budget, pipeline_depth=depth, max_model_len=48,
+        max_num_batched_tokens=budget, pipeline_depth=depth, max_model_len=48, cuda_graph_batch_sizes=sizes,
     )  # fmt: skip
     engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     got = serve(engine, {0: made})
@@ -527,11 +533,51 @@ def test_levels_are_planned_once_on_the_gpu_while_they_stay() -> None:
     assert backend.planner is not None
     order, levels = step.plan(in_pages(0.0))
     batch = step.batch(order, levels, "cuda")
-    planned: list[int] = []
-    plan_levels_of = backend._plan_levels
-    backend._plan_levels = lambda page_size: planned.append(len(backend._levels)) or plan_levels_of(page_size)
-    for kept in (batch.levels, batch.levels, (), batch.levels):
-        backend.plan(replace(batch, levels=kept))
-    assert planned == [1]
-    backend.plan(replace(batch, levels=(replace(batch.levels[0]),)))
-    assert planned == [1, 1]
+    planned: list[Any] = []
+    wrapper = backend._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    with pytest.MonkeyPatch.context() as patch:
+        plan = wrapper.plan
+        patch.setattr(wrapper, "plan", lambda *arrays, **how: planned.append(how) or plan(*arrays, **how))
+        for kept in (batch.levels, batch.levels, (), batch.levels):
+            backend.plan(replace(batch, levels=kept))
+        assert len(planned) == 1
+        backend.plan(replace(batch, levels=(replace(batch.levels[0]),)))
+        assert len(planned) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: str) -> None:
+    """One graph for 8 requests; replayed for 5 and 8 of them, for other lengths and other prefixes."""
+    pytest.importorskip("flashinfer")
+    size, longest = 8, prefixed(8, 40, 4)
+    mine, reference = filled_caches((WIDE,), longest.num_pages + 1, [layout, "NHD"])
+    backend, flat = create_backend("cascade", (WIDE,), mine, Parts()), TorchBackend((WIDE,), reference, Parts())
+
+    def padded(step: Step) -> StepBatch:
+        batch = step.batch(*step.plan(in_pages(0.0)))
+        more = size - batch.num_sequences
+        return StepBatch.build(
+            token_ids=[0] * size, num_new=None, kv_lens=[*batch.kv_lens.tolist(), *[1] * more], page_size=16,
+            pages=[*batch.host_page_indices.tolist(), *[longest.num_pages] * more], page_capacity=size * 44,
+            levels=tuple(replace(level, kv_page_indices=level.kv_page_indices.cuda()) for level in batch.levels),
+            device="cuda",
+        )  # fmt: skip
+
+    data = random_bf16(WIDE, size, 0)
+    slots = torch.zeros(size, dtype=torch.long, device="cuda")
+    graph = None
+    for step in (longest, prefixed(5, 40, 4), prefixed(8, 7, 2), prefixed(3, 20, 1), longest):
+        batch = padded(step)
+        backend.plan(batch)
+        flat.plan(replace(batch, levels=(), page_capacity=None))
+        slots.copy_(batch.slot_mapping)
+        backend._slot_mapping = slots
+        if graph is None:
+            backend(0, *data)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = backend(0, *data)
+        graph.replay()
+        real = len(step.pages)  # the requests of the padding write to one slot
+        torch.testing.assert_close(out[:real], flat(0, *data)[:real], **BF16)

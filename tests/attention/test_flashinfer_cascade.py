@@ -111,6 +111,21 @@ def test_equals_flat_attention(fake: None, layout: str, step: Step, cost: float)
     check_equal(batch, FlashInferCascadeBackend(SPECS, mine, Parts()), TorchBackend(SPECS, theirs, Parts()), 1e-6)
 
 
+@settings(max_examples=20)
+@given(steps(decodes_only=True), st.integers(0, 3))
+def test_padding_behind_a_step_changes_nothing(fake: None, step: Step, padding: int) -> None:
+    """In a graph the levels have a fixed number of groups, and the requests of the padding are in none with pages."""
+    batch = step.batch(*step.plan(in_pages(0.0)))
+    size, page_size = batch.num_sequences + padding, step.page_size
+    padded = StepBatch.build(
+        token_ids=[0] * size, num_new=None, kv_lens=[*batch.kv_lens.tolist(), *[1] * padding], page_size=page_size,
+        pages=[*batch.host_page_indices.tolist(), *[step.num_pages] * padding], levels=batch.levels,
+        page_capacity=len(batch.host_page_indices) + padding,
+    )  # fmt: skip
+    mine, theirs = (PagedKVCache(SPECS, step.num_pages + 1, page_size, torch.float64) for _ in range(2))
+    check_equal(padded, FlashInferCascadeBackend(SPECS, mine, Parts()), TorchBackend(SPECS, theirs, Parts()), 1e-6)
+
+
 def test_levels_are_planned_again_only_when_they_change(fake: None) -> None:
     step = prefixed(4, 3, 2)
     backend = FlashInferCascadeBackend(SPECS, PagedKVCache(SPECS, step.num_pages, 16, torch.float64), Parts())

@@ -28,7 +28,9 @@ from mini_engine.attention.state import AttentionState
 
 def csr_from_table(
     table: Int32[np.ndarray, "B W"], kv_lens: Int[np.ndarray, " B"], page_size: int
-) -> tuple[Int32[np.ndarray, " indptr"], Int32[np.ndarray, " P"], Int32[np.ndarray, " B"]]:
+) -> tuple[
+    Int32[np.ndarray, " indptr"], Int32[np.ndarray, " P"], Int32[np.ndarray, " B"]
+]:
     """Turn a dense page table into the CSR arrays that FlashInfer takes.
 
     FlashAttention's functions take a dense table. Row b of the table lists the pages of
@@ -138,7 +140,9 @@ def append_positions(
     raise NotImplementedError
 
 
-def smallest_chunk(num_keys: Int[np.ndarray, " tiles"], num_workers: int, least: int = 1) -> int:
+def smallest_chunk(
+    num_keys: Int[np.ndarray, " tiles"], num_workers: int, least: int = 1
+) -> int:
     """Find the smallest chunk size with which there are no more chunks than workers.
 
     The keys of each tile are cut into chunks of that size; the last chunk of a tile may

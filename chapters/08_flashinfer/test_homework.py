@@ -184,7 +184,9 @@ def last_lens(kv_lens: Sequence[int], page_size: int) -> list[int]:
 # csr_from_table -----------------------------------------------------------------------------------------------------
 
 
-def assert_csr(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, stale: int = 77) -> None:
+def assert_csr(
+    hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, stale: int = 77, dtype: str = "any"
+) -> None:
     width = max(len(own) for own in pages) + 1
     table = np.array([own + [stale] * (width - len(own)) for own in pages], dtype=np.int32)
     what = f"csr_from_table({table.tolist()}, {list(kv_lens)}, {page_size})"
@@ -193,7 +195,7 @@ def assert_csr(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: in
     assert_tuple(got, names, what)
     want = indptr_of(pages), [page for own in pages for page in own], last_lens(kv_lens, page_size)
     for name, array, expected in zip(names, got, want, strict=True):
-        assert_array(array, expected, "int32", name=f"{name} of {what}")
+        assert_array(array, expected, dtype, name=f"{name} of {what}")
 
 
 @check("csr_from_table", mistake="a sequence of 3 keys has one page of 4, and 3 keys in it")
@@ -246,6 +248,11 @@ def test_random_tables(hw: Homework) -> None:
         assert_csr(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
 
 
+@check("csr_from_table", mistake="FlashInfer reads 32-bit integers: return all three arrays as int32", costs=0.2)
+def test_csr_in_int32(hw: Homework) -> None:
+    assert_csr(hw, [[2, 0, 3], [1]], [10, 4], 4, dtype="int32")
+
+
 @check("csr_from_table", seconds=COMPILING, mistake="FlashInfer computes other lengths from your arrays (on your GPU)")
 def test_lengths_on_the_gpu(hw: Homework) -> None:
     if not ON_GPU:
@@ -262,15 +269,15 @@ def test_lengths_on_the_gpu(hw: Homework) -> None:
 # table_from_csr -----------------------------------------------------------------------------------------------------
 
 
-def assert_table(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int) -> None:
+def assert_table(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, dtype: str = "any") -> None:
     indices = [page for own in pages for page in own]
     arrays = indptr_of(pages), indices, last_lens(kv_lens, page_size)
     what = f"table_from_csr({', '.join(map(str, arrays))}, {page_size})"
     got = hw.table_from_csr(*(int32(array) for array in arrays), page_size)
     assert_tuple(got, ["table", "kv_lens"], what)
     width = max(len(own) for own in pages)
-    assert_array(got[0], [own + [0] * (width - len(own)) for own in pages], "int32", name=f"the table of {what}")
-    assert_array(got[1], list(kv_lens), "int32", name=f"kv_lens of {what}")
+    assert_array(got[0], [own + [0] * (width - len(own)) for own in pages], dtype, name=f"the table of {what}")
+    assert_array(got[1], list(kv_lens), dtype, name=f"kv_lens of {what}")
 
 
 @check(
@@ -310,6 +317,11 @@ def test_random_csr(hw: Homework) -> None:
         assert_table(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
 
 
+@check("table_from_csr", mistake="return the table and the lengths as int32", costs=0.2)
+def test_table_in_int32(hw: Homework) -> None:
+    assert_table(hw, [[2, 0, 3], [1]], [10, 4], 4, dtype="int32")
+
+
 # append_positions ---------------------------------------------------------------------------------------------------
 
 APPENDED = ["batch_indices", "positions", "slot_mapping", "last_page_len"]
@@ -320,7 +332,14 @@ def append_arrays(num_new: Sequence[int], before: Sequence[int], pages: Lists) -
     return int32(qo_indptr), int32(before), int32(indptr_of(pages)), int32([page for own in pages for page in own])
 
 
-def assert_append(hw: Homework, num_new: Sequence[int], before: Sequence[int], pages: Lists, page_size: int) -> None:
+def assert_append(
+    hw: Homework,
+    num_new: Sequence[int],
+    before: Sequence[int],
+    pages: Lists,
+    page_size: int,
+    dtypes: Sequence[str] = ("any",) * 4,
+) -> None:
     arrays = append_arrays(num_new, before, pages)
     what = f"append_positions({', '.join(str(x.tolist()) for x in arrays)}, {page_size})"
     got = hw.append_positions(*arrays, page_size)
@@ -333,7 +352,6 @@ def assert_append(hw: Homework, num_new: Sequence[int], before: Sequence[int], p
         [pages[b][position // page_size] * page_size + position % page_size for b, position in tokens],
         last_lens(after, page_size),
     )
-    dtypes = "int32", "int32", "int64", "int32"
     for name, array, expected, dtype in zip(APPENDED, got, want, dtypes, strict=True):
         assert_array(array, expected, dtype, name=f"{name} of {what}")
 
@@ -372,6 +390,11 @@ def test_a_mixed_step(hw: Homework) -> None:
 )
 def test_a_large_pool(hw: Homework) -> None:
     assert_append(hw, [2], [5], [[2**24]], 128)
+
+
+@check("append_positions", mistake="slots are int64, because a large pool has many; the others are int32", costs=0.2)
+def test_append_dtypes(hw: Homework) -> None:
+    assert_append(hw, [2, 1], [3, 0], [[2, 5], [1]], 4, dtypes=("int32", "int32", "int64", "int32"))
 
 
 @check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens", costs=0.2)

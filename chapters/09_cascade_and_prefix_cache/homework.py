@@ -196,7 +196,9 @@ def shared_prefixes(
     raise NotImplementedError
 
 
-def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Level]:
+def find_levels(
+    prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float
+) -> list[Level]:
     """Find the levels of a cascade that pay.
 
     The requests are in an order that makes sharers neighbors, and `prefixes` says what

@@ -67,7 +67,9 @@ class Level(NamedTuple):
     query_offsets: Int64[np.ndarray, " T"]
 
 
-def rotate_again(x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig) -> Float[Tensor, "n H D"]:
+def rotate_again(
+    x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig
+) -> Float[Tensor, "n H D"]:
     """Move cached keys, or queries, to other positions.
 
     RoPE has been applied to the vectors already, at positions that you do not know and

@@ -122,14 +122,14 @@ def new_result(
 
 
 def with_recorded(result: Result, root: Path | None = None) -> Result:
-    """Add the rows that the same device recorded on the same day with the same versions, for the figures not in it.
+    """Add the rows that the same device recorded on the same day with the same versions, for the cases not in it.
 
     So an experiment of several sections can run them one after the other.
     """
-    figures = {row.figure for row in result.rows}
+    measured = [(row.figure, row.case) for row in result.rows]
     for other in load(result.experiment, root):
         if (other.device, other.date, dict(other.versions)) == (result.device, result.date, dict(result.versions)):
-            kept = tuple(row for row in other.rows if row.figure not in figures)
+            kept = tuple(row for row in other.rows if (row.figure, row.case) not in measured)
             return replace(result, rows=(*kept, *result.rows))
     return result
 

@@ -323,7 +323,7 @@ class LLMEngine:
         if tree:
             metrics.evicted_pages += tree.num_evicted - num_evicted
         count = len(schedule.rows)
-        worth_planning = count > 1 or count and self.scheduler.running.num_contexts
+        worth_planning = count > 1 or (count and self.scheduler.running.num_contexts)
         return self._with_levels(schedule) if self.backend.planner and worth_planning else schedule
 
     def _with_levels(self, schedule: Schedule) -> Schedule:

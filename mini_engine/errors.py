@@ -36,6 +36,10 @@ class WeightFileError(ModelLoadError):
     """A weight file that is truncated, corrupted or hostile."""
 
 
+class PeerError(MiniEngineError):
+    """An engine that a benchmark compares with ours has failed in its own process."""
+
+
 class TraceFileError(MiniEngineError):
     """A file that is no trace of this engine, or a damaged one."""
 

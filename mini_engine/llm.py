@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -32,6 +34,7 @@ from mini_engine.request import Context, Request
 from mini_engine.sampling_params import SamplingParams
 
 ContextOf = Callable[[], Context]  # looks up the chunks in front of a prompt at the moment when it is queued
+NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
 MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
 
 
@@ -67,7 +70,7 @@ class TextEngine:
 
     Args:
         engine: the engine.
-        tokenizer: the model's.
+        tokenizer: the model's; without one, prompts are token ids and outputs have no text.
         default_params: parameters of requests that come without.
 
     Attributes:
@@ -79,9 +82,11 @@ class TextEngine:
         ConfigError: if the tokenizer is not one of the `tokenizers` library.
     """
 
-    def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase, default_params: SamplingParams) -> None:
+    def __init__(
+        self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None, default_params: SamplingParams
+    ) -> None:
         self.engine, self.tokenizer, self.default_params = engine, tokenizer, default_params
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend = NO_WORDS if tokenizer is None else getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which cannot decode token by token: load it with "
@@ -182,31 +187,40 @@ class TextEngine:
         """Return the tokens of a conversation, up to where the model's answer begins.
 
         Raises:
-            RequestError: if there is no chat template, or it does not take these messages.
+            RequestError: if there is no chat template or no tokenizer, or the template does not take these messages.
         """
-        text = render_chat(self.tokenizer, messages, chat_template)
+        text = render_chat(self._tokenizer(), messages, chat_template)
         return self.tokens_of(text, add_special_tokens=False)
 
     def tokens_of(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt: a text, or token ids, which may be numbers of numpy or torch.
 
         Raises:
-            RequestError: if it is neither, or longer than any prompt that the engine accepts.
+            RequestError: if it is neither, or longer than any prompt that the engine accepts, or a text although there
+                is no tokenizer.
         """
         if not isinstance(prompt, str):
             numbers = _listed(prompt)
             if numbers is None or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
                 raise RequestError(f"the prompt is neither text nor a list of token ids: {str(prompt)[:80]}")
             return [int(number) for number in numbers]
-        limit = self.engine.config.max_model_len
+        tokenizer, limit = self._tokenizer(), self.engine.config.max_model_len
         assert limit is not None
         if len(prompt) > limit * MAX_CHARACTERS_PER_TOKEN:
             raise RequestError(f"the prompt has {len(prompt)} characters, too many for the {limit} tokens; shorten it")
         try:
             prompt.encode()
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
         except Exception as error:  # a tokenizer may raise anything
             raise RequestError(f"the prompt cannot be tokenized: {error}") from error
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise RequestError(
+                "the model has no tokenizer, which text and stop strings need: give token ids, or write the tokenizer "
+                "into the model's folder with save_pretrained"
+            )
+        return self.tokenizer
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -254,6 +268,8 @@ class TextEngine:
         context: Context,
     ) -> TextRequest:
         token_ids = self.tokens_of(prompt, add_special_tokens=not context)
+        if params.stop:
+            self._tokenizer()
         with self._lock:
             name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
             params_without_stop = replace(params, stop=()) if params.stop else params
@@ -358,9 +374,9 @@ class LLM(TextEngine):
         device = pick_device(config.device)
         self.given_config, self.parts = config, parts or default_parts(device)
         checkpoint = open_checkpoint(model)
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer = load_tokenizer(checkpoint) if checkpoint.has_tokenizer else None
         self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
-        ends = checkpoint.eos_token_ids or [i for i in [tokenizer.eos_token_id] if i is not None]
+        ends = checkpoint.eos_token_ids or [i for i in [getattr(tokenizer, "eos_token_id", None)] if i is not None]
         self.eos_token_ids = frozenset(ends)
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
         super().__init__(engine, tokenizer, checkpoint.default_params)

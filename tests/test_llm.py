@@ -15,7 +15,7 @@ from mini_engine import LLM, Inference, SamplingParams
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, ModelLoadError, RequestError
 from mini_engine.loading.checkpoint import open_checkpoint
-from tests.helpers import WORDS, alone, check_nothing_leaked
+from tests.helpers import WORDS, alone, check_nothing_leaked, save_tiny_model
 from tests.models.families import transformers_model
 
 QUESTIONS = [
@@ -203,3 +203,22 @@ def test_bfloat16_on_the_gpu_agrees_with_float32_on_the_cpu(llm, prompts, attn_b
     ]
     print("tokens until the first difference:", agreements)
     assert sum(agreements) / len(agreements) >= 8
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path):
+    save_tiny_model(tmp_path, [f"w{i}" for i in range(61)])
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with_text = LLM(tmp_path, num_pages=8, page_size=16).generate([5, 6], params)
+    (tmp_path / "tokenizer.json").unlink()
+    llm = LLM(tmp_path, num_pages=8, page_size=16)
+    output = llm.generate([5, 6], params)
+    assert output[0].token_ids == with_text[0].token_ids and (output[0].text, len(with_text[0].text) > 0) == ("", True)
+    refused = [
+        lambda: llm.generate("w5"),
+        lambda: llm.chat([{"role": "user", "content": "w5"}]),
+        lambda: llm.generate([5, 6], replace(params, stop=("w7",))),
+    ]
+    for ask in refused:
+        with pytest.raises(RequestError, match="no tokenizer"):
+            ask()
+    check_nothing_leaked(llm.engine)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mini_engine.errors import ConfigError, check_positive
 
-WORKLOADS = ("batches", "throughput", "host")
+WORKLOADS = ("batches", "throughput", "latency", "shared-prefix", "long-context", "host")
 
 
 @dataclass(frozen=True)
@@ -13,14 +14,17 @@ class BenchOptions:
     """What is measured, and how it is printed.
 
     Attributes:
-        workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths) or "host"
-            (host time per step without a model; only `json` applies to it).
-        peer: also measure this engine. May be given several times.
+        workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths), "latency"
+            (one request), "shared-prefix" (requests with a long common prefix), "long-context" (long prompts) or "host"
+            (host time per step without a model; only `json` applies to it). A CPU serves smaller ones than a GPU.
+        peer: also measure this engine: "transformers", "transformers-continuous", "vllm" or "sglang". May be given
+            several times.
         batch_size: number of requests of "batches". May be given several times.
         prompt_tokens: average tokens of a prompt of "batches"; lengths vary around it.
         max_tokens: tokens of each output of "batches".
-        rounds: timed runs of each engine; the median counts.
+        rounds: timed runs of each engine, in turns; the median counts.
         json: print one JSON object per line instead of a table.
+        out: also write the results to this file, in JSON, with date, device and versions.
 
     Raises:
         ConfigError: for an unknown workload, or a number below 1.
@@ -33,6 +37,7 @@ class BenchOptions:
     max_tokens: int = 64
     rounds: int = 3
     json: bool = False
+    out: Path | None = None
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:

@@ -1,20 +1,37 @@
 """Output tokens per second of the engine beside its bound, and beside its peers: same machine, weights and requests."""
 
+import datetime
 import json
+import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from mini_engine.bench.host import Row, host_rows
 from mini_engine.bench.options import BenchOptions
+from mini_engine.bench.peer_child import LOADERS
+from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
 from mini_engine.bench.peers import PEERS, Serve, load_transformers, serve_mini_engine
-from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, batch_of, least_seconds, num_outputs
+from mini_engine.bench.workloads import (
+    NAMED,
+    BenchRequest,
+    Workload,
+    batch_of,
+    least_seconds,
+    num_outputs,
+    with_other_tokens,
+)
 from mini_engine.cli_options import EngineOptions
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
@@ -23,6 +40,15 @@ from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.roofline import device_name, measure_machine
 
 PAGE_SIZE = 128  # of ours: every backend takes it on every device
+GPU_STEP_TOKENS = 8192  # most tokens of a step of ours on a GPU: a prompt's products need some thousand rows there
+SPARE_CACHE = 1.1  # what a peer's KV cache has more than ours: it rounds requests to blocks of its own
+SHARE_OF_FREE = 0.95  # of the device's free memory, that a peer may take
+PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")
+# The columns that fit into 80 characters; JSON has all.
+TABLE = (
+    "requests", "engine", "seconds", "tokens_per_s", "min_tokens_per_s", "max_tokens_per_s", "bound_tokens_per_s",
+    "share_of_bound", "equal",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,34 +59,40 @@ class Measurement:
         engine: its name.
         rate: output tokens per second, the median of the rounds.
         equal: number of requests whose tokens equal those of the first engine of the run.
+        spread: the lowest and the highest rate of the rounds.
     """
 
     engine: str
     rate: float
     equal: int
+    spread: tuple[float, float]
 
 
 def run_bench(console: Console, engine: EngineOptions, bench: BenchOptions) -> None:
-    """Run a workload, and print a table, or one JSON object per row.
+    """Run a workload, and print a table, or one JSON object per row; write the results to a file if one is given.
 
     Raises:
-        ConfigError: for an unknown peer, or impossible options.
+        ConfigError: for a peer that is unknown or not installed, or impossible options.
+        PeerError: if a peer fails in its own process.
     """
     if bench.workload == "host":
-        title, rows = "Host time per step in µs, without model, kernels and text", host_rows(console)
+        title, rows, shown = "Host time per step in µs, without model, kernels and text", host_rows(console), None
     else:
         config = EngineConfig.of(engine.options)
         device = pick_device(config.device)
-        workloads = [batch_of(size, bench.prompt_tokens, bench.max_tokens) for size in bench.batch_size]
-        if bench.workload == "throughput":
-            workloads = [GPU if device.type == "cuda" else CPU]
-        rows = compare(console, engine, workloads, bench.peer, bench.rounds)
-        title = f"{engine.model}, {config.attn_backend}, {device_name(device)}"
+        if bench.workload == "batches":
+            workloads = [batch_of(size, bench.prompt_tokens, bench.max_tokens) for size in bench.batch_size]
+        else:
+            workloads = [NAMED[bench.workload][device.type]]
+        rows, shown = compare(console, engine, workloads, bench.peer, bench.rounds), TABLE
+        title = f"{bench.workload}: {engine.model}, {rows[0]['dtype']}, {config.attn_backend}, {device_name(device)}"
+        if bench.out:
+            write(bench.out, results(engine, bench, device, rows))
     if bench.json:
         for row in rows:
             console.out(json.dumps(row), highlight=False)
     else:
-        console.print(table(title, rows))
+        console.print(table(title, rows, shown))
 
 
 def compare(
@@ -69,17 +101,22 @@ def compare(
     """Serve workloads with our engine and with peers.
 
     Returns:
-        A row for each workload and engine. `ratio` is our rate over that engine's.
+        A row for each workload and engine. `ratio` is our rate over that engine's. `equal` counts requests with
+        the same tokens as ours, and is None where tokens are drawn at random.
 
     Raises:
-        ConfigError: for an unknown peer, or requests that are too long or too many for the engine.
+        ConfigError: for a peer that is unknown or not installed, or requests that are too long or too many for the
+            engine.
+        PeerError: if a peer fails in its own process.
     """
-    if unknown := [peer for peer in peers if peer not in PEERS]:
-        raise ConfigError(f"unknown peer {unknown[0]!r}; choose one of: {', '.join(PEERS)}")
-    most = max(workload.num_requests for workload in workloads)
-    config = EngineConfig.of({"max_batch_size": most, "page_size": PAGE_SIZE} | engine.options)
+    if unknown := [peer for peer in peers if peer not in PEERS | LOADERS]:
+        raise ConfigError(f"unknown peer {unknown[0]!r}; choose one of: {', '.join(PEERS | LOADERS)}")
+    for peer in peers:
+        check_installed(peer)
+    config = config_for(engine.options, workloads)
     # Checked before any prompt is built: the sizes come from the command line.
-    shape, longest = open_checkpoint(engine.model).config, max(workload.longest for workload in workloads)
+    checkpoint, longest = open_checkpoint(engine.model), max(workload.longest for workload in workloads)
+    shape = checkpoint.config
     if longest > shape.max_position_embeddings:
         raise ConfigError(
             f"a prompt and its output may have {longest} tokens, and {engine.model} takes "
@@ -89,37 +126,73 @@ def compare(
     # Room for all requests and no more: on a GPU the peers' caches share the memory with ours.
     num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
     llm = LLM(engine.model, replace(config, num_pages=num_pages), parts=engine.parts)
-    serve: dict[str, Serve] = {"mini_engine": partial(serve_mini_engine, llm.engine)}
-    if peers:
-        theirs = load_transformers(engine.model, llm.model.dtype, llm.model.device)
-        serve |= {peer: partial(PEERS[peer], theirs, config.max_num_batched_tokens) for peer in peers}
     machine = measure_machine(llm.model.device, llm.model.dtype)
+    serve: dict[str, Serve] = {"mini_engine": partial(serve_mini_engine, llm.engine)}
     rows: list[Row] = []
-    for own in requests:
-        with console.status(f"{len(own)} requests", spinner="line"):
-            measured = measure(serve, own, rounds)
-        bound = num_outputs(own) / least_seconds(llm.model.config, machine, own, llm.model.dtype.itemsize)
-        rows += [
-            {
-                "dtype": machine.dtype,
-                "requests": len(own),
-                "engine": other.engine,
-                "tokens_per_s": round(other.rate, 1),
-                "bound_tokens_per_s": round(bound, 1),
-                "share_of_bound": round(other.rate / bound, 2),
-                "equal_requests": other.equal,
-                "ratio": round(measured[0].rate / other.rate, 2),
-            }
-            for other in measured
-        ]
+    with ExitStack() as processes:
+        if PEERS.keys() & set(peers):
+            theirs = load_transformers(engine.model, llm.model.dtype, llm.model.device)
+        for peer in peers:
+            if peer in PEERS:
+                serve[peer] = partial(PEERS[peer], theirs, config.max_num_batched_tokens)
+            else:
+                with console.status(f"starting {peer}", spinner="line"):
+                    options = peer_options(str(checkpoint.path), llm, longest)
+                    serve[peer] = processes.enter_context(PeerProcess(peer, options))
+        for workload, own in zip(workloads, requests, strict=True):
+            with console.status(f"{len(own)} requests", spinner="line"):
+                measured = measure(serve, own, rounds)
+            itemsize, shared = llm.model.dtype.itemsize, workload.shared if config.prefix_sharing else 0
+            bound = num_outputs(own) / least_seconds(llm.model.config, machine, own, itemsize, shared)
+            rows += rows_of(measured, workload, own, bound, machine.dtype)
     return rows
+
+
+def config_for(given: Mapping[str, Any], workloads: Sequence[Workload]) -> EngineConfig:
+    """The engine's options: those that were given, over what the workloads ask for.
+
+    Raises:
+        ConfigError: for impossible options.
+    """
+    most, longest = (max(getattr(own, name) for own in workloads) for name in ("num_requests", "longest"))
+    wanted: dict[str, Any] = {
+        "max_batch_size": most,
+        "max_model_len": longest,
+        "page_size": PAGE_SIZE,
+        "prefix_sharing": any(workload.shared for workload in workloads),
+    }
+    if pick_device(EngineConfig.of(given).device).type == "cuda":
+        # Graphs are captured before the first round: its requests do not pass through all numbers of running requests.
+        wanted |= {"max_num_batched_tokens": GPU_STEP_TOKENS, "warm_up": True}
+    return EngineConfig.of(wanted | dict(given))
+
+
+def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
+    """What an engine in another process needs to know: our model, and a KV cache for as many tokens as ours.
+
+    Args:
+        folder: of the checkpoint.
+        llm: ours, with its pool allocated.
+        longest: most tokens of a prompt and its output together.
+    """
+    config, share = llm.config, 1.0
+    if llm.model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(llm.model.device)
+        share = SHARE_OF_FREE * free / total
+    assert config.num_pages
+    num_tokens = round(SPARE_CACHE * config.num_pages * config.page_size)
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    num_bytes = num_tokens * llm.engine.cache.bytes_per_token
+    return PeerOptions(folder, dtype, longest, config.prefix_sharing, num_tokens, num_bytes, share)
 
 
 def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:
     """Let engines take turns with the same requests, so a machine whose speed drifts favors none.
 
     A warm-up comes first: all prompts, with a sixteenth of their outputs. Its requests end one after the other as well,
-    so an engine that compiles for a number of running requests has compiled by then.
+    so an engine that compiles for a number of running requests has compiled by then. Each round has other tokens, so
+    that a prefix cache finds what the requests share, and not the requests of the round before.
     """
     begun = [
         BenchRequest(prompt, replace(params, max_tokens=max(2, params.max_tokens // 16))) for prompt, params in requests
@@ -128,17 +201,54 @@ def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds
         own(begun)
     outputs: dict[str, list[list[int]]] = {}
     seconds = defaultdict[str, list[float]](list)
-    for name, own in list(serve.items()) * rounds:
-        start = time.perf_counter()
-        outputs[name] = own(requests)
-        seconds[name].append(time.perf_counter() - start)
-        assert [len(tokens) for tokens in outputs[name]] == [params.max_tokens for _, params in requests]
-    first = next(iter(outputs.values()))
+    for number in range(1, rounds + 1):
+        asked = with_other_tokens(requests, number)
+        for name, own in serve.items():
+            start = time.perf_counter()
+            outputs[name] = own(asked)
+            passed = time.perf_counter() - start
+            # Sending the prompts to another process does not count: that process measures its own time.
+            seconds[name].append(own.seconds if isinstance(own, PeerProcess) else passed)
+            assert [len(tokens) for tokens in outputs[name]] == [params.max_tokens for _, params in requests]
+    first, num_tokens = next(iter(outputs.values())), num_outputs(requests)
     return [
         Measurement(
-            name, num_outputs(requests) / statistics.median(seconds[name]), sum(map(list.__eq__, outputs[name], first))
+            name,
+            num_tokens / statistics.median(seconds[name]),
+            sum(map(list.__eq__, outputs[name], first)),
+            (num_tokens / max(seconds[name]), num_tokens / min(seconds[name])),
         )
         for name in serve
+    ]
+
+
+def rows_of(
+    measured: Sequence[Measurement], workload: Workload, requests: Sequence[BenchRequest], bound: float, dtype: str
+) -> list[Row]:
+    """What `compare` returns of one workload.
+
+    Args:
+        measured: ours first.
+        workload: what was served.
+        requests: its requests.
+        bound: the most output tokens per second that the machine allows.
+        dtype: of weights and cache.
+    """
+    return [
+        {
+            "dtype": dtype,
+            "requests": len(requests),
+            "engine": own.engine,
+            "seconds": float(f"{num_outputs(requests) / own.rate:.4g}"),
+            "tokens_per_s": rounded(own.rate),
+            "min_tokens_per_s": rounded(own.spread[0]),
+            "max_tokens_per_s": rounded(own.spread[1]),
+            "bound_tokens_per_s": rounded(bound),
+            "share_of_bound": round(own.rate / bound, 2),
+            "equal": None if workload.temperature else own.equal,
+            "ratio": round(measured[0].rate / own.rate, 2),
+        }
+        for own in measured
     ]
 
 
@@ -147,12 +257,79 @@ def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -
     return sum(-(-(len(prompt) + params.max_tokens) // page_size) for prompt, params in requests)
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
-    """Return a table with a column for each key of the rows."""
+def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:
+    """What was measured, where, with which versions and options, and beside which bound.
+
+    Returns:
+        An object of JSON. Every row has a figure, its unit, its bound, and the lowest and the highest of the rounds.
+    """
+    ours = f"mini_engine, {EngineConfig.of(engine.options).attn_backend}"
+    source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
+    found = []
+    for row in rows:
+        case = {
+            "workload": bench.workload,
+            "requests": row["requests"],
+            "engine": ours if row["engine"] == "mini_engine" else row["engine"],
+            "dtype": row["dtype"],
+        }
+        rate, bound = row["tokens_per_s"], row["bound_tokens_per_s"]
+        spread = [row["min_tokens_per_s"], row["max_tokens_per_s"]]
+        tokens = rate * row["seconds"]
+        common = {"bound_from": source, "case": case}
+        found += [
+            {"figure": "throughput", "value": rate, "unit": "tokens/s", "bound": bound, "spread": spread, **common},
+            {
+                "figure": "time", "value": row["seconds"], "unit": "s", "bound": tokens / bound,
+                "spread": [tokens / one for one in reversed(spread)], **common,
+            },
+        ]  # fmt: skip
+    return {
+        "experiment": "bench",
+        "device": device_name(device),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions((*PACKAGES, *bench.peer)),
+        "parameters": {"model": engine.model, "rounds": bench.rounds}
+        | {name: str(value) for name, value in engine.options.items()},
+        "rows": found,
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Python's version, and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(file: Path, found: Mapping[str, Any]) -> None:
+    """Write results as JSON.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    try:
+        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}; give another file for --out") from error
+
+
+def rounded(rate: float) -> int | float:
+    """A rate as it is shown: in full from a thousand on, with one digit behind the point below."""
+    return round(rate) if rate >= 1000 else round(rate, 1)
+
+
+def table(title: str, rows: Sequence[Row], columns: Sequence[str] | None = None) -> Table:
+    """Return a table with a column for each key of the rows, or for some of them."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
-    for name, value in rows[0].items():
-        is_text = isinstance(value, str)
+    columns = columns or list(rows[0])
+    for name in columns:
+        is_text = isinstance(rows[0][name], str)
         made.add_column(name.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
-        made.add_row(*("" if value is None else str(value) for value in row.values()))
+        made.add_row(*("" if row[name] is None else str(row[name]) for name in columns))
     return made

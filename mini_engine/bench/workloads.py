@@ -66,6 +66,13 @@ GPU = Workload(256, (100, 1024), (100, 1024), temperature=0.6)
 LATENCY = Workload(1, (128, 128), (512, 512))
 SHARED_PREFIX = Workload(64, (64, 64), (128, 128), shared=4096)
 LONG_CONTEXT = Workload(8, (32_768, 32_768), (256, 256))
+# The workloads that have a name, on each kind of device. On a CPU they are small enough to take seconds.
+NAMED: dict[str, dict[str, Workload]] = {
+    "throughput": {"cuda": GPU, "cpu": CPU},
+    "latency": {"cuda": LATENCY, "cpu": Workload(1, (128, 128), (64, 64))},
+    "shared-prefix": {"cuda": SHARED_PREFIX, "cpu": Workload(8, (16, 16), (32, 32), shared=512)},
+    "long-context": {"cuda": LONG_CONTEXT, "cpu": Workload(2, (2048, 2048), (16, 16))},
+}
 
 
 def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
@@ -79,6 +86,19 @@ def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
     """
     lengths = (prompt_tokens, prompt_tokens) if size == 1 else (prompt_tokens // 2 + 1, max(1, prompt_tokens * 3 // 2))
     return Workload(size, lengths, (max_tokens, max_tokens))
+
+
+def with_other_tokens(requests: Sequence[BenchRequest], shift: int) -> list[BenchRequest]:
+    """Return requests of the same lengths that share the same prefixes, all of other tokens.
+
+    A prefix cache that has seen the requests has seen none of these.
+
+    Args:
+        requests: a workload.
+        shift: how far the token ids rotate, through those from 0 to the largest that occurs.
+    """
+    size = 1 + max(max(prompt) for prompt, _ in requests)
+    return [BenchRequest([(token + shift) % size for token in prompt], params) for prompt, params in requests]
 
 
 def num_outputs(requests: Sequence[BenchRequest]) -> int:

@@ -82,6 +82,7 @@ class Checkpoint:
         default_params: the sampling parameters that generation_config.json recommends; `do_sample: false` becomes
             temperature 0.
         build_tokenizer: builds the tokenizer; call `load_tokenizer`, which turns its failures into typed errors.
+        has_tokenizer: False for a folder without tokenizer.json, whose model takes and gives token ids only.
     """
 
     path: Path
@@ -91,6 +92,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     default_params: SamplingParams
     build_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    has_tokenizer: bool = True
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -193,7 +195,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     eos = token_ids(generation.get("eos_token_id")) or config.eos_token_ids
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
     tokenizer = partial(_folder_tokenizer, folder, files)
-    return Checkpoint(folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer)
+    default_params, has_tokenizer = _default_params(folder, generation), "tokenizer.json" in files
+    return Checkpoint(folder, config, tensors, dtype, eos, default_params, tokenizer, has_tokenizer)
 
 
 def _files_inside(folder: Path) -> dict[str, Path]:

@@ -5,21 +5,34 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import ContinuousBatchingConfig
 
+from book import results
 from mini_engine.bench import run as module
-from mini_engine.bench.options import BenchOptions
+from mini_engine.bench.options import WORKLOADS, BenchOptions
 from mini_engine.bench.peers import BLOCK, PEERS, load_transformers, serve_mini_engine
-from mini_engine.bench.run import compare, measure, run_bench
-from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, batch_of, least_seconds, num_outputs
+from mini_engine.bench.run import TABLE, compare, config_for, measure, run_bench
+from mini_engine.bench.workloads import (
+    CPU,
+    GPU,
+    NAMED,
+    SHARED_PREFIX,
+    BenchRequest,
+    Workload,
+    batch_of,
+    least_seconds,
+    num_outputs,
+    with_other_tokens,
+)
 from mini_engine.cli_options import EngineOptions
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.llm import LLM
-from mini_engine.roofline import Machine
+from mini_engine.roofline import Machine, device_name
 from mini_engine.sampling_params import SamplingParams
 
 FEW = Workload(5, (3, 9), (2, 7))
@@ -50,6 +63,31 @@ def test_requests_are_the_same_every_time_and_within_their_lengths(workload):
         assert workload.output[0] <= params.max_tokens <= workload.output[1] and params.ignore_eos
         assert len(prompt) + params.max_tokens <= workload.longest
     assert all(token < 7 for prompt, _ in workload.requests(7) for token in prompt)
+
+
+def test_other_tokens_share_what_the_tokens_shared_and_nothing_with_them():
+    requests = Workload(4, (3, 9), (2, 7), shared=6).requests(61)
+    shifted = with_other_tokens(requests, 3)
+    assert [own.params for own in shifted] == [own.params for own in requests]
+    assert len({tuple(own.prompt[:6]) for own in shifted}) == 1
+    assert all(0 <= token < 61 for own in shifted for token in own.prompt)
+    for one, other in zip(requests, shifted, strict=True):
+        assert len(one.prompt) == len(other.prompt)
+        assert all(a != b for a, b in zip(one.prompt, other.prompt, strict=True))
+
+
+def test_every_workload_with_a_name_is_an_option_and_fits_its_model():
+    assert ("batches", *NAMED, "host") == WORKLOADS
+    for devices in NAMED.values():
+        assert devices["cpu"].longest <= 8192 and devices["cuda"].longest <= 40_960  # the embedded model, Qwen3-0.6B
+
+
+def test_the_options_that_a_workload_asks_for_are_defaults():
+    config = config_for({"device": "cpu"}, [SHARED_PREFIX])
+    assert (config.max_batch_size, config.max_model_len, config.prefix_sharing) == (64, 4096 + 64 + 128, True)
+    config = config_for({"prefix_sharing": False, "max_batch_size": 8, "device": "cpu"}, [SHARED_PREFIX])
+    assert (config.max_batch_size, config.prefix_sharing) == (8, False)
+    assert config_for({"device": "cpu"}, [GPU]).prefix_sharing is False
 
 
 def test_a_batch_varies_around_its_average():
@@ -99,25 +137,45 @@ def test_what_is_counted_by_hand(monkeypatch):
 
 
 ROW = {
-    "dtype": "bfloat16", "requests": 256, "engine": "transformers-continuous", "tokens_per_s": 88888.8,
-    "bound_tokens_per_s": 90000.0, "share_of_bound": 0.99, "equal_requests": 256, "ratio": 1.25,
+    "dtype": "bfloat16", "requests": 256, "engine": "transformers-continuous", "seconds": 123.4,
+    "tokens_per_s": 88888, "min_tokens_per_s": 88000, "max_tokens_per_s": 89000, "bound_tokens_per_s": 90000,
+    "share_of_bound": 0.99, "equal": 256, "ratio": 1.25,
 }  # fmt: skip
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, *, json: bool) -> str:
-    monkeypatch.setattr(module, "compare", lambda *_: [ROW, ROW | {"ratio": None}])
+def printed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
+    monkeypatch.setattr(module, "compare", lambda *_: [ROW, ROW | {"equal": None}])
     out = io.StringIO()
-    run_bench(Console(file=out, width=80), EngineOptions("a model", {"device": "cpu"}), BenchOptions(json=json))
+    run_bench(Console(file=out, width=80), EngineOptions("a model", {"device": "cpu"}), BenchOptions(**options))
     return out.getvalue()
 
 
 def test_the_table_has_the_values_of_the_rows_and_fits_eighty_columns(monkeypatch):
-    first, second = (line.split() for line in printed(monkeypatch, json=False).splitlines()[-2:])
-    assert first == [str(value) for value in ROW.values()] and second == first[:-1]
+    first, second = (line.split() for line in printed(monkeypatch).splitlines()[-2:])
+    assert first == [str(ROW[name]) for name in TABLE] and second == first[:-1]
+    assert TABLE[-1] == "equal" and ROW.keys() - set(TABLE) == {"dtype", "ratio"}
 
 
 def test_json_is_one_row_per_line(monkeypatch):
-    assert list(map(json.loads, printed(monkeypatch, json=True).splitlines())) == [ROW, ROW | {"ratio": None}]
+    assert list(map(json.loads, printed(monkeypatch, json=True).splitlines())) == [ROW, ROW | {"equal": None}]
+
+
+def test_the_file_is_one_that_the_book_reads(monkeypatch, tmp_path):
+    folder = tmp_path / "bench" / "results"
+    folder.mkdir(parents=True)
+    printed(monkeypatch, workload="latency", out=folder / "a.json", rounds=5)
+    read = results.read(folder / "a.json")
+    assert read.device == device_name("cpu") and read.versions["torch"] == torch.__version__
+    assert read.parameters == {"model": "a model", "rounds": 5, "device": "cpu"}
+    rate, seconds = read.rows[:2]
+    assert rate.case["workload"] == "latency" and (rate.value, rate.spread) == (88888, [88000, 89000])
+    assert rate.share_of_bound == pytest.approx(seconds.share_of_bound)
+    assert seconds.spread[0] < seconds.value == 123.4 < seconds.spread[1]
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="cannot write"):
+        printed(monkeypatch, out=tmp_path / "nowhere" / "a.json")
 
 
 def test_the_bound_counts_prompts_too(llm):
@@ -153,9 +211,10 @@ def test_no_step_is_counted_for_requests_that_have_ended(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workload": "everything"}, "choose one of: batches, throughput, host"),
+        ({"workload": "everything"}, "choose one of: batches, throughput, latency, shared-prefix, long-context, host"),
         ({"peer": ["nobody"]}, "choose one of"),
         ({"workload": "throughput", "peer": ["nobody"]}, "choose one of"),
+        ({"peer": ["vllm"]}, "not installed in this Python environment"),
         ({"rounds": 0}, "rounds is 0"),
         ({"batch_size": [0]}, "batch_size is 0"),
         ({"prompt_tokens": -1}, "prompt_tokens is -1"),
@@ -174,5 +233,5 @@ def test_all_engines_in_one_comparison():
     options = EngineOptions(MODEL, {"attn_backend": "torch", "device": "cpu", "dtype": "float32"})
     ours, theirs = compare(Console(file=io.StringIO()), options, [FEW], ["transformers"], rounds=1)
     assert (ours["engine"], theirs["engine"]) == ("mini_engine", "transformers")
-    assert ours["dtype"] == "float32" and ours["requests"] == ours["equal_requests"] == theirs["equal_requests"] == 5
+    assert ours["dtype"] == "float32" and ours["requests"] == ours["equal"] == theirs["equal"] == 5
     assert ours["ratio"] == 1.0 and theirs["ratio"] > 0 and ours["bound_tokens_per_s"] > 0

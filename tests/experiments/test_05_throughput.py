@@ -41,7 +41,10 @@ def test_the_pool_holds_all_requests_to_their_ends(requests):
 def test_rows_by_hand(requests):
     config = our_model(transformers_model("qwen3", seed=1)).config
     machine = Machine("a machine", "float32", bandwidth=1e9, flops=1e9)
-    measured = [Measurement("mini_engine, flex", 30.0, 4), Measurement("transformers", 12.0, 3)]
+    measured = [
+        Measurement("mini_engine, flex", 30.0, 4, (29.0, 31.0)),
+        Measurement("transformers", 12.0, 3, (11.0, 12.5)),
+    ]
     ours, theirs, ratio, equal = run.rows_of(measured, config, machine, requests)
     assert (ours.value, theirs.value, ratio.value, equal.value, equal.bound) == (30.0, 12.0, 2.5, 3, 4)
     assert ours.bound == theirs.bound > 0

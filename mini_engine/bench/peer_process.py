@@ -1,0 +1,129 @@
+"""Engines that need a process of their own: vLLM and SGLang, in the environment that runs this benchmark."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from mini_engine.bench.peer_child import LOADERS
+from mini_engine.bench.workloads import BenchRequest
+from mini_engine.errors import ConfigError, PeerError
+
+# The child reads a local folder: neither engine has anything to download or to report.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+LOG_LINES = 8  # of the child's log, in an error
+SECONDS_TO_END = 60  # that a child has to stop its own processes
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What a peer has to have in common with our engine.
+
+    Attributes:
+        model: the folder of the checkpoint.
+        dtype: of weights and cache, such as "bfloat16".
+        max_model_len: longest prompt and output together.
+        prefix_sharing: keep a prefix cache.
+        cache_tokens: tokens that the KV cache holds.
+        cache_bytes: bytes that they take.
+        memory_share: the share of the device's memory that is free.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+    prefix_sharing: bool
+    cache_tokens: int
+    cache_bytes: int
+    memory_share: float
+
+
+class PeerProcess:
+    """An engine in a process of its own, which ends with the `with` block.
+
+    Args:
+        name: of the engine; `check_installed` has accepted it.
+        options: see `PeerOptions`.
+
+    Attributes:
+        seconds: that the last call took the engine, as its own process measured them.
+
+    Raises:
+        PeerError: if the engine cannot be loaded.
+    """
+
+    def __init__(self, name: str, options: PeerOptions) -> None:
+        self._name, self.seconds = name, 0.0
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`close` closes it)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "mini_engine.bench.peer_child", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=OFFLINE | os.environ,
+        )
+        try:
+            self._ask(asdict(options))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "PeerProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+        """Serve requests, without the seeds that they have: a sampler of another engine draws other noise.
+
+        Raises:
+            PeerError: if the engine fails.
+        """
+        params = [{"temperature": own.temperature, "max_tokens": own.max_tokens} for _, own in requests]
+        served = self._ask({"prompts": [prompt for prompt, _ in requests], "params": params})
+        self.seconds = served["seconds"]
+        outputs: list[list[int]] = served["outputs"]
+        return outputs
+
+    def close(self) -> None:
+        """End the process."""
+        try:
+            self._child.communicate(timeout=SECONDS_TO_END)  # it ends where its input ends
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.communicate()
+        self._log.close()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._child.stdin and self._child.stdout
+        try:
+            print(json.dumps(question), file=self._child.stdin, flush=True)
+        except BrokenPipeError:
+            line = ""
+        else:
+            line = self._child.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self._log.seek(0)
+        last = "\n".join(self._log.read().splitlines()[-LOG_LINES:])
+        raise PeerError(f"the peer {self._name} ended before it answered; leave it out, or mend what it says:\n{last}")
+
+
+def check_installed(name: str) -> None:
+    """Raise ConfigError if the engine of `LOADERS` cannot be imported here."""
+    if name in LOADERS and importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"the peer {name} is not installed in this Python environment ({sys.executable}): install {name} there, or "
+            f"leave out --peer {name}"
+        )

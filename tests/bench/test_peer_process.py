@@ -1,0 +1,118 @@
+"""A peer in another process: the fake package below stands for vLLM, and shows what it was asked for."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mini_engine.bench.peer_process import PeerOptions, PeerProcess
+from mini_engine.bench.run import compare
+from mini_engine.bench.workloads import Workload
+from mini_engine.cli_options import EngineOptions
+from mini_engine.errors import ConfigError, PeerError
+from tests.helpers import save_tiny_model
+
+FEW = Workload(3, (3, 9), (2, 7), shared=4)
+OPTIONS = PeerOptions("a folder", "float32", 32, True, 128, 4096, 0.5)
+# It computes with our engine, from the same folder, so its greedy tokens are ours. It prints, as vLLM does.
+FAKE = """
+import json
+from typing import NamedTuple
+
+from mini_engine.llm import LLM as Ours
+from mini_engine.sampling_params import SamplingParams as OurParams
+
+
+class SamplingParams(NamedTuple):
+    temperature: float
+    max_tokens: int
+    ignore_eos: bool
+    detokenize: bool
+
+
+class Completion(NamedTuple):
+    token_ids: tuple
+
+
+class RequestOutput(NamedTuple):
+    outputs: list
+
+
+class LLM:
+    def __init__(self, model, **options):
+        print("INFO loading", model)
+        with open(model + "/asked.json", "w") as file:
+            json.dump(options, file)
+        self._ours = Ours(model, dtype=options["dtype"], num_pages=16, page_size=16, device="cpu")
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        print("INFO generating")
+        params = [OurParams(own.temperature, max_tokens=own.max_tokens, ignore_eos=True) for own in sampling_params]
+        served = self._ours.generate([prompt["prompt_token_ids"] for prompt in prompts], params)
+        return [RequestOutput([Completion(tuple(output.token_ids))]) for output in served]
+"""
+BROKEN = "class SamplingParams: ...\n\n\ndef LLM(**options):\n    raise RuntimeError('no kernel image is available')\n"
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Puts a package `vllm` in front of the module path, here and in processes that are started."""
+
+    def install(source: str) -> None:
+        folder = tmp_path / "site"
+        (folder / "vllm").mkdir(parents=True)
+        (folder / "vllm" / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[2]}")
+
+    return install
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    save_tiny_model(folder, [f"w{i}" for i in range(61)])
+    (folder / "tokenizer.json").unlink()
+    return str(folder)
+
+
+def test_a_peer_serves_our_requests_from_our_folder(installed, model):
+    installed(FAKE)
+    given = {"attn_backend": "torch", "device": "cpu", "dtype": "float32"}
+    ours, theirs = compare(Console(file=io.StringIO()), EngineOptions(model, given), [FEW], ["vllm"], rounds=2)
+    assert (ours["engine"], theirs["engine"], theirs["equal"]) == ("mini_engine", "vllm", 3)
+    assert 0 < theirs["min_tokens_per_s"] <= theirs["max_tokens_per_s"]
+    asked = json.loads(Path(model, "asked.json").read_text())
+    assert asked["max_model_len"] == FEW.longest and asked["enable_prefix_caching"] and asked["dtype"] == "float32"
+    assert asked["kv_cache_memory_bytes"] > 0 and 0 < asked["gpu_memory_utilization"] <= 1
+
+
+def test_the_seconds_are_those_of_the_other_process(installed, model):
+    installed(FAKE)
+    with PeerProcess("vllm", replace(OPTIONS, model=model)) as peer:
+        outputs = peer(FEW.requests(61))
+        assert [len(tokens) for tokens in outputs] == [params.max_tokens for _, params in FEW.requests(61)]
+        assert peer.seconds > 0
+
+
+def test_a_peer_that_fails_says_why(installed):
+    installed(BROKEN)
+    with pytest.raises(PeerError, match="no kernel image is available"):
+        PeerProcess("vllm", OPTIONS)
+
+
+def test_a_peer_that_is_not_installed_is_refused_before_the_model_is_opened():
+    with pytest.raises(ConfigError, match="the peer sglang is not installed"):
+        compare(Console(), EngineOptions("no such model", {}), [FEW], ["sglang"])
+
+
+def test_the_child_imports_nothing_before_its_engine():
+    """The engines start processes that import its module again."""
+    check = "import sys, mini_engine.bench.peer_child as child; print({'torch', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,122 @@
+"""The experiment compares the same decode steps in all ways, and its arithmetic on traces holds for traces by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from book import figures, results
+from book.grading.chapter import load_module
+from book.random_models import random_model
+from mini_engine.bench.workloads import Workload
+from mini_engine.roofline import Machine
+
+EXPERIMENT = "10_cuda_graphs_and_overlap"
+FOLDER = Path(__file__).parents[2] / "experiments" / EXPERIMENT
+run = load_module(f"experiment_{EXPERIMENT}", FOLDER / "run.py")
+
+OPTIONS = replace(run.OPTIONS["cpu"], repetitions=2)
+MACHINE = Machine("a machine", "float32", bandwidth=1e12, flops=1e12)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(OPTIONS.shape, OPTIONS.dtype, CPU)
+
+
+def test_the_script_on_a_cpu(monkeypatch, tmp_path):
+    monkeypatch.setitem(run.OPTIONS, "cpu", OPTIONS)
+    monkeypatch.setattr(run, "measure_machine", lambda device, dtype: MACHINE)
+    readme = (FOLDER / "README.md").read_bytes()
+    run.main(["--device", "cpu", "--out", str(tmp_path), "--only", "steps"])
+    run.main(["--device", "cpu", "--out", str(tmp_path), "--only", "padding", "idle", "engine"])
+    assert (FOLDER / "README.md").read_bytes() == readme
+    [result] = results.load(EXPERIMENT, tmp_path)
+    steps = [row for row in result.rows if row.figure == "step"]
+    ways = [(launch, depth) for launch in ("kernel by kernel", "graph") for depth in (0, 1)]
+    assert [tuple(row.case.values()) for row in steps] == [(*way, n) for n in OPTIONS.batch_sizes for way in ways]
+    padded = [row for row in result.rows if row.figure == "padded step"]
+    assert [row.case["rows of the graph"] for row in padded] == [3, 4, 4]
+    assert all(row.spread[0] <= row.value <= row.spread[1] and row.bound > 0 for row in steps + padded)
+    assert len(result.rows) == len(steps) + len(padded)
+
+
+def test_a_steady_decode_stays_steady_and_gives_the_same_tokens_in_all_ways(model):
+    running = run.decodes(model, OPTIONS, 3, {way: (way.sizes(3), way.depth) for way in run.WAYS})
+    run.in_turns(running, OPTIONS)
+    tokens = []
+    for decode in running.values():
+        report = decode.engine.step()
+        assert report.is_decode and len(report.requests) == 3
+        tokens.append([list(decode.engine.tokens_of(request, 0)) for request in report.requests])
+    for other in tokens[1:]:
+        for one, same in zip(tokens[0], other, strict=True):
+            length = min(len(one), len(same))  # at depth 1 the last token is not known yet
+            assert length > OPTIONS.prompt and one[:length] == same[:length]
+
+
+def test_too_few_pages_for_all_steps_are_noticed(model):
+    decode = run.SteadyDecode(model, OPTIONS, 1, (), 0, 2)
+    with pytest.raises(AssertionError, match="has ended"):
+        decode.seconds(40)
+
+
+def test_gaps_by_hand():
+    """Two kernels overlap, one follows after 2 µs, one after 10."""
+    device = [[0.0, 4.0], [3.0, 6.0], [8.0, 10.0], [20.0, 30.0]]
+    found = run.Profiled(1.0, 4.0, 1.0, [[0.0, 9.0]], device)
+    assert found.gaps == [2.0, 10.0]
+    assert (found.idle(), found.idle(5.0)) == (12 / 30, 10 / 30)
+    assert run.merged(device, 5.0) == [[0.0, 10.0], [20.0, 30.0]]
+
+
+def timeline(launch: str, requests: int) -> dict:
+    steps = [[100.0 * i, 100.0 * i + 90] for i in range(12)]
+    case = {"launch": launch, "depth": 1, "requests": requests}
+    return {**case, "seconds_per_step": 1e-4, "idle": 0.25, "steps": steps, "device": [[a + 5, b] for a, b in steps]}
+
+
+def test_timelines_are_drawn_into_the_readme(tmp_path):
+    (tmp_path / "README.md").write_text(f"# Title\n\n{run.IMAGES}\nold\n{run.END_OF_IMAGES}\n\nend\n")
+    (tmp_path / "timelines").mkdir()
+    runs = [timeline(launch, requests) for requests in (1, 256) for launch in ("graph", "kernel by kernel")]
+    recording = {"device": "a GPU", "date": "2026-11-22", "versions": {}, "runs": runs}
+    (tmp_path / "timelines" / "a-gpu.json").write_text(json.dumps(recording))
+    run.draw_recorded(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "old" not in text and "kernel by kernel at depth 1 25.0%" in text and text.endswith("end\n")
+    for image in ("timeline_1.png", "timeline_256.png"):
+        assert f"]({image})" in text and (tmp_path / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_recorded_can_be_drawn():
+    for file in (FOLDER / "timelines").glob("*.json"):
+        recording = json.loads(file.read_text())
+        assert figures.to_png(run.draw(recording["runs"][:2])).startswith(b"\x89PNG")
+
+
+def test_a_workload_is_served_in_all_ways(model, monkeypatch):
+    monkeypatch.setattr(run, "BACKENDS", {"throughput": "torch", "shared-prefix": "torch"})
+    few = {"throughput": Workload(3, (3, 9), (2, 7)), "shared-prefix": Workload(2, (3, 3), (2, 2), shared=20)}
+    monkeypatch.setattr(run, "WORKLOADS", few)
+    rows = run.engine_rows(model, MACHINE, repetitions=1)
+    assert [(row.figure, row.case["workload"]) for row in rows] == [
+        *[("throughput", "throughput")] * 4, *[("time", "shared-prefix")] * 4
+    ]  # fmt: skip
+    assert all(row.bound > 0 and row.share_of_bound < 1 for row in rows)
+
+
+@pytest.mark.gpu
+def test_a_profile_on_a_gpu_sees_fewer_launches_with_a_graph():
+    device = torch.device("cuda")
+    options = replace(OPTIONS, dtype=torch.bfloat16, attn_backend="flashinfer", shape=run.OPTIONS["cuda"].shape)
+    own = random_model(options.shape, options.dtype, device)
+    plain, graph = (run.profiled(run.SteadyDecode(own, options, 2, sizes, 1, 40), 5) for sizes in ((), (2,)))
+    assert graph.launches < plain.launches / 4 and graph.kernels > 100 and plain.launches > 100
+    for found in (plain, graph):
+        assert len(found.steps) == 5 and found.busy > 0 and 0 <= found.idle(run.GAP) <= found.idle() < 1

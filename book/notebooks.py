@@ -2,6 +2,7 @@
 
 python -m book notebooks new 05 flexattention     a chapter's skeleton
 python -m book notebooks build 01                 execute, write the .ipynb
+python -m book notebooks text 01                  copy edited prose into the .ipynb; keep its outputs
 python -m book notebooks check                    compare every pair; test the outputs and the derivations
 python -m book notebooks test                     run every notebook under nbval and compare the outputs
 """
@@ -141,6 +142,20 @@ def write(notebook: "NotebookNode", file: Path) -> None:
     nbformat.write(notebook, file)
 
 
+def with_outputs_of(saved: "NotebookNode", notebook: "NotebookNode") -> "NotebookNode":
+    """Give the code cells of `notebook`, which was not executed, the outputs of those of `saved`.
+
+    Raises:
+        ValueError: a code cell was changed, added or removed, so the outputs may be others.
+    """
+    new, old = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (notebook, saved))
+    if _as_lines(new) != _as_lines(old):
+        raise ValueError("a code cell has changed")
+    for cell, executed in zip(new, old, strict=True):
+        cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
+    return notebook
+
+
 def problems(file: Path) -> Iterator[str]:
     """What is wrong with the pair of `file` (the Markdown) and its .ipynb: one message each."""
     import nbformat
@@ -151,7 +166,7 @@ def problems(file: Path) -> Iterator[str]:
         return
     wanted, saved = source_of(file), nbformat.read(partner, as_version=4)
     difference = list(
-        difflib.unified_diff(_as_lines(wanted), _as_lines(saved), file.name, partner.name, lineterm="", n=1)
+        difflib.unified_diff(_as_lines(wanted.cells), _as_lines(saved.cells), file.name, partner.name, lineterm="", n=1)
     )
     if difference:
         yield "the pair differs:\n" + "\n".join(difference)
@@ -192,9 +207,9 @@ def _output_problems(cell: "NotebookNode") -> Iterator[str]:
             yield f"shows a path of this machine: {found.group()}"
 
 
-def _as_lines(notebook: "NotebookNode") -> list[str]:
+def _as_lines(cells: "list[NotebookNode]") -> list[str]:
     lines = []
-    for cell in notebook.cells:
+    for cell in cells:
         tags = f" tags={sorted(cell.metadata.tags)}" if cell.metadata.get("tags") else ""
         lines += [f"[{cell.cell_type}]{tags}", *cell.source.splitlines()]
     return lines
@@ -228,6 +243,20 @@ def build(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "
         typer.echo(f"{file.stem}: {seconds:.1f} s{'  (aim for less than 30)' if seconds > _SLOW_SECONDS else ''}")
         for problem in problems(file):
             typer.echo(f"  {problem}")
+
+
+@app.command()
+def text(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "all") -> None:
+    """Copy the prose of a chapter's Markdown into its .ipynb, which keeps its outputs: nothing is executed."""
+    import nbformat
+
+    for file in chapter_files(chapter, repository_root()):
+        partner = file.with_suffix(".ipynb")
+        try:
+            write(with_outputs_of(nbformat.read(partner, as_version=4), source_of(file)), partner)
+        except ValueError as error:
+            typer.echo(f"{file.stem}: {error}; run `python -m book notebooks build {file.stem}`", err=True)
+            raise typer.Exit(1) from error
 
 
 @app.command()

@@ -152,7 +152,6 @@ class TextEngine:
         self,
         prompts: ListLike[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None = None,
-        names: ListLike[str] | None = None,
         contexts: ListLike[ContextOf] | None = None,
     ) -> Generator[Piece, None, None]:
         """Generate one output for each prompt and yield the text of each as it is generated.
@@ -162,13 +161,12 @@ class TextEngine:
         Args:
             prompts: texts or lists of token ids.
             params: for all prompts, or one for each; default `default_params`.
-            names: request ids, which traces show; default made up.
             contexts: the registered chunks in front of each prompt; default none.
 
         Raises:
-            RequestError: if the numbers of prompts, params, names and contexts differ.
+            RequestError: if the numbers of prompts, params and contexts differ.
         """
-        return self._pieces(as_prompts(prompts)[0], params, each_step=True, names=names, contexts=contexts)
+        return self._pieces(as_prompts(prompts)[0], params, each_step=True, contexts=contexts)
 
     def chat(
         self, messages: ListLike[Message], params: SamplingParams | None = None, *, chat_template: str | None = None
@@ -231,14 +229,12 @@ class TextEngine:
         prompts: ListLike[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None,
         each_step: bool,
-        names: ListLike[str] | None = None,
         contexts: ListLike[ContextOf] | None = None,
     ) -> Generator[Piece, None, None]:
         of_each = params if isinstance(params, list | tuple) else [params or self.default_params] * len(prompts)
         if not all(isinstance(own, SamplingParams) for own in of_each):
             raise RequestError(f"params is {str(params)[:80]}; give SamplingParams, or a list of them")
-        counted = {"SamplingParams": of_each, "names": names, "contexts": contexts}
-        for what, given in counted.items():
+        for what, given in {"SamplingParams": of_each, "contexts": contexts}.items():
             if given is not None and len(given) != len(prompts):
                 raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give as many")
         inbox: deque[Piece] = deque()
@@ -246,8 +242,8 @@ class TextEngine:
         try:
             for index, (prompt, own) in enumerate(zip(prompts, of_each, strict=True)):
                 try:
-                    context, name = contexts[index]() if contexts else (), names[index] if names else None
-                    unfinished[index] = self._add(index, prompt, own, each_step, inbox, name, context)
+                    context = contexts[index]() if contexts else ()
+                    unfinished[index] = self._add(index, prompt, own, each_step, inbox, context)
                 except RequestError as refused:
                     yield Piece(index, "", 0, RequestOutput(prompt, [], [], "", "error", refused), None)
             while unfinished:
@@ -269,15 +265,13 @@ class TextEngine:
         params: SamplingParams,
         each_step: bool,
         inbox: deque[Piece],
-        name: str | None,
         context: Context,
     ) -> TextRequest:
         token_ids = self.tokens_of(prompt, add_special_tokens=not context)
         if params.stop:
             self._tokenizer()
         with self._lock:
-            if name is None:
-                name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
+            name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
             params_without_stop = replace(params, stop=()) if params.stop else params
             request = self.engine.add_request(name, token_ids, params_without_stop, context)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)

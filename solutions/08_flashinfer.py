@@ -1,8 +1,8 @@
-"""Homework of chapter 08: the arrays that FlashInfer reads, a plan that gives every thread block the same work, and the
-attention that executes the plan.
+"""Homework of chapter 08: the arrays that FlashInfer reads, a plan that gives every
+thread block the same work, and the attention that executes the plan.
 
-One exercise is a part of the engine. Once its checks are green, `mini-engine generate --homework` runs a real model on
-your `plan_work`, in the backend `split_kv`.
+One exercise is a part of the engine. Once its checks are green, `mini-engine generate
+--homework` runs a real model on your `plan_work`, in the backend `split_kv`.
 """
 
 from collections.abc import Callable
@@ -20,34 +20,44 @@ from mini_engine.attention.state import AttentionState, merge_states
 
 def csr_from_table(
     table: Int32[np.ndarray, "B W"], kv_lens: Int[np.ndarray, " B"], page_size: int
-) -> tuple[Int32[np.ndarray, " indptr"], Int32[np.ndarray, " P"], Int32[np.ndarray, " B"]]:
-    """Turn a dense page table, as FlashAttention's functions take it, into the CSR arrays that FlashInfer takes.
+) -> tuple[
+    Int32[np.ndarray, " indptr"], Int32[np.ndarray, " P"], Int32[np.ndarray, " B"]
+]:
+    """Turn a dense page table into the CSR arrays that FlashInfer takes.
 
-    Row b of the table lists the pages of sequence b in order of position. Its first `ceil(kv_lens[b] / page_size)`
-    entries are valid; those behind them are stale and may hold any number. Use no Python loop over sequences or pages.
+    FlashAttention's functions take a dense table. Row b of the table lists the pages of
+    sequence b in order of position. Its first `ceil(kv_lens[b] / page_size)` entries
+    are valid; those behind them are stale and may hold any number. Use no Python loop
+    over sequences or pages.
 
     Args:
         table: pages of each sequence.
-        kv_lens: keys of each sequence. A sequence may have none, and then it has no page.
+        kv_lens: keys of each sequence. A sequence may have none, and then it has no
+            page.
         page_size: keys that fit in one page.
 
     Returns:
         Three arrays of dtype int32:
-        indptr [B+1]: first entry of each sequence in `indices`, and the number of all entries.
+        indptr [B+1]: first entry of each sequence in `indices`, and the number of all
+            entries.
         indices [P]: the pages of all sequences, one sequence after the other.
-        last_page_len [B]: keys in the last page of each sequence, 1 to page_size; 0 for a sequence without keys.
+        last_page_len [B]: keys in the last page of each sequence, 1 to page_size; 0 for
+            a sequence without keys.
 
-    Example: pages of 4. The first sequence has 10 keys in three pages, the second 4 in one.
+    Example: pages of 4. The first sequence has 10 keys in three pages, the second 4 in
+    one.
 
         >>> table = np.array([[2, 0, 3], [1, 9, 9]], dtype=np.int32)
-        >>> indptr, indices, last_page_len = csr_from_table(table, np.array([10, 4]), page_size=4)
-        >>> indptr.tolist(), indices.tolist(), last_page_len.tolist()
-        ([0, 3, 4], [2, 0, 3, 1], [2, 4])
+        >>> arrays = csr_from_table(table, np.array([10, 4]), page_size=4)
+        >>> [array.tolist() for array in arrays]
+        [[0, 3, 4], [2, 0, 3, 1], [2, 4]]
     """
     counts = -(-kv_lens // page_size)
     indptr = np.concatenate(([0], counts.cumsum())).astype(np.int32)
-    indices = table[np.arange(table.shape[1]) < counts[:, None]]  # a mask takes row after row
-    # The pages before the last are full. Not (kv_lens - 1) % page_size + 1, which is page_size for no keys.
+    # a mask takes row after row
+    indices = table[np.arange(table.shape[1]) < counts[:, None]]
+    # The pages before the last are full. Not (kv_lens - 1) % page_size + 1, which is
+    # page_size for no keys.
     last_page_len = kv_lens - np.maximum(counts - 1, 0) * page_size
     return indptr, indices, last_page_len.astype(np.int32)
 
@@ -58,7 +68,9 @@ def table_from_csr(
     last_page_len: Int32[np.ndarray, " B"],
     page_size: int,
 ) -> tuple[Int32[np.ndarray, "B W"], Int32[np.ndarray, " B"]]:
-    """Turn CSR arrays back into a dense page table and lengths. Use no Python loop over sequences or pages.
+    """Turn CSR arrays back into a dense page table and lengths.
+
+    Use no Python loop over sequences or pages.
 
     Args:
         indptr: as `csr_from_table` returns it; so are the other arrays.
@@ -67,12 +79,14 @@ def table_from_csr(
         page_size: keys that fit in one page.
 
     Returns:
-        The table, as wide as the longest sequence has pages and padded with 0, and the keys of each sequence; int32.
+        The table, as wide as the longest sequence has pages and padded with 0, and the
+        keys of each sequence; int32.
 
     Example:
 
-        >>> arrays = np.array([0, 3, 4]), np.array([2, 0, 3, 1]), np.array([2, 4])
-        >>> table, kv_lens = table_from_csr(*(array.astype(np.int32) for array in arrays), page_size=4)
+        >>> lists = [0, 3, 4], [2, 0, 3, 1], [2, 4]
+        >>> arrays = (np.array(numbers, dtype=np.int32) for numbers in lists)
+        >>> table, kv_lens = table_from_csr(*arrays, page_size=4)
         >>> table.tolist(), kv_lens.tolist()
         ([[2, 0, 3], [1, 0, 0]], [10, 4])
     """
@@ -88,61 +102,82 @@ def append_positions(
     kv_indptr: Int32[np.ndarray, " indptr"],
     kv_indices: Int32[np.ndarray, " P"],
     page_size: int,
-) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"], Int64[np.ndarray, " T"], Int32[np.ndarray, " B"]]:
-    """Find where the new keys of a step go, and how full the last pages are once they are stored.
+) -> tuple[
+    Int32[np.ndarray, " T"],
+    Int32[np.ndarray, " T"],
+    Int64[np.ndarray, " T"],
+    Int32[np.ndarray, " B"],
+]:
+    """Find where the new keys of a step go, and how full the last pages are then.
 
-    New tokens follow the keys that their sequence has already. The scheduler has taken pages for them: `kv_indices`
-    lists exactly the pages that each sequence needs after the step. Use no Python loop over sequences or tokens.
+    New tokens follow the keys that their sequence has already. The scheduler has taken
+    pages for them: `kv_indices` lists exactly the pages that each sequence needs after
+    the step. Use no Python loop over sequences or tokens.
 
     Args:
-        qo_indptr: [B+1] first new token of each sequence, and the number T of all. Every sequence has one or more.
+        qo_indptr: [B+1] first new token of each sequence, and the number T of all.
+            Every sequence has one or more.
         kv_lens: [B] keys of each sequence before the step, 0 or more.
-        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of all.
+        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of
+            all.
         kv_indices: [P] pages of all sequences.
         page_size: keys that fit in one page.
 
     Returns:
         batch_indices [T], int32: the sequence of each new token.
         positions [T], int32: its position in the sequence.
-        slot_mapping [T], int64: page * page_size + offset in the page. A large pool has more slots than int32 holds.
+        slot_mapping [T], int64: page * page_size + offset in the page. A large pool has
+            more slots than int32 holds.
         last_page_len [B], int32: keys in the last page of each sequence after the step.
 
-    Example: pages of 4. The first sequence has 3 keys in page 2 and gets two more, of which one begins page 5. The
-    second has none yet, and gets one.
+    Example: pages of 4. The first sequence has 3 keys in page 2 and gets two more, of
+    which one begins page 5. The second has none yet, and gets one.
 
-        >>> arrays = np.array([0, 2, 3]), np.array([3, 0]), np.array([0, 2, 3]), np.array([2, 5, 1])
-        >>> found = append_positions(*(array.astype(np.int32) for array in arrays), page_size=4)
+        >>> lists = [0, 2, 3], [3, 0], [0, 2, 3], [2, 5, 1]
+        >>> arrays = (np.array(numbers, dtype=np.int32) for numbers in lists)
+        >>> found = append_positions(*arrays, page_size=4)
         >>> [array.tolist() for array in found]
         [[0, 0, 1], [3, 4, 0], [11, 20, 4], [1, 1]]
     """
     num_new = np.diff(qo_indptr)
     batch_indices = np.repeat(np.arange(len(num_new), dtype=np.int32), num_new)
-    positions = np.arange(qo_indptr[-1], dtype=np.int32) - qo_indptr[batch_indices] + kv_lens[batch_indices]
-    pages = kv_indices[kv_indptr[batch_indices] + positions // page_size].astype(np.int64)
-    slot_mapping = pages * page_size + positions % page_size
+    positions = (
+        np.arange(qo_indptr[-1], dtype=np.int32)
+        - qo_indptr[batch_indices]
+        + kv_lens[batch_indices]
+    )
+    pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
+    slot_mapping = pages.astype(np.int64) * page_size + positions % page_size
     last_page_len = (kv_lens + num_new - 1) % page_size + 1
     return batch_indices, positions, slot_mapping, last_page_len.astype(np.int32)
 
 
-def smallest_chunk(num_keys: Int[np.ndarray, " tiles"], num_workers: int, least: int = 1) -> int:
+def smallest_chunk(
+    num_keys: Int[np.ndarray, " tiles"], num_workers: int, least: int = 1
+) -> int:
     """Find the smallest chunk size with which there are no more chunks than workers.
 
-    The keys of each tile are cut into chunks of that size; the last chunk of a tile may be shorter. No chunk belongs to
-    two tiles. A tile may have millions of keys: do not try all sizes.
+    The keys of each tile are cut into chunks of that size; the last chunk of a tile may
+    be shorter. No chunk belongs to two tiles. A tile may have millions of keys: do not
+    try all sizes.
 
     Args:
         num_keys: keys of each tile, 1 or more.
-        num_workers: most chunks. If there are more tiles than that, every size makes too many chunks: return the
-            largest number of keys, with which every tile is one chunk.
-        least: smallest size that may be returned, also where it is larger than every tile.
+        num_workers: most chunks. If there are more tiles than that, every size makes
+            too many chunks: return the largest number of keys, with which every tile is
+            one chunk.
+        least: smallest size that may be returned, also where it is larger than every
+            tile.
 
-    Example: with chunks of 40 there are 3 + 1 of them; with chunks of 34 as well; with chunks of 33 there are 5.
+    Example: with chunks of 40 there are 3 + 1 of them; with chunks of 34 as well; with
+    chunks of 33 there are 5.
 
         >>> smallest_chunk(np.array([100, 20]), num_workers=4)
         34
     """
     low, high = least, max(least, int(num_keys.max()))
-    # A larger chunk never makes more chunks, so "few enough chunks" is false up to some size, and true from there on.
+    # A larger chunk never makes more chunks, so "few enough chunks" is false up to some
+    # size, and true from there on.
     while low < high:
         middle = (low + high) // 2
         if (-(-num_keys // middle)).sum() > num_workers:
@@ -161,38 +196,47 @@ def plan_work(
     least_keys: int = 1,
     window: int | None = None,
 ) -> WorkPlan:
-    """Split a step into work items, about as many as there are workers, each with about the same number of keys.
+    """Split a step into about as many work items as workers, with even numbers of keys.
 
-    The new tokens of each sequence, its queries, are cut into tiles of `tile_len`; the last tile of a sequence may be
-    shorter. A tile needs every key that one of its queries sees, and no other. These keys are cut into chunks, whose
-    size is the one that `smallest_chunk` finds for all tiles of the step together; the last chunk of a tile may be
-    shorter. A tile and a chunk of its keys are a work item.
+    The new tokens of each sequence, its queries, are cut into tiles of `tile_len`; the
+    last tile of a sequence may be shorter. A tile needs every key that one of its
+    queries sees, and no other. These keys are cut into chunks, whose size is the one
+    that `smallest_chunk` finds for all tiles of the step together; the last chunk of a
+    tile may be shorter. A tile and a chunk of its keys are a work item.
 
-    So the largest item has at most twice the mean load of a worker (and one key) if there are at least two workers for
-    each tile, and chunks may be that small. Use no Python loop over sequences, tiles or items: a step is planned while
-    the GPU waits.
+    So the largest item has at most twice the mean load of a worker (and one key) if
+    there are at least two workers for each tile, and chunks may be that small. Use no
+    Python loop over sequences, tiles or items: a step is planned while the GPU waits.
 
     Args:
-        qo_indptr: [B+1] first query of each sequence, and the number of all. Every sequence has one or more.
-        kv_lens: [B] keys of each sequence, those of the queries included: its last query is at position kv_lens - 1.
+        qo_indptr: [B+1] first query of each sequence, and the number of all. Every
+            sequence has one or more.
+        kv_lens: [B] keys of each sequence, those of the queries included: its last
+            query is at position kv_lens - 1.
         num_workers: how many items run at the same time.
         tile_len: most queries of a tile.
         least_keys: smallest chunk size.
-        window: how many keys a query sees, its own included, or None: all keys up to its own.
+        window: how many keys a query sees, its own included, or None: all keys up to
+            its own.
 
     Returns:
         A WorkPlan: `chunk_size`, and arrays of any integer dtype.
-        sequences, first_tokens, end_tokens, first_keys, end_keys [N]: for each item its sequence, its queries as a
-            range of the step's tokens, and its keys as a range of positions. Ordered by tile, in a tile by key.
+        sequences, first_tokens, end_tokens, first_keys, end_keys [N]: for each item its
+            sequence, its queries as a range of the step's tokens, and its keys as a
+            range of positions. Ordered by tile, in a tile by key.
         item_indptr [tiles + 1]: first item of each tile, and N.
 
-    Example: a decode with 100 keys, and a prompt of 3 tokens, which with tiles of 2 is two tiles, of 2 and of 3 keys.
+    Example: a decode with 100 keys, and a prompt of 3 tokens, which with tiles of 2 is
+    two tiles, of 2 and of 3 keys.
 
-        >>> plan = plan_work(np.array([0, 1, 4]), np.array([100, 3]), num_workers=6, tile_len=2)
+        >>> qo_indptr, kv_lens = np.array([0, 1, 4]), np.array([100, 3])
+        >>> plan = plan_work(qo_indptr, kv_lens, num_workers=6, tile_len=2)
         >>> plan.chunk_size, plan.item_indptr.tolist()
         (25, [0, 4, 5, 6])
-        >>> plan.sequences.tolist(), plan.first_tokens.tolist(), plan.end_tokens.tolist()
-        ([0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 3], [1, 1, 1, 1, 3, 4])
+        >>> plan.sequences.tolist()
+        [0, 0, 0, 0, 1, 1]
+        >>> plan.first_tokens.tolist(), plan.end_tokens.tolist()
+        ([0, 0, 0, 0, 1, 3], [1, 1, 1, 1, 3, 4])
         >>> plan.first_keys.tolist(), plan.end_keys.tolist()
         ([0, 25, 50, 75, 0, 0], [25, 50, 75, 100, 2, 3])
     """
@@ -200,9 +244,11 @@ def plan_work(
     sequences, index = _expand(tiles_of)
     first_tokens = qo_indptr[sequences] + index * tile_len
     end_tokens = np.minimum(first_tokens + tile_len, qo_indptr[sequences + 1])
-    # Add this to a token's index in the step, and you have its position in the sequence.
+    # Add this to a token's index in the step, and you have its position in the
+    # sequence.
     to_position = kv_lens[sequences] - qo_indptr[sequences + 1]
-    end_keys = to_position + end_tokens  # the last query of the tile sees all keys up to its own
+    # the last query of the tile sees all keys up to its own
+    end_keys = to_position + end_tokens
     first_keys = np.zeros_like(end_keys)
     if window is not None:  # the first query sees the oldest keys
         first_keys = np.maximum(to_position + first_tokens + 1 - window, 0)
@@ -222,8 +268,10 @@ def plan_work(
     )
 
 
-def _expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:
-    """Number the members of groups of these sizes: the group of each, and its index in the group."""
+def _expand(
+    counts: Int[np.ndarray, " n"],
+) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:
+    """Number the members of groups: the group of each, and its index in the group."""
     groups = np.repeat(np.arange(len(counts)), counts)
     return groups, np.arange(len(groups)) - np.repeat(counts.cumsum() - counts, counts)
 
@@ -237,24 +285,27 @@ def split_kv_decode(
     plan: WorkPlan,
     worker: Callable[[Tensor, Tensor, Tensor], AttentionState],
 ) -> AttentionState:
-    """Execute a plan of decodes over a paged cache, and merge the partial states of each query.
+    """Execute a plan of decodes over a paged cache, and merge each query's states.
 
-    Each tile of the plan is one query, row `first_tokens` of `q`. Tiles may come in any order, and not only in that of
-    the sequences. Each item is one thread block: gather its keys and values, and no others, and call `worker` with
-    them once. (Yours are called in a loop; on a GPU they run at the same time.) A range of keys may begin and end
-    inside a page.
+    Each tile of the plan is one query, row `first_tokens` of `q`. Tiles may come in any
+    order, and not only in that of the sequences. Each item is one thread block: gather
+    its keys and values, and no others, and call `worker` with them once. (Yours are
+    called in a loop; on a GPU they run at the same time.) A range of keys may begin and
+    end inside a page.
 
     Args:
         q: one query for each sequence.
         k_pages: keys of one layer, in NHD.
         v_pages: its values.
-        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of all.
+        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of
+            all.
         kv_indices: pages of all sequences.
         plan: the work items, see `plan_work`. Every query has one tile.
         worker: returns the attention state of q [1, Hq, D] over k and v [m, Hk, D].
 
     Returns:
-        The states of all queries over all their keys: out [B, Hq, D] and lse [B, Hq], in the dtypes that the workers
+        The states of all queries over all their keys: out [B, Hq, D] and lse [B, Hq],
+            in the dtypes that the workers
         return. You may call `merge_states` of chapter 02.
 
     Example: five keys, whose scores are all 0, so the output is the mean of the values.
@@ -265,7 +316,7 @@ def split_kv_decode(
         >>> q, k = torch.zeros(1, 1, 1), torch.zeros(3, 2, 1, 1)
         >>> v = torch.tensor([[5.0, 99.0], [3.0, 4.0], [1.0, 2.0]]).view(3, 2, 1, 1)
         >>> plan = plan_work(np.array([0, 1]), np.array([5]), num_workers=2, tile_len=1)
-        >>> pages = np.array([0, 3], dtype=np.int32), np.array([2, 1, 0], dtype=np.int32)
+        >>> pages = (np.array(p, dtype=np.int32) for p in ([0, 3], [2, 1, 0]))
         >>> round(split_kv_decode(q, k, v, *pages, plan, worker).out.item(), 4)
         3.0
     """
@@ -276,22 +327,39 @@ def split_kv_decode(
         for item in range(first, end):
             sequence, token = plan.sequences[item], plan.first_tokens[item]
             positions = np.arange(plan.first_keys[item], plan.end_keys[item])
-            pages = torch.from_numpy(kv_indices[kv_indptr[sequence] + positions // page_size]).long()
+            pages = torch.from_numpy(
+                kv_indices[kv_indptr[sequence] + positions // page_size]
+            ).long()
             offsets = torch.from_numpy(positions % page_size)
-            partial.append(worker(q[token : token + 1], k_pages[pages, offsets], v_pages[pages, offsets]))
+            partial.append(
+                worker(
+                    q[token : token + 1],
+                    k_pages[pages, offsets],
+                    v_pages[pages, offsets],
+                )
+            )
         states[int(plan.first_tokens[first])] = reduce(merge_states, partial)
     in_order = [states[token] for token in range(len(q))]
-    return AttentionState(torch.cat([state.out for state in in_order]), torch.cat([state.lse for state in in_order]))
+    return AttentionState(
+        torch.cat([state.out for state in in_order]),
+        torch.cat([state.lse for state in in_order]),
+    )
 
 
 def cut_evenly(
     num_keys: Int[np.ndarray, " tiles"], num_workers: int
-) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"], Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
+) -> tuple[
+    Int[np.ndarray, " N"],
+    Int[np.ndarray, " N"],
+    Int[np.ndarray, " N"],
+    Int[np.ndarray, " N"],
+]:
     """Challenge: give every worker the same number of keys, to within one.
 
-    `plan_work` gives a worker one item, so one that gets the rest of a tile has less to do. Here a worker may have
-    several items, of one tile or of many. With W workers there are at most tiles + W - 1 items, because every
-    additional item is another partial state to merge. There may be fewer keys than workers, and then some have no
+    `plan_work` gives a worker one item, so one that gets the rest of a tile has less to
+    do. Here a worker may have several items, of one tile or of many. With W workers
+    there are at most tiles + W - 1 items, because every additional item is another
+    partial state to merge. There may be fewer keys than workers, and then some have no
     item. The keys may be many millions: use no Python loop over keys.
 
     Args:
@@ -299,22 +367,27 @@ def cut_evenly(
         num_workers: W, 1 or more.
 
     Returns:
-        workers, tiles, first_keys, end_keys, of any integer dtype: item i is the keys first_keys[i] to
-        end_keys[i] - 1 of tile tiles[i], computed by worker workers[i]. The items may come in any order. Each key of
-        each tile is in exactly one item, and no item is empty.
+        workers, tiles, first_keys, end_keys, of any integer dtype: item i is the keys
+        first_keys[i] to end_keys[i] - 1 of tile tiles[i], computed by worker
+        workers[i]. The items may come in any order. Each key of each tile is in exactly
+        one item, and no item is empty.
 
-    Example: 12 keys and 3 workers, 4 keys each. One cut falls between the tiles, so there are only 3 items.
+    Example: 12 keys and 3 workers, 4 keys each. One cut falls between the tiles, so
+    there are only 3 items.
 
         >>> workers, tiles, first_keys, end_keys = cut_evenly(np.array([8, 4]), 3)
         >>> sorted(zip(tiles.tolist(), first_keys.tolist(), end_keys.tolist()))
         [(0, 0, 4), (0, 4, 8), (1, 0, 4)]
     """
-    # Lay the keys of all tiles end to end. Tiles end at `ends`; cut the line into equal pieces as well.
+    # Lay the keys of all tiles end to end. Tiles end at `ends`; cut the line into equal
+    # pieces as well.
     ends = num_keys.cumsum().astype(np.int64)
     worker_ends = ends[-1] * np.arange(1, num_workers + 1) // num_workers
     cuts = np.unique(np.concatenate(([0], ends, worker_ends)))
     first, end = cuts[:-1], cuts[1:]
-    # An item belongs to the first tile, and the first worker, that ends behind its first key.
-    tiles, workers = np.searchsorted(ends, first, side="right"), np.searchsorted(worker_ends, first, side="right")
+    # An item belongs to the first tile, and the first worker, that ends behind its
+    # first key.
+    tiles = np.searchsorted(ends, first, side="right")
+    workers = np.searchsorted(worker_ends, first, side="right")
     start = ends[tiles] - num_keys[tiles]
     return workers, tiles, first - start, end - start

@@ -1,7 +1,9 @@
-"""Homework of chapter 09: attention that reads shared pages once, the levels of shared pages, and a radix tree.
+"""Homework of chapter 09: attention that reads shared pages once, the levels of shared
+pages, and a radix tree.
 
-`find_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` runs the `cascade`
-backend on it. `Level`, `Edge`, `Tree` and `ReadPages` are given. A page is a whole number, as in chapter 06.
+`find_levels` is a part of the engine: once its checks pass, `mini-engine generate
+--homework` runs the `cascade` backend on it. `Level`, `Edge`, `Tree` and `ReadPages`
+are given. A page is a whole number, as in chapter 06.
 """
 
 import functools
@@ -21,20 +23,24 @@ from mini_engine.kv_cache.page_table import PageTable
 
 Tokens = Int32[np.ndarray, " n"]
 Pages = Int32[np.ndarray, " m"]
-# Reads pages from the KV cache: their keys and their values, each [m * page_size, Hk, D].
+# Reads pages from the KV cache: their keys and their values, each [m * page_size, Hk,
+# D].
 ReadPages = Callable[[Pages], tuple[Tensor, Tensor]]
 
 
 class Level(NamedTuple):
     """Which requests of a step share pages, and how many.
 
-    Requests are in an order that makes sharers neighbors. Requests that join one another form a group; a request that
-    does not join the one before it, and that the one behind it does not join, is alone.
+    Requests are in an order that makes sharers neighbors. Requests that join one
+    another form a group; a request that does not join the one before it, and that the
+    one behind it does not join, is alone.
 
     Attributes:
-        joined: whether each request belongs to the group of the request before it; False for the first one.
-        depth: pages of each request that this level and the levels outside it hold. All requests of a group have the
-            same depth. A request that is alone keeps the depth that it has in the level outside this one, or 0.
+        joined: whether each request belongs to the group of the request before it;
+            False for the first one.
+        depth: pages of each request that this level and the levels outside it hold. All
+            requests of a group have the same depth. A request that is alone keeps the
+            depth that it has in the level outside this one, or 0.
     """
 
     joined: Bool[np.ndarray, " B"]
@@ -43,13 +49,16 @@ class Level(NamedTuple):
 
 @dataclass(eq=False)
 class Edge:
-    """An edge of a radix tree, and the node at its end: full pages in a row, and the edges that continue them.
+    """An edge of a radix tree and the node at its end.
+
+    The edge has full pages in a row; the node has the edges that continue them.
 
     Attributes:
         tokens: [m * page_size] the tokens of its pages.
         pages: [m] its pages.
         parent: the edge in front of it; None for the root, which has no pages.
-        children: the edges behind it, by the bytes of the tokens in the first page of each.
+        children: the edges behind it, by the bytes of the tokens in the first page of
+            each.
         last_use: when it was last used; see `Tree.use`.
     """
 
@@ -61,7 +70,7 @@ class Edge:
 
 
 class Tree:
-    """A radix tree without any pages, over the pages of a table: what `RadixTree` begins with.
+    """A radix tree over the pages of a table, still empty: the base of `RadixTree`.
 
     Args:
         table: the page table. The tree is one more owner of each of its pages.
@@ -102,13 +111,16 @@ def two_level_attention(
     *,
     scale: float,
 ) -> AttentionState:
-    """Attend with the decodes of a step, all of which begin with the same pages, and read those pages once.
+    """Attend with the decodes of a step, reading the pages that they share once.
 
-    Every request has one query, which sees all keys of the request: first those in the shared pages, all of them full,
-    then those in its own pages. What must hold:
-        - `read_pages` reads each shared page once, however many requests there are, and each own page once.
-        - Of a request's last own page only the first keys count; behind them it holds anything, also NaN.
-        - There may be no shared pages at all, and requests without own pages. Each request has at least one key.
+    Every request has one query, which sees all keys of the request: first those in the
+    shared pages, all of them full, then those in its own pages. What must hold:
+        - `read_pages` reads each shared page once, however many requests there are, and
+          each own page once.
+        - Of a request's last own page only the first keys count; behind them it holds
+          anything, also NaN.
+        - There may be no shared pages at all, and requests without own pages. Each
+          request has at least one key.
 
     Args:
         q: one query for each request.
@@ -122,22 +134,30 @@ def two_level_attention(
     Returns:
         The state over all keys of each request, as `attention_state` computes it.
 
-    Example: every value is its page's number, and all keys are 0, so that the output is a mean. Both requests share
-    page 5 of two tokens; the first one also has the first token of page 8.
+    Example: every value is its page's number, and all keys are 0, so that the output is
+    a mean. Both requests share page 5 of two tokens; the first one also has the first
+    token of page 8.
 
         >>> def read_pages(pages):
-        ...     values = torch.from_numpy(pages).repeat_interleave(2).float()[:, None, None]
-        ...     return torch.zeros_like(values), values
-        >>> arrays = (np.array(numbers, dtype=np.int32) for numbers in ([5], [0, 1, 1], [8], [1, 0]))
-        >>> two_level_attention(torch.zeros(2, 1, 1), read_pages, *arrays, scale=1.0).out.flatten().round()
+        ...     values = torch.from_numpy(pages).repeat_interleave(2).float()
+        ...     return torch.zeros(len(values), 1, 1), values[:, None, None]
+        >>> lists = [5], [0, 1, 1], [8], [1, 0]
+        >>> arrays = (np.array(numbers, dtype=np.int32) for numbers in lists)
+        >>> q = torch.zeros(2, 1, 1)
+        >>> state = two_level_attention(q, read_pages, *arrays, scale=1.0)
+        >>> state.out.flatten().round()
         tensor([6., 5.])
     """
     states = []
     for b, (first, end) in enumerate(pairwise(own_indptr.tolist())):
         k, v = (x[: own_lens[b]] for x in read_pages(own_pages[first:end]))
         states.append(attention_state(q[b : b + 1], k, v, scale=scale))
-    own = AttentionState(torch.cat([state.out for state in states]), torch.cat([state.lse for state in states]))
-    # Without a mask: the queries of all requests see all of these keys, so they are one batch of queries.
+    own = AttentionState(
+        torch.cat([state.out for state in states]),
+        torch.cat([state.lse for state in states]),
+    )
+    # Without a mask: the queries of all requests see all of these keys, so they are one
+    # batch of queries.
     shared = attention_state(q, *read_pages(shared_pages), scale=scale)
     return merge_states(shared, own)
 
@@ -145,34 +165,39 @@ def two_level_attention(
 def shared_prefixes(
     pages: Int32[np.ndarray, "B W"], limits: Int64[np.ndarray, " B"]
 ) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
-    """Order the requests of a step so that sharers are neighbors, and count the pages that neighbors share.
+    """Order requests so that sharers are neighbors, and count what neighbors share.
 
-    Two requests share their first n pages if those are the same pages in the same order; equal pages behind the first
-    difference do not count. Only the first `limits[b]` pages of request b may be shared: the entries behind them are
-    stale, or pages that this step still writes to. What must hold:
-        - In the order that you return, all requests that begin with the same n pages are next to each other, for every
-          n. So no page that could be shared is missed: the sum of your counts is as large as any order makes it.
+    Two requests share their first n pages if those are the same pages in the same
+    order; equal pages behind the first difference do not count. Only the first
+    `limits[b]` pages of request b may be shared: the entries behind them are stale, or
+    pages that this step still writes to. What must hold:
+        - In the order that you return, all requests that begin with the same n pages
+          are next to each other, for every n. So no page that could be shared is
+          missed: the sum of your counts is as large as any order makes it.
         - The arguments belong to the caller: leave them as they are.
 
-    The engine does this for hundreds of requests with thousands of pages, so it has no Python loop; the grader allows
-    one.
+    The engine does this for hundreds of requests with thousands of pages, so it has no
+    Python loop; the grader allows one.
 
     Args:
         pages: the first W pages of each request, of which the first `limits[b]` count.
         limits: at most W, 0 for a request that shares nothing.
 
     Returns:
-        The index of each request in the new order, and, in that order, how many pages each request shares with the one
-        before it; 0 for the first.
+        The index of each request in the new order, and, in that order, how many pages
+        each request shares with the one before it; 0 for the first.
 
-    Example: requests 0 and 2 share two pages. Request 3 has page 7 as well, behind another one.
+    Example: requests 0 and 2 share two pages. Request 3 has page 7 as well, behind
+    another one.
 
-        >>> pages = np.array([[4, 7, 1], [6, 0, 0], [4, 7, 2], [5, 7, 3]], dtype=np.int32)
-        >>> order, prefixes = shared_prefixes(pages, np.array([3, 1, 3, 3]))
+        >>> pages = [4, 7, 1], [6, 0, 0], [4, 7, 2], [5, 7, 3]
+        >>> limits = np.array([3, 1, 3, 3])
+        >>> order, prefixes = shared_prefixes(np.array(pages, dtype=np.int32), limits)
         >>> order.tolist(), prefixes.tolist()
         ([0, 2, 3, 1], [0, 2, 0, 0])
     """
-    # -1 is no page, and sorts before all of them: a short request stands in front of those that it is a prefix of.
+    # -1 is no page, and sorts before all of them: a short request stands in front of
+    # those that it is a prefix of.
     known = np.where(np.arange(pages.shape[1]) < limits[:, None], pages, -1)
     order = np.lexsort(known.T[::-1]) if known.size else np.arange(len(limits))
     known = known[order]
@@ -181,37 +206,50 @@ def shared_prefixes(
     return order, np.append(0, prefixes)[: len(limits)]
 
 
-def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Level]:
+def find_levels(
+    prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float
+) -> list[Level]:
     """Find the levels of a cascade that pay.
 
-    The requests are in an order that makes sharers neighbors, and `prefixes` says what neighbors share. A level lets
-    groups of neighbors read pages together. It costs `cost` seconds, whatever it holds, and saves `saving[b]` seconds
-    for each page that request b does not read again: each page that the level adds to the depth of a request that has
-    joined the one before it. What must hold:
-        - A group holds all pages that its requests have in common, at least one more than the level outside.
-        - Groups nest: a request that joins the one before it in a level has joined it in all levels outside.
-        - Every level pays: without any one of them, the others would not save more in all, costs included. The groups
-          of the next level inside would then hold its pages too, so only the requests that do not join there would
-          read those pages again.
+    The requests are in an order that makes sharers neighbors, and `prefixes` says what
+    neighbors share. A level lets groups of neighbors read pages together. It costs
+    `cost` seconds, whatever it holds, and saves `saving[b]` seconds for each page that
+    request b does not read again: each page that the level adds to the depth of a
+    request that has joined the one before it. What must hold:
+        - A group holds all pages that its requests have in common, at least one more
+          than the level outside.
+        - Groups nest: a request that joins the one before it in a level has joined it
+          in all levels outside.
+        - Every level pays: without any one of them, the others would not save more in
+          all, costs included. The groups of the next level inside would then hold its
+          pages too, so only the requests that do not join there would read those pages
+          again.
         - If levels cost nothing, no page is read twice by requests that could share it.
-        - No level is missing at the inner end: for every n, a further level of n more pages of each request that
-          shares at least n more with the one before it would save at most `cost`.
+        - No level is missing at the inner end: for every n, a further level of n more
+          pages of each request that shares at least n more with the one before it would
+          save at most `cost`.
 
-    The best of all sets of levels is not asked for. `prefixes` belongs to the caller: leave it as it is.
+    The best of all sets of levels is not asked for. `prefixes` belongs to the caller:
+    leave it as it is.
 
     Args:
-        prefixes: [B] pages that each request shares with the one before it, 0 for the first.
-        saving: [B] seconds for each page that a request does not read again, at least 0.
+        prefixes: [B] pages that each request shares with the one before it, 0 for the
+            first.
+        saving: [B] seconds for each page that a request does not read again, at least
+            0.
         cost: seconds of one level, at least 0.
 
     Returns:
         The levels, outermost first; an empty list if none pays.
 
-    Example: the four requests of a step. All of them share 3 pages, the first two share 5 more.
+    Example: the four requests of a step. All of them share 3 pages, the first two share
+    5 more.
 
         >>> prefixes, saving = np.array([0, 8, 3, 3]), np.ones(4)
-        >>> [(level.joined.tolist(), level.depth.tolist()) for level in find_levels(prefixes, saving, cost=4.0)]
-        [([False, True, True, True], [3, 3, 3, 3]), ([False, True, False, False], [8, 8, 3, 3])]
+        >>> for level in find_levels(prefixes, saving, cost=4.0):
+        ...     print(level.joined.tolist(), level.depth.tolist())
+        [False, True, True, True] [3, 3, 3, 3]
+        [False, True, False, False] [8, 8, 3, 3]
         >>> [level.depth.tolist() for level in find_levels(prefixes, saving, cost=6.0)]
         [[3, 3, 3, 3]]
         >>> find_levels(prefixes, saving, cost=10.0)
@@ -222,7 +260,8 @@ def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B
     while True:
         more = prefixes - depth
         joined = more > 0
-        # The fewer join, the more pages each of them needs for the level to pay. Each round drops some or ends.
+        # The fewer join, the more pages each of them needs for the level to pay. Each
+        # round drops some or ends.
         while True:
             pays = joined & (more * float(saving @ joined) >= cost)
             if pays.sum() == joined.sum():
@@ -238,8 +277,10 @@ def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B
     return _without_redundant(levels, saving, cost)
 
 
-def _without_redundant(levels: list[Level], saving: Float[np.ndarray, " B"], cost: float) -> list[Level]:
-    """Drop the levels that do not pay because of the ones inside them, which would hold their pages too."""
+def _without_redundant(
+    levels: list[Level], saving: Float[np.ndarray, " B"], cost: float
+) -> list[Level]:
+    """Drop the levels that do not pay: those inside would hold their pages too."""
     kept = levels[-1:]
     for i in reversed(range(len(levels) - 1)):
         pages = levels[i].depth - (levels[i - 1].depth if i else 0)
@@ -247,7 +288,8 @@ def _without_redundant(levels: list[Level], saving: Float[np.ndarray, " B"], cos
             kept.insert(0, levels[i])
     before = np.zeros_like(levels[0].depth) if levels else None
     for i, (joined, depth) in enumerate(kept):
-        before = np.where(_in_group(joined), depth, before)  # a request alone here may have been in a dropped group
+        # a request alone here may have been in a dropped group
+        before = np.where(_in_group(joined), depth, before)
         kept[i] = Level(joined, before)
     return kept
 
@@ -257,18 +299,19 @@ def _in_group(joined: Bool[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
 
 
 class RadixTree(Tree):
-    """The prefix cache: finds the pages of a text by its tokens, and keeps them when their requests have ended.
+    """The prefix cache: keeps pages after their requests, and finds them by tokens.
 
-    `Tree` provides the constructor, the attributes `table`, `time` and `root`, and the methods `use` and `edges`. A
-    text is found page by page, full pages only; a page has `table.page_size` tokens. The keys of `children` are
-    `tokens.tobytes()`. Write the four methods.
+    `Tree` provides the constructor, the attributes `table`, `time` and `root`, and the
+    methods `use` and `edges`. A text is found page by page, full pages only; a page has
+    `table.page_size` tokens. The keys of `children` are `tokens.tobytes()`. Write the
+    four methods.
 
     Example: pages of 2 tokens. Two texts share page 0.
 
         >>> table = PageTable(num_pages=6, page_size=2, max_rows=2)
         >>> a, b = table.allocate(), table.allocate()
         >>> table.take(np.array([a]), np.array([3]))
-        >>> tree, text = RadixTree(table), np.array([1, 2, 3, 4, 5, 6, 7], dtype=np.int32)
+        >>> tree, text = RadixTree(table), np.arange(1, 8, dtype=np.int32)
         >>> tree.insert(text, table.pages(a))
         >>> other = np.array([1, 2, 9, 9], dtype=np.int32)
         >>> table.share(b, tree.match(other)), table.take(np.array([b]), np.array([1]))
@@ -284,8 +327,9 @@ class RadixTree(Tree):
     def split(self, edge: Edge, num_pages: int) -> Edge:
         """Split an edge in two behind its first pages.
 
-        A new edge takes the first pages, and the place of the edge among its parent's children. The edge itself stays
-        the part behind, with its children, as the only child of the new one. Both were last used when the edge was.
+        A new edge takes the first pages, and the place of the edge among its parent's
+        children. The edge itself stays the part behind, with its children, as the only
+        child of the new one. Both were last used when the edge was.
 
         Args:
             edge: an edge of the tree, not the root.
@@ -295,17 +339,27 @@ class RadixTree(Tree):
             The new edge.
         """
         size = self.table.page_size
-        front = Edge(edge.tokens[: num_pages * size], edge.pages[:num_pages], edge.parent, last_use=edge.last_use)
+        front = Edge(
+            edge.tokens[: num_pages * size],
+            edge.pages[:num_pages],
+            edge.parent,
+            last_use=edge.last_use,
+        )
         assert edge.parent is not None
         edge.parent.children[edge.tokens[:size].tobytes()] = front
-        edge.tokens, edge.pages, edge.parent = edge.tokens[num_pages * size :], edge.pages[num_pages:], front
+        edge.tokens, edge.pages = (
+            edge.tokens[num_pages * size :],
+            edge.pages[num_pages:],
+        )
+        edge.parent = front
         front.children[edge.tokens[:size].tobytes()] = edge
         return front
 
     def match(self, token_ids: Tokens) -> Pages:
-        """Find the pages that hold the first tokens of a text: the longest chain of full pages.
+        """Find the longest chain of full pages that holds the first tokens of a text.
 
-        The pages that are found are used, and no others: where the chain ends inside an edge, the edge is split.
+        The pages that are found are used, and no others: where the chain ends inside an
+        edge, the edge is split.
 
         Args:
             token_ids: [n] the text; it may end inside a page.
@@ -318,21 +372,24 @@ class RadixTree(Tree):
         return np.concatenate(found)
 
     def insert(self, token_ids: Tokens, pages: Pages) -> None:
-        """Insert the full pages of a text, and count the tree as one more owner of each page that is new to it.
+        """Insert the full pages of a text.
 
-        Pages whose text the tree has already stay as they are, and it does not take the request's pages for them. The
-        pages that are new become one edge. All pages of the text are used now. Store copies: the arrays belong to the
-        caller, who will change them.
+        The tree is one more owner of each page that is new to it. Pages whose text the
+        tree has already stay as they are, and it does not take the request's pages for
+        them. The pages that are new become one edge. All pages of the text are used
+        now. Store copies: the arrays belong to the caller, who will change them.
 
         Args:
             token_ids: [n] the text.
-            pages: [m] the pages that hold it, from the first one on, also the last one if that is not full.
+            pages: [m] the pages that hold it, from the first one on, also the last one
+                if that is not full.
         """
         size = self.table.page_size
         edge, found = self._walk(token_ids)
         num_found, num_full = sum(map(len, found)), len(token_ids) // size
         if num_found < num_full:
-            tokens, new = token_ids[num_found * size : num_full * size].copy(), pages[num_found:num_full].copy()
+            tokens = token_ids[num_found * size : num_full * size].copy()
+            new = pages[num_found:num_full].copy()
             self.table.retain(new)
             added = Edge(tokens, new, edge)
             edge.children[tokens[:size].tobytes()] = added
@@ -340,11 +397,12 @@ class RadixTree(Tree):
         self.use(edge)
 
     def evict(self, num_pages: int) -> int:
-        """Return pages to the pool that only the tree owns, until there are `num_pages` or no more can go.
+        """Return up to `num_pages` pages that only the tree owns to the pool.
 
-        A page can go when no other page is behind it in the tree and its refcount is 1. Among the edges whose last page
-        can go, the one that was used least recently loses pages, from its end, one after the other; an edge without
-        pages leaves the tree. `table.drop` returns pages.
+        Fewer are returned only if no more can go. A page can go when no other page is
+        behind it in the tree and its refcount is 1. Among the edges whose last page can
+        go, the one that was used least recently loses pages, from its end, one after
+        the other; an edge without pages leaves the tree. `table.drop` returns pages.
 
         Args:
             num_pages: how many pages are needed.
@@ -354,11 +412,16 @@ class RadixTree(Tree):
         """
         num_freed = 0
         while num_freed < num_pages:
-            ends = [e for e in self.edges() if not e.children and self.table.refcounts[e.pages[-1]] == 1]
+            ends = [
+                e
+                for e in self.edges()
+                if not e.children and self.table.refcounts[e.pages[-1]] == 1
+            ]
             if not ends:
                 break
             edge = min(ends, key=lambda e: e.last_use)
-            # Removed from the tree before it is free: nothing may find a page that another request can take.
+            # Removed from the tree before it is free: nothing may find a page that
+            # another request can take.
             page, edge.pages = edge.pages[-1:], edge.pages[:-1]
             if len(edge.pages) == 0:
                 assert edge.parent is not None
@@ -369,16 +432,18 @@ class RadixTree(Tree):
         return num_freed
 
     def _walk(self, token_ids: Tokens) -> tuple[Edge, list[Pages]]:
-        """Follow a text as far as the tree has it. Returns the edge where it ends, and the pages on the way."""
+        """The edge where the tree's part of a text ends, and the pages on the way."""
         size, start, edge = self.table.page_size, 0, self.root
         found = [edge.pages]
         num_full = len(token_ids) // size
         while start < num_full:
-            child = edge.children.get(token_ids[start * size : (start + 1) * size].tobytes())
+            page = token_ids[start * size : (start + 1) * size]
+            child = edge.children.get(page.tobytes())
             if child is None:
                 break
             end = min(num_full, start + len(child.pages))
-            mine, theirs = (x.reshape(-1, size) for x in (token_ids[start * size : end * size], child.tokens))
+            mine = token_ids[start * size : end * size].reshape(-1, size)
+            theirs = child.tokens.reshape(-1, size)
             equal = (mine == theirs[: end - start]).all(axis=1)
             num_equal = int(np.logical_and.accumulate(equal).sum())
             if num_equal < len(child.pages):
@@ -402,13 +467,16 @@ def cascade_attention(
 ) -> AttentionState:
     """Challenge: cascade attention over a tree of prefixes, with any number of levels.
 
-    Every request has one query, which sees all keys of the request. The requests are in the order of the levels. In
-    each level every group attends to the pages that the level adds to its depth, and in the end every request attends
-    to the pages that no level holds. What must hold:
-        - `read_pages` reads each page of each group once, and each page that no level holds once.
-        - Of a request's last page only the first keys count, as `kv_lens` says; behind them it holds anything, also
-          NaN. Pages in levels are full.
-        - A request may be alone in some levels or in all, and may have no page behind its levels.
+    Every request has one query, which sees all keys of the request. The requests are in
+    the order of the levels. In each level every group attends to the pages that the
+    level adds to its depth, and in the end every request attends to the pages that no
+    level holds. What must hold:
+        - `read_pages` reads each page of each group once, and each page that no level
+          holds once.
+        - Of a request's last page only the first keys count, as `kv_lens` says; behind
+          them it holds anything, also NaN. Pages in levels are full.
+        - A request may be alone in some levels or in all, and may have no page behind
+          its levels.
 
     Args:
         q: one query for each request.
@@ -422,31 +490,44 @@ def cascade_attention(
     Returns:
         The state over all keys of each request.
 
-    Example: as in `two_level_attention`, every value is its page's number, and all keys are 0. Both requests share page
-    5 of two tokens, and the first one also has the first token of page 8.
+    Example: as in `two_level_attention`, every value is its page's number, and all keys
+    are 0. Both requests share page 5 of two tokens, and the first one also has the
+    first token of page 8.
 
         >>> def read_pages(pages):
-        ...     values = torch.from_numpy(pages).repeat_interleave(2).float()[:, None, None]
-        ...     return torch.zeros_like(values), values
-        >>> pages, kv_lens = [np.array([5, 8], dtype=np.int32), np.array([5], dtype=np.int32)], np.array([3, 2])
+        ...     values = torch.from_numpy(pages).repeat_interleave(2).float()
+        ...     return torch.zeros(len(values), 1, 1), values[:, None, None]
+        >>> pages = [np.array(own, dtype=np.int32) for own in ([5, 8], [5])]
+        >>> kv_lens = np.array([3, 2])
         >>> level = Level(joined=np.array([False, True]), depth=np.array([1, 1]))
         >>> q = torch.zeros(2, 1, 1)
-        >>> cascade_attention(q, read_pages, pages, kv_lens, [level], page_size=2, scale=1.0).out.flatten().round()
+        >>> state = cascade_attention(
+        ...     q, read_pages, pages, kv_lens, [level], page_size=2, scale=1.0
+        ... )
+        >>> state.out.flatten().round()
         tensor([6., 5.])
     """
     num_requests = len(q)
     # The requests' own pages are one more level, in which each is a group of its own.
-    last = Level(np.zeros(num_requests, dtype=bool), np.array([len(own) for own in pages]))
+    last = Level(
+        np.zeros(num_requests, dtype=bool), np.array([len(own) for own in pages])
+    )
     before = np.zeros(num_requests, dtype=np.int64)
     states = []
     for level in [*levels, last]:
         groups = []
-        for first, end in pairwise([*np.flatnonzero(~level.joined).tolist(), num_requests]):
+        for first, end in pairwise(
+            [*np.flatnonzero(~level.joined).tolist(), num_requests]
+        ):
             k, v = read_pages(pages[first][before[first] : level.depth[first]])
             if level is last:
                 num_keys = int(kv_lens[first] - before[first] * page_size)
                 k, v = k[:num_keys], v[:num_keys]
             groups.append(attention_state(q[first:end], k, v, scale=scale))
-        states.append(AttentionState(torch.cat([s.out for s in groups]), torch.cat([s.lse for s in groups])))
+        states.append(
+            AttentionState(
+                torch.cat([s.out for s in groups]), torch.cat([s.lse for s in groups])
+            )
+        )
         before = level.depth
     return functools.reduce(merge_states, states)

@@ -1,7 +1,8 @@
-"""Homework of chapter 10: keys at other positions, attention over chunks, their levels, and the memory they take.
+"""Homework of chapter 10: keys at other positions, attention over chunks, their levels,
+and the memory they take.
 
-`chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate --homework` also serves a request
-over chunks with it. `Stored` and `Level` are given.
+`chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate
+--homework` also serves a request over chunks with it. `Stored` and `Level` are given.
 """
 
 import functools
@@ -30,7 +31,8 @@ class Stored(NamedTuple):
 
     Attributes:
         token_ids: its tokens.
-        before: the tokens that it was computed after; empty if it was computed on its own, from position 0.
+        before: the tokens that it was computed after; empty if it was computed on its
+            own, from position 0.
     """
 
     token_ids: tuple[int, ...]
@@ -38,14 +40,17 @@ class Stored(NamedTuple):
 
 
 class Level(NamedTuple):
-    """One level of the chunks of a step: groups of neighboring requests, each with one chunk or none.
+    """One level of chunks: groups of neighboring requests, each with a chunk or none.
 
     Attributes:
         qo_indptr: [G+1] first token of each group, and the number of tokens.
-        kv_page_indptr: [G+1] first entry of each group in `kv_page_indices`, and their number.
+        kv_page_indptr: [G+1] first entry of each group in `kv_page_indices`, and their
+            number.
         kv_page_indices: [P] pages of the groups' chunks, of dtype int32.
-        kv_last_page_len: [G] keys in the last page of each group, 0 in a group without a chunk.
-        query_offsets: [T] what is added to the position of each token's query; any number where there is no chunk.
+        kv_last_page_len: [G] keys in the last page of each group, 0 in a group without
+            a chunk.
+        query_offsets: [T] what is added to the position of each token's query; any
+            number where there is no chunk.
     """
 
     qo_indptr: Int64[np.ndarray, " G+1"]
@@ -55,12 +60,16 @@ class Level(NamedTuple):
     query_offsets: Int64[np.ndarray, " T"]
 
 
-def rotate_again(x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig) -> Float[Tensor, "n H D"]:
+def rotate_again(
+    x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: RopeConfig
+) -> Float[Tensor, "n H D"]:
     """Move cached keys, or queries, to other positions.
 
-    RoPE has been applied to the vectors already, at positions that you do not know and do not need. What must hold:
+    RoPE has been applied to the vectors already, at positions that you do not know and
+    do not need. What must hold:
         - Row i becomes what it would have been at its position plus `offsets[i]`.
-        - The result has the dtype of x. It is computed in float32, for float64 in float64, and rounded once.
+        - The result has the dtype of x. It is computed in float32, for float64 in
+          float64, and rounded once.
         - x belongs to the caller: leave it as it is.
 
     Args:
@@ -75,25 +84,32 @@ def rotate_again(x: Float[Tensor, "n H D"], offsets: Int64[Tensor, " n"], rope: 
         >>> rotate_again(k, torch.tensor([2]), rope)  # at position 2: (cos 2, sin 2)
         tensor([[[-0.4161,  0.9093]]])
     """
-    # Angles add up: rotating by the angle of p and then by the angle of o is rotating by the angle of p + o.
+    # Angles add up: rotating by the angle of p and then by the angle of o is rotating
+    # by the angle of p + o.
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return apply_rope(x, *rope_tables(offsets, inverse_frequencies(rope).to(x.device, dtype)))
+    return apply_rope(
+        x, *rope_tables(offsets, inverse_frequencies(rope).to(x.device, dtype))
+    )
 
 
 def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[bool]]:
     """Place registered chunks one behind the other, from position 0.
 
     Args:
-        chunks: the chunks in front of a prompt, in order; a chunk may occur more than once.
+        chunks: the chunks in front of a prompt, in order; a chunk may occur more than
+            once.
 
     Returns:
-        For each chunk: the position of its first token; its query offset, which is what must be added to the position
-        of any query of this request before the query meets the chunk's stored keys; and whether the chunk is exact,
-        which means that its stored keys are those of the same tokens in a plain prompt.
+        For each chunk: the position of its first token; its query offset, which is what
+        must be added to the position of any query of this request before the query
+        meets the chunk's stored keys; and whether the chunk is exact, which means that
+        its stored keys are those of the same tokens in a plain prompt.
 
-    Example: the first chunk has three tokens. The second one was computed after it, the third one on its own.
+    Example: the first chunk has three tokens. The second one was computed after it, the
+    third one on its own.
 
-        >>> one, two, three = Stored((7, 8, 9)), Stored((4, 5), before=(7, 8, 9)), Stored((1, 2))
+        >>> one, three = Stored((7, 8, 9)), Stored((1, 2))
+        >>> two = Stored((4, 5), before=(7, 8, 9))
         >>> place_chunks([one, two, three])
         ([0, 3, 5], [0, 0, -5], [True, True, False])
         >>> place_chunks([two, one])
@@ -103,7 +119,8 @@ def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[b
     tokens: tuple[int, ...] = ()
     for chunk in chunks:
         positions.append(len(tokens))
-        # The keys are at len(before). The query has to be as far behind them as it is behind this place.
+        # The keys are at len(before). The query has to be as far behind them as it is
+        # behind this place.
         offsets.append(len(chunk.before) - len(tokens))
         exact.append(chunk.before == tokens)
         tokens += chunk.token_ids
@@ -119,34 +136,40 @@ def attend_to_chunks(
     rope: RopeConfig,
     scale: float,
 ) -> AttentionState:
-    """Attend with the new tokens of a request to the chunks in front of it, and to its own keys.
+    """Attend with new tokens to the chunks in front of them and to the request's keys.
 
     What must hold:
-        - Each chunk acts as if its keys had been computed where the request has it. They are not: rotate the queries,
-          by `query_offsets`. The stored keys are shared with other requests, and stay as they are.
-        - Every new token sees all keys of all chunks. Of the own keys it sees those of the tokens before it and its
-          own: the n new tokens are the last n of the own keys.
+        - Each chunk acts as if its keys had been computed where the request has it.
+          They are not: rotate the queries, by `query_offsets`. The stored keys are
+          shared with other requests, and stay as they are.
+        - Every new token sees all keys of all chunks. Of the own keys it sees those of
+          the tokens before it and its own: the n new tokens are the last n of the own
+          keys.
         - The order in which chunks are given does not matter. There may be none.
 
     Args:
         q: queries of the new tokens, with RoPE at their true positions.
         chunks: keys and values of each chunk, as stored.
-        query_offsets: for each chunk, what is added to the position of a query before it meets the chunk's keys.
-        own: the request's own keys and values, m >= n of them, with RoPE at their true positions.
+        query_offsets: for each chunk, what is added to the position of a query before
+            it meets the chunk's keys.
+        own: the request's own keys and values, m >= n of them, with RoPE at their true
+            positions.
         rope: the model's rotary embedding.
         scale: factor of the scores.
 
     Returns:
         The state over all keys.
 
-    Example: all keys are 0, so the output is a mean of values. The chunk holds 2 and 4. The first new token sees its
-    own value 9 besides, the second one sees 9 and 1.
+    Example: all keys are 0, so the output is a mean of values. The chunk holds 2 and 4.
+    The first new token sees its own value 9 besides, the second one sees 9 and 1.
 
         >>> def keys_and_values(*values):
         ...     v = torch.tensor(values)[:, None, None].expand(-1, 1, 2)
         ...     return torch.zeros_like(v), v
-        >>> chunk, own, rope = keys_and_values(2.0, 4.0), keys_and_values(9.0, 1.0), RopeConfig(10_000.0, 2)
-        >>> attend_to_chunks(torch.zeros(2, 1, 2), [chunk], [-7], own, rope=rope, scale=1.0).out[:, 0, 0].round()
+        >>> chunk, own = keys_and_values(2.0, 4.0), keys_and_values(9.0, 1.0)
+        >>> q, rope = torch.zeros(2, 1, 2), RopeConfig(10_000.0, 2)
+        >>> state = attend_to_chunks(q, [chunk], [-7], own, rope=rope, scale=1.0)
+        >>> state.out[:, 0, 0].round()
         tensor([5., 4.])
     """
     n, m = len(q), len(own[0])
@@ -163,21 +186,26 @@ def attend_to_chunks(
 def chunk_levels(
     contexts: ListLike[Context], num_new: Int64[np.ndarray, " B"], page_size: int
 ) -> tuple[Int64[np.ndarray, " B"], list[Level]]:
-    """Order the requests of a step, and write the chunks in front of them as levels of a cascade.
+    """Order the requests of a step, and write their chunks as levels of a cascade.
 
-    This is the function that the chapter is about. A request's context is a tuple of `PlacedChunk`s in the order of
-    their positions. Of a chunk you need `chunk.pinned.pages`, an array of pages of which no other chunk has any;
-    `len(chunk.token_ids)`, the keys in them, at least one; and `chunk.query_offset`. In a level, a group of neighboring
-    requests attends to the pages of one chunk, which is read once for the whole group. What must hold:
+    This is the function that the chapter is about. A request's context is a tuple of
+    `PlacedChunk`s in the order of their positions. Of a chunk you need
+    `chunk.pinned.pages`, an array of pages of which no other chunk has any;
+    `len(chunk.token_ids)`, the keys in them, at least one; and `chunk.query_offset`. In
+    a level, a group of neighboring requests attends to the pages of one chunk, which is
+    read once for the whole group. What must hold:
         - Requests with one new token come before all others.
-        - Over all levels, each request attends to each chunk of its context once, at that chunk's query offset. If a
-          context has a chunk twice, its request attends to the chunk twice, at both offsets.
-        - Requests that have the same chunks, in whatever order and at whatever offsets, share all of them if they all
-          have one new token, or all have more: each chunk is read once for all of them.
-        - There are as many levels as the longest context has chunks; none if all contexts are empty.
+        - Over all levels, each request attends to each chunk of its context once, at
+          that chunk's query offset. If a context has a chunk twice, its request attends
+          to the chunk twice, at both offsets.
+        - Requests that have the same chunks, in whatever order and at whatever offsets,
+          share all of them if they all have one new token, or all have more: each chunk
+          is read once for all of them.
+        - There are as many levels as the longest context has chunks; none if all
+          contexts are empty.
 
-    Every request belongs to one group of each level. Where its context has no chunk for a level, that group has no
-    pages.
+    Every request belongs to one group of each level. Where its context has no chunk for
+    a level, that group has no pages.
 
     Args:
         contexts: the chunks in front of each request.
@@ -185,24 +213,28 @@ def chunk_levels(
         page_size: keys per page.
 
     Returns:
-        The index of each request in the new order, and the levels. The tokens of all requests follow one another in
-        the new order.
+        The index of each request in the new order, and the levels. The tokens of all
+        requests follow one another in the new order.
 
-    Example: a chunk of 5 keys in pages 3 and 1. Request 0 has 2 new tokens and no chunks. Requests 1 and 2 have the
-    chunk at different positions.
+    Example: a chunk of 5 keys in pages 3 and 1. Request 0 has 2 new tokens and no
+    chunks. Requests 1 and 2 have the chunk at different positions.
 
         >>> from mini_engine.request import PinnedPages
         >>> pinned = PinnedPages(np.array([3, 1], dtype=np.int32))
-        >>> contexts = [(), (PlacedChunk(pinned, [0] * 5, -8),), (PlacedChunk(pinned, [0] * 5, 0),)]
+        >>> contexts = [(), *((PlacedChunk(pinned, [0] * 5, o),) for o in (-8, 0))]
         >>> order, levels = chunk_levels(contexts, np.array([2, 1, 1]), page_size=4)
         >>> order.tolist(), len(levels)
         ([1, 2, 0], 1)
         >>> [array.tolist() for array in levels[0]]
         [[0, 2, 4], [0, 2, 2], [3, 1], [1, 0], [-8, 0, 0, 0]]
     """
-    # States merge in any order, so a request may list its chunks by page: the same chunks make the same list.
+    # States merge in any order, so a request may list its chunks by page: the same
+    # chunks make the same list.
     lists = [sorted(context, key=_first_page) for context in contexts]
-    keys = [(new > 1, [_first_page(chunk) for chunk in own]) for own, new in zip(lists, num_new.tolist(), strict=True)]
+    keys = [
+        (new > 1, [_first_page(chunk) for chunk in own])
+        for own, new in zip(lists, num_new.tolist(), strict=True)
+    ]
     order = sorted(range(len(lists)), key=lambda b: keys[b])
     levels = []
     for i in range(max(map(len, lists), default=0)):
@@ -215,27 +247,37 @@ def _first_page(chunk: PlacedChunk) -> int:
     return int(chunk.pinned.pages[0])
 
 
-def _level(chunks: ListLike[PlacedChunk | None], num_new: Int64[np.ndarray, " B"], page_size: int) -> Level:
-    """Write a level from the chunk that each request has in it; neighbors with the same one are a group."""
+def _level(
+    chunks: ListLike[PlacedChunk | None],
+    num_new: Int64[np.ndarray, " B"],
+    page_size: int,
+) -> Level:
+    """Write a level from each request's chunk; neighbors with the same are a group."""
     pinned = [chunk.pinned if chunk else None for chunk in chunks]
     starts = [b for b in range(len(chunks)) if b == 0 or pinned[b] is not pinned[b - 1]]
-    pages = [own.pages if (own := pinned[b]) else np.zeros(0, dtype=np.int32) for b in starts]
-    lens = np.array([len(chunk.token_ids) if (chunk := chunks[b]) else 0 for b in starts])
+    pages = [
+        own.pages if (own := pinned[b]) else np.zeros(0, dtype=np.int32) for b in starts
+    ]
+    lens = np.array(
+        [len(chunk.token_ids) if (chunk := chunks[b]) else 0 for b in starts]
+    )
     first_token = np.append(0, num_new.cumsum())
     return Level(
         qo_indptr=first_token[[*starts, len(chunks)]],
         kv_page_indptr=np.append(0, np.cumsum([len(own) for own in pages])),
         kv_page_indices=np.concatenate(pages).astype(np.int32),
         kv_last_page_len=np.where(lens > 0, (lens - 1) % page_size + 1, 0),
-        query_offsets=np.repeat([chunk.query_offset if chunk else 0 for chunk in chunks], num_new),
+        query_offsets=np.repeat(
+            [chunk.query_offset if chunk else 0 for chunk in chunks], num_new
+        ),
     )
 
 
 class ChunkStore:
-    """The books of a chunk memory: which chunks there are, who uses them, and which go when a new one needs room.
+    """The books of a chunk memory: its chunks, their users, and which chunk goes next.
 
-    A chunk is *in use* from `begin` to `end` of a request over it. Adding a chunk and beginning a request over it *use*
-    it; so does adding it again.
+    A chunk is *in use* from `begin` to `end` of a request over it. Adding a chunk and
+    beginning a request over it *use* it; so does adding it again.
 
     Example: a store of 10 pages.
 
@@ -243,7 +285,7 @@ class ChunkStore:
         >>> store.add("a", 4), store.add("b", 3), store.add("c", 3)
         ([], [], [])
         >>> store.begin(["a"])
-        >>> store.add("d", 4)  # a is in use, so b and c go, the least recently used first
+        >>> store.add("d", 4)  # a is in use: b and c go, least recently used first
         ['b', 'c']
         >>> store.names, store.num_pages
         (['a', 'd'], 8)
@@ -277,9 +319,10 @@ class ChunkStore:
     def add(self, name: str, num_pages: int, keep: Collection[str] = ()) -> list[str]:
         """Add a chunk, and evict others if it finds no room.
 
-        The least recently used chunks go, as few as make room in this order. Chunks that are in use stay, and so do
-        those in `keep`, which the new chunk is computed after. A chunk that is there already is only used: `num_pages`
-        is then the same as before.
+        The least recently used chunks go, as few as make room in this order. Chunks
+        that are in use stay, and so do those in `keep`, which the new chunk is computed
+        after. A chunk that is there already is only used: `num_pages` is then the same
+        as before.
 
         Args:
             name: its name.
@@ -303,14 +346,16 @@ class ChunkStore:
                 evicted.append(other)
                 free += pages
         if free < num_pages:
-            raise ChunkError(f"{name} needs {num_pages} pages, and too many chunks are in use")
+            raise ChunkError(
+                f"{name} needs {num_pages} pages, and too many chunks are in use"
+            )
         for other in evicted:
             del self._pages[other]
         self._pages[name] = num_pages
         return evicted
 
     def begin(self, names: ListLike[str]) -> None:
-        """Begin a request over some chunks: each of them is used now, in order, and is in use.
+        """Begin a request over some chunks: each is used now, in order, and is in use.
 
         Args:
             names: of the chunks; one may occur more than once.
@@ -326,7 +371,9 @@ class ChunkStore:
             self._uses[name] += 1
 
     def end(self, names: ListLike[str]) -> None:
-        """End a request that has begun with these names. Other requests may still use the same chunks.
+        """End a request that has begun with these names.
+
+        Other requests may still use the same chunks.
 
         Args:
             names: as for `begin`.
@@ -341,16 +388,19 @@ def recompute(
     values: ListLike[Float[Tensor, "n Hk D"]],
     chosen: Int64[Tensor, " c"],
 ) -> tuple[list[Float[Tensor, "n Hk D"]], list[Float[Tensor, "n Hk D"]]]:
-    """Challenge: compute some tokens of a composed context again, behind everything that comes before them.
+    """Challenge: compute tokens of a composed context again, behind what precedes them.
 
-    The chosen tokens run through the model, all together and no other tokens with them. In each layer their new keys
-    and values take the place of the stored ones, and then each chosen token attends to all tokens up to itself: to new
-    keys where there are any, and to stored ones elsewhere. The tensors belong to the caller: leave them as they are.
+    The chosen tokens run through the model, all together and no other tokens with them.
+    In each layer their new keys and values take the place of the stored ones, and then
+    each chosen token attends to all tokens up to itself: to new keys where there are
+    any, and to stored ones elsewhere. The tensors belong to the caller: leave them as
+    they are.
 
     Args:
-        model: the model; `model(token_ids, positions, attend)` runs its layers, and calls `attend(layer, q, k, v)`
-            once in each, with RoPE applied to q and k. `model.attention_specs[layer].scale` is the factor of the
-            scores. No layer has a window or a soft-cap.
+        model: the model; `model(token_ids, positions, attend)` runs its layers, and
+            calls `attend(layer, q, k, v)` once in each, with RoPE applied to q and k.
+            `model.attention_specs[layer].scale` is the factor of the scores. No layer
+            has a window or a soft-cap.
         token_ids: the tokens of the context, at positions 0 to n - 1.
         keys: their stored keys in each layer, at these positions.
         values: their stored values in each layer.
@@ -359,7 +409,8 @@ def recompute(
     Returns:
         New keys and values of each layer.
 
-    Example: a model of one layer, in which a token's key is 0 and its value is the token's id.
+    Example: a model of one layer, in which a token's key is 0 and its value is the
+    token's id.
 
         >>> from types import SimpleNamespace
         >>> class Toy:
@@ -368,17 +419,22 @@ def recompute(
         ...         x = token_ids[:, None, None].double()
         ...         return attend(0, 0 * x, 0 * x, x)
         >>> stored = [torch.zeros(3, 1, 1, dtype=torch.float64)]
-        >>> _, values = recompute(Toy(), torch.tensor([5, 6, 7]), stored, stored, torch.tensor([1]))
+        >>> token_ids, chosen = torch.tensor([5, 6, 7]), torch.tensor([1])
+        >>> _, values = recompute(Toy(), token_ids, stored, stored, chosen)
         >>> values[0].flatten().tolist()
         [0.0, 6.0, 0.0]
     """
     new_keys, new_values = [k.clone() for k in keys], [v.clone() for v in values]
-    visible: Bool[Tensor, "c n"] = torch.arange(len(token_ids), device=chosen.device) <= chosen[:, None]
+    visible: Bool[Tensor, "c n"] = (
+        torch.arange(len(token_ids), device=chosen.device) <= chosen[:, None]
+    )
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         new_keys[layer][chosen], new_values[layer][chosen] = k, v
         scale = model.attention_specs[layer].scale
-        return masked_attention(q, new_keys[layer], new_values[layer], scale=scale, mask=visible)
+        return masked_attention(
+            q, new_keys[layer], new_values[layer], scale=scale, mask=visible
+        )
 
     with torch.inference_mode():
         model(token_ids[chosen], chosen, attend)

@@ -187,7 +187,7 @@ def test_one_prompt_or_several():
     check_idle(llm)
 
 
-def test_params_and_names_are_one_for_each():
+def test_params_are_one_for_each():
     llm = front_end()
     llm.default_params = replace(GREEDY, max_tokens=3)
     assert [len(output.token_ids) for output in llm.generate(PROMPTS)] == [3] * 4
@@ -195,14 +195,6 @@ def test_params_and_names_are_one_for_each():
     assert [len(output.token_ids) for output in outputs] == [1, 2, 3, 4]
     with pytest.raises(RequestError, match="2 prompts but 1 SamplingParams"):
         llm.generate(PROMPTS[:2], [GREEDY])
-    with pytest.raises(RequestError, match="2 prompts but 1 names"):
-        list(llm.stream_batch(PROMPTS[:2], GREEDY, names=["a"]))
-    names = []
-    for piece in llm.stream_batch(PROMPTS[:2], GREEDY, names=["a", "b"]):
-        names += [request.request_id for request in piece.step.sampled_by]
-    assert set(names) == {"a", "b"}
-    outputs = collect(llm.stream_batch(PROMPTS[:2], GREEDY, names=["a", "a"]))
-    assert outputs[0].error is None and "named 'a' is still running" in str(outputs[1].error)
     check_idle(llm)
 
 
@@ -305,31 +297,30 @@ def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
         if action == "open" and len(streams) < 4:
             prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=3))
             params = [data.draw(wishes()) for _ in prompts]
-            names = [f"{len(streams)} {i}" for i in range(len(prompts))]
             open_streams.append(len(streams))
-            streams.append((llm.stream_batch(prompts, params, names), prompts, params, []))
+            streams.append((llm.stream_batch(prompts, params), prompts, params, []))
         elif action == "step":
             llm.engine.step()
         elif action == "generate":
             assert result(llm.generate(PROMPTS[1], GREEDY)[0]) == expected(PROMPTS[1], GREEDY)
+        elif action == "abort" and llm.engine.request_ids:
+            aborted.add(name := data.draw(st.sampled_from(sorted(llm.engine.request_ids))))
+            llm.engine.abort(name)
         elif open_streams:
             chosen = data.draw(st.sampled_from(open_streams))
-            pieces, prompts, _, got = streams[chosen]
+            pieces, _, _, got = streams[chosen]
             if action == "next":
                 got += islice(pieces, 1)
             elif action == "close":
                 pieces.close()
                 open_streams.remove(chosen)
-            elif action == "abort":
-                aborted.add(f"{chosen} {data.draw(st.integers(0, len(prompts) - 1))}")
-                llm.engine.abort(max(aborted))
     for chosen in open_streams:
         pieces, prompts, params, got = streams[chosen]
         outputs = collect(chain(got, pieces))
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             tokens, text, reason = expected(prompt, own)
             if outputs[i].finish_reason == "abort":
-                assert f"{chosen} {i}" in aborted and "aborted" in str(outputs[i].error)
+                assert any(f"{name!r} was aborted" in str(outputs[i].error) for name in aborted)
                 assert outputs[i].token_ids == tokens[: len(outputs[i].token_ids)]
             else:
                 assert result(outputs[i]) == (tokens, text, reason)
@@ -338,32 +329,28 @@ def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
 
 def test_closing_a_stream_ends_its_own_requests_and_no_other():
     llm = front_end()
-    kept = llm.stream_batch([PROMPTS[0]], GREEDY, names=["kept"])
-    closed = llm.stream_batch(PROMPTS[:2], GREEDY, names=["closed", "too"])
+    kept, closed = llm.stream_batch([PROMPTS[0]], GREEDY), llm.stream_batch(PROMPTS[:2], GREEDY)
     piece = next(kept)
+    (name,) = llm.engine.request_ids
     next(closed)
     assert len(llm.engine.request_ids) == 3
     closed.close()
-    assert list(llm.engine.request_ids) == ["kept"]
-    # A name may be taken again at once, and closing the old stream again does not end the new request.
-    again = llm.stream_batch([PROMPTS[3]], GREEDY, names=["closed"])
-    first = next(again)
+    assert list(llm.engine.request_ids) == [name]
     closed.close()
     assert result(collect(chain([piece], kept))[0]) == expected(PROMPTS[0], GREEDY)
-    assert result(collect(chain([first], again))[0])[2] == "length"
     check_idle(llm)
 
 
 def test_closing_a_stream_whose_request_has_ended_spares_a_new_one_of_its_name():
     llm = front_end()
-    first = llm.stream_batch([PROMPTS[0]], GREEDY, names=["a"])
-    next(first)
-    while "a" in llm.engine.request_ids:
+    stream = llm.stream_batch([PROMPTS[0]], GREEDY)
+    next(stream)
+    (name,) = llm.engine.request_ids
+    while llm.engine.request_ids:
         llm.engine.step()
-    second = llm.stream_batch([PROMPTS[1]], GREEDY, names=["a"])
-    piece = next(second)
-    first.close()
-    assert result(collect(chain([piece], second))[0]) == expected(PROMPTS[1], GREEDY)
+    llm.engine.add_request(name, PROMPTS[1], GREEDY)
+    stream.close()
+    assert list(llm.engine.request_ids) == [name]
 
 
 def test_an_output_that_another_s_step_completed_is_delivered():

@@ -20,6 +20,9 @@ assertion found something plainer first: nothing returned, another type, shape o
 `assert_equal` and `assert_raises` find these and take a `mistake` of their own for the values. `assert condition,
 "message"` works too.
 
+A check of a demand on memory, dtype or time says which share of the points it costs, as in `@check(..., costs=0.2)`.
+It runs after the checks of the result, and an answer that is right except for the demand keeps the rest.
+
 `solutions/NN_slug.py` holds the reference answers, and `homework.py` is generated from it (`python -m book stubs NN`).
 Its module docstring becomes the reader's, so write it to the reader. Exercises lose their bodies; other public
 functions, classes, constants and type aliases are given to the reader as they are; names with a leading underscore

@@ -18,7 +18,7 @@ class Exercise:
 
     Args:
         name: its name in homework.py and in the solution.
-        points: earned when all checks of the exercise pass, and only then.
+        points: earned when all checks of the exercise pass. A right answer that fails a check of a demand keeps most.
         minutes: what a reader of the chapter needs, roughly.
         difficulty: 1 (you just read it), 2 (you have to think) or 3 (you will remember this one).
         hints: three, from a nudge to nearly the answer.
@@ -49,18 +49,32 @@ class Check:
     name: str
     mistake: str
     seconds: float
+    costs: float
     function: Callable[..., None]
 
+    def __post_init__(self) -> None:
+        if not (self.costs == 1.0 or 0.0 < self.costs < 0.5):
+            raise ValueError(f"{self.name}: a check costs all points (1.0) or less than half of them")
 
-def check(exercise: str, *, mistake: str, seconds: float = 20.0) -> Callable[[Callable[..., None]], Check]:
+    @property
+    def is_demand(self) -> bool:
+        """Whether a right answer can fail the check: it looks at memory, dtype or time and not at the result."""
+        return self.costs < 1.0
+
+
+def check(
+    exercise: str, *, mistake: str, seconds: float = 20.0, costs: float = 1.0
+) -> Callable[[Callable[..., None]], Check]:
     """Declare a check of an exercise.
 
     Args:
         exercise: the name of the exercise.
         mistake: what the reader most likely did wrong when the check fails, in a sentence.
         seconds: CPU time that the check may take.
+        costs: share of the points that an answer loses here if it passes all checks of the result. Less than 1 marks a
+            demand on memory, dtype or time; such checks run after all others.
     """
-    return lambda function: Check(exercise, function.__name__, mistake, seconds, function)
+    return lambda function: Check(exercise, function.__name__, mistake, seconds, costs, function)
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,9 @@ class Chapter:
         return next(exercise for exercise in self.exercises if exercise.name == name)
 
     def checks_of(self, exercise: Exercise) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.exercise == exercise.name)
+        """In file order, demands last, and of these the costliest first."""
+        own = (check for check in self.checks if check.exercise == exercise.name)
+        return tuple(sorted(own, key=lambda check: -check.costs))
 
 
 def chapter_folders(root: Path = ROOT) -> list[Path]:
@@ -145,8 +161,8 @@ def load_chapter(folder: Path) -> Chapter:
     for exercise in exercises:
         if exercise.name not in vars(reference):
             raise ValueError(f"{folder.name}: the solution does not define the exercise {exercise.name}")
-        if all(check.exercise != exercise.name for check in checks):
-            raise ValueError(f"{folder.name}: the exercise {exercise.name} has no check")
+        if all(check.exercise != exercise.name or check.is_demand for check in checks):
+            raise ValueError(f"{folder.name}: the exercise {exercise.name} has no check of its result")
     if unknown := {check.exercise for check in checks} - names:
         raise ValueError(f"{folder.name}: there are checks for {sorted(unknown)}, which EXERCISES does not list")
     return Chapter(folder, exercises, checks, reference)

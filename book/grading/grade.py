@@ -1,4 +1,4 @@
-"""Grades a chapter: the checks of each exercise in order, up to the first that fails."""
+"""Grades a chapter: the checks of each exercise in order, up to the first that fails. Demands come last."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ class Result:
     """An exercise with the outcomes of its checks so far, in order."""
 
     exercise: Exercise
-    num_checks: int
+    checks: tuple[Check, ...]
     outcomes: dict[Check, Outcome] = field(default_factory=dict)
 
     @property
@@ -24,15 +24,27 @@ class Result:
     @property
     def complete(self) -> bool:
         """Whether enough checks ran to tell the points."""
-        return self.failure is not None or len(self.outcomes) == self.num_checks
+        if self.failure is None:
+            return len(self.outcomes) == len(self.checks)
+        return self.right or not self.failure[0].is_demand
+
+    @property
+    def right(self) -> bool:
+        """Whether all checks of the result passed, so that only a demand on memory, dtype or time can be missed."""
+        passed = {check for check, outcome in self.outcomes.items() if outcome.passed}
+        return all(check.is_demand or check in passed for check in self.checks)
 
     @property
     def passed(self) -> bool:
         return self.complete and self.failure is None
 
     @property
-    def points(self) -> int:
-        return self.exercise.points if self.passed else 0
+    def points(self) -> float:
+        """All for an answer that passes, most for a right one that misses a demand, else none."""
+        if self.failure is None:
+            return self.exercise.points if self.complete else 0
+        costs = self.failure[0].costs if self.right else 1.0
+        return round(self.exercise.points * (1 - costs), 2)
 
 
 class Grading:
@@ -42,7 +54,7 @@ class Grading:
         self.chapter = chapter
         self.file = file
         self.source = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
-        self.results = [Result(exercise, len(chapter.checks_of(exercise))) for exercise in chapter.exercises]
+        self.results = [Result(exercise, chapter.checks_of(exercise)) for exercise in chapter.exercises]
         self._worker = Worker(chapter, self.source or "", str(file), limits)
 
     def __enter__(self) -> "Grading":
@@ -55,8 +67,8 @@ class Grading:
         self._worker.close()
 
     @property
-    def points(self) -> int:
-        return sum(result.points for result in self.results)
+    def points(self) -> float:
+        return round(sum(result.points for result in self.results), 2)
 
     def run(self, check: Check) -> Outcome:
         """Runs a check, unless an earlier one of its exercise has failed."""
@@ -72,6 +84,7 @@ class Grading:
         return outcome
 
     def run_all(self) -> "Grading":
-        for check in self.chapter.checks:
-            self.run(check)
+        for result in self.results:
+            for check in result.checks:
+                self.run(check)
         return self

@@ -19,7 +19,7 @@ class Grade:
     """The last grade of an exercise, and the hash of the homework.py that earned it."""
 
     passed: bool
-    points: int
+    points: float
     part: str | None
     hash: str
     date: str

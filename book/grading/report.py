@@ -41,7 +41,8 @@ def failures(grading: Grading) -> list[Panel]:
             if text:
                 lines.append(Padding(Text(text, style="dim"), (1, 0, 0, 0)))
         heading = Text(f" {result.exercise.name} · {check.name} ")
-        panels.append(Panel(Group(*lines), title=heading, title_align="left", border_style="red"))
+        color = "yellow" if result.right else "red"
+        panels.append(Panel(Group(*lines), title=heading, title_align="left", border_style=color))
     return panels
 
 
@@ -57,7 +58,7 @@ def summary(grading: Grading) -> Table:
     """Points per exercise, the first check that failed, and the likely mistake."""
     earned, total = grading.points, grading.chapter.points
     table = Table(
-        title=f"Chapter {title(grading.chapter)}: {earned} of {total} points", title_justify="left", expand=True
+        title=f"Chapter {title(grading.chapter)}: {earned:g} of {total} points", title_justify="left", expand=True
     )
     table.add_column("exercise", no_wrap=True)
     table.add_column("", justify="center", no_wrap=True)
@@ -73,7 +74,7 @@ def _name(exercise: Exercise) -> Text:
 
 
 def points(result: Result) -> str:
-    return f"{result.points if result.complete else '–'} / {result.exercise.points}"
+    return f"{f'{result.points:g}' if result.complete else '–'} / {result.exercise.points}"
 
 
 def _verdict(result: Result) -> Text:
@@ -84,6 +85,8 @@ def _verdict(result: Result) -> Text:
         return Text("not written yet", style="dim")
     if outcome.status == "unreadable":
         return Text(outcome.message, style="red")
+    if result.right:
+        return Text.assemble("right, but ", (check.name, "yellow"), f": {outcome.verdict}")
     return Text.assemble((check.name, "red"), f": {outcome.verdict}")
 
 
@@ -116,7 +119,7 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
     grades = {chapter.slug: progress.grades(chapter.slug) for chapter in chapters}
     earned = sum(grade.points for chapter, exercise in rows if (grade := grades[chapter.slug].get(exercise.name)))
     total = sum(exercise.points for _, exercise in rows)
-    table = Table(title=f"Your homework: {earned} of {total} points", title_justify="left")
+    table = Table(title=f"Your homework: {earned:g} of {total} points", title_justify="left")
     for column in ("exercise", "", "minutes", "points", "hints", "graded"):
         table.add_column(column, justify="right" if column in ("minutes", "points", "hints") else "left")
     for chapter in chapters:
@@ -133,7 +136,7 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
                 _name(exercise),
                 stars(exercise),
                 str(exercise.minutes),
-                f"{grade.points if grade else '–'} / {exercise.points}",
+                f"{f'{grade.points:g}' if grade else '–'} / {exercise.points}",
                 str(hints.get(exercise.name, 0) or ""),
                 _state(grade, now),
             )
@@ -144,7 +147,10 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
 def _state(grade: Grade | None, now: str) -> Text:
     if grade is None:
         return Text("not yet", style="dim")
-    mark = Text("✓ ", style="green") if grade.passed else Text("✗ ", style="red")
+    if grade.passed:
+        mark = Text("✓ ", style="green")
+    else:
+        mark = Text("✓ right, but misses a demand, ", style="yellow") if grade.points else Text("✗ ", style="red")
     changed = "" if grade.hash == now else ", homework.py has changed since"
     return Text.assemble(mark, grade.date, (changed, "yellow"))
 
@@ -189,7 +195,7 @@ def speed_line(speed: dict[str, Any], *, current: bool) -> Text:
 
 
 def gradescope(gradings: Sequence[Grading], seconds: float) -> dict[str, Any]:
-    """The results in Gradescope's format: one test per exercise, its points all or nothing."""
+    """The results in Gradescope's format: one test per exercise."""
     tests = []
     for grading in gradings:
         for result in grading.results:
@@ -208,7 +214,8 @@ def gradescope(gradings: Sequence[Grading], seconds: float) -> dict[str, Any]:
     return {
         "score": sum(grading.points for grading in gradings),
         "execution_time": round(seconds, 1),
-        "output": "Each exercise gives all of its points or none. The first check that fails is shown.",
+        "output": "The first check that fails is shown. An answer that is right but misses a demand on memory, dtype "
+        "or time keeps most of its points.",
         "output_format": "text",
         "visibility": "visible",
         "stdout_visibility": "hidden",
@@ -219,9 +226,9 @@ def gradescope(gradings: Sequence[Grading], seconds: float) -> dict[str, Any]:
 
 def _gradescope_output(result: Result) -> str:
     if result.failure is None:
-        return f"All {result.num_checks} checks pass." if result.passed else "Not graded in this run."
+        return f"All {len(result.checks)} checks pass." if result.passed else "Not graded in this run."
     check, outcome = result.failure
-    lines = [f"{check.name}: {outcome.message}"]
+    lines = [f"{'Right, but ' if result.right else ''}{check.name}: {outcome.message}"]
     lines += [f"Likely mistake: {outcome.mistake}"] if outcome.mistake else []
     lines += [_printed(outcome.output)] if outcome.output else []
     return "\n".join(lines)

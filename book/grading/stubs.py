@@ -43,13 +43,19 @@ def make_stub(solution: str, exercises: Sequence[str], slug: str) -> str:
     return "".join(text)
 
 
+WIDTH = 88
+"""Columns of homework.py that the site shows without scrolling; solutions/ruff.toml formats the solutions to them."""
+
 _HOW_TO = """\
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
 as you like. Then:
 
-    pytest chapters/{slug}                   # grade your work
-    pytest chapters/{slug} --hint NAME       # the next of three hints for the exercise NAME
+    # grade your work
+    pytest chapters/{slug}
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/{slug} --hint NAME
 """
 
 
@@ -184,7 +190,7 @@ def _import(statement: ast.Import | ast.ImportFrom, used: set[str], source: _Sou
         return source.cut(statement.lineno, statement.end_lineno or statement.lineno)
     statement.names = names
     line = ast.unparse(statement)
-    if len(line) <= 120:
+    if len(line) <= WIDTH:
         return line
     start, _, _ = line.partition(" import ")
     return "\n".join([f"{start} import (", *(f"    {ast.unparse(alias)}," for alias in names), ")"])

@@ -303,7 +303,7 @@ def test_mask_and_bias_together_hide_every_key(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5, mask=mask, bias=bias)
 
 
-@check("masked_attention", mistake="compute in float32 and round once, at the end: bfloat16 keeps 8 bits")
+@check("masked_attention", mistake="compute in float32 and round once, at the end: bfloat16 keeps 8 bits", costs=0.2)
 def test_bfloat16_is_rounded_once(hw: Homework) -> None:
     q, k, v = random_qkv(4, 64, 2, 1, 32, torch.bfloat16)
     exact = attention_in_floats(q.double(), k.double(), v.double(), 0.5)
@@ -315,21 +315,25 @@ def test_bfloat16_is_rounded_once(hw: Homework) -> None:
     )
 
 
-@check("masked_attention", mistake="the bias stays in float32: in bfloat16, distances above 256 are rounded")
+@check("masked_attention", mistake="the bias stays in float32: in bfloat16, distances above 256 are rounded", costs=0.2)
 def test_a_float32_bias_of_bfloat16_queries(hw: Homework) -> None:
     q, k, v = random_qkv(1, 4, 2, 1, 4, torch.bfloat16)
     bias = -torch.tensor([1001.0, 1000.0, 999.0, 1003.0]).expand(2, 1, 4)
     assert_attention(hw, q, k, v, 0.5, bias=bias, atol=0.02)
 
 
-@check("masked_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32")
+@check("masked_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_float64_stays_float64(hw: Homework) -> None:
     q, k, v = random_qkv(2, 5, 2, 1, 4, torch.float64)
     bias = torch.randn(2, 2, 5, dtype=torch.float64)
     assert_attention(hw, q, k, v, 0.5, bias=bias, atol=1e-12)
 
 
-@check("masked_attention", mistake="you copy keys or values for every query head; give the group an axis of its own")
+@check(
+    "masked_attention",
+    mistake="you copy keys or values for every query head; give the group an axis of its own",
+    costs=0.2,
+)
 def test_keys_are_not_copied(hw: Homework) -> None:
     q, k, v = random_qkv(1, 64, 16, 2, 32)
     with LargestStorage() as largest:
@@ -418,7 +422,11 @@ def test_the_order_of_sequences_does_not_matter(hw: Homework) -> None:
         assert_close(got, ragged_in_floats(q, k, v, qo_lens, kv_lens, 0.5))
 
 
-@check("ragged_causal_attention", mistake="the output has the dtype of q: float64 and bfloat16 must not become float32")
+@check(
+    "ragged_causal_attention",
+    mistake="the output has the dtype of q: float64 and bfloat16 must not become float32",
+    costs=0.2,
+)
 def test_ragged_dtypes(hw: Homework) -> None:
     for dtype, atol in ((torch.bfloat16, 0.02), (torch.float64, 1e-12)):
         q, k, v = random_qkv(3, 6, 2, 1, 4, dtype)
@@ -466,7 +474,7 @@ def test_large_positions(hw: Homework) -> None:
     assert_close(cos, torch.tensor([[math.cos(3_000_000 * 2.0**-20)]]), atol=1e-5)
 
 
-@check("rope_tables", mistake="compute the angles in the dtype of inv_freq: a narrower one loses precision")
+@check("rope_tables", mistake="compute the angles in the dtype of inv_freq: a narrower one loses precision", costs=0.2)
 def test_tables_have_the_precision_of_the_frequencies(hw: Homework) -> None:
     inv_freq = torch.tensor([0.3], dtype=torch.float64)
     cos, _ = hw.rope_tables(torch.tensor([100_003]), inv_freq)
@@ -549,7 +557,7 @@ def test_tokens_differ_and_heads_agree(hw: Homework) -> None:
         assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected)
 
 
-@check("apply_rope", mistake="compute in float32 and round once, at the end; return the dtype of x")
+@check("apply_rope", mistake="compute in float32 and round once, at the end; return the dtype of x", costs=0.2)
 def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
     angles = torch.rand(16, 8) * 6
     for interleaved in (False, True):
@@ -561,7 +569,7 @@ def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
         assert share > 0.98, f"only {share:.0%} of the components equal those of float32, rounded once"
 
 
-@check("apply_rope", mistake="float64 in, float64 out: somewhere on the way you cast to float32")
+@check("apply_rope", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_rope_of_float64_stays_float64(hw: Homework) -> None:
     x, angles = torch.randn(2, 1, 4, dtype=torch.float64), torch.rand(2, 2, dtype=torch.float64)
     for interleaved in (False, True):
@@ -581,8 +589,8 @@ def test_scores_depend_on_the_distance_alone(hw: Homework) -> None:
                 for x, p in ((q, query), (k, key))
             ]
             scores.append((rotated[0] * rotated[1]).sum(-1))
-        assert_close(scores[1], scores[0], atol=1e-9)
-        assert_close(scores[2], scores[0], atol=1e-9)
+        assert_close(scores[1], scores[0], atol=1e-4)
+        assert_close(scores[2], scores[0], atol=1e-4)
 
 
 # attention_cost -----------------------------------------------------------------------------------------------------
@@ -638,7 +646,7 @@ def test_bytes_of_grouped_heads(hw: Homework) -> None:
     assert_equal(moved, (2 * 4 * 6 * 8 + 2 * 10 * 2 * 8) * 2, name="bytes")
 
 
-@check("attention_cost", mistake="FLOPs and bytes are counts, so return int and keep to integer arithmetic")
+@check("attention_cost", mistake="FLOPs and bytes are counts, so return int and keep to integer arithmetic", costs=0.2)
 def test_whole_numbers(hw: Homework) -> None:
     for name, number in zip(("flops", "bytes"), hw.attention_cost(3, 7, 4, 2, 8, 2), strict=True):
         assert isinstance(number, int), f"{name} is a {type(number).__name__}; it should be an int"
@@ -707,7 +715,7 @@ def test_positions_with_gaps(hw: Homework) -> None:
     assert_close(got, bias_in_floats(queries, keys, 8, [0.5, 1.0]))
 
 
-@check("attention_bias", mistake="the bias is float32 whatever the dtype of the slopes")
+@check("attention_bias", mistake="the bias is float32 whatever the dtype of the slopes", costs=0.2)
 def test_bias_of_float64_slopes(hw: Homework) -> None:
     slopes = torch.tensor([0.5], dtype=torch.float64)
     assert_close(
@@ -800,7 +808,7 @@ def test_the_weight_is_unchanged(hw: Homework) -> None:
     assert_equal(weight, before, name="the weight after the call")
 
 
-@check("convert_rope_weights", mistake="a reordering keeps every bit: do not change the dtype on the way")
+@check("convert_rope_weights", mistake="a reordering keeps every bit: do not change the dtype on the way", costs=0.2)
 def test_weights_keep_their_dtype(hw: Homework) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         assert_converted(hw, torch.randn(12, 4).to(dtype), 6, to_interleaved=False)
@@ -819,5 +827,5 @@ def test_scores_are_the_same_in_both_conventions(hw: Homework) -> None:
         return torch.einsum("nhd,mhd->hnm", q, k)
 
     for to_interleaved in (True, False):
-        converted = [hw.convert_rope_weights(w, head_dim=6, to_interleaved=to_interleaved) for w in weights]
-        assert_close(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-9)
+        converted = [hw.convert_rope_weights(w, head_dim=6, to_interleaved=to_interleaved).double() for w in weights]
+        assert_close(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-4)

@@ -8,8 +8,11 @@ The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
 as you like. Then:
 
-    pytest chapters/02_online_softmax                   # grade your work
-    pytest chapters/02_online_softmax --hint NAME       # the next of three hints for the exercise NAME
+    # grade your work
+    pytest chapters/02_online_softmax
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/02_online_softmax --hint NAME
 """
 
 import math

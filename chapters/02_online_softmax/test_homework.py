@@ -251,13 +251,14 @@ def test_scores_are_unchanged(hw: Homework) -> None:
 @check(
     "softmax_with_lse",
     mistake="convert to float32 first: a bfloat16 sum stalls at 256, a float16 sum overflows at 65,504",
+    costs=0.2,
 )
 def test_half_precision_is_computed_in_float32(hw: Homework) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         assert_softmax(hw, torch.randn(2, 1000).to(dtype), atol=1e-5)
 
 
-@check("softmax_with_lse", mistake="float64 in, float64 out: somewhere on the way you cast to float32")
+@check("softmax_with_lse", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_softmax_of_float64(hw: Homework) -> None:
     assert_softmax(hw, torch.randn(2, 5, dtype=torch.float64), atol=1e-12)
 
@@ -421,7 +422,7 @@ def test_tiles_are_valid_until_the_next(hw: Homework) -> None:
     assert_online(hw, q, cut(k, v, torch.rand(2, 6) < 0.8, [2, 1, 3]), 0.5, once=True)
 
 
-@check("online_attention", mistake="what you keep between tiles grows with the number of keys")
+@check("online_attention", mistake="what you keep between tiles grows with the number of keys", costs=0.4)
 def test_memory_does_not_grow(hw: Homework) -> None:
     q, k, v = torch.randn(2, 8), torch.randn(512, 8), torch.randn(512, 8)
     tiles = list(reused_memory(cut(k, v, torch.ones(2, 512, dtype=torch.bool), [8] * 64)))
@@ -431,13 +432,13 @@ def test_memory_does_not_grow(hw: Homework) -> None:
     assert size <= 4, f"with 64 tiles, some operation makes a tensor {size:.0f} times as large as the keys of one"
 
 
-@check("online_attention", mistake="compute and return float32: convert bfloat16 tiles when they arrive")
+@check("online_attention", mistake="compute and return float32: convert bfloat16 tiles when they arrive", costs=0.2)
 def test_bfloat16_tiles(hw: Homework) -> None:
     q, k, v = (torch.randn(n, 8).bfloat16() for n in (2, 60, 60))
     assert_online(hw, q, cut(k, v, torch.ones(2, 60, dtype=torch.bool), [7] * 8 + [4]), 0.3)
 
 
-@check("online_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32")
+@check("online_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_float64_tiles(hw: Homework) -> None:
     q, k, v = (torch.randn(n, 4, dtype=torch.float64) for n in (2, 7, 7))
     assert_online(hw, q, cut(k, v, torch.ones(2, 7, dtype=torch.bool), [3, 4]), 0.5, atol=1e-12)
@@ -532,6 +533,7 @@ def test_states_are_unchanged(hw: Homework) -> None:
 @check(
     "merge_states",
     mistake="out and lse keep their dtypes: float64 for exact tests, and bfloat16 outputs with a float32 LSE",
+    costs=0.2,
 )
 def test_dtypes_of_a_state(hw: Homework) -> None:
     (a, b), whole = random_states(2, 2, 2, 3, seed=3)
@@ -546,7 +548,7 @@ def test_any_order_any_brackets(hw: Homework) -> None:
         (a, b, c, d), whole = random_states(4, 2, 2, 3, seed)
         merge = hw.merge_states
         for got in (merge(merge(merge(a, b), c), d), merge(merge(a, b), merge(c, d)), merge(d, merge(merge(b, c), a))):
-            assert_state(got, whole, atol=1e-12)
+            assert_state(got, whole, atol=1e-5)
 
 
 # split_kv_decode ----------------------------------------------------------------------------------------------------

@@ -11,8 +11,11 @@ The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
 as you like. Then:
 
-    pytest chapters/03_language_model                   # grade your work
-    pytest chapters/03_language_model --hint NAME       # the next of three hints for the exercise NAME
+    # grade your work
+    pytest chapters/03_language_model
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/03_language_model --hint NAME
 """
 
 from collections.abc import Callable, Mapping

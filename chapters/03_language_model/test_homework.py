@@ -189,34 +189,40 @@ def test_eps_is_inside_the_root(hw: Homework) -> None:
     assert_close(hw.rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-5), torch.zeros(1, 4))
 
 
-@check("rms_norm", mistake="the square of 300 overflows in float16: convert to a wider dtype before you square")
+@check(
+    "rms_norm", mistake="the square of 300 overflows in float16: convert to a wider dtype before you square", costs=0.2
+)
 def test_large_float16_numbers(hw: Homework) -> None:
     x = torch.tensor([[300.0, -600.0, 900.0, 1200.0]], dtype=torch.float16)
     assert_norm(hw, x, torch.ones(4, dtype=torch.float16), 1e-5, atol=1e-3)
 
 
-@check("rms_norm", mistake="compute in float32 up to and including the weight, and round once, at the end")
+@check("rms_norm", mistake="compute in float32 up to and including the weight, and round once, at the end", costs=0.2)
 def test_norm_of_bfloat16_is_rounded_once(hw: Homework) -> None:
     x, weight = torch.randn(16, 64).bfloat16(), torch.randn(64).bfloat16()
     exact = norm_in_float64(x, weight, 1e-5)
     assert_rounded_once(hw.rms_norm(x, weight, 1e-5), exact)
 
 
-@check("rms_norm", mistake="the weight may be wider than x: do not round it to the dtype of x before you multiply")
+@check(
+    "rms_norm",
+    mistake="the weight may be wider than x: do not round it to the dtype of x before you multiply",
+    costs=0.2,
+)
 def test_a_weight_wider_than_x(hw: Homework) -> None:
     x, weight = torch.randn(16, 64).bfloat16(), 1 + torch.randn(64) / 100
     exact = norm_in_float64(x, weight, 1e-5)
     assert_rounded_once(hw.rms_norm(x, weight, 1e-5), exact)
 
 
-@check("rms_norm", mistake="with a float64 weight, compute in float64, also where x is float32")
+@check("rms_norm", mistake="with a float64 weight, compute in float64, also where x is float32", costs=0.2)
 def test_a_float64_weight(hw: Homework) -> None:
     x, weight = torch.randn(16, 64), torch.randn(64).double()
     exact = norm_in_float64(x, weight, 1e-5)
     assert_rounded_once(hw.rms_norm(x, weight, 1e-5), exact, torch.float32)
 
 
-@check("rms_norm", mistake="float64 in, float64 out: some step converts to float32")
+@check("rms_norm", mistake="float64 in, float64 out: some step converts to float32", costs=0.2)
 def test_norm_of_float64_stays_float64(hw: Homework) -> None:
     assert_norm(hw, torch.randn(3, 5).double(), torch.randn(5).double(), 1e-5, atol=1e-12)
 
@@ -255,7 +261,9 @@ def test_eps_of_qk_norm(hw: Homework) -> None:
     assert_qk_norm(hw, torch.randn(2, 3, 4) / 10, torch.randn(4), torch.randn(4), 2, 0.5)
 
 
-@check("qk_norm", mistake="a bfloat16 head is rounded once, after its weight: leave the precision to rms_norm")
+@check(
+    "qk_norm", mistake="a bfloat16 head is rounded once, after its weight: leave the precision to rms_norm", costs=0.2
+)
 def test_qk_norm_of_bfloat16_is_rounded_once(hw: Homework) -> None:
     x, weight = torch.randn(16, 3, 64).bfloat16(), torch.randn(64).bfloat16()
     exact = norm_in_float64(x, weight, 1e-5)
@@ -308,12 +316,14 @@ def test_swiglu_and_geglu(hw: Homework) -> None:
     assert_mlp(hw, 3, 5, 4, lambda gate: F.gelu(gate, approximate="tanh"))
 
 
-@check(
-    "gated_mlp", mistake="a combination of sizes fails that the earlier checks did not try, or the dtype of x is lost"
-)
-def test_mlp_sizes_and_dtypes(hw: Homework) -> None:
+@check("gated_mlp", mistake="a combination of sizes fails that the earlier checks did not try")
+def test_mlp_sizes(hw: Homework) -> None:
     for tokens, hidden, inner in ((1, 1, 1), (7, 2, 9), (2, 9, 2), (0, 3, 3)):
         assert_mlp(hw, tokens, hidden, inner, F.silu)
+
+
+@check("gated_mlp", mistake="the dtype of x is lost", costs=0.2)
+def test_mlp_dtypes(hw: Homework) -> None:
     for dtype, atol in ((torch.float64, 1e-12), (torch.bfloat16, 0.3)):
         x, gate, up, down = (torch.randn(4, 4).to(dtype) for _ in range(4))
         expected = mlp_in_float64(x, gate, up, down, F.silu).to(dtype)
@@ -718,7 +728,7 @@ def test_the_same_name_twice(hw: Homework) -> None:
     assert_close(hw.gpt2_weights(masks), {}, mistake="mask buffers get no name, so two of them are no error")
 
 
-@check("gpt2_weights", mistake="a transposed view is enough: copying every weight doubles the memory")
+@check("gpt2_weights", mistake="a transposed view is enough: copying every weight doubles the memory", costs=0.2)
 def test_nothing_is_copied(hw: Homework) -> None:
     theirs, _ = gpt2_checkpoint(layers=1)
     before = dict(theirs)
@@ -774,7 +784,11 @@ def test_where_the_halves_go(hw: Homework) -> None:
     assert_close(hw.dequantize_q4_1(blocks_of(1.0, 0.0, data)), expected)
 
 
-@check("dequantize_q4_1", mistake="decode all blocks together: a Python loop over millions of blocks takes minutes")
+@check(
+    "dequantize_q4_1",
+    mistake="decode all blocks together: a Python loop over millions of blocks takes minutes",
+    costs=0.2,
+)
 def test_without_a_loop(hw: Homework) -> None:
     small, large = (lines_run(hw.dequantize_q4_1, torch.zeros(n, 20, dtype=torch.uint8)) for n in (64, 512))
     assert_no_loop("dequantize_q4_1", small, large)
@@ -815,6 +829,7 @@ class ReadersFile(GGUFFile):
     "dequantize_q4_1",
     mistake="with your numbers as weights, the embedded model does not write its answer",
     seconds=60,
+    costs=0.2,  # the numbers are right; with a loop over blocks this check would run out of time
 )
 def test_the_embedded_model_writes_a_word(hw: Homework) -> None:
     opened = read_gguf(hub.embedded_gguf())

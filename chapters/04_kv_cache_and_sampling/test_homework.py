@@ -224,7 +224,7 @@ def test_caches_with_other_strides(hw: Homework) -> None:
     assert_appended(hw, 6, [4, 0, 5], interleaved)
 
 
-@check("append_kv", mistake="you copy the whole cache to change a few rows of it")
+@check("append_kv", mistake="you copy the whole cache to change a few rows of it", costs=0.2)
 def test_the_cache_is_not_copied(hw: Homework) -> None:
     k_cache, v_cache = caches(4096)
     k, v = caches(2)
@@ -462,7 +462,7 @@ def test_one_of_two_ends(hw: Homework) -> None:
         assert_equal(model.steps, steps_of(TWO, expected), name="the steps")
 
 
-@check("generate_greedy", mistake="return plain Python integers: .tolist() or int() makes them")
+@check("generate_greedy", mistake="return plain Python integers: .tolist() or int() makes them", costs=0.2)
 def test_tokens_are_integers(hw: Homework) -> None:
     output, _ = run_greedy(hw, TWO, max_tokens=2)
     kinds = {type(token).__name__ for own in output for token in own}

@@ -389,7 +389,9 @@ def assert_is_blocks(got: Any) -> None:
         raise CheckFailed(f"your result is a {type(got).__name__}, not Blocks", "")
 
 
-def assert_blocks(got: Any, mask: Tensor, size: int, tail: bool = False, of: str = "") -> None:
+def assert_blocks(
+    got: Any, mask: Tensor, size: int, tail: bool = False, of: str = "", check_dtype: bool = False
+) -> None:
     """Compare with a loop. `of` describes the input, for messages."""
     assert_is_blocks(got)
     columns = -(-mask.shape[1] // size)
@@ -398,10 +400,11 @@ def assert_blocks(got: Any, mask: Tensor, size: int, tail: bool = False, of: str
     halves = zip(("kv", "full_kv"), (got[:2], got[2:]), listed(mask, size), strict=True)
     for name, (counts, indices), lists in halves:
         want = torch.tensor([len(row) for row in lists], dtype=torch.int32)
-        assert_equal(counts, want, name=f"the tensor {name}_num_blocks{of},")
+        assert_close(counts, want, atol=0, name=f"the tensor {name}_num_blocks{of},", check_dtype=check_dtype)
         # Only shape and dtype; the values are looked at row by row.
         blank = torch.zeros(len(lists), columns, dtype=torch.int32)
-        assert_equal(torch.zeros_like(indices), blank, name=f"the tensor {name}_indices{of},")
+        name_of_indices = f"the tensor {name}_indices{of},"
+        assert_close(torch.zeros_like(indices), blank, atol=0, name=name_of_indices, check_dtype=check_dtype)
         for row, (mine, chosen) in enumerate(zip(indices.tolist(), lists, strict=True)):
             where = f"the first {len(chosen)} entries of {name}_indices[{row}]{of}"
             assert_equal(mine[: len(chosen)], chosen, name=f"the list of {where},")
@@ -468,6 +471,12 @@ def test_blocks_that_are_cut_off(hw: Homework) -> None:
 )
 def test_the_rest_of_a_row(hw: Homework) -> None:
     assert_drawn(hw, 2, "....xx", "....xx", tail=True)
+
+
+@check("blocks_of_mask", mistake="a BlockMask has its counts and indices as int32", costs=0.2)
+def test_blocks_in_int32(hw: Homework) -> None:
+    mask = drawn("xx..", "xxx.")
+    assert_blocks(hw.blocks_of_mask(mask, 2), mask, 2, check_dtype=True)
 
 
 @check("blocks_of_mask", mistake="another mask: list its blocks by hand")
@@ -628,6 +637,7 @@ def test_empty_documents(hw: Homework) -> None:
     "blocks_of_documents",
     mistake="some tensor has an element for each pair of tokens, or for each token and block: compare the "
     "ends of blocks instead",
+    costs=0.4,
 )
 def test_no_dense_mask(hw: Homework) -> None:
     size, num_blocks = 128, 64
@@ -635,6 +645,12 @@ def test_no_dense_mask(hw: Homework) -> None:
     largest = measure_memory(lambda: hw.blocks_of_documents(bounds, size)).largest
     limit = 64 * num_blocks**2  # a bool for each token and block takes twice as much
     assert largest <= limit, f"some operation creates a tensor of {largest:,} bytes for {num_blocks**2:,} blocks"
+
+
+@check("blocks_of_documents", mistake="a BlockMask has its counts and indices as int32", costs=0.2)
+def test_documents_in_int32(hw: Homework) -> None:
+    mask = torch.ones(6, 6).tril().bool()
+    assert_blocks(hw.blocks_of_documents(torch.tensor([0, 6]), 2), mask, 2, check_dtype=True)
 
 
 @check("blocks_of_documents", mistake="another batch: compare with a mask that you draw by hand")

@@ -8,8 +8,11 @@ The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
 as you like. Then:
 
-    pytest chapters/06_paged_kv_cache                   # grade your work
-    pytest chapters/06_paged_kv_cache --hint NAME       # the next of three hints for the exercise NAME
+    # grade your work
+    pytest chapters/06_paged_kv_cache
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/06_paged_kv_cache --hint NAME
 """
 
 import numpy as np

@@ -126,11 +126,19 @@ def permutation(num_pages: int, seed: int) -> list[int]:
 # slots --------------------------------------------------------------------------------------------------------------
 
 
-def assert_slots(hw: Homework, table: list[list[int]], rows: list[int], positions: list[int], page_size: int) -> None:
+def assert_slots(
+    hw: Homework,
+    table: list[list[int]],
+    rows: list[int],
+    positions: list[int],
+    page_size: int,
+    check_dtype: bool = False,
+) -> None:
     want = [table[b][p // page_size] * page_size + p % page_size for b, p in zip(rows, positions, strict=True)]
     got = hw.slots(torch.tensor(table, dtype=torch.int32), torch.tensor(rows), torch.tensor(positions), page_size)
     name = f"the result of slots({table}, rows={rows}, positions={positions}, page_size={page_size})"
-    assert_equal(got, torch.tensor(want, dtype=torch.int64), name=name if len(name) < 140 else "the tensor of slots")
+    name = name if len(name) < 140 else "the tensor of slots"
+    assert_close(got, torch.tensor(want, dtype=torch.int64), atol=0, name=name, check_dtype=check_dtype)
 
 
 @check("slots", mistake="a slot is page * page_size + offset: the first token of page 2 is not in slot 2")
@@ -163,7 +171,12 @@ def test_slots_of_a_large_pool(hw: Homework) -> None:
     assert_slots(hw, [[2**24]], [0], [5], 128)
 
 
-@check("slots", mistake="index the table with all rows and positions at once: no loop over tokens or rows")
+@check("slots", mistake="return int64: a large pool has more slots than 32 bits can count", costs=0.2)
+def test_slots_are_int64(hw: Homework) -> None:
+    assert_slots(hw, [[2, 0, 3]], [0, 0], [2, 9], 4, check_dtype=True)
+
+
+@check("slots", mistake="index the table with all rows and positions at once: no loop over tokens or rows", costs=0.2)
 def test_slots_without_a_loop(hw: Homework) -> None:
     table = torch.stack([torch.randperm(8) for _ in range(512)]).int()
     counts = [lines_run(hw.slots, table[:n], torch.arange(n), torch.arange(n) % 32, 4) for n in (64, 512)]
@@ -485,7 +498,7 @@ def test_random_operations(hw: Homework) -> None:
             p.check()
 
 
-@check("PageTable", mistake="take assigns the pages of all rows at once: no loop over rows or pages")
+@check("PageTable", mistake="take assigns the pages of all rows at once: no loop over rows or pages", costs=0.2)
 def test_take_without_a_loop(hw: Homework) -> None:
     counts = []
     for num_rows in (64, 512):
@@ -502,7 +515,14 @@ def test_take_without_a_loop(hw: Homework) -> None:
 # physical_blocks ----------------------------------------------------------------------------------------------------
 
 
-def assert_blocks(hw: Homework, blocks: Tensor, table: Tensor, width: int, front: int | None = None) -> None:
+def assert_blocks(
+    hw: Homework,
+    blocks: Tensor,
+    table: Tensor,
+    width: int,
+    front: int | None = None,
+    check_dtype: bool = False,
+) -> None:
     """Compare with a loop; with `front`, only so many entries of each list."""
     want = torch.zeros(*blocks.shape[:3], width, dtype=torch.int32)
     for b, h, q in np.ndindex(*blocks.shape[:3]):
@@ -511,7 +531,7 @@ def assert_blocks(hw: Homework, blocks: Tensor, table: Tensor, width: int, front
     got = hw.physical_blocks(blocks, table, width)
     if front is not None and isinstance(got, Tensor) and got.shape[:3] == want.shape[:3]:
         got, want = got[..., :front], want[..., :front]
-    assert_equal(got, want, name="the tensor of physical blocks")
+    assert_close(got, want, atol=0, name="the tensor of physical blocks", check_dtype=check_dtype)
 
 
 @check("physical_blocks", mistake="block j of the sequence is page table[b, j]: look it up")
@@ -559,6 +579,12 @@ def test_random_blocks(hw: Homework) -> None:
     for b, h, q, n, w, width in [(1, 1, 1, 1, 1, 1), (3, 1, 2, 4, 8, 8), (2, 2, 1, 5, 5, 11), (4, 1, 1, 2, 7, 30)]:
         table = torch.tensor([permutation(width, i)[:w] for i in range(b)])
         assert_blocks(hw, torch.randint(0, w, (b, h, q, n)), table, width)
+
+
+@check("physical_blocks", mistake="a BlockMask has its indices as int32", costs=0.2)
+def test_blocks_are_int32(hw: Homework) -> None:
+    table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+    assert_blocks(hw, torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32), table, 4, check_dtype=True)
 
 
 # physical_mask ------------------------------------------------------------------------------------------------------

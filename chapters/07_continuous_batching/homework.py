@@ -9,8 +9,11 @@ The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
 as you like. Then:
 
-    pytest chapters/07_continuous_batching                   # grade your work
-    pytest chapters/07_continuous_batching --hint NAME       # the next of three hints for the exercise NAME
+    # grade your work
+    pytest chapters/07_continuous_batching
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/07_continuous_batching --hint NAME
 """
 
 from collections import OrderedDict

@@ -1241,7 +1241,11 @@ class Siblings(dict):
         return super().keys()
 
 
-@check("match_prefix", mistake="look a page up by its tokens: the time must not grow with the number of other requests")
+@check(
+    "match_prefix",
+    mistake="look a page up by its tokens: the time must not grow with the number of other requests",
+    costs=0.2,
+)
 def test_the_number_of_lookups(hw: Homework) -> None:
     children = tree_of([[i, i] for i in range(3000)] + [[1, 1] * 100], 2)
     counted = Siblings({parent: Siblings(siblings) for parent, siblings in children.items()})

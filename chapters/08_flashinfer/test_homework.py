@@ -184,7 +184,9 @@ def last_lens(kv_lens: Sequence[int], page_size: int) -> list[int]:
 # csr_from_table -----------------------------------------------------------------------------------------------------
 
 
-def assert_csr(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, stale: int = 77) -> None:
+def assert_csr(
+    hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, stale: int = 77, dtype: str = "any"
+) -> None:
     width = max(len(own) for own in pages) + 1
     table = np.array([own + [stale] * (width - len(own)) for own in pages], dtype=np.int32)
     what = f"csr_from_table({table.tolist()}, {list(kv_lens)}, {page_size})"
@@ -193,7 +195,7 @@ def assert_csr(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: in
     assert_tuple(got, names, what)
     want = indptr_of(pages), [page for own in pages for page in own], last_lens(kv_lens, page_size)
     for name, array, expected in zip(names, got, want, strict=True):
-        assert_array(array, expected, "int32", name=f"{name} of {what}")
+        assert_array(array, expected, dtype, name=f"{name} of {what}")
 
 
 @check("csr_from_table", mistake="a sequence of 3 keys has one page of 4, and 3 keys in it")
@@ -228,7 +230,11 @@ def test_a_sequence_without_keys(hw: Homework) -> None:
     assert_csr(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
 
 
-@check("csr_from_table", mistake="take the entries of all rows through one mask: no loop over sequences or pages")
+@check(
+    "csr_from_table",
+    mistake="take the entries of all rows through one mask: no loop over sequences or pages",
+    costs=0.2,
+)
 def test_csr_without_a_loop(hw: Homework) -> None:
     table = np.zeros((512, 20), dtype=np.int32)
     counts = [lines_run(hw.csr_from_table, table[:n], np.full(n, 70, dtype=np.int32), 4) for n in (64, 512)]
@@ -240,6 +246,11 @@ def test_random_tables(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
         assert_csr(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
+
+
+@check("csr_from_table", mistake="FlashInfer reads 32-bit integers: return all three arrays as int32", costs=0.2)
+def test_csr_in_int32(hw: Homework) -> None:
+    assert_csr(hw, [[2, 0, 3], [1]], [10, 4], 4, dtype="int32")
 
 
 @check("csr_from_table", seconds=COMPILING, mistake="FlashInfer computes other lengths from your arrays (on your GPU)")
@@ -258,15 +269,15 @@ def test_lengths_on_the_gpu(hw: Homework) -> None:
 # table_from_csr -----------------------------------------------------------------------------------------------------
 
 
-def assert_table(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int) -> None:
+def assert_table(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: int, dtype: str = "any") -> None:
     indices = [page for own in pages for page in own]
     arrays = indptr_of(pages), indices, last_lens(kv_lens, page_size)
     what = f"table_from_csr({', '.join(map(str, arrays))}, {page_size})"
     got = hw.table_from_csr(*(int32(array) for array in arrays), page_size)
     assert_tuple(got, ["table", "kv_lens"], what)
     width = max(len(own) for own in pages)
-    assert_array(got[0], [own + [0] * (width - len(own)) for own in pages], "int32", name=f"the table of {what}")
-    assert_array(got[1], list(kv_lens), "int32", name=f"kv_lens of {what}")
+    assert_array(got[0], [own + [0] * (width - len(own)) for own in pages], dtype, name=f"the table of {what}")
+    assert_array(got[1], list(kv_lens), dtype, name=f"kv_lens of {what}")
 
 
 @check(
@@ -289,7 +300,7 @@ def test_back_to_an_empty_row(hw: Homework) -> None:
     assert_table(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
 
 
-@check("table_from_csr", mistake="write all rows through one mask: no loop over sequences or pages")
+@check("table_from_csr", mistake="write all rows through one mask: no loop over sequences or pages", costs=0.2)
 def test_table_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -306,6 +317,11 @@ def test_random_csr(hw: Homework) -> None:
         assert_table(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
 
 
+@check("table_from_csr", mistake="return the table and the lengths as int32", costs=0.2)
+def test_table_in_int32(hw: Homework) -> None:
+    assert_table(hw, [[2, 0, 3], [1]], [10, 4], 4, dtype="int32")
+
+
 # append_positions ---------------------------------------------------------------------------------------------------
 
 APPENDED = ["batch_indices", "positions", "slot_mapping", "last_page_len"]
@@ -316,7 +332,14 @@ def append_arrays(num_new: Sequence[int], before: Sequence[int], pages: Lists) -
     return int32(qo_indptr), int32(before), int32(indptr_of(pages)), int32([page for own in pages for page in own])
 
 
-def assert_append(hw: Homework, num_new: Sequence[int], before: Sequence[int], pages: Lists, page_size: int) -> None:
+def assert_append(
+    hw: Homework,
+    num_new: Sequence[int],
+    before: Sequence[int],
+    pages: Lists,
+    page_size: int,
+    dtypes: Sequence[str] = ("any",) * 4,
+) -> None:
     arrays = append_arrays(num_new, before, pages)
     what = f"append_positions({', '.join(str(x.tolist()) for x in arrays)}, {page_size})"
     got = hw.append_positions(*arrays, page_size)
@@ -329,7 +352,6 @@ def assert_append(hw: Homework, num_new: Sequence[int], before: Sequence[int], p
         [pages[b][position // page_size] * page_size + position % page_size for b, position in tokens],
         last_lens(after, page_size),
     )
-    dtypes = "int32", "int32", "int64", "int32"
     for name, array, expected, dtype in zip(APPENDED, got, want, dtypes, strict=True):
         assert_array(array, expected, dtype, name=f"{name} of {what}")
 
@@ -370,7 +392,12 @@ def test_a_large_pool(hw: Homework) -> None:
     assert_append(hw, [2], [5], [[2**24]], 128)
 
 
-@check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens")
+@check("append_positions", mistake="slots are int64, because a large pool has many; the others are int32", costs=0.2)
+def test_append_dtypes(hw: Homework) -> None:
+    assert_append(hw, [2, 1], [3, 0], [[2, 5], [1]], 4, dtypes=("int32", "int32", "int64", "int32"))
+
+
+@check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens", costs=0.2)
 def test_append_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -457,7 +484,7 @@ def test_least(hw: Homework) -> None:
     assert_chunk(hw, [10, 5], 1, least=16)
 
 
-@check("smallest_chunk", mistake="do not try one size after the other: a tile may have millions of keys")
+@check("smallest_chunk", mistake="do not try one size after the other: a tile may have millions of keys", costs=0.4)
 def test_many_keys(hw: Homework) -> None:
     lines = [lines_run(hw.smallest_chunk, np.full(4, n), 4) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
@@ -604,7 +631,7 @@ def test_a_window(hw: Homework) -> None:
     assert_plan(hw, [6], [6], 4, tile_len=2, window=4)
 
 
-@check("plan_work", mistake="numpy has to number tiles and items: no loop over sequences, tiles or items")
+@check("plan_work", mistake="numpy has to number tiles and items: no loop over sequences, tiles or items", costs=0.2)
 def test_plan_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -882,7 +909,7 @@ def test_fewer_keys_than_workers(hw: Homework) -> None:
     assert_cut(hw, [2], 3, everything)
 
 
-@check("cut_evenly", mistake="a loop over keys takes too long for millions of them")
+@check("cut_evenly", mistake="a loop over keys takes too long for millions of them", costs=0.2)
 def test_millions_of_keys(hw: Homework) -> None:
     lines = [lines_run(hw.cut_evenly, np.full(4, n), 6) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"

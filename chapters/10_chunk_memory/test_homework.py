@@ -177,7 +177,7 @@ def test_a_stretched_rope(hw: Homework) -> None:
     rotated(hw, [5, 6, 2, 40], [3, -2, 0, 400], ROPES[1])
 
 
-@check("rotate_again", mistake="the angles are rounded to the dtype of x: compute them in float32 at least")
+@check("rotate_again", mistake="the angles are rounded to the dtype of x: compute them in float32 at least", costs=0.2)
 def test_in_bfloat16(hw: Homework) -> None:
     raw, offsets = randn(4, 2, 8), torch.tensor([300, 301, -255, 7])
     k = at(raw, torch.tensor([1000, 1001, 1002, 1003]), ROPES[0]).bfloat16()

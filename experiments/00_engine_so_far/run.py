@@ -34,7 +34,7 @@ from mini_engine.roofline import measure_machine
 
 MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
-SLABS = 8
+RESERVATIONS = 8
 
 
 def median_seconds(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -70,7 +70,7 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     """Tokens/s and bytes per token of chapters 03 to 07, one request, in turns."""
     llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
     page_size = 128 if device == "cuda" else 16
-    paged = llm.with_options(num_pages=SLABS * 256 // page_size, page_size=page_size).engine
+    paged = llm.with_options(num_pages=RESERVATIONS * 256 // page_size, page_size=page_size).engine
     machine = measure_machine(llm.model.device, llm.model.dtype)
     request = batch_of(1, PROMPT_TOKENS, MAX_TOKENS).requests(llm.model.config.vocab_size)
     prompt = request[0].prompt
@@ -101,11 +101,11 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     return rows
 
 
-def serve_static(llm: LLM, requests: Sequence[BenchRequest], attn_backend: str, slabs: int) -> int:
-    """Serve as many requests at a time as there are slabs, in chapter 04's loop. Returns the tokens generated."""
+def serve_static(llm: LLM, requests: Sequence[BenchRequest], attn_backend: str, reservations: int) -> int:
+    """Serve as many requests at a time as have a reservation, in chapter 04's loop. Returns the tokens generated."""
     tokens = 0
-    for first in range(0, len(requests), slabs):
-        prompts, params = zip(*requests[first : first + slabs], strict=True)
+    for first in range(0, len(requests), reservations):
+        prompts, params = zip(*requests[first : first + reservations], strict=True)
         group = make_requests(prompts, params, max_model_len=llm.model.config.max_position_embeddings)
         for step in generate_steps(llm.model, group, attn_backend, Parts()):
             tokens += len(step.new_tokens)
@@ -128,15 +128,15 @@ def serve_paged(engine: LLMEngine, requests: Sequence[BenchRequest], *, continuo
 
 
 def throughput_rows(device: str, dtype: str) -> list[results.Row]:
-    """Tokens/s of chapters 04 to 07 in the memory of eight slabs, in turns."""
+    """Tokens/s of chapters 04 to 07 in the memory of eight reservations, in turns."""
     llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
     requests = CPU.requests(llm.model.config.vocab_size)
     page_size = 128 if device == "cuda" else 16
     longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
-    engine = llm.with_options(num_pages=SLABS * -(-longest // page_size), page_size=page_size).engine
+    engine = llm.with_options(num_pages=RESERVATIONS * -(-longest // page_size), page_size=page_size).engine
     runs = {
-        4: lambda: serve_static(llm, requests, "torch_padded", SLABS),
-        5: lambda: serve_static(llm, requests, "flex", SLABS),
+        4: lambda: serve_static(llm, requests, "torch_padded", RESERVATIONS),
+        5: lambda: serve_static(llm, requests, "flex", RESERVATIONS),
         6: lambda: serve_paged(engine, requests, continuous=False),
         7: lambda: serve_paged(engine, requests, continuous=True),
     }

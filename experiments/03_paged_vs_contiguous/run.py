@@ -1,4 +1,4 @@
-"""KV memory wasted by contiguous slabs and by pages, requests served in the same bytes, and what pages cost attention.
+"""KV memory wasted by reservations and by pages, requests served in the same bytes, and what pages cost attention.
 
     python experiments/03_paged_vs_contiguous/run.py [--device cpu|cuda] [--out DIR]
 
@@ -36,7 +36,7 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 
 MAX_LEN = 2048  # longest prompt and output together
-POOL = 16 * MAX_LEN  # tokens: sixteen slabs of the longest request
+POOL = 16 * MAX_LEN  # tokens: sixteen reservations of the longest request
 PAGE_SIZES = (1, 16, 64, 128)
 NUM_REQUESTS = 2000
 MAX_ROWS = 256  # requests that run at once
@@ -56,25 +56,25 @@ def trace(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
     return [(int(p), int(o)) for p, o in zip(prompts, outputs, strict=True)]
 
 
-class Slabs(PageTable):
-    """Contiguous memory: a request gets one slab of neighboring slots, in the first gap that is long enough.
+class Reservations(PageTable):
+    """Contiguous memory: a request gets one reservation of neighboring slots, in the first gap that is long enough.
 
     Args:
         num_tokens: slots of the pool.
-        lengths: the size of each slab, in the order in which the requests are admitted.
+        lengths: the size of each reservation, in the order in which the requests are admitted.
     """
 
     def __init__(self, num_tokens: int, lengths: Sequence[int]) -> None:
         super().__init__(num_tokens, page_size=1, max_rows=MAX_ROWS, max_pages_per_row=1)  # its table stays empty
         self._lengths = deque(lengths)
-        self.slabs: dict[int, tuple[int, int]] = {}  # row: first slot, and the one after the last
+        self.spans: dict[int, tuple[int, int]] = {}  # row: first slot, and the one after the last
 
     def allocate(self) -> int:
-        """Take a row and its slab, which holds everything that the request will ever need."""
+        """Take a row and its reservation, which holds everything that the request will ever need."""
         start, length = self._gap(self._lengths[0]), self._lengths.popleft()
         assert start is not None, "admitted without a gap"
         row = super().allocate()
-        self.slabs[row] = (start, start + length)
+        self.spans[row] = (start, start + length)
         self.num_free_pages -= length
         return row
 
@@ -82,18 +82,18 @@ class Slabs(PageTable):
         return np.zeros(len(rows), dtype=np.int64), 0
 
     def release(self, row: int) -> None:
-        start, end = self.slabs.pop(row)
+        start, end = self.spans.pop(row)
         self.num_free_pages += end - start
         super().release(row)
 
     def admit(self, num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free_rows: int) -> int:
-        """The scheduler's part of that name: a slab needs a gap of its length, however many slots are free in all."""
+        """The scheduler's part of that name: a reservation needs a gap of its length, not only as many free slots."""
         return min(num_tokens, budget) if free_rows and self._gap(self._lengths[0]) is not None else 0
 
     def _gap(self, length: int) -> int | None:
         """The first slot of the first gap of that length."""
         start = 0
-        for first, end in sorted(self.slabs.values()):
+        for first, end in sorted(self.spans.values()):
             if first - start >= length:
                 break
             start = end
@@ -127,7 +127,7 @@ def serve(table: PageTable, lengths: Sequence[tuple[int, int]]) -> Usage:
         max_num_batched_tokens=2048,
         window=None,
         prefix_sharing=False,
-        parts=replace(Parts(), admit=table.admit) if isinstance(table, Slabs) else Parts(),
+        parts=replace(Parts(), admit=table.admit) if isinstance(table, Reservations) else Parts(),
     )
     prompts = [[1] * prompt for prompt, _ in lengths]
     params = [SamplingParams(max_tokens=output, ignore_eos=True) for _, output in lengths]
@@ -167,8 +167,8 @@ def allocations(lengths: Sequence[tuple[int, int]], pool: int = POOL) -> dict[st
         for size in PAGE_SIZES
     }
     return {
-        "slabs of the maximum": lambda: Slabs(pool, [MAX_LEN] * len(lengths)),
-        "slabs of the true length": lambda: Slabs(pool, [prompt + output for prompt, output in lengths]),
+        "reservations of the maximum": lambda: Reservations(pool, [MAX_LEN] * len(lengths)),
+        "reservations of the true length": lambda: Reservations(pool, [prompt + output for prompt, output in lengths]),
         **paged,
     }
 
@@ -301,7 +301,7 @@ def draw_memory(result: results.Result) -> Figure:
     for row, name in enumerate(names):
         at_once = result.find("requests at once", memory=name).value
         ax.text(1.02, row, f"{at_once:.0f} at once", va="center", fontsize=11)
-    ax.set_yticks(range(len(names)), [name.replace("slabs of the", "reserved:") for name in names])
+    ax.set_yticks(range(len(names)), [name.replace("reservations of the", "reserved:") for name in names])
     ax.invert_yaxis()
     ax.set(xlim=(0, 1), xlabel="share of the pool")
     ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)

@@ -14,7 +14,7 @@ from book.grading import Answer, Chapter, Exercise, Homework, load_chapter
 from book.grading.chapter import chapter_folders, load_module
 from book.grading.outcome import run_checks, run_source
 from book.grading.parts import PARTS
-from book.grading.stubs import make_stub
+from book.grading.stubs import WIDTH, make_stub
 from book.grading.submission import provided
 
 SLUGS = [folder.name for folder in chapter_folders()]
@@ -141,6 +141,12 @@ def test_parts_come_from_their_chapters() -> None:
     """Each part whose chapter exists is the work of exactly one exercise of that chapter."""
     found = sorted((exercise.part, slug) for slug in SLUGS for exercise in chapter(slug).exercises if exercise.part)
     assert found == sorted((part.name, part.chapter) for part in PARTS if part.chapter in SLUGS)
+
+
+@pytest.mark.parametrize("slug", SLUGS)
+def test_homework_fits_the_column_of_the_site(slug: str) -> None:
+    too_long = [line for line in stub(slug).splitlines() if len(line) > WIDTH]
+    assert not too_long, f"lines of more than {WIDTH} columns are cut on the site: {too_long[0]}"
 
 
 @pytest.mark.skipif("CI" not in os.environ, reason="homework.py is the reader's own; CI looks at the one in git")

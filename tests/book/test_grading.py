@@ -95,6 +95,20 @@ def test_counter(hw: Homework) -> None:
     assert_equal(hw.Counter(1).add(2), 3)
 
 
+@check("last", mistake="you copy the list", seconds=2, costs=0.3)
+def test_no_slice(hw: Homework) -> None:
+    class Items(list):
+        slices = 0
+
+        def __getitem__(self, index):
+            self.slices += isinstance(index, slice)
+            return super().__getitem__(index)
+
+    items = Items([1, 2])
+    hw.last(items)
+    assert items.slices == 0, "a slice was taken"
+
+
 @check("last", mistake="you take the first", seconds=2)
 def test_last(hw: Homework) -> None:
     assert_equal(hw.last([1, 2]), 2)
@@ -281,7 +295,42 @@ def test_a_missing_file_is_named(write: Write) -> None:
     assert "python -m book stubs 01" in message(graded(chapter), "double")
 
 
-def test_gradescope_gets_all_or_nothing_per_exercise(write: Write) -> None:
+SLICING_LAST = "def last(items):\n    return items[:][-1]\n"
+
+
+def test_a_right_answer_that_misses_a_demand_keeps_most_points(write: Write, tmp_path: Path) -> None:
+    """The demand costs 0.3 of 8 points, and is checked last although it stands first in the file."""
+    chapter = write(SLICING_LAST)
+    grading = graded(chapter)
+    assert [check.name for check in chapter.checks_of(chapter.exercise("last"))] == ["test_last", "test_no_slice"]
+    assert message(grading, "last") == "A slice was taken."
+    assert grading.points == 5.6 and not grading.results[-1].passed
+    table = printed(summary(grading))
+    assert "5.6 / 8" in table and "right, but test_no_slice: you copy the list" in table
+    progress = Progress(tmp_path)
+    progress.record(chapter.slug, grading.source or "", grading.results)
+    table = printed(progress_table([chapter], progress))
+    assert "5.6 of 15 points" in table and "right, but misses a demand" in table
+    test = gradescope([grading], 1.0)["tests"][-1]
+    assert (test["score"], test["status"]) == (5.6, "failed") and test["output"].startswith("Right, but test_no_slice")
+
+
+def test_a_wrong_answer_that_misses_a_demand_gets_nothing(write: Write) -> None:
+    grading = graded(write("def last(items):\n    return items[:][0]\n"))
+    failure = grading.results[-1].failure
+    assert grading.points == 0 and failure is not None and failure[0].name == "test_last"
+
+
+def test_a_demand_alone_earns_nothing(write: Write) -> None:
+    """A run of selected checks may leave out those of the result: the points are not known yet."""
+    chapter = write(SLICING_LAST)
+    with Grading(chapter, chapter.homework, LIMITS) as grading:
+        grading.run(chapter.checks_of(chapter.exercise("last"))[-1])
+    assert not grading.results[-1].complete and grading.points == 0
+    assert "– / 8" in printed(summary(grading))
+
+
+def test_gradescope_gets_the_points_of_each_exercise(write: Write) -> None:
     results = gradescope([graded(write(RIGHT_LAST + "\n\ndef double(x):\n    import os\n\n    os.abort()\n"))], 1.0)
     results = json.loads(json.dumps(results))
     tests = {test["name"]: test for test in results["tests"]}
@@ -403,6 +452,17 @@ def test_a_grader_must_fit_its_solution(write: Write) -> None:
         load_chapter(chapter.folder)
     grader.write_text(GRADER.replace("double", "treble"))
     with pytest.raises(ValueError, match="does not define the exercise treble"):
+        load_chapter(chapter.folder)
+
+
+def test_a_demand_costs_less_than_half_of_the_points(write: Write) -> None:
+    chapter = write("")
+    grader = chapter.folder / "test_homework.py"
+    grader.write_text(GRADER.replace("costs=0.3", "costs=0.7"))
+    with pytest.raises(ValueError, match="test_no_slice: a check costs all points"):
+        load_chapter(chapter.folder)
+    grader.write_text(GRADER.replace('"you take the first"', '"you take the first", costs=0.2'))
+    with pytest.raises(ValueError, match="last has no check of its result"):
         load_chapter(chapter.folder)
 
 

@@ -94,6 +94,25 @@ def test_building_twice_gives_the_same_bytes(built: Path, tmp_path: Path) -> Non
     assert again.read_bytes() == built.with_suffix(".ipynb").read_bytes()
 
 
+def test_prose_is_copied_without_executing(pair: Path) -> None:
+    partner = pair.with_suffix(".ipynb")
+    before = nbformat.read(partner, as_version=4)
+    pair.write_text(SOURCE.replace("# A chapter", "# Another chapter"), encoding="utf-8")
+    assert CliRunner().invoke(notebooks.app, ["text", "07"]).exit_code == 0
+    after = nbformat.read(partner, as_version=4)
+    assert after.cells[0].source.startswith("# Another chapter")
+    assert after.cells[1:] == before.cells[1:]
+    assert not list(notebooks.problems(pair))
+
+
+def test_a_changed_cell_has_to_be_executed(pair: Path) -> None:
+    before = pair.with_suffix(".ipynb").read_bytes()
+    pair.write_text(SOURCE.replace("1 / 0", "2 / 0"), encoding="utf-8")
+    result = CliRunner().invoke(notebooks.app, ["text", "07"])
+    assert result.exit_code == 1 and "a code cell has changed" in result.output
+    assert pair.with_suffix(".ipynb").read_bytes() == before
+
+
 def test_ids_follow_the_text_of_the_cell(built: Path) -> None:
     before = notebooks.source_of(built).cells
     built_text = built.read_text(encoding="utf-8")

@@ -91,8 +91,11 @@ The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
 as you like. Then:
 
-    pytest chapters/07_small                   # grade your work
-    pytest chapters/07_small --hint NAME       # the next of three hints for the exercise NAME
+    # grade your work
+    pytest chapters/07_small
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/07_small --hint NAME
 """
 
 import math

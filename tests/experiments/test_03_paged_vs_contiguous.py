@@ -32,29 +32,29 @@ def test_every_slot_is_counted_and_given_back(name):
     assert usage.keys + usage.empty + usage.free == pytest.approx(pool)
     assert min(usage.keys, usage.empty, usage.free) >= 0
     assert table.num_free_pages * table.page_size == pool
-    if name.startswith("slabs"):
+    if name.startswith("reservations"):
         assert usage.recomputed == 0
-        assert usage.at_once <= 4 or name != "slabs of the maximum"
+        assert usage.at_once <= 4 or name != "reservations of the maximum"
     else:  # a request wastes less than one page
         assert usage.empty < usage.at_once * table.page_size
 
 
-def test_slabs_never_overlap_and_take_the_first_gap_that_fits():
-    slabs = run.Slabs(10, [4, 4, 2, 3, 2])
+def test_reservations_never_overlap_and_take_the_first_gap_that_fits():
+    table = run.Reservations(10, [4, 4, 2, 3, 2])
 
     def fits() -> bool:
-        return slabs.admit(1, 1, budget=9, free_pages=slabs.num_free_pages, free_rows=slabs.num_free_rows) > 0
+        return table.admit(1, 1, budget=9, free_pages=table.num_free_pages, free_rows=table.num_free_rows) > 0
 
-    rows = [slabs.allocate() for _ in range(3)]
-    assert [slabs.slabs[row] for row in rows] == [(0, 4), (4, 8), (8, 10)]
+    rows = [table.allocate() for _ in range(3)]
+    assert [table.spans[row] for row in rows] == [(0, 4), (4, 8), (8, 10)]
     assert not fits()
-    slabs.release(rows[1])
-    assert slabs.num_free_pages == 4 and fits()
-    assert slabs.slabs[slabs.allocate()] == (4, 7)
-    assert not fits()  # one slot is free, and the next slab needs two
-    slabs.release(rows[0])
-    assert fits() and slabs.slabs[slabs.allocate()] == (0, 2)
-    ordered = sorted(slabs.slabs.values())
+    table.release(rows[1])
+    assert table.num_free_pages == 4 and fits()
+    assert table.spans[table.allocate()] == (4, 7)
+    assert not fits()  # one slot is free, and the next reservation needs two
+    table.release(rows[0])
+    assert fits() and table.spans[table.allocate()] == (0, 2)
+    ordered = sorted(table.spans.values())
     assert all(end <= first for (_, end), (first, _) in pairwise(ordered))
 
 

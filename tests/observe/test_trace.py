@@ -243,12 +243,12 @@ def test_a_request_with_a_stop_string_leaves(tmp_path, depth):
     text = engine.generate([[3, 4, 5]], params)[0].text
     trace.steps.clear()
     stop = text.split()[3]
-    (output,) = (p.output for p in engine.stream_batch([[3, 4, 5]], replace(params, stop=stop), ["a"]) if p.output)
+    output = engine.generate([3, 4, 5], replace(params, stop=stop))[0]
     trace.save(tmp_path / "trace.json")
-    assert [step.left for step in trace.steps if step.left] == [{"a": "stop"}]
+    assert [step.left for step in trace.steps if step.left] == [{"stream 1": "stop"}]
     assert not any(step.ended for step in trace.steps)
     saved = read_trace(tmp_path / "trace.json").steps
-    assert [step.left for step in saved if step.left] == [{"a": "stop"}]
+    assert [step.left for step in saved if step.left] == [{"stream 1": "stop"}]
     assert sum(len(step.outputs) for step in saved) == len(output.token_ids)
 
 

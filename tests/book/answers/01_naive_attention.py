@@ -217,7 +217,7 @@ def repeated_keys(q, k, v, **options):
 def expanded_then_reshaped(q, k, v, **options):
     """`expand` copies nothing; the reshape behind it copies everything."""
     group = q.shape[1] // k.shape[1]
-    k, v = (x[:, :, None].expand(-1, -1, group, -1).reshape(x.shape[0], -1, x.shape[2]) for x in (k, v))
+    k, v = (x[:, :, None].expand(-1, -1, group, -1).reshape(len(x), *q.shape[1:]) for x in (k, v))
     return reference.masked_attention(q, k, v, **options)
 
 

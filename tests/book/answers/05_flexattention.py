@@ -333,6 +333,11 @@ def lists_of(partial, full, order=None):
     return reference.Blocks(partial.sum(-1).int(), order(partial).int(), full.sum(-1).int(), order(full).int())
 
 
+@wrong("blocks_of_mask", fails="test_blocks_in_int32")
+def blocks_in_int64(mask, block_size):
+    return reference.Blocks(*(tensor.long() for tensor in reference.blocks_of_mask(mask, block_size)))
+
+
 @wrong("blocks_of_mask", fails="test_one_visible_pair")
 def more_than_half(mask, block_size):
     """A block is visited if its pairs are visible on average."""

@@ -55,7 +55,7 @@ def indptr_without_its_zero(*args):
     return csr(*args, without_zero=True)
 
 
-@wrong("csr_from_table", fails="test_one_page")
+@wrong("csr_from_table", fails="test_csr_in_int32")
 def indptr_in_int64(*args):
     return csr(*args, int64=True)
 

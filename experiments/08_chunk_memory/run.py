@@ -469,11 +469,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(f"| {what} | {value} |" for what, value in all_predictions().items()))
         return
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
-    checkpoint = open_checkpoint(MODEL)
-    embedded = load_model(checkpoint, default_parts(device), setting.dtype, device)
+    embedded, tokenizer, of_quality = None, None, dict[str, results.Setting]()
+    if device.type == "cpu" or set(chosen.only) - {TIMES}:
+        checkpoint = open_checkpoint(MODEL)
+        embedded = load_model(checkpoint, default_parts(device), setting.dtype, device)
+        tokenizer = load_tokenizer(checkpoint)
     rows: list[results.Row] = []
     if TIMES in chosen.only:
         model = embedded if device.type == "cpu" else random_model(QWEN3_0_6B, setting.dtype, device)
+        assert model
         measured, machine = {}, measure_machine(device, setting.dtype)
         for length in setting.documents:
             measured[length] = time_ways(model, setting, length)
@@ -484,24 +488,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             machine = replace(machine, bandwidth=bandwidth, flops=flops)
         for length, times in measured.items():
             rows += time_rows(times, model, setting, machine, length)
-    tokenizer = load_tokenizer(checkpoint)
-    texts = passages(lambda text: tokenizer.encode(text, verbose=False), setting)
-    if QUALITY in chosen.only:
-        rows += measure_quality(embedded, texts, setting)
-    if AGAIN in chosen.only:
-        rows += measure_again(embedded, texts, setting)
+    if embedded and tokenizer:
+        texts = passages(lambda text: tokenizer.encode(text, verbose=False), setting)
+        if QUALITY in chosen.only:
+            rows += measure_quality(embedded, texts, setting)
+        if AGAIN in chosen.only:
+            rows += measure_again(embedded, texts, setting)
+        of_quality = {
+            "model of the quality": "SmolLM2-135M",
+            "passages": len(texts),
+            "tokens of context": setting.context,
+            "tokens of continuation": setting.continuation,
+            "greedy tokens": setting.greedy,
+        }
     parameters: dict[str, results.Setting] = {
         "model of the times": "SmolLM2-135M" if device.type == "cpu" else "Qwen3-0.6B's shape",
-        "model of the quality": "SmolLM2-135M",
         "dtype": str(setting.dtype).removeprefix("torch."),
         "question": setting.question,
         "repetitions": setting.repetitions,
-        "passages": len(texts),
-        "tokens of context": setting.context,
-        "tokens of continuation": setting.continuation,
-        "greedy tokens": setting.greedy,
     }
-    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+    result = results.new_result(EXPERIMENT, rows, parameters | of_quality, chosen.device)
     if set(chosen.only) < set(SECTIONS):
         result = results.with_recorded(result)
     record(result, chosen.out, {row.figure for row in result.rows})

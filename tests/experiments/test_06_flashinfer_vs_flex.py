@@ -84,7 +84,7 @@ def model():
 def test_rows_of_the_workloads(model, monkeypatch):
     monkeypatch.setattr(run, "WORKLOADS", TINY)
     monkeypatch.setattr(run, "LONG_CONTEXT", TINY["long-context"])
-    rows = run.engine_rows(model, SETTING, MACHINE, list(TINY), repetitions=1)
+    rows = run.engine_rows(model, SETTING, MACHINE, list(TINY), SETTING.backends, repetitions=1)
     found = results.new_result(EXPERIMENT, rows, {}, "cpu")
     assert len(rows) == 2 * (len(TINY) + 1)
     for name, workload in TINY.items():

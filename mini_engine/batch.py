@@ -4,7 +4,7 @@ The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -97,8 +97,8 @@ class StepBatch:
     num_sources: int = 0
     has_gaps: bool = False
     levels: tuple[PrefixLevel, ...] = ()
-    page_capacity: int | None = None
-    device_tokens: Int[Tensor, "6 T"] | None = None
+    page_capacity: int | None = field(default=None, repr=False)
+    device_tokens: Int[Tensor, "6 T"] | None = field(default=None, repr=False)
 
     @classmethod
     def build(

@@ -125,12 +125,17 @@ def test_the_recorded_cases_are_those_of_the_script(recorded):
     served = [
         (row.case["workload"], row.case["engine"]) for row in recorded.rows if row.figure in ("throughput", "time")
     ]
-    assert sorted(served) == sorted((w, f"mini_engine, {b}") for w in run.WORKLOADS for b in GPU_SETTING.backends)
+    expected = {(w, f"mini_engine, {b}") for w in run.WORKLOADS for b in run.ENGINES}
+    # Experiment 07 has the cascade's `shared-prefix`.
+    assert sorted(served) == sorted(expected - {("shared-prefix", "mini_engine, cascade")})
 
 
 def test_recorded_bounds_are_the_machines_rates(recorded):
-    bandwidths = {row.bound for row in recorded.rows if row.figure.startswith("decode")}
-    assert len(bandwidths) == len({row.bound for row in recorded.rows if row.figure == "prefill: rate"}) == 1
+    """Of the kernels that took turns, one; sections that ran later measured the machine again."""
+    for figure in ("decode: rate", "prefill: rate"):
+        assert len({row.bound for row in recorded.rows if row.figure == figure}) == 1
+    bandwidths = [row.bound for row in recorded.rows if row.unit == "B/s"]
+    assert max(bandwidths) < 1.03 * min(bandwidths)
     # The bandwidth is that of a sum, which a kernel can exceed by a percent or two.
     assert all(row.share_of_bound < 1.03 for row in recorded.rows)
 

@@ -136,8 +136,10 @@ class DecodeGraphs:
 
     def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
         """Capture a step of padding alone: replays of it write nothing that a request reads."""
+        padding = self.padding(size)
+        del padding["page_positions"]  # a step whose requests have lost pages has no levels
         batch = StepBatch.build(
-            **self.padding(size),
+            **padding,
             num_new=None,
             page_size=self._page_size,
             levels=tuple(_empty_level(count, size, self._device) for count in groups),

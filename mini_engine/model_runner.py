@@ -133,7 +133,7 @@ class ModelRunner:
         if len(sampling_rows) and not np.array_equal(running.admission[sampling_rows], self._sampling_admissions):
             self._sampling = self._sampling_of(sampling_rows, running)
         sampling = self._sampling if len(sampling_rows) else None
-        size = self._graph_size(schedule, sampling) if num_logits is None else None
+        size = self._graph_size(schedule, sampling, running.has_evicted) if num_logits is None else None
         batch = self._build(schedule, start, num_computed, num_logits, running, page_table, size)
         if size and sampling:
             tokens = self._graphs.run(size, batch, sampling, self._sampling_rows)[: len(rows)]
@@ -168,13 +168,15 @@ class ModelRunner:
         self._sampling, self._seen = None, None
         self._sampling_admissions = np.zeros(0, dtype=np.int64)
 
-    def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None) -> int | None:
+    def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None, has_evicted: bool) -> int | None:
         """The size of the graph that can run a step; None if none can.
 
         Every request decodes one token. Filters and penalties have shapes of their own, and so have queries that are
-        rotated for chunks, and levels of many groups.
+        rotated for chunks, and levels of many groups. Requests that have lost pages make no use of levels.
         """
         if schedule.num_tokens > len(schedule.rows) or sampling is None:
+            return None
+        if schedule.levels and has_evicted:
             return None
         if any(level.query_offsets is not None or level.padded_groups > MAX_GROUPS for level in schedule.levels):
             return None

@@ -1,0 +1,25 @@
+"""What a graph is captured for is what its replays are planned for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_engine.attention.cascade import usable_levels
+from mini_engine.batch import StepBatch
+from mini_engine.decode_graphs import DecodeGraphs
+
+
+@pytest.mark.parametrize("groups", [(), (2,), (2, 4), (8,)])
+def test_a_graph_is_captured_with_the_levels_of_its_replays(groups: tuple[int, ...]) -> None:
+    """A captured step that makes no use of its levels would run kernels that no later plan reaches."""
+    planned: list[StepBatch] = []
+    graphs = DecodeGraphs(
+        [4], lambda batch, sampling, rows: rows, planned.append, page_size=16, pages_per_row=3, padding_page=9,
+        padding_row=5, device=torch.device("cpu"),
+    )  # fmt: skip
+    graphs.get(4, groups)
+    [batch] = planned
+    assert batch.num_sequences == 4 and batch.page_capacity == 12
+    assert tuple(level.padded_groups for level in usable_levels(batch)) == groups
+    assert all(int(level.qo_indptr[-1]) == 4 for level in batch.levels)

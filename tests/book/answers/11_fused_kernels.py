@@ -306,7 +306,7 @@ def token_kernel(x, factors, eps, weight, out, N, K, ROWS: tl.constexpr, WIDTH: 
 
 @triton.jit
 def gated_kernel(
-    x, weight, out, T, I, K, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUG: tl.constexpr
+    x, weight, out, T, N, K, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BUG: tl.constexpr
 ):
     token, row = tl.arange(0, TOKENS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gate, up = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
@@ -317,8 +317,8 @@ def gated_kernel(
         if BUG == "interleaved":
             gate_row, up_row = 2 * row, 2 * row + 1
         else:
-            gate_row, up_row = row, row + I
-        mask = (row < I)[:, None] & (column < K)[None, :]
+            gate_row, up_row = row, row + N
+        mask = (row < N)[:, None] & (column < K)[None, :]
         gate_w = tl.load(weight + gate_row[:, None] * K + column[None, :], mask=mask, other=0.0).to(tl.float32)
         up_w = tl.load(weight + up_row[:, None] * K + column[None, :], mask=mask, other=0.0).to(tl.float32)
         if BUG == "every tile":
@@ -337,10 +337,10 @@ def gated_kernel(
         y = up / (1 + tl.exp(-gate))
     else:
         y = gate * tl.sigmoid(gate) * up
-    place = token[:, None] * (2 * I if BUG == "rows of the weight" else I) + row[None, :]
-    mask = (token < T)[:, None] & (row < I)[None, :]
+    place = token[:, None] * (2 * N if BUG == "rows of the weight" else N) + row[None, :]
+    mask = (token < T)[:, None] & (row < N)[None, :]
     if BUG == "rows of the weight":
-        mask = mask & (place < T * I)
+        mask = mask & (place < T * N)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 

@@ -288,7 +288,7 @@ def rotate_and_store(
 ) -> Float[Tensor, "T Hq D"]:
     """Rotate queries and keys, store keys and values in the cache, and return queries.
 
-    The row of a token holds its query heads, then its key heads, then its value heads,
+    The row of a token holds its heads: queries first, then keys, then values,
     each of D numbers: W = (Hq + 2 Hk) D. What must hold:
         - One launch of one kernel, and no other computation.
         - RoPE as in chapter 01: numbers j and j + D/2 of a head are a pair, which
@@ -304,7 +304,7 @@ def rotate_and_store(
         v_pages: likewise.
         slot_mapping: slot of each token, page * S + offset in the page.
 
-    Example: one query head, one key head, and a right angle.
+    Example: one query head, one KV head, and a right angle.
 
         >>> row = torch.tensor([[1.0, 0.0, 0.0, 2.0, 5.0, 6.0]], device=DEVICE)
         >>> cos, sin = torch.tensor([[[0.0]], [[1.0]]], device=DEVICE)

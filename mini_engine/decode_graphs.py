@@ -25,6 +25,30 @@ from mini_engine.sampling_params import SamplingParams
 
 MAX_GROUPS = 8  # of a level: a graph is captured for each number of groups, and a large one has few queries in each
 Step = Callable[[StepBatch, SamplingBatch, Tensor], Tensor]  # batch, sampling, rows of the sampled tokens -> tokens
+DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
+
+
+def pad_decodes(arrays: DecodeArrays, size: int, page: int) -> DecodeArrays:
+    """Fill a step of one token for each request up to a number of requests, with rows of padding behind them.
+
+    A row of padding computes token 0, which the host gives, over one key in a page that no request has. All rows of
+    padding share the page and write the same slot.
+
+    Args:
+        arrays: of B requests: `token_ids` [B], `kv_lens` [B], `pages` [P], and `token_source` [B] and `page_positions`
+            [P], each of which may be None.
+        size: requests of the result, at least B.
+        page: the page of the padding.
+
+    Returns:
+        The arrays with `size - B` more entries each; None stays None.
+    """
+    padding = {"token_ids": 0, "kv_lens": 1, "pages": page, "token_source": -1, "page_positions": 0}
+    more = size - len(arrays["kv_lens"])
+    return {
+        name: None if array is None else np.append(array, np.full(more, padding[name]))
+        for name, array in arrays.items()
+    }
 
 
 @dataclass
@@ -68,6 +92,7 @@ class DecodeGraphs:
         padding_page: the page of the padding.
         padding_row: the row of `last_token` that gets the tokens of the padding.
         device: where the step is computed.
+        pad: fills up a step with rows of padding, as `pad_decodes` does.
     """
 
     def __init__(
@@ -81,10 +106,11 @@ class DecodeGraphs:
         padding_page: int,
         padding_row: int,
         device: torch.device,
+        pad: Callable[[DecodeArrays, int, int], DecodeArrays] = pad_decodes,
     ) -> None:
         self.sizes, self._step, self._plan, self._device = sizes, step, plan, device
         self._page_size, self._pages_per_row = page_size, pages_per_row
-        self._padding_page, self._padding_row = padding_page, padding_row
+        self._padding_page, self._padding_row, self._pad = padding_page, padding_row, pad
         self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # they run one after the other
 
@@ -97,12 +123,9 @@ class DecodeGraphs:
         """The most pages that a step of a size can have."""
         return size * self._pages_per_row
 
-    def padding(self, num_rows: int) -> dict[str, Any]:
-        """The arguments of `StepBatch.build` for rows of padding, arrays of as many numbers each."""
-        numbers = {
-            "token_ids": 0, "kv_lens": 1, "pages": self._padding_page, "token_source": -1, "page_positions": 0,
-        }  # fmt: skip
-        return {name: np.full(num_rows, number) for name, number in numbers.items()}
+    def pad(self, arrays: DecodeArrays, size: int) -> DecodeArrays:
+        """The arguments of `StepBatch.build` for a decode step, filled up to a size."""
+        return self._pad(arrays, size, self._padding_page)
 
     def get(self, size: int, groups: tuple[int, ...] = ()) -> DecodeGraph:
         """The graph of a size, captured now if it has not been. The engine's state stays as it is.
@@ -136,10 +159,10 @@ class DecodeGraphs:
 
     def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
         """Capture a step of padding alone: replays of it write nothing that a request reads."""
-        padding = self.padding(size)
-        del padding["page_positions"]  # a step whose requests have lost pages has no levels
+        nothing = np.zeros(0, dtype=np.int64)
+        names = "token_ids", "kv_lens", "pages", "token_source"  # a step whose requests have lost pages has no levels
         batch = StepBatch.build(
-            **padding,
+            **self.pad(dict.fromkeys(names, nothing), size),
             num_new=None,
             page_size=self._page_size,
             levels=tuple(_empty_level(count, size, self._device) for count in groups),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.batch import StepBatch, StepBuffers
-from mini_engine.decode_graphs import MAX_GROUPS, DecodeGraphs
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class SamplerPart(Protocol):
-    """The replaceable part that the runner calls; `mini_engine.parts.Parts` has it."""
+class RunnerParts(Protocol):
+    """The replaceable parts that the runner calls; `mini_engine.parts.Parts` has them."""
 
+    @property
+    def pad_decodes(self) -> Callable[[DecodeArrays, int, int], DecodeArrays]: ...
     @property
     def sample(self) -> Callable[[Tensor, SamplingBatch], Tensor]: ...
 
@@ -89,7 +91,7 @@ class ModelRunner:
         graph_sizes: Sequence[int],
         pages_per_row: int,
         persistent: "PersistentDecode | None",
-        parts: SamplerPart,
+        parts: RunnerParts,
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
         self._sample, self._persistent = parts.sample, persistent
@@ -104,6 +106,7 @@ class ModelRunner:
             padding_page=cache.num_pages - 1,
             padding_row=max_rows,
             device=self._device,
+            pad=parts.pad_decodes,
         )
         self._buffers = [StepBuffers(self._device) for _ in range(num_buffers)]
         self._num_launched = 0
@@ -217,8 +220,7 @@ class ModelRunner:
             "page_positions": page_positions,
         }
         if graph_size and graph_size > len(rows):
-            padding = self._graphs.padding(graph_size - len(rows))
-            arrays |= {n: np.append(arrays[n], more) for n, more in padding.items() if arrays[n] is not None}
+            arrays = self._graphs.pad(arrays, graph_size)
         self._num_launched += 1
         return StepBatch.build(
             **arrays,

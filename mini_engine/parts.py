@@ -22,6 +22,7 @@ from mini_engine.attention.masks import MaskMod, visible
 from mini_engine.attention.naive import sdpa_attention
 from mini_engine.attention.split_kv import WorkPlan, plan_work
 from mini_engine.attention.state import AttentionState, merge_states
+from mini_engine.decode_graphs import DecodeArrays, pad_decodes
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import append_kv
 from mini_engine.kv_cache.prefix_sharing import Children, copy_on_write, match_prefix
@@ -79,6 +80,7 @@ class Parts:
     plan_work: Callable[..., WorkPlan] = part(plan_work, "Work plan", 8, PLANNING)
     find_levels: FindLevels = part(find_levels, "Level discovery", 9, PLANNING)
     chunk_levels: ChunkLevels = part(chunk_levels, "Levels of chunks", 10, PLANNING)
+    pad_decodes: Callable[[DecodeArrays, int, int], DecodeArrays] = part(pad_decodes, "Padding", 12, PLANNING)
     decoder_layer: Callable[..., Tensor] = part(decoder_layer, "Decoder layer", 3, LAYER)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
     qk_norm: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = part(qk_norm, "QK-norm", 3, LAYER)

@@ -546,7 +546,7 @@ def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_bac
         for arrivals, num_pages, window in ((shared, 50, 66), (tight, 8, 66), (shared, 50, None)):  # None: levels
             engine = make_engine(
                 model, attn_backend=attn_backend, parts=parts, num_pages=num_pages, page_size=2, max_batch_size=2,
-                prefix_sharing=True, sliding_window=window, max_num_batched_tokens=20,
+                prefix_sharing=True, sliding_window=window, max_num_batched_tokens=20, cuda_graph_batch_sizes=(3,),
             )  # fmt: skip
             got = serve(engine, arrivals)
             for name, tokens, params in [request for several in arrivals.values() for request in several]:

@@ -20,6 +20,7 @@ from mini_engine.observe.metrics import Metrics
 from mini_engine.observe.watch import page_size_of
 
 WINDOW = 96  # keys; fewer than a short conversation has
+GRAPH_SIZE = 8  # requests; more than most commands serve
 ROUNDS, TIMED_TOKENS = 3, 16
 
 
@@ -60,6 +61,8 @@ def homework_options(parts: Parts) -> dict[str, Any]:
         options["sliding_window"] = WINDOW
     if mine & {"match_prefix", "copy_on_write", "find_levels"}:
         options["prefix_sharing"] = True
+    if "pad_decodes" in mine:
+        options["cuda_graph_batch_sizes"] = (GRAPH_SIZE,)  # on a CPU nothing is captured, and the padding is the same
     return options
 
 

@@ -1,0 +1,328 @@
+"""Homework of chapter 12: a clock for launches, the arrays that a captured step reads,
+sizes for its graphs, a loop that runs ahead of its results, and a graph of your own.
+
+`pad_decodes` is a part of the engine: once its checks pass, `mini-engine generate
+--homework` fills up its decode steps with it. `StepTimes` and `Device` are given.
+
+The docstring of each function says what the function must do. Replace its line
+`raise NotImplementedError`. Import what you need, and add helper functions of your own
+as you like. Then:
+
+    # grade your work
+    pytest chapters/12_cuda_graphs_and_overlap
+
+    # the next of three hints for the exercise NAME
+    pytest chapters/12_cuda_graphs_and_overlap --hint NAME
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as ListLike
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+
+class StepTimes(NamedTuple):
+    """When things happened to one step, in microseconds.
+
+    Attributes:
+        launched: the host has launched all of its work.
+        done: the device has finished it.
+        collected: the host has read its tokens.
+    """
+
+    launched: float
+    done: float
+    collected: float
+
+
+def run_steps(
+    num_steps: int,
+    *,
+    prepare: float,
+    launch: float,
+    work: ListLike[float],
+    collect: float,
+    depth: int,
+) -> list[StepTimes]:
+    """Simulate the clocks of host and device over some equal steps.
+
+    The host does one thing at a time, and so does the device. For each step the host
+    prepares, then makes its launches one after the other. What a launch starts runs on
+    the device once the launch is complete and everything launched before is finished;
+    the host does not wait for it. After the launches of a step the host collects the
+    oldest steps, in order, until at most `depth` of them are not collected. After the
+    last step it collects all. To collect a step the host waits until the step is done,
+    and then works for `collect`.
+
+    Args:
+        num_steps: how many.
+        prepare: host time before the launches of a step, in microseconds.
+        launch: host time of each launch.
+        work: device time of what each launch of a step starts: one kernel, or all
+            kernels of a graph.
+        collect: host time after the wait.
+        depth: the pipeline depth.
+
+    Returns:
+        The times of each step. The clock starts at 0.
+
+    Example: two kernels of 3 and 4, whose launches take 2 each, at depth 0.
+
+        >>> steps = run_steps(2, prepare=5, launch=2, work=[3, 4], collect=1, depth=0)
+        >>> steps[0]
+        StepTimes(launched=9, done=14, collected=15)
+        >>> steps[1]
+        StepTimes(launched=24, done=29, collected=30)
+    """
+    raise NotImplementedError
+
+
+def update_tables(
+    tables: Int32[np.ndarray, "R W"],
+    lens: Int32[np.ndarray, " R"],
+    page_indices: Int32[np.ndarray, " P"],
+    page_indptr: Int32[np.ndarray, " B+1"],
+    kv_lens: Int32[np.ndarray, " B"],
+    padding_page: int,
+) -> None:
+    """Write a step's pages into the dense table that a captured kernel reads.
+
+    The kernel of a graph reads `tables` and `lens` at fixed addresses, and takes R
+    requests in every replay. Of row b it reads the pages of its first `lens[b]` keys.
+    What must hold:
+        - Both arrays are changed in place. They hold what an earlier step left there.
+        - Row b has the pages of request b, in order. Every page number counts, also 0.
+        - Rows behind the requests are padding: they have one key, in `padding_page`.
+        - An entry that the kernel does not read may be anything that is a page: what
+          was there before, or a page of this step.
+        - No loop over requests or pages.
+
+    Args:
+        tables: table of pages of the graph.
+        lens: keys of each row.
+        page_indices: pages of all requests, in order.
+        page_indptr: first entry of each request in `page_indices`, and P.
+        kv_lens: keys of each request, at least 1; its pages are as many as they need.
+        padding_page: a page that no request has.
+
+    Raises:
+        ValueError: if there are more requests than rows, or a request has more pages
+            than a row has columns. Then nothing has changed.
+
+    Example: requests with pages 4, 0 and 2, in a table for three requests.
+
+        >>> tables, lens = np.full((3, 2), 7, np.int32), np.full(3, 9, np.int32)
+        >>> indices, indptr = np.int32([4, 0, 2]), np.int32([0, 2, 3])
+        >>> update_tables(tables, lens, indices, indptr, np.int32([20, 16]), 5)
+        >>> tables.tolist(), lens.tolist()
+        ([[4, 0], [2, 7], [5, 7]], [20, 16, 1])
+    """
+    raise NotImplementedError
+
+
+def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
+    """Fill up a step in which every request decodes one token.
+
+    A graph computes a fixed number of requests, so a step with fewer gets rows of
+    padding behind them. `arrays` are the arguments of `StepBatch.build`:
+
+        token_ids       [B]  the token of each request, if the host knows it
+        kv_lens         [B]  keys of each request, the one of this step included
+        pages           [P]  pages of all requests, in order, as many as the keys need
+        token_source    [B]  row whose last sampled token is the request's, or -1 if
+                             `token_ids` has it; or None: the host knows all
+        page_positions  [P]  position of the first key of each page, or None
+
+    What must hold:
+        - A row of padding computes any token over as few keys as possible, and touches
+          no page and no row of a request.
+        - The arrays of the requests are in front, unchanged, and None stays None. Of
+          two arrays, `token_source` and `page_positions`, each may be None.
+        - The arguments belong to the caller: leave them as they are.
+
+    Args:
+        arrays: see above.
+        size: requests of the result, at least B.
+        page: a page that no request has.
+
+    Returns:
+        The arguments of the larger step.
+
+    Example: a request of 5 keys in pages of 4, filled up to a step of 2.
+
+        >>> arrays = dict(token_ids=np.array([8]), kv_lens=np.array([5]))
+        >>> arrays |= dict(pages=np.array([3, 6]), token_source=None)
+        >>> padded = pad_decodes(arrays | {"page_positions": None}, size=2, page=9)
+        >>> padded["kv_lens"].tolist(), padded["pages"].tolist()
+        ([5, 1], [3, 6, 9])
+    """
+    raise NotImplementedError
+
+
+def graph_sizes(steps: Mapping[int, int], num_sizes: int) -> list[int]:
+    """Choose the sizes of the graphs of decode steps.
+
+    A step of n requests runs in the graph of the smallest size that is at least n. Its
+    padding is the difference.
+
+    Args:
+        steps: how many steps had each number of requests, both at least 1.
+        num_sizes: the most graphs that may be captured, at least 1.
+
+    Returns:
+        Sizes, ascending, such that every step fits, and that the padding of all steps
+        together is as small as `num_sizes` graphs allow.
+
+    Example: nine steps of 8 requests and one of 7; one size fewer than needed.
+
+        >>> graph_sizes({1: 20, 7: 1, 8: 9}, num_sizes=2)
+        [1, 8]
+        >>> graph_sizes({1: 20, 7: 1, 8: 9}, num_sizes=5)
+        [1, 7, 8]
+    """
+    raise NotImplementedError
+
+
+class Device:
+    """A device that computes one token of some requests in each step.
+
+    It has some rows, and feeds the last token of a row into the row's next step. The
+    host never tells it a token. Tokens are pieces of text.
+
+    Args:
+        num_rows: requests that it can hold at a time.
+        model: from a prompt to the tokens that the model writes behind it, without an
+            end: if a request has as many tokens, further ones are "?".
+
+    Attributes:
+        num_rows: see above.
+        launches: rows of each step.
+        idle: how often the device had nothing to do while the host had not finished.
+    """
+
+    def __init__(self, num_rows: int, model: Callable[[str], ListLike[str]]) -> None:
+        self.num_rows, self._model = num_rows, model
+        self.launches: list[list[int]] = []
+        self.idle = 0
+        self._rows: dict[int, tuple[ListLike[str], int]] = {}
+        self._in_flight: deque[dict[int, str]] = deque()
+
+    def launch(self, rows: ListLike[int], starts: Mapping[int, str]) -> None:
+        """Start a step, and return at once.
+
+        Args:
+            rows: rows that compute a token, at least one.
+            starts: prompts of rows that begin a new request in this step.
+        """
+        assert rows and len(set(rows)) == len(rows), f"a step of the rows {rows}"
+        assert set(starts) <= set(rows) <= set(range(self.num_rows)), "no such row"
+        self.idle += bool(self.launches) and not self._in_flight
+        self._rows |= {row: (self._model(prompt), 0) for row, prompt in starts.items()}
+        tokens = {}
+        for row in rows:
+            output, position = self._rows[row]
+            tokens[row] = output[position] if position < len(output) else "?"
+            self._rows[row] = output, position + 1
+        self.launches.append(list(rows))
+        self._in_flight.append(tokens)
+
+    def collect(self) -> dict[int, str]:
+        """Wait for the oldest step that has not been collected; its token by row."""
+        assert self._in_flight, "no step is in flight"
+        return self._in_flight.popleft()
+
+
+def serve_ahead(
+    device: Device, prompts: ListLike[str], *, max_tokens: int, stop: ListLike[str]
+) -> list[str]:
+    """Serve requests at pipeline depth 1, exactly as at depth 0.
+
+    A request ends when its text contains a stop string, or at `max_tokens` tokens. What
+    must hold:
+        - A request's output is its text in front of the first place where any stop
+          string begins; without one, the text of its `max_tokens` tokens. A stop string
+          may begin in one token and end in a later one.
+        - Each step is launched before the previous one is collected, if any row has a
+          token to compute. If none has, the steps in flight are collected first.
+        - `max_tokens` is known ahead: no token behind it is computed. At most one token
+          of each request is computed behind a stop string.
+        - Requests start in order, as soon as a row is free. The row of an ended request
+          is given to the next one in the launch after its end was collected, while the
+          device may still compute a token of the old one.
+
+    Args:
+        device: where the steps run. It has computed nothing yet.
+        prompts: one for each request.
+        max_tokens: at least 1.
+        stop: stop strings, none of them empty.
+
+    Returns:
+        The output of each request.
+
+    Example: the first request stops at "lo", which two tokens contain together.
+
+        >>> device = Device(1, lambda prompt: ["hel", "l", "o", " you", "!"])
+        >>> serve_ahead(device, ["say"], max_tokens=5, stop=["lo"])
+        ['hel']
+        >>> len(device.launches)  # one of them for nothing
+        4
+    """
+    raise NotImplementedError
+
+
+class Graph:
+    """Challenge: capture a function of tensors, and replay it over the same memory.
+
+    `capture` runs the function once and records the operators that it calls on tensors,
+    with their arguments. `replay` calls these operators again, in order, and not the
+    function. As in a CUDA graph,
+        - an operator reads its arguments, and leaves its results, at the addresses that
+          it had in the capture: the inputs, constants of the function, intermediates,
+          and the outputs;
+        - numbers, branches and loops of Python are those of the capture;
+        - operators that write in place do so in every replay.
+
+    On a CPU, `torch.utils._python_dispatch.TorchDispatchMode` sees every operator.
+
+    Example:
+
+        >>> def step(x):
+        ...     return x * 2 + 1
+        >>> graph, x = Graph(), torch.tensor([1.0, 2.0])
+        >>> y = graph.capture(step, x)
+        >>> _ = x.copy_(torch.tensor([5.0, 6.0]))
+        >>> graph.replay()
+        >>> y
+        tensor([11., 13.])
+    """
+
+    def __init__(self) -> None:
+        """Begin without a function."""
+        raise NotImplementedError
+
+    def capture(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Run and record a function.
+
+        Args:
+            function: calls operators on tensors of a CPU; its results may be tensors,
+                and lists or tuples of them.
+            inputs: its arguments.
+
+        Returns:
+            Its results, which every replay overwrites.
+
+        Raises:
+            RuntimeError: if the host reads a value of a tensor (`x.item()`, `int(x)`,
+                `if x > 0`, `torch.equal`), or if the shape of a result depends on
+                values (`nonzero`, `masked_select`, `x[mask]`).
+        """
+        raise NotImplementedError
+
+    def replay(self) -> None:
+        """Compute all of it again, from what the inputs contain now."""
+        raise NotImplementedError

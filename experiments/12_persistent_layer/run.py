@@ -1,6 +1,6 @@
 """A decode step of one request as one kernel, beside the same step as a CUDA graph of a few hundred.
 
-    python experiments/12_persistent_layer/run.py [--device cuda] [--out DIR] [--only SECTION ...] [--change "what is new"]
+    python experiments/12_persistent_layer/run.py [--out DIR] [--only SECTION ...] [--change "what is new in the engine"]
 
 It needs a Hopper GPU. The result goes to experiments/12_persistent_layer/results/<device>.json, below DIR where one is
 given. With --change the workload's rows are added to the ledger, docs/ledger.json, too.
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -115,19 +116,10 @@ def step_rows(model: LlamaForCausalLM, machine: Machine) -> list[results.Row]:
 def engine_rows(model: LlamaForCausalLM, machine: Machine, repetitions: int = 5) -> list[results.Row]:
     """The workload `latency` with and without the persistent kernel, in turns after a warm-up."""
     requests = LATENCY.requests(model.config.vocab_size)
+    options = {"attn_backend": "flashinfer", "page_size": PAGE_SIZE, "num_pages": 64, "max_batch_size": 1}
+    config = EngineConfig.of(options | {"max_model_len": LATENCY.longest})
     engines = {
-        name: LLMEngine(
-            model,
-            EngineConfig(
-                attn_backend="flashinfer",
-                page_size=PAGE_SIZE,
-                num_pages=64,
-                max_batch_size=1,
-                max_model_len=LATENCY.longest,
-                persistent_decode=persistent,
-            ),  # fmt: skip
-            parts=model.parts,
-        )
+        name: LLMEngine(model, replace(config, persistent_decode=persistent), parts=model.parts)
         for name, persistent in {ONE: True, MANY: False}.items()
     }
     rates: dict[str, list[float]] = {name: [] for name in engines}

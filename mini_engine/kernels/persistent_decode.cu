@@ -118,10 +118,12 @@ template <int K> __device__ void stream_pairs(Ring& ring, const bf16* matrix, in
 
 // --- exchange between blocks --------------------------------------------------------------------------------------------
 
-__device__ inline void publish(Tagged* to, float value, uint32_t tag) {
-    Tagged both = static_cast<Tagged>(tag) << 32 | __float_as_uint(value);
+__device__ inline void publish_bits(Tagged* to, uint32_t bits, uint32_t tag) {
+    Tagged both = static_cast<Tagged>(tag) << 32 | bits;
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
 }
+
+__device__ inline void publish(Tagged* to, float value, uint32_t tag) { publish_bits(to, __float_as_uint(value), tag); }
 
 __device__ inline float value_of(Tagged both) { return __uint_as_float(static_cast<uint32_t>(both)); }
 
@@ -479,17 +481,21 @@ __device__ void attention(const Step& step, const Layer& layer, Shared& shared, 
         if (lane == 0) shared.maxima[warp][g] = best[g], shared.sums[warp][g] = total[g];
     }
     sync_consumers();
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += CONSUMERS) {
+    for (int i = 2 * threadIdx.x; i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
         const int g = i / HEAD_DIM, of = split.index * Q_HEADS + split.head * GROUP + g;
-        float most = -INFINITY, all = 0, merged = 0;
+        float most = -INFINITY, all = 0;
+        float2 merged = {0, 0};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.maxima[w][g]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const float weight = exp2f(shared.maxima[w][g] - most);
-            all += weight * shared.sums[w][g], merged += weight * shared.states[w][i];
+            all += weight * shared.sums[w][g];
+            merged.x += weight * shared.states[w][i], merged.y += weight * shared.states[w][i + 1];
         }
-        publish(step.attention + static_cast<int64_t>(of) * HEAD_DIM + i % HEAD_DIM, merged / all, tag);
+        const uint32_t low = __bfloat16_as_ushort(__float2bfloat16(merged.x / all));
+        const uint32_t high = __bfloat16_as_ushort(__float2bfloat16(merged.y / all));
+        publish_bits(step.attention + (of * HEAD_DIM + i % HEAD_DIM) / 2, high << 16 | low, tag);
         if (i % HEAD_DIM == 0) publish(step.lse + of, most + log2f(all), tag);
     }
 }
@@ -497,8 +503,8 @@ __device__ void attention(const Step& step, const Layer& layer, Shared& shared, 
 // Merge the splits of every head into the vector that the output projection reads.
 __device__ void merge(const Step& step, Shared& shared, int num_splits, uint32_t tag) {
     constexpr int TOGETHER = 4;  // splits that are loaded at once
-    for (int i = 4 * threadIdx.x; i < Q_SIZE; i += 4 * CONSUMERS) {
-        float best = -INFINITY, total = 0, out[4] = {};
+    for (int i = 8 * threadIdx.x; i < Q_SIZE; i += 8 * CONSUMERS) {
+        float best = -INFINITY, total = 0, out[8] = {};
         for (int first = 0; first < num_splits; first += TOGETHER) {
             Tagged got[TOGETHER][5];
             bool ready;
@@ -507,7 +513,7 @@ __device__ void merge(const Step& step, Shared& shared, int num_splits, uint32_t
 #pragma unroll
                 for (int s = 0; s < TOGETHER; s++) {
                     const int split = min(first + s, num_splits - 1);
-                    const Tagged* from = step.attention + split * Q_SIZE + i;
+                    const Tagged* from = step.attention + (split * Q_SIZE + i) / 2;
                     asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(got[s][0]), "=l"(got[s][1]) : "l"(from) : "memory");
                     asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(got[s][2]), "=l"(got[s][3]) : "l"(from + 2) : "memory");
                     asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(got[s][4]) : "l"(step.lse + split * Q_HEADS + i / HEAD_DIM) : "memory");
@@ -523,11 +529,17 @@ __device__ void merge(const Step& step, Shared& shared, int num_splits, uint32_t
                 const float next = fmaxf(best, lse), old = exp2f(best - next), weight = exp2f(lse - next);
                 best = next, total = total * old + weight;
 #pragma unroll
-                for (int j = 0; j < 4; j++) out[j] = out[j] * old + weight * value_of(got[s][j]);
+                for (int j = 0; j < 4; j++) {
+                    const uint32_t pair = static_cast<uint32_t>(got[s][j]);
+                    out[2 * j] = out[2 * j] * old + weight * __uint_as_float(pair << 16);
+                    out[2 * j + 1] = out[2 * j + 1] * old + weight * __uint_as_float(pair & 0xffff0000u);
+                }
             }
         }
-        *reinterpret_cast<float4*>(shared.vector + place<Q_SIZE>(i)) =
-            make_float4(out[0] / total, out[1] / total, out[2] / total, out[3] / total);
+#pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *reinterpret_cast<float4*>(shared.vector + place<Q_SIZE>(i + j)) =
+                make_float4(out[j] / total, out[j + 1] / total, out[j + 2] / total, out[j + 3] / total);
     }
     sync_consumers();
 }

@@ -1,6 +1,6 @@
 """A decode step of one request as one kernel, beside the same step as a CUDA graph of a few hundred.
 
-    python experiments/12_persistent_layer/run.py [--out DIR] [--only SECTION ...] [--change "what is new in the engine"]
+    python experiments/12_persistent_layer/run.py [--out DIR] [--only SECTION ...] [--change "what is new"]
 
 It needs a Hopper GPU. The result goes to experiments/12_persistent_layer/results/<device>.json, below DIR where one is
 given. With --change the workload's rows are added to the ledger, docs/ledger.json, too.

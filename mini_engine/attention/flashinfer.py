@@ -78,6 +78,9 @@ class FlashInferBackend(AttentionBackend):
         cache: where keys and values are kept, on a GPU.
         parts: the engine's replaceable parts.
 
+    Attributes:
+        slot_mapping: [T] where the keys and values of the step go, for kernels that store them themselves.
+
     Raises:
         ConfigError: for ALiBi slopes other than those of Press et al.
     """
@@ -119,7 +122,7 @@ class FlashInferBackend(AttentionBackend):
                 "the flashinfer backend counts keys, not positions, and a request has lost pages between others; use "
                 "attn_backend='split_kv'"
             )
-        self._slot_mapping = batch.slot_mapping
+        self.slot_mapping = batch.slot_mapping
         num_decodes = batch.num_decodes
         if int(batch.qo_indptr[num_decodes]) > num_decodes:  # a decode with several tokens is planned as a prompt
             num_decodes = 0
@@ -140,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
         if kind.kv_dtype:
             k, v = round_kv(k, kind.k_scale, kind.kv_dtype), round_kv(v, kind.v_scale, kind.kv_dtype)
         if layer == 0:  # here and not in `plan`, for a CUDA graph to record it
-            self._slots = self._slot_mapping.int()
+            self._slots = self.slot_mapping.int()
             self._sequence_of_token = torch.zeros_like(self._slots)
         self._flashinfer.append_paged_kv_cache(
             k, v, self._sequence_of_token, self._slots, pages, *self._pool, kv_layout=self.cache.layout

@@ -29,8 +29,17 @@ GATED_ACTIVATIONS = {
 
 
 def gpu_parts() -> Parts:
-    """Return the engine's parts with the kernels of this module."""
-    return replace(Parts(), rms_norm=rms_norm, qk_norm=qk_norm, apply_rope=Rotation(), gated_mlp=gated_mlp)
+    """Return the engine's parts with the kernels of this module, and the layer that fuses more than one of them."""
+    from mini_engine.kernels.fused_layer import decoder_layer  # imports this module
+
+    return replace(
+        Parts(),
+        rms_norm=rms_norm,
+        qk_norm=qk_norm,
+        apply_rope=Rotation(),
+        gated_mlp=gated_mlp,
+        decoder_layer=decoder_layer,
+    )
 
 
 def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:

@@ -2,7 +2,7 @@
 //
 // One thread block per SM stays for the whole step. In each block one warp streams the block's rows of every weight
 // through a ring of buffers in shared memory, in the order in which they are needed and as fast as the memory delivers
-// them; sixteen warps multiply. So the memory never waits for a phase of the computation to end.
+// them; eight warps multiply. So the memory never waits for a phase of the computation to end.
 //
 // Blocks exchange vectors through global memory without barriers: every value is stored together with a tag that says
 // which layer of which step wrote it, in one 8-byte store, and a reader loads it until the tag is right ("LL" protocol
@@ -14,18 +14,17 @@
 
 using bf16 = __nv_bfloat16;
 
-constexpr int WARPS = 16, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int SEGMENT = 1024;  // elements of a row that one warp multiplies
 constexpr int GROUP = Q_HEADS / KV_HEADS, Q_SIZE = Q_HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int KEYS_PER_SPLIT = 128, MAX_SPLITS = 32;
-constexpr int STAGE_BYTES = WARPS * SEGMENT * 2;
+constexpr int UNITS = 16, STAGE_BYTES = UNITS * SEGMENT * 2;  // segments in one buffer of the ring
 constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE;
 constexpr int VECTOR = LARGEST > HIDDEN ? LARGEST : HIDDEN;
-constexpr int FLUSH = 32;  // rounds whose partial sums are kept
-constexpr int HEADROOM = 4 * (VECTOR + WARPS * GROUP * HEAD_DIM + 2 * WARPS * GROUP + FLUSH * WARPS) + 8192;
-constexpr int STAGES = (227 * 1024 - HEADROOM) / STAGE_BYTES;
+constexpr int FLUSH = 8;  // rounds whose partial sums are kept
+constexpr int STAGES = (227 * 1024 - 4 * (VECTOR + WARPS * GROUP * HEAD_DIM) - 12288) / STAGE_BYTES;
 static_assert(HIDDEN % SEGMENT == 0 && Q_SIZE % SEGMENT == 0 && INTERMEDIATE % SEGMENT == 0, "rows of whole segments");
-static_assert(STAGES >= 2 && HIDDEN <= 8 * SEGMENT && INTERMEDIATE <= WARPS * SEGMENT, "too large");
+static_assert(STAGES >= 2 && VECTOR <= WARPS * SEGMENT, "too large");
 
 struct Layer {
     const bf16 *qkv, *o, *gate_up, *down, *input_norm, *mlp_norm, *q_norm, *k_norm;
@@ -91,8 +90,8 @@ struct Share {
           end(static_cast<int>(static_cast<int64_t>(rows) * (blockIdx.x + 1) / gridDim.x)) {}
 };
 
-// K elements a row; a round is as many rows as the warps have segments for.
-template <int K> constexpr int ROWS = WARPS / (K / SEGMENT);
+// Rows of K elements in one buffer.
+template <int K> constexpr int ROWS = UNITS / (K / SEGMENT);
 
 template <int K> __device__ void stream(Ring& ring, const bf16* matrix, int rows) {
     Share share(rows);
@@ -119,10 +118,12 @@ template <int K> __device__ void stream_pairs(Ring& ring, const bf16* matrix, in
 
 // --- exchange between blocks --------------------------------------------------------------------------------------------
 
-__device__ inline void publish(Tagged* to, float value, uint32_t tag) {
-    Tagged both = static_cast<Tagged>(tag) << 32 | __float_as_uint(value);
+__device__ inline void publish_bits(Tagged* to, uint32_t bits, uint32_t tag) {
+    Tagged both = static_cast<Tagged>(tag) << 32 | bits;
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
 }
+
+__device__ inline void publish(Tagged* to, float value, uint32_t tag) { publish_bits(to, __float_as_uint(value), tag); }
 
 __device__ inline float value_of(Tagged both) { return __uint_as_float(static_cast<uint32_t>(both)); }
 
@@ -142,24 +143,18 @@ template <int N> __device__ inline void receive(const Tagged* from, int stride, 
 
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
+// Where element i of a vector of N is kept: lanes that read eight adjacent elements each then meet in no bank.
+template <int N> __device__ inline int place(int i) { return (i & 4 ? N / 2 : 0) + i / 8 * 4 + i % 4; }
+
 template <int N> __device__ void gather(const Tagged* from, uint32_t tag, float* vector) {
-    constexpr int EACH = (N + 2 * CONSUMERS - 1) / (2 * CONSUMERS);
-    int first = 2 * threadIdx.x;
-    if constexpr (N % (2 * CONSUMERS) == 0) {
-        Tagged got[2 * EACH];
-        receive<EACH>(from + first, 2 * CONSUMERS, tag, got);
+    constexpr int EACH = N / (2 * CONSUMERS);
+    const int first = 2 * threadIdx.x;
+    Tagged got[2 * EACH];
+    receive<EACH>(from + first, 2 * CONSUMERS, tag, got);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            vector[first + i * 2 * CONSUMERS] = value_of(got[2 * i]);
-            vector[first + i * 2 * CONSUMERS + 1] = value_of(got[2 * i + 1]);
-        }
-    } else {
-        for (int i = first; i < N; i += 2 * CONSUMERS) {
-            Tagged got[2];
-            receive<1>(from + i, 0, tag, got);
-            vector[i] = value_of(got[0]), vector[i + 1] = value_of(got[1]);
-        }
-    }
+    for (int i = 0; i < EACH; i++)
+        *reinterpret_cast<float2*>(vector + place<N>(first + i * 2 * CONSUMERS)) =
+            make_float2(value_of(got[2 * i]), value_of(got[2 * i + 1]));
     sync_consumers();
 }
 
@@ -184,20 +179,29 @@ __device__ inline void unpack(uint4 packed, float (&x)[8]) {
 struct Shared {
     float vector[VECTOR];
     float states[WARPS][GROUP * HEAD_DIM], maxima[WARPS][GROUP], sums[WARPS][GROUP];
-    float partial[FLUSH * WARPS];
+    float partial[FLUSH * UNITS];
     float residual[256];  // of the block's rows
     float cosine[HEAD_DIM / 2], sine[HEAD_DIM / 2];  // of the position
     Layer layers[LAYERS];
     uint64_t full[STAGES], empty[STAGES];
 };
 
+// Loads that are issued here, and not where their values are used.
+__device__ inline uint4 load_now(const void* from) {
+    uint4 r;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
+    return r;
+}
+
 // A lane's elements of its warp's segment of the vector: eight adjacent ones in each quarter.
 template <int K> __device__ void load_segment(const float* vector, float (&x)[32]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const float* segment = vector + warp % (K / SEGMENT) * SEGMENT + lane * 8;
+    const float* segment = vector + warp % (K / SEGMENT) * SEGMENT / 2 + lane * 4;
 #pragma unroll
-    for (int i = 0; i < 32; i += 4)
-        *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(segment + i / 8 * 256 + i % 8);
+    for (int i = 0; i < 4; i++) {
+        *reinterpret_cast<float4*>(x + 8 * i) = *reinterpret_cast<const float4*>(segment + i * 128);
+        *reinterpret_cast<float4*>(x + 8 * i + 4) = *reinterpret_cast<const float4*>(segment + K / 2 + i * 128);
+    }
 }
 
 template <int K> struct NormWeights {
@@ -206,20 +210,21 @@ template <int K> struct NormWeights {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            packed[i] = *reinterpret_cast<const uint4*>(weights + warp % (K / SEGMENT) * SEGMENT + i * 256 + lane * 8);
+            packed[i] = load_now(weights + warp % (K / SEGMENT) * SEGMENT + i * 256 + lane * 8);
     }
 };
 
-template <int K> __device__ void load_normalized(const float* vector, const NormWeights<K>& weights, float eps, float (&x)[32]) {
-    float squares = 0;
+template <int K>
+__device__ void load_normalized(const float* vector, const NormWeights<K>& weights, float eps, float (&x)[32]) {
+    float squares[4] = {};
     load_segment<K>(vector, x);
     if constexpr (K == SEGMENT) {
 #pragma unroll
-        for (int i = 0; i < 32; i++) squares += x[i] * x[i];
+        for (int i = 0; i < 32; i++) squares[i % 4] += x[i] * x[i];
     } else {
-        for (int i = threadIdx.x % 32; i < K; i += 32) squares += vector[i] * vector[i];
+        for (int i = threadIdx.x % 32; i < K; i += 32) squares[0] += vector[i] * vector[i];
     }
-    const float factor = rsqrtf(sum(squares) / K + eps);
+    const float factor = rsqrtf(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / K + eps);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float w[8];
@@ -229,67 +234,86 @@ template <int K> __device__ void load_normalized(const float* vector, const Norm
     }
 }
 
-// Multiply the block's rows of a matrix with the vector whose segment is in x, and call emit(row, sum) for each. In
-// PAIRS, `rows` counts pairs, and emit gets (row, gate, up).
+// Multiply the block's rows of a matrix with the vector whose segment is in x, and call emit(row, sum) for each, in one
+// thread. In PAIRS, `rows` counts pairs, and emit gets (row, gate, up).
 template <int K, bool PAIRS, typename Emit>
 __device__ void multiply(Ring& ring, Shared& shared, const float (&x)[32], int rows, Emit emit) {
     constexpr int SEGMENTS = K / SEGMENT, EACH = PAIRS ? ROWS<K> / 2 : ROWS<K>;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int AT_ONCE = WARPS / SEGMENTS, MINE = (ROWS<K> + AT_ONCE - 1) / AT_ONCE;  // rows: of all warps, of a warp
+    static_assert(!PAIRS || MINE == 2, "a warp multiplies the gate's row and the up projection's");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, segment = warp % SEGMENTS, first = warp / SEGMENTS;
     Share share(rows);
     for (int begin = share.first; begin < share.end; begin += FLUSH * EACH) {
         const int end = min(share.end, begin + FLUSH * EACH);
         for (int row = begin, round = 0; row < end; row += EACH, round++) {
             Ring::wait(ring.full + ring.stage, ring.phase);
-            const int index = warp / SEGMENTS;  // of the warp's row in the stage
-            float dot = 0;
-            if ((PAIRS ? index % EACH : index) < end - row && index < ROWS<K>) {
-                const auto* unit = reinterpret_cast<const uint4*>(ring.stages + ring.stage * STAGE_BYTES + warp * SEGMENT * 2);
-                uint4 packed[4];
+            const unsigned char* stage = ring.stages + ring.stage * STAGE_BYTES;
+            float dots[MINE];
 #pragma unroll
-                for (int i = 0; i < 4; i++) packed[i] = unit[i * 32 + lane];
+            for (int i = 0; i < MINE; i++) {
+                const int index = first + i * AT_ONCE;  // of the row in the stage; of what was not copied nothing is used
+                const auto* unit = reinterpret_cast<const uint4*>(stage + (min(index, ROWS<K> - 1) * SEGMENTS + segment) * SEGMENT * 2);
                 float sums[4] = {};
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
+                for (int j = 0; j < 4; j++) {
                     float w[8];
-                    unpack(packed[i], w);
+                    unpack(unit[j * 32 + lane], w);
 #pragma unroll
-                    for (int j = 0; j < 8; j++) sums[i] += w[j] * x[8 * i + j];
+                    for (int k = 0; k < 8; k++) sums[j] += w[k] * x[8 * j + k];
                 }
-                dot = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+                dots[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
             }
-            if (lane == 0) ring.release(), shared.partial[round * WARPS + warp] = dot;
-            ring.advance();
-        }
-        sync_consumers();
-        for (int i = threadIdx.x; i < end - begin; i += CONSUMERS) {
-            const float* of_row = shared.partial + i / EACH * WARPS + i % EACH * SEGMENTS;
-            float total = 0, up = 0;
 #pragma unroll
-            for (int s = 0; s < SEGMENTS; s++) {
-                total += of_row[s];
-                if (PAIRS) up += of_row[s + EACH * SEGMENTS];
+            for (int i = 0; i < MINE; i++) dots[i] = sum(dots[i]);
+            if (lane == 0) ring.release();
+            ring.advance();
+            if constexpr (PAIRS && SEGMENTS == 1) {
+                if (lane == 0 && row + first < end) emit(row + first, dots[0], dots[1]);
+            } else if constexpr (SEGMENTS == 1) {
+#pragma unroll
+                for (int i = 0; i < MINE; i++)
+                    if (lane == i && row + first + i * AT_ONCE < end) emit(row + first + i * AT_ONCE, dots[i], 0);
+            } else if (lane == 0 && first < AT_ONCE) {
+#pragma unroll
+                for (int i = 0; i < MINE; i++)
+                    if (first + i * AT_ONCE < ROWS<K>)
+                        shared.partial[round * UNITS + (first + i * AT_ONCE) * SEGMENTS + segment] = dots[i];
             }
-            emit(begin + i, total, up);
         }
-        if (end < share.end) sync_consumers();
+        if constexpr (SEGMENTS > 1) {
+            sync_consumers();
+            for (int i = threadIdx.x; i < end - begin; i += CONSUMERS) {
+                const float* of_row = shared.partial + i / EACH * UNITS + i % EACH * SEGMENTS;
+                float total = 0, up = 0;
+#pragma unroll
+                for (int s = 0; s < SEGMENTS; s++) {
+                    total += of_row[s];
+                    if (PAIRS) up += of_row[s + EACH * SEGMENTS];
+                }
+                emit(begin + i, total, up);
+            }
+            if (end < share.end) sync_consumers();
+        }
     }
+    if constexpr (SEGMENTS == 1) sync_consumers();  // every warp has read its segment: the vector may be overwritten
 }
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
 constexpr int LANES = HEAD_DIM / 8, AT_ONCE = 32 / LANES;  // lanes to a key, keys to a warp
-constexpr int AHEAD = 4;                                   // keys of a lane that are loaded together
+constexpr int STRIDE = WARPS * AT_ONCE;                    // keys to a block
+constexpr int AHEAD = KEYS_PER_SPLIT / STRIDE;             // keys of a lane that are loaded together
 
 // A lane's eight dimensions of a head: normalized, and rotated with those of the lane that has the other half.
-__device__ inline void norm_and_rotate(float (&x)[8], const bf16* weights, const Shared& shared, float eps) {
+__device__ inline void norm_and_rotate(float (&x)[8], bool norm, uint4 weights, const Shared& shared, float eps) {
     const int part = threadIdx.x % LANES;
     const float *cosine = shared.cosine + part * 8 % (HEAD_DIM / 2), *sine = shared.sine + part * 8 % (HEAD_DIM / 2);
-    if (weights != nullptr) {
+    if (norm) {
         float squares = 0, w[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) squares += x[i] * x[i];
         const float factor = rsqrtf(sum<LANES>(squares) / HEAD_DIM + eps);
-        unpack(reinterpret_cast<const uint4*>(weights)[part], w);
+        unpack(weights, w);
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] *= factor * w[i];
     }
@@ -300,154 +324,222 @@ __device__ inline void norm_and_rotate(float (&x)[8], const bf16* weights, const
     }
 }
 
-struct State {
-    float best[GROUP], total[GROUP], out[GROUP][8];
+// A block's share of the keys, the same in all layers.
+struct Split {
+    int head, index, count, first, end, last;  // KV head; split, of how many; the lane's first key; end of the split; new key
+    bool has_work;
+    int64_t offsets[AHEAD];  // of the lane's first keys
+
+    __device__ Split(const Step& step, int num_keys) {
+        const int splits = min(static_cast<int>(gridDim.x) / KV_HEADS, MAX_SPLITS), lane = threadIdx.x % 32;
+        const int per_head = gridDim.x / KV_HEADS;
+        head = blockIdx.x / per_head, index = blockIdx.x % per_head, last = num_keys - 1;
+        count = min(splits, (num_keys + KEYS_PER_SPLIT - 1) / KEYS_PER_SPLIT);
+        has_work = head < KV_HEADS && index < count;
+        const int each = (num_keys + count - 1) / count;
+        end = min(num_keys, (index + 1) * each), first = index * each + threadIdx.x / 32 * AT_ONCE + lane / LANES;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) offsets[i] = has_work && first + i * STRIDE < end ? offset(step, first + i * STRIDE) : 0;
+    }
+    __device__ int64_t offset(const Step& step, int key) const {
+        return step.pages[key / step.page_size] * step.page_stride + key % step.page_size * step.token_stride +
+               head * step.head_stride + threadIdx.x % LANES * 8;
+    }
 };
 
-__device__ inline void attend(State& state, const float (&q)[GROUP][8], const float (&k)[8], const float (&v)[8], bool seen) {
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        float dot = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) dot += q[g][i] * k[i];
-        const float score = seen ? sum<LANES>(dot) : (sum<LANES>(dot), -INFINITY);
-        const float best = fmaxf(state.best[g], score);
-        const float old = best == -INFINITY ? 0.f : exp2f(state.best[g] - best), weight = seen ? exp2f(score - best) : 0.f;
-        state.best[g] = best, state.total[g] = state.total[g] * old + weight;
-#pragma unroll
-        for (int i = 0; i < 8; i++) state.out[g][i] = state.out[g][i] * old + weight * v[i];
-    }
-}
-
-__device__ void attention(
-    const Step& step, const Layer& layer, Shared& shared, int num_keys, int num_splits, uint32_t tag) {
-    const int splits = gridDim.x / KV_HEADS, head = blockIdx.x / splits, split = blockIdx.x % splits;
-    if (head >= KV_HEADS || split >= num_splits) return;
+__device__ void attention(const Step& step, const Layer& layer, Shared& shared, const Split& split, uint32_t tag) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane % LANES;
-    const int each = (num_keys + num_splits - 1) / num_splits, end = min(num_keys, (split + 1) * each);
-    const int last = num_keys - 1;  // the new key, which no cache has yet
-    auto offset = [&](int key) {
-        return step.pages[key / step.page_size] * step.page_stride + key % step.page_size * step.token_stride +
-               head * step.head_stride + part * 8;
-    };
     uint4 k[AHEAD], v[AHEAD];
-    bool seen[AHEAD];
-    auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const int key = first + i * WARPS * AT_ONCE;
-            seen[i] = key < min(end, last);
-            const int64_t at = seen[i] ? offset(key) : 0;
-            k[i] = seen[i] ? *reinterpret_cast<const uint4*>(layer.k_cache + at) : uint4{};
-            v[i] = seen[i] ? *reinterpret_cast<const uint4*>(layer.v_cache + at) : uint4{};
-        }
-    };
-    int first = split * each + warp * AT_ONCE + lane / LANES;
-    load(first);  // while the projection is still computed
+    for (int i = 0; i < AHEAD; i++) {  // while the projection is still computed
+        const bool old = split.first + i * STRIDE < min(split.end, split.last);
+        k[i] = old ? load_now(layer.k_cache + split.offsets[i]) : uint4{};
+        v[i] = old ? load_now(layer.v_cache + split.offsets[i]) : uint4{};
+    }
+    const bool norm = layer.q_norm != nullptr;
+    const uint4 q_weights = norm ? load_now(layer.q_norm + part * 8) : uint4{};
+    const uint4 k_weights = norm ? load_now(layer.k_norm + part * 8) : uint4{};
 
     // Queries of the group, then the new key and value.
     for (int i = 2 * threadIdx.x; i < (GROUP + 2) * HEAD_DIM; i += 2 * CONSUMERS) {
         const int which = i / HEAD_DIM;
-        const int of = which < GROUP ? head * GROUP + which : Q_HEADS + (which - GROUP) * KV_HEADS + head;
+        const int of = which < GROUP ? split.head * GROUP + which : Q_HEADS + (which - GROUP) * KV_HEADS + split.head;
         Tagged got[2];
         receive<1>(step.qkv + of * HEAD_DIM + i % HEAD_DIM, 0, tag, got);
-        shared.vector[i] = value_of(got[0]), shared.vector[i + 1] = value_of(got[1]);
+        *reinterpret_cast<float2*>(shared.vector + i) = make_float2(value_of(got[0]), value_of(got[1]));
     }
     sync_consumers();
-    float q[GROUP][8];
-    State state;
+    float q[GROUP][8], new_key[8] = {}, new_value[8] = {};
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) q[g][i] = shared.vector[g * HEAD_DIM + part * 8 + i], state.out[g][i] = 0;
-        norm_and_rotate(q[g], layer.q_norm, shared, step.eps);
+        for (int i = 0; i < 8; i++) q[g][i] = shared.vector[g * HEAD_DIM + part * 8 + i];
+        norm_and_rotate(q[g], norm, q_weights, shared, step.eps);
 #pragma unroll
         for (int i = 0; i < 8; i++) q[g][i] *= step.scale * 1.44269504f;  // exponentials are to base 2
-        state.best[g] = -INFINITY, state.total[g] = 0;
     }
-    for (; __any_sync(~0u, first < end); first += AHEAD * WARPS * AT_ONCE) {
+    if (split.end > split.last) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            new_key[i] = shared.vector[GROUP * HEAD_DIM + part * 8 + i];
+            new_value[i] = shared.vector[(GROUP + 1) * HEAD_DIM + part * 8 + i];
+        }
+        norm_and_rotate(new_key, norm, k_weights, shared, step.eps);
+        __align__(16) bf16 stored[2][8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            stored[0][i] = __float2bfloat16(new_key[i]), stored[1][i] = __float2bfloat16(new_value[i]);
+            new_key[i] = __bfloat162float(stored[0][i]), new_value[i] = __bfloat162float(stored[1][i]);
+        }
+        if (threadIdx.x < LANES) {
+            const int64_t at = split.offset(step, split.last);
+            *reinterpret_cast<uint4*>(layer.k_cache + at) = *reinterpret_cast<const uint4*>(stored[0]);
+            *reinterpret_cast<uint4*>(layer.v_cache + at) = *reinterpret_cast<const uint4*>(stored[1]);
+        }
+    }
+    float best[GROUP], total[GROUP], out[GROUP][8] = {};
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) best[g] = -INFINITY, total[g] = 0;
+    for (int first = split.first; __any_sync(~0u, first < split.end); first += AHEAD * STRIDE) {
+        if (first != split.first) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const bool old = first + i * STRIDE < min(split.end, split.last);
+                const int64_t at = old ? split.offset(step, first + i * STRIDE) : 0;
+                k[i] = old ? load_now(layer.k_cache + at) : uint4{};
+                v[i] = old ? load_now(layer.v_cache + at) : uint4{};
+            }
+        }
+        float scores[GROUP][AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            float of_key[8], of_value[8];
-            unpack(k[i], of_key), unpack(v[i], of_value);
-            attend(state, q, of_key, of_value, seen[i]);
-        }
-        load(first + AHEAD * WARPS * AT_ONCE);
-    }
-    if (end == num_keys && warp == 0) {
-        float of_key[8], of_value[8];
+            float key[8];
+            unpack(k[i], key);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            of_key[i] = shared.vector[GROUP * HEAD_DIM + part * 8 + i];
-            of_value[i] = shared.vector[(GROUP + 1) * HEAD_DIM + part * 8 + i];
-        }
-        norm_and_rotate(of_key, layer.k_norm, shared, step.eps);
-        bf16 stored[2][8];
+            for (int j = 0; j < 8; j++) key[j] = first + i * STRIDE == split.last ? new_key[j] : key[j];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            stored[0][i] = __float2bfloat16(of_key[i]), stored[1][i] = __float2bfloat16(of_value[i]);
-            of_key[i] = __bfloat162float(stored[0][i]), of_value[i] = __bfloat162float(stored[1][i]);
+            for (int g = 0; g < GROUP; g++) {
+                scores[g][i] = 0;
+#pragma unroll
+                for (int j = 0; j < 8; j++) scores[g][i] += q[g][j] * key[j];
+            }
         }
-        if (lane < LANES) {
-            *reinterpret_cast<uint4*>(layer.k_cache + offset(last)) = *reinterpret_cast<const uint4*>(stored[0]);
-            *reinterpret_cast<uint4*>(layer.v_cache + offset(last)) = *reinterpret_cast<const uint4*>(stored[1]);
+#pragma unroll
+        for (int mask = LANES / 2; mask; mask >>= 1)
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) scores[g][i] += __shfl_xor_sync(~0u, scores[g][i], mask);
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            float next = best[g];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (first + i * STRIDE >= split.end) scores[g][i] = -INFINITY;
+                next = fmaxf(next, scores[g][i]);
+            }
+            const float base = next == -INFINITY ? 0.f : next, shrink = exp2f(best[g] - base);
+            best[g] = next, total[g] *= shrink;
+#pragma unroll
+            for (int j = 0; j < 8; j++) out[g][j] *= shrink;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) scores[g][i] = exp2f(scores[g][i] - base), total[g] += scores[g][i];
         }
-        attend(state, q, of_key, of_value, lane < LANES);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            float value[8];
+            unpack(v[i], value);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                value[j] = first + i * STRIDE == split.last ? new_value[j] : value[j];
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) out[g][j] += scores[g][i] * value[j];
+            }
+        }
     }
     // Merge the keys of the warp, then the warps.
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
 #pragma unroll
         for (int mask = LANES; mask < 32; mask <<= 1) {
-            const float other = __shfl_xor_sync(~0u, state.best[g], mask), best = fmaxf(state.best[g], other);
-            const float mine = best == -INFINITY ? 0.f : exp2f(state.best[g] - best);
-            state.best[g] = best, state.total[g] *= mine;
-            state.total[g] += __shfl_xor_sync(~0u, state.total[g], mask);
+            const float next = fmaxf(best[g], __shfl_xor_sync(~0u, best[g], mask));
+            const float mine = next == -INFINITY ? 0.f : exp2f(best[g] - next);
+            best[g] = next, total[g] *= mine;
+            total[g] += __shfl_xor_sync(~0u, total[g], mask);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                state.out[g][i] *= mine;
-                state.out[g][i] += __shfl_xor_sync(~0u, state.out[g][i], mask);
+                out[g][i] *= mine;
+                out[g][i] += __shfl_xor_sync(~0u, out[g][i], mask);
             }
         }
         if (lane < LANES) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) shared.states[warp][g * HEAD_DIM + part * 8 + i] = state.out[g][i];
+            for (int i = 0; i < 8; i += 4)
+                *reinterpret_cast<float4*>(shared.states[warp] + g * HEAD_DIM + part * 8 + i) =
+                    make_float4(out[g][i], out[g][i + 1], out[g][i + 2], out[g][i + 3]);
         }
-        if (lane == 0) shared.maxima[warp][g] = state.best[g], shared.sums[warp][g] = state.total[g];
+        if (lane == 0) shared.maxima[warp][g] = best[g], shared.sums[warp][g] = total[g];
     }
     sync_consumers();
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += CONSUMERS) {
-        const int g = i / HEAD_DIM;
-        float best = -INFINITY, total = 0, out = 0;
+    for (int i = 2 * threadIdx.x; i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
+        const int g = i / HEAD_DIM, of = split.index * Q_HEADS + split.head * GROUP + g;
+        float most = -INFINITY, all = 0;
+        float2 merged = {0, 0};
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) best = fmaxf(best, shared.maxima[w][g]);
+        for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.maxima[w][g]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float weight = exp2f(shared.maxima[w][g] - best);
-            total += weight * shared.sums[w][g], out += weight * shared.states[w][i];
+            const float weight = exp2f(shared.maxima[w][g] - most);
+            all += weight * shared.sums[w][g];
+            merged.x += weight * shared.states[w][i], merged.y += weight * shared.states[w][i + 1];
         }
-        const int of = split * Q_HEADS + head * GROUP + g;
-        publish(step.attention + static_cast<int64_t>(of) * HEAD_DIM + i % HEAD_DIM, out / total, tag);
-        if (i % HEAD_DIM == 0) publish(step.lse + of, best + log2f(total), tag);
+        const uint32_t low = __bfloat16_as_ushort(__float2bfloat16(merged.x / all));
+        const uint32_t high = __bfloat16_as_ushort(__float2bfloat16(merged.y / all));
+        publish_bits(step.attention + (of * HEAD_DIM + i % HEAD_DIM) / 2, high << 16 | low, tag);
+        if (i % HEAD_DIM == 0) publish(step.lse + of, most + log2f(all), tag);
     }
 }
 
 // Merge the splits of every head into the vector that the output projection reads.
 __device__ void merge(const Step& step, Shared& shared, int num_splits, uint32_t tag) {
-    for (int i = 4 * threadIdx.x; i < Q_SIZE; i += 4 * CONSUMERS) {
-        float best = -INFINITY, total = 0, out[4] = {};
-        for (int split = 0; split < num_splits; split++) {
-            Tagged got[4], lse;
-            receive<2>(step.attention + split * Q_SIZE + i, 2, tag, got);
-            do asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(lse) : "l"(step.lse + split * Q_HEADS + i / HEAD_DIM) : "memory");
-            while (lse >> 32 != tag);
-            const float next = fmaxf(best, value_of(lse)), old = exp2f(best - next), weight = exp2f(value_of(lse) - next);
-            best = next, total = total * old + weight;
+    constexpr int TOGETHER = 4;  // splits that are loaded at once
+    for (int i = 8 * threadIdx.x; i < Q_SIZE; i += 8 * CONSUMERS) {
+        float best = -INFINITY, total = 0, out[8] = {};
+        for (int first = 0; first < num_splits; first += TOGETHER) {
+            Tagged got[TOGETHER][5];
+            bool ready;
+            do {
+                ready = true;
 #pragma unroll
-            for (int j = 0; j < 4; j++) out[j] = out[j] * old + weight * value_of(got[j]);
+                for (int s = 0; s < TOGETHER; s++) {
+                    const int split = min(first + s, num_splits - 1);
+                    const Tagged* from = step.attention + (split * Q_SIZE + i) / 2;
+                    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(got[s][0]), "=l"(got[s][1]) : "l"(from) : "memory");
+                    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(got[s][2]), "=l"(got[s][3]) : "l"(from + 2) : "memory");
+                    asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(got[s][4]) : "l"(step.lse + split * Q_HEADS + i / HEAD_DIM) : "memory");
+                }
+#pragma unroll
+                for (int s = 0; s < TOGETHER; s++)
+#pragma unroll
+                    for (int j = 0; j < 5; j++) ready &= got[s][j] >> 32 == tag;
+            } while (!ready);
+#pragma unroll
+            for (int s = 0; s < TOGETHER; s++) {
+                const float lse = first + s < num_splits ? value_of(got[s][4]) : -INFINITY;
+                const float next = fmaxf(best, lse), old = exp2f(best - next), weight = exp2f(lse - next);
+                best = next, total = total * old + weight;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const uint32_t pair = static_cast<uint32_t>(got[s][j]);
+                    out[2 * j] = out[2 * j] * old + weight * __uint_as_float(pair << 16);
+                    out[2 * j + 1] = out[2 * j + 1] * old + weight * __uint_as_float(pair & 0xffff0000u);
+                }
+            }
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) shared.vector[i + j] = out[j] / total;
+        for (int j = 0; j < 8; j += 4)
+            *reinterpret_cast<float4*>(shared.vector + place<Q_SIZE>(i + j)) =
+                make_float4(out[j] / total, out[j + 1] / total, out[j + 2] / total, out[j + 3] / total);
     }
     sync_consumers();
 }
@@ -483,15 +575,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
 
     const uint32_t count = *step.count;
     const int num_keys = static_cast<int>(*step.position) + 1;
-    const int num_splits = min(static_cast<int>(gridDim.x) / KV_HEADS, min(MAX_SPLITS, (num_keys + KEYS_PER_SPLIT - 1) / KEYS_PER_SPLIT));
+    const Split split(step, num_keys);
     for (int i = threadIdx.x; i < HEAD_DIM / 2; i += CONSUMERS)
         sincosf((num_keys - 1) * step.inv_freq[i], shared.sine + i, shared.cosine + i);
     const int64_t token = *step.token_source < 0 ? *step.token_id : step.last_token[*step.token_source];
     const bf16* embedded = step.embedding + token * HIDDEN;
     const Share own(HIDDEN);
     for (int i = threadIdx.x; i < HIDDEN; i += CONSUMERS) {
-        shared.vector[i] = __bfloat162float(embedded[i]);
-        if (i >= own.first && i < own.end) shared.residual[i - own.first] = shared.vector[i];
+        const float value = __bfloat162float(embedded[i]);
+        shared.vector[place<HIDDEN>(i)] = value;
+        if (i >= own.first && i < own.end) shared.residual[i - own.first] = value;
     }
     sync_consumers();
     float x[32];
@@ -509,8 +602,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             load_normalized<HIDDEN>(shared.vector, weights, step.eps, x);
         }
         multiply<HIDDEN, false>(ring, shared, x, QKV_SIZE, [&](int row, float value, float) { publish(step.qkv + row, value, tag); });
-        attention(step, layer, shared, num_keys, num_splits, tag);
-        merge(step, shared, num_splits, tag);
+        if (split.has_work) attention(step, layer, shared, split, tag);
+        merge(step, shared, split.count, tag);
         load_segment<Q_SIZE>(shared.vector, x);
         multiply<Q_SIZE, false>(ring, shared, x, HIDDEN, add_and_publish(step.after_attention, tag));
         {

@@ -119,8 +119,7 @@ class PersistentDecode:
             and len(_layers_of(model)) == len(model.layers)
             and kv_cache.dtype == torch.bfloat16
             and all(size % SEGMENT == 0 for size in row_sizes)
-            and config.hidden_size <= 8 * SEGMENT
-            and config.intermediate_size <= 16 * SEGMENT
+            and max(row_sizes) <= 8 * SEGMENT
             and config.head_dim in (64, 128)
             and config.num_attention_heads // config.num_key_value_heads <= 8
             and not config.attention_bias

@@ -572,7 +572,7 @@ def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: st
         backend.plan(batch)
         flat.plan(replace(batch, levels=(), page_capacity=None))
         slots.copy_(batch.slot_mapping)
-        backend._slot_mapping = slots
+        backend.slot_mapping = slots
         if graph is None:
             backend(0, *data)  # compiles
             graph = torch.cuda.CUDAGraph()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from mini_engine.models.base import CausalLM
 from mini_engine.parts import default_parts
 from mini_engine.sampling_params import SamplingParams
 from tests.helpers import check_nothing_leaked, make_engine, serve
@@ -51,6 +53,25 @@ def check_greedy(
     outputs = serve(engine, arrivals)
     check_nothing_leaked(engine)
     prompts = {name: prompt for several in arrivals.values() for name, prompt, _ in several}
+    check_near_greedy(oracle, prompts, outputs, most_lost, least_best)
+
+
+def check_near_greedy(
+    oracle: CausalLM,
+    prompts: Mapping[str, list[int]],
+    outputs: Mapping[str, list[int]],
+    most_lost: float,
+    least_best: float,
+) -> None:
+    """Check that each token of the outputs is the oracle's best after those before it, or close to it.
+
+    Args:
+        oracle: a model in float64.
+        prompts: of each request.
+        outputs: tokens of each request.
+        most_lost: how far the logit of a token may be below the best one, over the range of the logits.
+        least_best: share of the tokens that must be the best.
+    """
     best, total = 0, 0
     for name, tokens in outputs.items():
         logits = whole(oracle, [[*prompts[name], *tokens]])[0][len(prompts[name]) - 1 : -1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +31,14 @@ from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.decode_graphs import DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, default_parts
+from tests.attention.greedy import TINY, check_near_greedy
 from tests.attention.stepping import full_cache
 from tests.helpers import GREEDY, Arrival, alone, double_model, make_engine, requests, serve
+from tests.models.families import our_model, transformers_model
 
 PLAIN = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
 CAPPED = replace(PLAIN, layer=1, kv_layer=1, softcap=3.0)
@@ -581,3 +586,45 @@ def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: st
         graph.replay()
         real = len(step.pages)  # the requests of the padding write to one slot
         torch.testing.assert_close(out[:real], flat(0, *data)[:real], **BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_engines_captured_levels_change_no_token(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests over a tree of prefixes, which join and leave: most decode steps are replays with levels and padding."""
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr(LevelCosts, "of", lambda *_: in_pages(0.0))
+    replayed: list[tuple[int, int, int]] = []
+    run = DecodeGraphs.run
+
+    def spied(graphs: DecodeGraphs, size: int, batch: StepBatch, *more: Any) -> torch.Tensor:
+        replayed.append((size, len(more[1]), len(batch.levels)))
+        return run(graphs, size, batch, *more)
+
+    monkeypatch.setattr(DecodeGraphs, "run", spied)
+    gpu = torch.device("cuda")
+    theirs = transformers_model(
+        "qwen3", seed=2, dtype=torch.bfloat16, max_position_embeddings=2048, **TINY["qwen3"]
+    )  # fmt: skip
+    oracle = our_model(copy.deepcopy(theirs).double())
+    model = our_model(theirs, parts=default_parts(gpu)).to(gpu)
+    random = torch.Generator().manual_seed(4)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 61, (count,), generator=random).tolist()
+
+    stem = ids(640)
+    branches = [stem + ids(320) for _ in range(2)]
+    prompts = {str(i): [*(branches[i % 2] if i % 4 else stem), *ids(1 + 5 * i)] for i in range(16)}
+    arrivals: dict[int, list[Arrival]] = {}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        params = replace(GREEDY, max_tokens=12 + 3 * i, ignore_eos=True)
+        arrivals.setdefault(0 if i < 3 else 4 + i // 2, []).append((name, prompt, params))
+    engine = make_engine(
+        model, parts=default_parts(gpu), attn_backend="cascade", num_pages=800, page_size=16, max_batch_size=16,
+        max_num_batched_tokens=2048, prefix_sharing=True, pipeline_depth=depth,
+    )  # fmt: skip
+    outputs = serve(engine, arrivals)
+    assert any(levels == 2 for *_, levels in replayed) and any(levels == 1 for *_, levels in replayed)
+    assert any(levels and real < size for size, real, levels in replayed)
+    check_near_greedy(oracle, prompts, outputs, most_lost=0.05, least_best=0.9)

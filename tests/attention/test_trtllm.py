@@ -238,4 +238,4 @@ def test_greedy_tokens_are_those_of_the_reference(gpu: torch.device, family: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_trtllm"])
 def test_an_engine_runs_on_narrow_keys(gpu: torch.device, name: str) -> None:
-    check_greedy(gpu, "qwen3", attn_backend=name, kv_cache_dtype="fp8_e4m3", most_lost=0.2, least_best=0.6)
+    check_greedy(gpu, "qwen3", attn_backend=name, kv_cache_dtype="fp8_e4m3", most_lost=0.2, fewer_best=0.4)

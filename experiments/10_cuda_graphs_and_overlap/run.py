@@ -509,32 +509,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     device, options = torch.device(chosen.device), OPTIONS[chosen.device]
     model, machine = random_model(options.shape, options.dtype, device), measure_machine(device, options.dtype)
-    rows: list[results.Row] = []
-    timelines: list[dict[str, Any]] = []
-    if STEPS in chosen.only:
-        rows += step_rows(model, options, machine)
-    if PADDING in chosen.only:
-        rows += padding_rows(model, options, machine)
-    if IDLE in chosen.only and options.traced:
-        idle, timelines = idle_rows(model, options)
-        rows += idle
-    if ENGINE in chosen.only and device.type == "cuda":
-        rows += engine_rows(model, machine)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "a tiny Qwen3", "dtype": machine.dtype,
         "backend": options.attn_backend, "page size": PAGE_SIZE, "prompt of a step": options.prompt,
         "steps in a repetition": options.steps, "repetitions": options.repetitions,
     }  # fmt: skip
-    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
-    if set(chosen.only) < set(SECTIONS):
-        result = results.with_recorded(result, chosen.out)
-    record(result, chosen.out, {row.figure for row in result.rows})
-    if timelines:
-        print(write_timelines(result, timelines, chosen.out))
-    if chosen.change:
-        for row in rows:
-            if "workload" in row.case and (row.case["launch"], row.case["depth"]) == ("graph", 1):
-                ledger.add(result, row, chosen.change, chosen.out)
+    for section in chosen.only:  # each is written when it is measured
+        rows: list[results.Row] = []
+        timelines: list[dict[str, Any]] = []
+        if section == STEPS:
+            rows = step_rows(model, options, machine)
+        elif section == PADDING:
+            rows = padding_rows(model, options, machine)
+        elif section == IDLE and options.traced:
+            rows, timelines = idle_rows(model, options)
+        elif section == ENGINE and device.type == "cuda":
+            rows = engine_rows(model, machine)
+        if not rows:  # not on this device
+            continue
+        result = results.with_recorded(results.new_result(EXPERIMENT, rows, parameters, chosen.device), chosen.out)
+        record(result, chosen.out, {row.figure for row in result.rows})
+        if timelines:
+            print(write_timelines(result, timelines, chosen.out))
+        if chosen.change:
+            for row in rows:
+                if "workload" in row.case and (row.case["launch"], row.case["depth"]) == ("graph", 1):
+                    ledger.add(result, row, chosen.change, chosen.out)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+_WIDEST_CODE = 88  # columns; the site shows no more without scrolling
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
 _MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
 _SLOW_SECONDS = 30.0
@@ -178,6 +179,9 @@ def problems(file: Path) -> Iterator[str]:
             yield f"{partner.name}, cell {index} is raw: the header of {file.name} must begin with `jupyter:`"
         if cell.cell_type == "code":
             counts.append(cell.execution_count)
+            for line in cell.source.splitlines():
+                if len(line) > _WIDEST_CODE:
+                    yield f"{partner.name}, cell {index}: {len(line)} columns of code, at most {_WIDEST_CODE}: {line}"
             for problem in _output_problems(cell):
                 yield f"{partner.name}, cell {index}: {problem}"
     if counts != list(range(1, len(counts) + 1)):
@@ -261,8 +265,8 @@ def text(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "a
 
 @app.command()
 def check(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "all") -> None:
-    """Compare each Markdown file with its .ipynb; find cells that did not run, warnings, machine paths, and
-    derivations that miss their measurements."""
+    """Compare each Markdown file with its .ipynb; find cells that did not run, code that is too wide, warnings,
+    machine paths, and derivations that miss their measurements."""
     failed = False
     for file in chapter_files(chapter, repository_root()):
         for problem in problems(file):

@@ -129,6 +129,7 @@ def test_ids_follow_the_text_of_the_cell(built: Path) -> None:
     [
         (0, {"source": "# Another"}, "-# A chapter"),
         (3, {"source": "2 + 3"}, "+2 + 3"),
+        (3, {"source": f"{'2':>89}"}, "89 columns of code"),
         (3, {"metadata": {"tags": ["nbval-skip"]}}, "nbval-skip"),
         (3, {"execution_count": None}, "not executed from top to bottom"),
         (3, {"execution_count": 7}, "not executed from top to bottom"),

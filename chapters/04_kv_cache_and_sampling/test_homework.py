@@ -35,7 +35,7 @@ EXERCISES = [
     Exercise(
         "flat_step",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "Do it by hand for one sequence with 5 stored keys and 2 new tokens: what are their positions? Then lay "
@@ -49,7 +49,7 @@ EXERCISES = [
     Exercise(
         "generate_greedy",
         points=5,
-        minutes=35,
+        minutes=30,
         difficulty=2,
         hints=(
             "Write down the steps for two prompts of 3 and 2 tokens that generate 1 and 3 tokens: which tokens does "
@@ -81,7 +81,7 @@ EXERCISES = [
     Exercise(
         "sample",
         points=4,
-        minutes=25,
+        minutes=15,
         difficulty=2,
         part="sample",
         hints=(

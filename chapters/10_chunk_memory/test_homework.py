@@ -30,7 +30,7 @@ EXERCISES = [
     Exercise(
         "rotate_again",
         points=2,
-        minutes=15,
+        minutes=10,
         difficulty=1,
         hints=(
             "A key at position p has been rotated by p times the frequency of each pair. What is missing at the new "
@@ -44,7 +44,7 @@ EXERCISES = [
     Exercise(
         "place_chunks",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "Only distances count. How far behind a chunk's first key is a query at position p in this request, and at "
@@ -58,7 +58,7 @@ EXERCISES = [
     Exercise(
         "attend_to_chunks",
         points=4,
-        minutes=30,
+        minutes=20,
         difficulty=2,
         hints=(
             "Each chunk is a level of a cascade, and the own keys are the last one. Which of them needs a mask?",
@@ -87,7 +87,7 @@ EXERCISES = [
     Exercise(
         "ChunkStore",
         points=4,
-        minutes=35,
+        minutes=40,
         difficulty=2,
         hints=(
             "Which container remembers an order and can move an entry to its end? And why is a set of the chunks in "
@@ -101,7 +101,7 @@ EXERCISES = [
     Exercise(
         "recompute",
         points=4,
-        minutes=40,
+        minutes=30,
         difficulty=3,
         challenge=True,
         hints=(

@@ -295,7 +295,7 @@ def convert_block_mask(
 
 
 def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
-    """Challenge: move pages to the front of the pool, to give back the memory at its end.
+    """Challenge: move pages to the front of the pool, to give back memory at its end.
 
     If n pages are in use, afterwards these are pages 0 to n - 1, and all others are
     free. As few pages as possible move: a page that is already among the first n stays.

@@ -107,7 +107,7 @@ EXERCISES = [
         difficulty=3,
         challenge=True,
         hints=(
-            "Count the pages in use, n. How many of them are at n or after it? How many of the first n are free? Why are "
+            "Count the pages in use, n. How many of them are at n or later? How many of the first n are free? Why are "
             "these two numbers equal? And which method puts a page of your choice into a row?",
             "share does, but only with pages that have an owner. So let the free row own all pages for a while: share "
             "those in use, take the rest. Then no page returns to the pool, whatever you do to the other rows.",

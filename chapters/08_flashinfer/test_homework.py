@@ -288,9 +288,7 @@ def test_back_to_one_row(hw: Homework) -> None:
     assert_table(hw, [[5, 2]], [6], 4)
 
 
-@check(
-    "table_from_csr", mistake="each row has its own pages first and zeros after them; the longest row has no zeros"
-)
+@check("table_from_csr", mistake="each row has its own pages first and zeros after them; the longest row has no zeros")
 def test_back_to_rows(hw: Homework) -> None:
     assert_table(hw, [[1], [2, 0, 3], [7, 6]], [4, 10, 5], 4)
 

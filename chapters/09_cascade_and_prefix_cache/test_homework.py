@@ -64,7 +64,7 @@ EXERCISES = [
             "next level is the same question about the pages that are left, prefixes - depth. Only then think of cost.",
             "With a cost, a request joins if the level would pay with what this request still shares: more[b] * "
             "saving.sum() over the requests that join. When some do not join, that sum falls, so decide again until "
-            "nothing changes. At the end, from the inside out, drop each level that saves too little beside the level "
+            "nothing changes. At the end, from the inside out, drop each level that saves too little given the level "
             "inside it.",
             "while True: more = prefixes - depth; joined = more > 0; repeat joined &= more * (saving @ joined) >= cost "
             "until it is stable; stop if saving @ joined == 0; the depth of a group is the smallest prefix of its "

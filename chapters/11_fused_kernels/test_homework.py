@@ -50,7 +50,7 @@ EXERCISES = [
             "Write the product of a normalized row and a row of the weight as a sum. Which factor does not depend on "
             "the column?",
             "In the loop of linear_kernel each program sees all columns of every token anyway. Let it add up their "
-            "squares beside the products, multiply the tokens by the norm's weight, and scale at the end.",
+            "squares along with the products, multiply the tokens by the norm's weight, and scale at the end.",
             "Before the loop: squares = tl.zeros((TOKENS,), tl.float32). In it: squares += tl.sum(tokens * tokens, 1), "
             "then tokens *= the factors of these columns. After it: total *= tl.rsqrt(squares / K + eps)[:, None].",
         ),

@@ -173,15 +173,16 @@ def problems(file: Path) -> Iterator[str]:
         yield "the pair differs:\n" + "\n".join(difference)
     if saved.metadata != wanted.metadata:
         yield f"{partner.name}: the metadata is not the book's: {dict(saved.metadata)}"
+    for index, cell in enumerate(wanted.cells):
+        for line in cell.source.splitlines() if cell.cell_type == "code" else ():
+            if len(line) > _WIDEST_CODE:
+                yield f"{file.name}, cell {index}: {len(line)} columns of code, at most {_WIDEST_CODE}: {line}"
     counts = []
     for index, cell in enumerate(saved.cells):
         if cell.cell_type == "raw":
             yield f"{partner.name}, cell {index} is raw: the header of {file.name} must begin with `jupyter:`"
         if cell.cell_type == "code":
             counts.append(cell.execution_count)
-            for line in cell.source.splitlines():
-                if len(line) > _WIDEST_CODE:
-                    yield f"{partner.name}, cell {index}: {len(line)} columns of code, at most {_WIDEST_CODE}: {line}"
             for problem in _output_problems(cell):
                 yield f"{partner.name}, cell {index}: {problem}"
     if counts != list(range(1, len(counts) + 1)):

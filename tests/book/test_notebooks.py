@@ -129,7 +129,6 @@ def test_ids_follow_the_text_of_the_cell(built: Path) -> None:
     [
         (0, {"source": "# Another"}, "-# A chapter"),
         (3, {"source": "2 + 3"}, "+2 + 3"),
-        (3, {"source": f"{'2':>89}"}, "89 columns of code"),
         (3, {"metadata": {"tags": ["nbval-skip"]}}, "nbval-skip"),
         (3, {"execution_count": None}, "not executed from top to bottom"),
         (3, {"execution_count": 7}, "not executed from top to bottom"),
@@ -153,6 +152,12 @@ def test_what_went_wrong_is_said(pair: Path, cell: int, changes: dict, problem: 
     assert problem in "\n".join(notebooks.problems(pair))
     checked = CliRunner().invoke(notebooks.app, ["check"])
     assert checked.exit_code == 1 and problem in checked.output
+
+
+def test_code_wider_than_the_site_shows_is_found(pair: Path) -> None:
+    for columns, found in ((88, False), (89, True)):
+        pair.write_text(SOURCE.replace("2 + 2", "2 +".ljust(columns - 1) + "2", 1), encoding="utf-8")
+        assert (f"{columns} columns of code" in "\n".join(notebooks.problems(pair))) == found
 
 
 def test_images_that_hold_the_letters_of_a_path_are_no_path(pair: Path) -> None:

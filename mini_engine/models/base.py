@@ -98,6 +98,8 @@ class CausalLM(LanguageModel):
         return F.embedding(token_ids, self.embed_tokens)
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
+        if hidden.is_cuda and hidden.dtype.itemsize == 2:  # sums are in float32: keep them
+            return torch.mm(hidden, self.lm_head.T, out_dtype=torch.float32)
         logits = linear(hidden, self.lm_head)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

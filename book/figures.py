@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 
 PALETTE = ("#0072B2", "#C98500", "#009E73", "#CC79A7", "#3D9AD6", "#D55E00", "#A89200", "#7F7F7F")
 INK, PAPER, GRID, HIDDEN = "#222222", "#ffffff", "#7F7F7F59", "#7F7F7F2B"
-# Translucent, so that ink is readable on every value, on light paper and on dark.
-_BLUES, _ORANGES = ["#0072B200", "#0072B2A6"], ["#C98500A6", "#C9850000"]
-AMOUNT = LinearSegmentedColormap.from_list("amount", _BLUES).with_extremes(bad=HIDDEN)
-_FROM_ORANGE = list(zip((0, 0.5, 0.5, 1), _ORANGES + _BLUES, strict=True))
-SIGNED = LinearSegmentedColormap.from_list("signed", _FROM_ORANGE).with_extremes(bad=HIDDEN)
+# Translucent, so that ink is readable on every value, on light paper and on dark; small values show their sign.
+AMOUNT = LinearSegmentedColormap.from_list("amount", ["#0072B200", "#0072B2A6"]).with_extremes(bad=HIDDEN)
+_SIGNS = [(0.0, "#C98500A6"), (0.5, "#C985001F"), (0.5, "#0072B21F"), (1.0, "#0072B2A6")]
+SIGNED = LinearSegmentedColormap.from_list("signed", _SIGNS).with_extremes(bad=HIDDEN)
 _WIDTH, _DPI, _PIXELS = 6.0, 160, 600
 _FONTS = "'Source Sans 3', 'DejaVu Sans', sans-serif"  # text is laid out in the second, which is wider
 _MARKERS = "osD^vPX*"

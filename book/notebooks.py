@@ -203,9 +203,9 @@ def _output_problems(cell: "NotebookNode") -> Iterator[str]:
         if output.output_type == "error" and "raises-exception" not in tags:
             yield f"fails: {output.ename}: {output.evalue[:300]}"
         data: dict[str, Any] = dict(output.get("data", {}))
-        image = data.pop("image/png", "")
-        if len(image) * 3 // 4 > _LARGEST_IMAGE:
-            yield f"a figure of {len(image) * 3 // 4:,} bytes: keep it below {_LARGEST_IMAGE:,}"
+        size = max(len(data.pop("image/png", "")) * 3 // 4, len(data.pop("image/svg+xml", "")))
+        if size > _LARGEST_IMAGE:
+            yield f"a figure of {size:,} bytes: keep it below {_LARGEST_IMAGE:,}, with rasterized=True where needed"
         texts = [output.get("text", ""), output.get("evalue", ""), *map(str, data.values())]
         found = next((match for text in texts if (match := _MACHINE_PATH.search(text))), None)
         if found:

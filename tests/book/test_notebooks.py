@@ -142,6 +142,11 @@ def test_ids_follow_the_text_of_the_cell(built: Path) -> None:
         ),
         (
             3,
+            {"outputs": [{"output_type": "display_data", "data": {"image/svg+xml": "A" * 110_000}, "metadata": {}}]},
+            "100,000",
+        ),
+        (
+            3,
             {"outputs": [{"output_type": "display_data", "data": {"text/html": "C:\\Users\\me"}, "metadata": {}}]},
             "path",
         ),

@@ -71,7 +71,7 @@ EXERCISES = [
     Exercise(
         "decoder_layer",
         points=6,
-        minutes=35,
+        minutes=25,
         difficulty=2,
         part="decoder_layer",
         hints=(
@@ -88,7 +88,7 @@ EXERCISES = [
     Exercise(
         "load_weights",
         points=4,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "Check first, copy afterwards. What has to be compared, and what does copy_ do when the two shapes differ?",
@@ -102,7 +102,7 @@ EXERCISES = [
     Exercise(
         "gpt2_weights",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         part="gpt2_weights",
         hints=(
@@ -119,7 +119,7 @@ EXERCISES = [
     Exercise(
         "dequantize_q4_1",
         points=5,
-        minutes=30,
+        minutes=20,
         difficulty=3,
         challenge=True,
         hints=(

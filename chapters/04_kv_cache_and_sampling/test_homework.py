@@ -35,7 +35,7 @@ EXERCISES = [
     Exercise(
         "flat_step",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "Do it by hand for one sequence with 5 stored keys and 2 new tokens: what are their positions? Then lay "
@@ -49,7 +49,7 @@ EXERCISES = [
     Exercise(
         "generate_greedy",
         points=5,
-        minutes=35,
+        minutes=30,
         difficulty=2,
         hints=(
             "Write down the steps for two prompts of 3 and 2 tokens that generate 1 and 3 tokens: which tokens does "
@@ -81,7 +81,7 @@ EXERCISES = [
     Exercise(
         "sample",
         points=4,
-        minutes=25,
+        minutes=15,
         difficulty=2,
         part="sample",
         hints=(
@@ -718,14 +718,14 @@ def test_filters_come_after_the_temperature(hw: Homework) -> None:
     assert_equal(draw(hw, FIVE, params, range(50), range(50)), torch.zeros(50).long())
 
 
-@check("sample", mistake="each row has its own parameters; a greedy row beside a sampled one is still greedy")
+@check("sample", mistake="each row has its own parameters; a greedy row next to a sampled one is still greedy")
 def test_rows_have_their_own_parameters(hw: Homework) -> None:
     logits = FIVE.expand(300, -1).clone()
     params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=1)] * 100
     tokens = hw.sample(logits, build(params, range(300), range(300)))
     assert_equal(tokens[0::3], torch.zeros(100).long(), name="the tokens of greedy rows")
     assert_equal(tokens[2::3], torch.zeros(100).long(), name="the tokens of rows with top_k = 1")
-    assert len(set(tokens[1::3].tolist())) > 2, "sampled rows beside greedy ones all take the same token"
+    assert len(set(tokens[1::3].tolist())) > 2, "sampled rows next to greedy ones all take the same token"
 
 
 @check("sample", mistake="the same row gives the same token in every call: do not use a generator that advances")

@@ -391,8 +391,10 @@ def draw(timelines: Sequence[Mapping[str, Any]], num_steps: int = 8) -> Figure:
         first, last = run["steps"][middle][0], run["steps"][middle + num_steps - 1][1]
         for lane, (name, color) in enumerate((("device", figures.PALETTE[1]), ("steps", figures.PALETTE[0]))):
             spans = [((a - first) / 1e3, (b - a) / 1e3) for a, b in run[name]]
-            edge = {"edgecolor": "white", "linewidth": 0.5} if name == "steps" else {"linewidth": 0}
-            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **edge)
+            style: dict[str, Any] = {"edgecolor": figures.PAPER, "linewidth": 0.5}
+            if name == "device":  # thousands of spans, most of them narrower than a pixel: their density is what shows
+                style = {"linewidth": 0, "rasterized": True, "snap": False}
+            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **style)
         ax.set(yticks=[0, 1], yticklabels=["device", "host"], xlabel="ms", xlim=(0, (last - first) / 1e3))
         ax.set_title(f"{run['launch']}, depth {run['depth']}: device idle {run['idle']:.1%}", fontsize=12)
     return figure
@@ -405,8 +407,8 @@ def draw_recorded(root: Path = HERE) -> None:
         recording = json.loads(file.read_text(encoding="utf-8"))
         for requests in dict.fromkeys(run["requests"] for run in recording["runs"]):
             own = [run for run in recording["runs"] if run["requests"] == requests]
-            image = f"timeline_{requests}.png"
-            (root / image).write_bytes(figures.to_png(draw(own)))
+            image = f"timeline_{requests}.svg"
+            (root / image).write_text(figures.to_svg(draw(own)), encoding="utf-8")
             plural = "request" if requests == 1 else "requests"
             idle = ", ".join(f"{run['launch']} at depth {run['depth']} {run['idle']:.1%}" for run in own)
             caption = f"Eight steps of a steady decode of {requests} {plural}; the device is idle: {idle}."

@@ -224,14 +224,36 @@ def test_a_chapter_keeps_its_folders_address_and_its_headings(site: Path) -> Non
     assert len(text) < 150_000, "JupyterLab's style sheets are in the page again"
 
 
-def test_a_chapter_folds_its_plumbing_and_keeps_its_figures_as_files(site: Path) -> None:
+def test_a_chapter_folds_its_plumbing_and_describes_its_figures(site: Path) -> None:
     text = (site / SAMPLE / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<summary>Imports and setup</summary><div[^>]*><pre><code>", text)
     assert re.search(r"<summary>Code of the figure</summary>", text)
     assert "predict(" not in text.partition("Your prediction")[0].replace("<code>predict(", "")
-    image = re.search(r'<img alt="([^"]*)"[^>]* src="(figures/[^"]+\.png)"', text)
-    assert image and image[1] == CAPTION and (site / SAMPLE / image[2]).is_file()
+    drawing = re.search(r'<figure class="nb-figure"[^>]*><svg aria-label="([^"]*)"[^>]* role="img"', text)
+    assert drawing and drawing[1] == CAPTION and f"<figcaption><em>{CAPTION}</em></figcaption>" in text
     assert "base64" not in text
+
+
+def test_a_figure_of_an_experiment_is_part_of_the_page(site: Path) -> None:
+    text = (site / "experiments/05_throughput/index.html").read_text(encoding="utf-8")
+    assert re.search(r'<figure class="nb-figure"[^>]*><svg aria-label="Host and device [^"]*"[^>]* role="img"', text)
+
+
+@needs_browser
+def test_figures_follow_the_scheme_and_fit_a_phone(browser: sync_api.Browser, address: str) -> None:
+    inks = []
+    for scheme, width in (("light", 1280), ("dark", 390)):
+        context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
+        page = context.new_page()
+        page.goto(address + SAMPLE)
+        drawing = page.locator(".nb-figure svg")
+        text = drawing.locator("text").first
+        assert (drawing.bounding_box() or {})["width"] <= width
+        assert "Source Sans 3" in text.evaluate("text => getComputedStyle(text).fontFamily")
+        assert text.evaluate("text => getComputedStyle(text).fontSize") == "12px"
+        inks.append(text.evaluate("text => getComputedStyle(text).fill"))
+        context.close()
+    assert inks[0] != inks[1]
 
 
 def test_fetching_the_libraries_says_when_npm_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ import os
 
 import torch
 from hypothesis import settings
-from jaxtyping import install_import_hook
+
+from tests import shape_checks
 
 # Without a GPU, Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-install_import_hook("mini_engine", "beartype.beartype")
+shape_checks.install("mini_engine")
 
 # A first call imports and warms up; on a shared machine any call may take long. Speed belongs in benchmarks.
 settings.register_profile("book", deadline=None)

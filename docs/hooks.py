@@ -331,6 +331,8 @@ def _unwritten() -> str:
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
+    if page.url not in NAVIGATION:
+        page.meta["search"] = {"exclude": True}  # `shrink` would drop what the search plugin reads there
     if path.endswith(".ipynb"):
         html = _chapter_content(html, page, files)
     elif path.startswith("experiments/"):

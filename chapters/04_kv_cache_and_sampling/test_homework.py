@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -488,11 +489,21 @@ def test_random_prompts(hw: Homework) -> None:
         assert_equal(model.steps, steps_of(prompts, expected), name="the steps")
 
 
+TEXTS = ["The capital of France is", "One, two, three,"]
+
+
+@cache
+def embedded_model() -> tuple[LLM, list[str]]:
+    """The embedded model, and how it continues TEXTS in the engine."""
+    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch")
+    outputs = llm.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    return llm, [output.text for output in outputs]
+
+
 @check("generate_greedy", mistake="the embedded model on your loop does not write what the engine writes", seconds=60)
 def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
-    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch")
-    texts = ["The capital of France is", "One, two, three,"]
-    prompts = [llm.tokenizer.encode(text) for text in texts]
+    llm, expected = embedded_model()
+    prompts = [llm.tokenizer.encode(text) for text in TEXTS]
     page_size = max(map(len, prompts)) + 8
     specs = llm.model.attention_specs
     cache = ContiguousKVCache(specs, len(prompts), page_size, torch.float32)
@@ -511,8 +522,7 @@ def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
         return llm.model.compute_logits(llm.model(batch.token_ids, batch.positions, backend)[batch.logit_rows])
 
     output = hw.generate_greedy(run, prompts, eos_token_id=NEVER, max_tokens=8, page_size=page_size)
-    expected = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-    assert_equal([llm.tokenizer.decode(own) for own in output], [own.text for own in expected], name="the texts")
+    assert_equal([llm.tokenizer.decode(own) for own in output], expected, name="the texts")
 
 
 # filter_logits ------------------------------------------------------------------------------------------------------

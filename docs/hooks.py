@@ -7,7 +7,6 @@ keeps its path in the repository, so that a relative link works in Jupyter, on G
 from __future__ import annotations
 
 import ast
-import hashlib
 import itertools
 import posixpath
 import re
@@ -15,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,7 +29,7 @@ from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
-from notebook_page import tidy
+from notebook_page import describe_figure, inline_figure, tidy
 from page_frame import complete, describe
 from search_index import shrink
 
@@ -45,6 +45,7 @@ GLOSSARY = "glossary.md"
 TERMS = read_glossary(ROOT / "docs" / GLOSSARY)
 WITH_TERMS = {"dataflow.md", "trace.md", "play.md"}  # besides the chapters and the parts
 NAVIGATION: set[str] = set()  # addresses of the pages in the navigation of this build
+DRAWING = re.compile(r'<p><img alt="([^"]*)" src="([^":]+\.svg)" ?/?></p>')
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 log = get_plugin_logger("book")
@@ -330,8 +331,12 @@ def _unwritten() -> str:
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
+    if page.url not in NAVIGATION:
+        page.meta["search"] = {"exclude": True}  # `shrink` would drop what the search plugin reads there
     if path.endswith(".ipynb"):
-        html = _chapter_content(html, page, config, files)
+        html = _chapter_content(html, page, files)
+    elif path.startswith("experiments/"):
+        html = DRAWING.sub(lambda found: _inlined(ROOT / posixpath.dirname(path) / found[2], unescape(found[1])), html)
     elif path == GLOSSARY:
         html = add_anchors(html)
     elif path in WITH_TERMS or path.startswith("part-"):
@@ -344,6 +349,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         texts = ", ".join(repr(re.sub(r"<[^>]+>", "", title).removesuffix("¶").strip()) for title in titles)
         log.warning(f"{page.file.src_uri} has {len(titles)} headings of level 1, and a page has one title: {texts}")
     return html
+
+
+def _inlined(file: Path, text: str) -> str:
+    figure = inline_figure(file.read_text(encoding="utf-8"))
+    describe_figure(figure, text)
+    return str(figure)
 
 
 def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
@@ -379,7 +390,7 @@ def _glossary_from(page: Page) -> str:
     return posixpath.relpath("glossary", posixpath.dirname(page.file.dest_uri) or ".") + "/"
 
 
-def _chapter_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def _chapter_content(html: str, page: Page, files: Files) -> str:
     def resolve(link: str) -> str:
         parts = urlsplit(link)
         if parts.scheme or parts.netloc or not parts.path:
@@ -391,14 +402,7 @@ def _chapter_content(html: str, page: Page, config: MkDocsConfig, files: Files) 
             return link
         return file.url_relative_to(page.file) + (f"#{parts.fragment}" if parts.fragment else "")
 
-    def save(png: bytes) -> str:
-        name = f"figures/{hashlib.sha256(png).hexdigest()[:12]}.png"
-        path = posixpath.join(posixpath.dirname(page.file.src_uri), name)
-        if files.get_file_from_path(path) is None:
-            files.append(File.generated(config, path, content=png))
-        return name
-
-    notebook, page.toc = tidy(html, resolve, save)
+    notebook, page.toc = tidy(html, resolve)
     link_terms(notebook, TERMS, _glossary_from(page))
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
     heading, end, rest = str(notebook).partition("</h1>")

@@ -47,7 +47,7 @@ def append_kv(
         >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()
         ([0.0, 6.0, 5.0, 0.0], [0.0, -6.0, -5.0, 0.0])
     """
-    # Assigning to indexed rows writes into the memory behind the view.
+    # Assigning to indexed rows writes into the memory of the view.
     k_cache[slot_mapping] = k
     v_cache[slot_mapping] = v
 

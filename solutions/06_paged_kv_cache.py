@@ -58,14 +58,14 @@ class PageTable(page_table.PageTable):
     Everything else is inherited, such as the constructor, which creates this state:
 
         table           int32 [max_rows, W]: row b owns the pages table[b, :counts[b]],
-                        in order of position; the entries behind those are stale
+                        in order of position; the entries after those are stale
         counts          int64 [max_rows]: pages of each row
         refcounts       int32 [num_pages]: owners of each page
         generation      int64 [num_pages]: how often each page has been taken from the
                         pool
         num_free_pages  int: pages without an owner
         _free_pages     int32 [num_pages]: _free_pages[:num_free_pages] are these pages,
-                        in any order; the entries behind them are stale
+                        in any order; the entries after them are stale
         _free_rows      list[int]: rows without a request
 
     The arrays are NumPy's and keep their size. Also inherited: `allocate()` takes a
@@ -106,7 +106,7 @@ class PageTable(page_table.PageTable):
         """Append `num_pages[b]` free pages to row `rows[b]`, for all rows at once.
 
         A row's old pages keep their places, because they hold keys; the new ones come
-        behind them. Use no Python loop over rows or pages: a step may take pages for
+        after them. Use no Python loop over rows or pages: a step may take pages for
         hundreds of requests.
 
         Args:
@@ -206,7 +206,7 @@ def physical_blocks(
 
     Args:
         blocks: for each batch index, head and query block, a list of logical block
-            indices. Which of them count does not matter here: the entries behind those
+            indices. Which of them count does not matter here: the entries after those
             are below W, too, and are converted like the others.
         table: the physical blocks of each sequence, W at most.
         width: m, blocks of the pool, n or more.
@@ -295,7 +295,7 @@ def convert_block_mask(
             (`mask.full_kv_indices` is None), and then the result lacks them, too. It
             covers at most W * page_size keys, which may be more than any sequence has
             pages for; it visits none of the blocks beyond those pages.
-        table: pages of each sequence in order. The entries behind the first counts[b]
+        table: pages of each sequence in order. The entries after the first counts[b]
             are stale.
         counts: pages of each sequence.
         num_pages: pages of the pool.
@@ -353,7 +353,7 @@ def convert_block_mask(
 
 
 def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
-    """Challenge: move pages to the front of the pool, to give back the memory behind.
+    """Challenge: move pages to the front of the pool, to give back memory at its end.
 
     If n pages are in use, afterwards these are pages 0 to n - 1, and all others are
     free. As few pages as possible move: a page that is already among the first n stays.
@@ -385,7 +385,7 @@ def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
     """
     used = np.flatnonzero(table.refcounts)
     old = used[used >= len(used)]
-    # As many: each page in use behind the first n leaves a gap among the first n.
+    # As many: each page in use after the first n leaves a gap among the first n.
     new = np.setdiff1d(np.arange(len(used)), used)
     moved = np.arange(table.num_pages, dtype=np.int32)
     moved[old] = new

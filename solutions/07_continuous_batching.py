@@ -157,7 +157,7 @@ def preempt(
           tokens);
         - the row and its pages are back in the page table, but a page that another row
           shares is still in use;
-        - the request waits in front of all others, because those arrived later;
+        - the request waits before all others, because those arrived later;
         - the request has all its tokens. Those of its output have been sent to a user,
           so they must not change. When it is admitted again, all its tokens are
           computed as if they were its prompt.

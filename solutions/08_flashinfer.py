@@ -27,7 +27,7 @@ def csr_from_table(
 
     FlashAttention's functions take a dense table. Row b of the table lists the pages of
     sequence b in order of position. Its first `ceil(kv_lens[b] / page_size)` entries
-    are valid; those behind them are stale and may hold any number. Use no Python loop
+    are valid; those after them are stale and may hold any number. Use no Python loop
     over sequences or pages.
 
     Args:
@@ -385,7 +385,7 @@ def cut_evenly(
     worker_ends = ends[-1] * np.arange(1, num_workers + 1) // num_workers
     cuts = np.unique(np.concatenate(([0], ends, worker_ends)))
     first, end = cuts[:-1], cuts[1:]
-    # An item belongs to the first tile, and the first worker, that ends behind its
+    # An item belongs to the first tile, and the first worker, that ends after its
     # first key.
     tiles = np.searchsorted(ends, first, side="right")
     workers = np.searchsorted(worker_ends, first, side="right")

@@ -93,10 +93,10 @@ def rotate_again(
 
 
 def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[bool]]:
-    """Place registered chunks one behind the other, from position 0.
+    """Place registered chunks one after the other, from position 0.
 
     Args:
-        chunks: the chunks in front of a prompt, in order; a chunk may occur more than
+        chunks: the chunks before a prompt, in order; a chunk may occur more than
             once.
 
     Returns:
@@ -119,8 +119,8 @@ def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[b
     tokens: tuple[int, ...] = ()
     for chunk in chunks:
         positions.append(len(tokens))
-        # The keys are at len(before). The query has to be as far behind them as it is
-        # behind this place.
+        # The keys are at len(before). The query has to be as far after them as it is
+        # after this place.
         offsets.append(len(chunk.before) - len(tokens))
         exact.append(chunk.before == tokens)
         tokens += chunk.token_ids
@@ -136,7 +136,7 @@ def attend_to_chunks(
     rope: RopeConfig,
     scale: float,
 ) -> AttentionState:
-    """Attend with new tokens to the chunks in front of them and to the request's keys.
+    """Attend with new tokens to the chunks before them and to the request's keys.
 
     What must hold:
         - Each chunk acts as if its keys had been computed where the request has it.
@@ -208,7 +208,7 @@ def chunk_levels(
     a level, that group has no pages.
 
     Args:
-        contexts: the chunks in front of each request.
+        contexts: the chunks before each request.
         num_new: [B] new tokens of each request, at least 1.
         page_size: keys per page.
 
@@ -388,7 +388,7 @@ def recompute(
     values: ListLike[Float[Tensor, "n Hk D"]],
     chosen: Int64[Tensor, " c"],
 ) -> tuple[list[Float[Tensor, "n Hk D"]], list[Float[Tensor, "n Hk D"]]]:
-    """Challenge: compute tokens of a composed context again, behind what precedes them.
+    """Challenge: compute tokens of a composed context again, after those before them.
 
     The chosen tokens run through the model, all together and no other tokens with them.
     In each layer their new keys and values take the place of the stored ones, and then

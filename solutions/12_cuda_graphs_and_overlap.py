@@ -104,7 +104,7 @@ def update_tables(
     What must hold:
         - Both arrays are changed in place. They hold what an earlier step left there.
         - Row b has the pages of request b, in order. Every page number counts, also 0.
-        - Rows behind the requests are padding: they have one key, in `padding_page`.
+        - Rows after the requests are padding: they have one key, in `padding_page`.
         - An entry that the kernel does not read may be anything that is a page: what
           was there before, or a page of this step.
         - No loop over requests or pages.
@@ -146,7 +146,7 @@ def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
     """Fill up a step in which every request decodes one token.
 
     A graph computes a fixed number of requests, so a step with fewer gets rows of
-    padding behind them. `arrays` are the arguments of `StepBatch.build`:
+    padding after them. `arrays` are the arguments of `StepBatch.build`:
 
         token_ids       [B]  the token of each request, if the host knows it
         kv_lens         [B]  keys of each request, the one of this step included
@@ -243,7 +243,7 @@ class Device:
 
     Args:
         num_rows: requests that it can hold at a time.
-        model: from a prompt to the tokens that the model writes behind it, without an
+        model: from a prompt to the tokens that the model writes after it, without an
             end: if a request has as many tokens, further ones are "?".
 
     Attributes:
@@ -296,8 +296,8 @@ def serve_ahead(
           may begin in one token and end in a later one.
         - Each step is launched before the previous one is collected, if any row has a
           token to compute. If none has, the steps in flight are collected first.
-        - `max_tokens` is known ahead: no token behind it is computed. At most one token
-          of each request is computed behind a stop string.
+        - `max_tokens` is known ahead: no token after it is computed. At most one token
+          of each request is computed after a stop string.
         - Requests start in order, as soon as a row is free. The row of an ended request
           is given to the next one in the launch after its end was collected, while the
           device may still compute a token of the old one.

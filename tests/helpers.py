@@ -125,27 +125,48 @@ def check_nothing_leaked(engine: LLMEngine) -> None:
 
 @torch.inference_mode()
 def alone(
-    model: CausalLM, prompt: list[int], params: SamplingParams, window: int | None = None, limit: int | None = None
+    model: CausalLM,
+    prompt: list[int],
+    params: SamplingParams,
+    window: int | None = None,
+    limit: int | None = None,
+    guess: ListLike[int] = (),
 ) -> list[int]:
-    """The tokens of one request alone, by naive attention over all its keys: no pages, no batch, nothing evicted."""
+    """The tokens of one request alone, by naive attention over all its keys: no pages, no batch, nothing evicted.
+
+    A right guess takes one pass instead of one for each token: each of its tokens is what those before it give, and it
+    ends where the request ends. A wrong guess has no effect.
+    """
     specs = model.attention_specs
     if window is not None:
         specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
-    naive = ListAttend(specs)
-    tokens, computed = list(prompt), 0
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     longest = min(len(prompt) + params.max_tokens, limit or model.config.max_position_embeddings)
-    while len(tokens) < longest:
+
+    def sampled(naive: ListAttend, tokens: list[int], computed: int, num: int) -> list[int]:
+        """What follows each of the last tokens, `num` of them; `naive` has the keys of the first `computed`."""
         naive.step = [(0, computed, len(tokens) - computed)]
         hidden = model(torch.tensor(tokens[computed:]), torch.arange(computed, len(tokens)), naive)
+        positions = list(range(len(tokens) - num + 1, len(tokens) + 1))
         seen = None
         if params.repetition_penalty != 1:
-            seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
-            seen[0, tokens] = True
-        batch = SamplingBatch.build(sampling_columns([params]), [params.seed or 0], [len(tokens)], seen)
+            seen = torch.zeros(num, model.config.vocab_size, dtype=torch.bool)
+            for row, position in zip(seen, positions, strict=True):
+                row[tokens[:position]] = True
+        batch = SamplingBatch.build(sampling_columns([params] * num), [params.seed or 0] * num, positions, seen)
+        return sample(model.compute_logits(hidden[-num:]), batch).tolist()
+
+    if guess and (len(prompt) + len(guess) == longest or guess[-1] in ends) and not ends.intersection(guess[:-1]):
+        tokens = [*prompt, *guess[:-1]]
+        if len(prompt) + len(guess) <= longest and sampled(ListAttend(specs), tokens, 0, len(guess)) == list(guess):
+            return list(guess)
+    naive = ListAttend(specs)
+    tokens, computed = list(prompt), 0
+    while len(tokens) < longest:
+        [token] = sampled(naive, tokens, computed, 1)
         computed = len(tokens)
-        tokens.append(int(sample(model.compute_logits(hidden[-1:]), batch)))
-        if tokens[-1] in ends:
+        tokens.append(token)
+        if token in ends:
             break
     return tokens[len(prompt) :]
 

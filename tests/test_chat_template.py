@@ -95,8 +95,7 @@ def test_texts_are_those_of_transformers(tokenizer, template, messages):
 
 @settings(max_examples=10)  # each starts a process
 @given(st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": TEXT}), min_size=1))
-def test_any_content_reaches_the_template_unchanged(messages):
-    tokenizer = AutoTokenizer.from_pretrained(hub.embedded_folder())
+def test_any_content_reaches_the_template_unchanged(tokenizer, messages):
     assert render_chat(tokenizer, messages, CHATML) == expected(tokenizer, messages, CHATML)
 
 

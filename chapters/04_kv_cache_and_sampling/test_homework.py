@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ EXERCISES = [
     Exercise(
         "flat_step",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "Do it by hand for one sequence with 5 stored keys and 2 new tokens: what are their positions? Then lay "
@@ -49,7 +50,7 @@ EXERCISES = [
     Exercise(
         "generate_greedy",
         points=5,
-        minutes=35,
+        minutes=30,
         difficulty=2,
         hints=(
             "Write down the steps for two prompts of 3 and 2 tokens that generate 1 and 3 tokens: which tokens does "
@@ -81,7 +82,7 @@ EXERCISES = [
     Exercise(
         "sample",
         points=4,
-        minutes=25,
+        minutes=15,
         difficulty=2,
         part="sample",
         hints=(
@@ -488,11 +489,21 @@ def test_random_prompts(hw: Homework) -> None:
         assert_equal(model.steps, steps_of(prompts, expected), name="the steps")
 
 
+TEXTS = ["The capital of France is", "One, two, three,"]
+
+
+@cache
+def embedded_model() -> tuple[LLM, list[str]]:
+    """The embedded model, and how it continues TEXTS in the engine."""
+    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch")
+    outputs = llm.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    return llm, [output.text for output in outputs]
+
+
 @check("generate_greedy", mistake="the embedded model on your loop does not write what the engine writes", seconds=60)
 def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
-    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch")
-    texts = ["The capital of France is", "One, two, three,"]
-    prompts = [llm.tokenizer.encode(text) for text in texts]
+    llm, expected = embedded_model()
+    prompts = [llm.tokenizer.encode(text) for text in TEXTS]
     page_size = max(map(len, prompts)) + 8
     specs = llm.model.attention_specs
     cache = ContiguousKVCache(specs, len(prompts), page_size, torch.float32)
@@ -511,8 +522,7 @@ def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
         return llm.model.compute_logits(llm.model(batch.token_ids, batch.positions, backend)[batch.logit_rows])
 
     output = hw.generate_greedy(run, prompts, eos_token_id=NEVER, max_tokens=8, page_size=page_size)
-    expected = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-    assert_equal([llm.tokenizer.decode(own) for own in output], [own.text for own in expected], name="the texts")
+    assert_equal([llm.tokenizer.decode(own) for own in output], expected, name="the texts")
 
 
 # filter_logits ------------------------------------------------------------------------------------------------------
@@ -718,14 +728,14 @@ def test_filters_come_after_the_temperature(hw: Homework) -> None:
     assert_equal(draw(hw, FIVE, params, range(50), range(50)), torch.zeros(50).long())
 
 
-@check("sample", mistake="each row has its own parameters; a greedy row beside a sampled one is still greedy")
+@check("sample", mistake="each row has its own parameters; a greedy row next to a sampled one is still greedy")
 def test_rows_have_their_own_parameters(hw: Homework) -> None:
     logits = FIVE.expand(300, -1).clone()
     params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=1)] * 100
     tokens = hw.sample(logits, build(params, range(300), range(300)))
     assert_equal(tokens[0::3], torch.zeros(100).long(), name="the tokens of greedy rows")
     assert_equal(tokens[2::3], torch.zeros(100).long(), name="the tokens of rows with top_k = 1")
-    assert len(set(tokens[1::3].tolist())) > 2, "sampled rows beside greedy ones all take the same token"
+    assert len(set(tokens[1::3].tolist())) > 2, "sampled rows next to greedy ones all take the same token"
 
 
 @check("sample", mistake="the same row gives the same token in every call: do not use a generator that advances")

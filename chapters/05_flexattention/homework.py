@@ -116,7 +116,7 @@ class Blocks(NamedTuple):
 
     There are R query blocks and C key blocks. Query block i has kv_num_blocks[i]
     partial blocks, in which some pairs are visible and some are hidden. Their indices
-    are the first entries of kv_indices[i], in increasing order. The entries behind them
+    are the first entries of kv_indices[i], in increasing order. The entries after them
     are not read, but must be valid indices, 0 to C - 1. The other two fields list the
     full blocks, in which every pair is visible, in the same way. A block is in at most
     one list, and in none if all of it is hidden.

@@ -466,7 +466,7 @@ def test_blocks_that_are_cut_off(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
-    mistake="the entries behind the listed ones must be valid block indices, too: the kernel may load "
+    mistake="the entries after the listed ones must be valid block indices, too: the kernel may load "
     "what it does not use",
 )
 def test_the_rest_of_a_row(hw: Homework) -> None:

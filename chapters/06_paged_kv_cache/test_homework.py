@@ -107,7 +107,7 @@ EXERCISES = [
         difficulty=3,
         challenge=True,
         hints=(
-            "Count the pages in use, n. How many of them are at n or behind? How many of the first n are free? Why are "
+            "Count the pages in use, n. How many of them are at n or later? How many of the first n are free? Why are "
             "these two numbers equal? And which method puts a page of your choice into a row?",
             "share does, but only with pages that have an owner. So let the free row own all pages for a while: share "
             "those in use, take the rest. Then no page returns to the pool, whatever you do to the other rows.",
@@ -306,14 +306,14 @@ def test_take_one_page(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="one take gives a row several different pages, one behind the other")
+@check("PageTable", mistake="one take gives a row several different pages, one after the other")
 def test_take_several_pages(hw: Homework) -> None:
     p = Pool(hw, 5, 2, 2)
     p.take({p.allocate(): 3})
     p.check()
 
 
-@check("PageTable", mistake="a row's old pages hold keys: they keep their places, and new pages come behind them")
+@check("PageTable", mistake="a row's old pages hold keys: they keep their places, and new pages come after them")
 def test_growing(hw: Homework) -> None:
     p = Pool(hw, 8, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -387,7 +387,7 @@ def test_a_row_is_used_again(hw: Homework) -> None:
         p.check()
 
 
-@check("PageTable", mistake="truncate keeps the first num_pages pages of the row and returns those behind them")
+@check("PageTable", mistake="truncate keeps the first num_pages pages of the row and returns those after them")
 def test_truncate(hw: Homework) -> None:
     p = Pool(hw, 8, 2, 2)
     a, b = p.allocate(), p.allocate()
@@ -909,7 +909,7 @@ def assert_compact(hw: Homework, num_pages: int, rows: dict[int, list[int]], gua
             [content[page] for page in pages], keys, name=f"what a row reads after the copies {pairs}{before},"
         )
     moving = sum(page >= n for page in used)
-    assert len(pairs) == moving, f"{len(pairs)} pages move, and only {moving} are behind the first {n}{before}"
+    assert len(pairs) == moving, f"{len(pairs)} pages move, and only {moving} are after the first {n}{before}"
     counted = Counter(page for pages in after for page in pages)
     assert_equal(
         table.refcounts.tolist(), [counted[page] for page in range(num_pages)], name=f"the field refcounts{before},"
@@ -931,7 +931,7 @@ def test_nothing_to_move(hw: Homework) -> None:
     assert_compact(hw, 3, {0: [], 1: [0, 1, 2]})
 
 
-@check("compact", mistake="a page behind the first n moves into the gap; its row gets the new page; return (old, new)")
+@check("compact", mistake="a page after the first n moves into the gap; its row gets the new page; return (old, new)")
 def test_one_gap(hw: Homework) -> None:
     assert_compact(hw, 5, {1: [0], 2: [2]})
     assert_compact(hw, 9, {0: [0, 1], 1: [4]})
@@ -942,7 +942,7 @@ def test_order_of_positions(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [7, 1, 5], 2: [8, 0]})
 
 
-@check("compact", mistake="only pages behind the first n move: renumbering all of them copies too much")
+@check("compact", mistake="only pages after the first n move: renumbering all of them copies too much")
 def test_as_few_as_possible(hw: Homework) -> None:
     assert_compact(hw, 8, {0: [6, 2], 3: [1, 3]})
 

@@ -767,7 +767,7 @@ def test_it_keeps_its_tokens(hw: Homework) -> None:
     assert request.finish_reason is None, "its finish_reason is set, and it has not ended"
 
 
-@check("preempt", mistake="all waiting requests arrived later, so it waits in front of them")
+@check("preempt", mistake="all waiting requests arrived later, so it waits before them")
 def test_it_waits_first(hw: Homework) -> None:
     station = Station.full()
     new, (later,) = station.requests[-1], station.waiting

@@ -35,7 +35,7 @@ def csr_from_table(
 
     FlashAttention's functions take a dense table. Row b of the table lists the pages of
     sequence b in order of position. Its first `ceil(kv_lens[b] / page_size)` entries
-    are valid; those behind them are stale and may hold any number. Use no Python loop
+    are valid; those after them are stale and may hold any number. Use no Python loop
     over sequences or pages.
 
     Args:

@@ -91,7 +91,7 @@ EXERCISES = [
             "as a function of counts first.",
             "groups = np.repeat(np.arange(len(counts)), counts), and the index is np.arange(len(groups)) minus the "
             "number of pieces before the group. A token t of sequence b is at position t - qo_indptr[b + 1] + "
-            "kv_lens[b]; the keys of a tile end behind its last query, and begin where the window of its first query "
+            "kv_lens[b]; the keys of a tile end after its last query, and begin where the window of its first query "
             "does.",
             "For tiles: first = qo_indptr[seq] + index * tile_len; end = np.minimum(first + tile_len, qo_indptr[seq + "
             "1]); shift = kv_lens[seq] - qo_indptr[seq + 1]; end_keys = end + shift; first_keys = np.maximum(first + "
@@ -218,7 +218,7 @@ def test_three_sequences(hw: Homework) -> None:
 
 @check(
     "csr_from_table",
-    mistake="the entries behind a row's pages are stale, and 0 is a page like any other: trust kv_lens",
+    mistake="the entries after a row's pages are stale, and 0 is a page like any other: trust kv_lens",
 )
 def test_page_0_and_stale_entries(hw: Homework) -> None:
     assert_csr(hw, [[0], [3, 0], [4]], [2, 6, 1], 4, stale=0)
@@ -288,9 +288,7 @@ def test_back_to_one_row(hw: Homework) -> None:
     assert_table(hw, [[5, 2]], [6], 4)
 
 
-@check(
-    "table_from_csr", mistake="each row has its own pages in front and zeros behind them; the longest row has no zeros"
-)
+@check("table_from_csr", mistake="each row has its own pages first and zeros after them; the longest row has no zeros")
 def test_back_to_rows(hw: Homework) -> None:
     assert_table(hw, [[1], [2, 0, 3], [7, 6]], [4, 10, 5], 4)
 
@@ -602,7 +600,7 @@ def test_tiles_of_queries(hw: Homework) -> None:
 
 
 @check(
-    "plan_work", mistake="a tile needs the keys up to its last query, and none behind: its later queries are not in it"
+    "plan_work", mistake="a tile needs the keys up to its last query, and none after: its later queries are not in it"
 )
 def test_causal_tiles(hw: Homework) -> None:
     assert_plan(hw, [7], [7], 1, tile_len=3)

@@ -41,7 +41,7 @@ class Level(NamedTuple):
 
     Requests are in an order that makes sharers neighbors. Requests that join one
     another form a group; a request that does not join the one before it, and that the
-    one behind it does not join, is alone.
+    the one after it does not join, is alone.
 
     Attributes:
         joined: whether each request belongs to the group of the request before it;
@@ -65,7 +65,7 @@ class Edge:
         tokens: [m * page_size] the tokens of its pages.
         pages: [m] its pages.
         parent: the edge in front of it; None for the root, which has no pages.
-        children: the edges behind it, by the bytes of the tokens in the first page of
+        children: the edges below it, by the bytes of the tokens in the first page of
             each.
         last_use: when it was last used; see `Tree.use`.
     """
@@ -94,7 +94,7 @@ class Tree:
         self.root = Edge(nothing, nothing)
 
     def use(self, edge: Edge) -> None:
-        """Note that an edge and all edges in front of it are used now."""
+        """Note that an edge and all edges above it are used now."""
         self.time += 1
         on_path: Edge | None = edge
         while on_path is not None:
@@ -102,7 +102,7 @@ class Tree:
             on_path = on_path.parent
 
     def edges(self) -> list[Edge]:
-        """All edges with pages, each behind its parent."""
+        """All edges with pages, each after its parent."""
         found = list(self.root.children.values())
         for edge in found:
             found += edge.children.values()
@@ -125,7 +125,7 @@ def two_level_attention(
     shared pages, all of them full, then those in its own pages. What must hold:
         - `read_pages` reads each shared page once, however many requests there are, and
           each own page once.
-        - Of a request's last own page only the first keys count; behind them it holds
+        - Of a request's last own page only the first keys count; after them it holds
           anything, also NaN.
         - There may be no shared pages at all, and requests without own pages. Each
           request has at least one key.
@@ -165,8 +165,8 @@ def shared_prefixes(
     """Order requests so that sharers are neighbors, and count what neighbors share.
 
     Two requests share their first n pages if those are the same pages in the same
-    order; equal pages behind the first difference do not count. Only the first
-    `limits[b]` pages of request b may be shared: the entries behind them are stale, or
+    order; equal pages after the first difference do not count. Only the first
+    `limits[b]` pages of request b may be shared: the entries after them are stale, or
     pages that this step still writes to. What must hold:
         - In the order that you return, all requests that begin with the same n pages
           are next to each other, for every n. So no page that could be shared is
@@ -184,7 +184,7 @@ def shared_prefixes(
         The index of each request in the new order, and, in that order, how many pages
         each request shares with the one before it; 0 for the first.
 
-    Example: requests 0 and 2 share two pages. Request 3 has page 7 as well, behind
+    Example: requests 0 and 2 share two pages. Request 3 has page 7 as well, after
     another one.
 
         >>> pages = [4, 7, 1], [6, 0, 0], [4, 7, 2], [5, 7, 3]
@@ -275,10 +275,10 @@ class RadixTree(Tree):
     """
 
     def split(self, edge: Edge, num_pages: int) -> Edge:
-        """Split an edge in two behind its first pages.
+        """Split an edge in two after its first pages.
 
         A new edge takes the first pages, and the place of the edge among its parent's
-        children. The edge itself stays the part behind, with its children, as the only
+        children. The edge itself stays the rear part, with its children, as the only
         child of the new one. Both were last used when the edge was.
 
         Args:
@@ -323,7 +323,7 @@ class RadixTree(Tree):
         """Return up to `num_pages` pages that only the tree owns to the pool.
 
         Fewer are returned only if no more can go. A page can go when no other page is
-        behind it in the tree and its refcount is 1. Among the edges whose last page can
+        after it in the tree and its refcount is 1. Among the edges whose last page can
         go, the one that was used least recently loses pages, from its end, one after
         the other; an edge without pages leaves the tree. `table.drop` returns pages.
 
@@ -354,9 +354,9 @@ def cascade_attention(
     level holds. What must hold:
         - `read_pages` reads each page of each group once, and each page that no level
           holds once.
-        - Of a request's last page only the first keys count, as `kv_lens` says; behind
+        - Of a request's last page only the first keys count, as `kv_lens` says; after
           them it holds anything, also NaN. Pages in levels are full.
-        - A request may be alone in some levels or in all, and may have no page behind
+        - A request may be alone in some levels or in all, and may have no page after
           its levels.
 
     Args:

@@ -46,7 +46,7 @@ EXERCISES = [
         difficulty=2,
         hints=(
             "Words that begin alike are neighbors in a dictionary. What does the dictionary do with a short word?",
-            "Sort the rows lexicographically, after you have replaced the entries behind each limit by a number that "
+            "Sort the rows lexicographically, once you have replaced the entries after each limit by a number that "
             "is no page. np.lexsort sorts by its last key first. Then compare each row with the one before it.",
             "known = np.where(np.arange(W) < limits[:, None], pages, -1); order = np.lexsort(known.T[::-1]); equal = "
             "neighbors are the same and not -1; np.logical_and.accumulate(equal, axis=1).sum(axis=1) counts up to the "
@@ -64,7 +64,7 @@ EXERCISES = [
             "next level is the same question about the pages that are left, prefixes - depth. Only then think of cost.",
             "With a cost, a request joins if the level would pay with what this request still shares: more[b] * "
             "saving.sum() over the requests that join. When some do not join, that sum falls, so decide again until "
-            "nothing changes. At the end, from the inside out, drop each level that saves too little beside the level "
+            "nothing changes. At the end, from the inside out, drop each level that saves too little given the level "
             "inside it.",
             "while True: more = prefixes - depth; joined = more > 0; repeat joined &= more * (saving @ joined) >= cost "
             "until it is stable; stop if saving @ joined == 0; the depth of a group is the smallest prefix of its "
@@ -86,7 +86,7 @@ EXERCISES = [
             "children[bytes of the next page] is the next edge; count how many of its pages equal the text's. In "
             "split, four links change: the parent's child, the front's parent and child, and the edge's parent.",
             "insert: edge, found = the walk; if fewer pages are found than the text has full ones, table.retain(copies "
-            "of the new pages) and hang one Edge behind edge. evict: ends = edges without children whose last page has "
+            "of the new pages) and hang one Edge below edge. evict: ends = edges without children whose last page has "
             "refcount 1; take the one with the smallest last_use; cut its last page off tokens and pages, or delete it "
             "from its parent's children if it was the only one; table.drop the page.",
         ),
@@ -261,7 +261,7 @@ def int_tensor(values: ListLike[int]) -> Tensor:
 
 
 def prefixes_of(hw: Homework, rows: Lists, limits: ListLike[int] | None = None, stale: int = 7) -> None:
-    """Check order and counts for any correct order; entries behind a row's pages are stale."""
+    """Check order and counts for any correct order; entries after a row's pages are stale."""
     limits = [len(row) for row in rows] if limits is None else limits
     width = max(len(row) for row in rows)
     pages = int32([[*row, *[stale] * (width - len(row))] for row in rows])
@@ -300,12 +300,12 @@ def test_two_neighbors(hw: Homework) -> None:
     prefixes_of(hw, [[3, 1, 9], [4, 2, 8]])
 
 
-@check("shared_prefixes", mistake="equal pages behind the first difference are not shared: their beginnings differ")
+@check("shared_prefixes", mistake="equal pages after the first difference are not shared: their beginnings differ")
 def test_behind_a_difference(hw: Homework) -> None:
     prefixes_of(hw, [[4, 2, 9, 6], [4, 3, 9, 6]])
 
 
-@check("shared_prefixes", mistake="entries behind limits[b] do not count, even if they are equal")
+@check("shared_prefixes", mistake="entries after limits[b] do not count, even if they are equal")
 def test_stale_entries(hw: Homework) -> None:
     prefixes_of(hw, [[4, 2], [4, 2, 7]], stale=7)
     prefixes_of(hw, [[4, 2, 9], [4, 2, 9]], limits=[3, 1])
@@ -637,14 +637,14 @@ def test_split(hw: Homework) -> None:
     assert isinstance(front, make_edge), "split returns the new edge, the front part"
     assert_equal(front.pages.tolist(), [4], name="the pages of the front part")
     assert_equal(front.tokens.tolist(), [1, 2], name="the tokens of the front part")
-    assert_equal(edge.pages.tolist(), [5, 6], name="the pages of the edge, now the part behind")
-    assert_equal(edge.tokens.tolist(), [3, 4, 5, 6], name="the tokens of the part behind")
+    assert_equal(edge.pages.tolist(), [5, 6], name="the pages of the edge, now the rear part")
+    assert_equal(edge.tokens.tolist(), [3, 4, 5, 6], name="the tokens of the rear part")
     assert list(tree.root.children.values()) == [front], "the front part takes the edge's place among the children"
     assert front.parent is tree.root and edge.parent is front, "the front's parent is the root, the edge's the front"
     assert front.children == {int32([3, 4]).tobytes(): edge}, (
         "the edge is the only child of the front, under the tokens of its first page"
     )
-    assert list(edge.children.values()) == [behind] and behind.parent is edge, "the part behind keeps its children"
+    assert list(edge.children.values()) == [behind] and behind.parent is edge, "the rear part keeps its children"
     assert front.last_use == edge.last_use == 3, "both parts were last used when the edge was"
 
 
@@ -689,7 +689,7 @@ def test_texts_that_diverge(hw: Homework) -> None:
     cached.check_structure()
 
 
-@check("RadixTree", mistake="a longer text continues behind the pages that the tree has, which stay")
+@check("RadixTree", mistake="a longer text continues after the pages that the tree has, which stay")
 def test_a_text_that_continues(hw: Homework) -> None:
     cached = Cached(hw)
     _, one = cached.fill([1, 2, 3, 4])
@@ -717,7 +717,7 @@ def test_a_match_uses_what_it_finds(hw: Homework) -> None:
     cached.match([1, 2, 3, 4, 9, 9])
     used = {edge.pages.tolist()[0]: (edge.pages.tolist(), edge.last_use > before) for edge in cached.tree.edges()}
     assert_equal(used.get(pages[0]), (pages[:2], True), name="the edge of the pages that were found, and if it is used")
-    assert_equal(used.get(pages[2]), (pages[2:], False), name="the edge behind, and whether it is used")
+    assert_equal(used.get(pages[2]), (pages[2:], False), name="the lower edge, and whether it is used")
     cached.check_structure()
 
 
@@ -818,7 +818,7 @@ def test_no_levels(hw: Homework) -> None:
     cascade(hw, [[3, 1], [7], [2, 4, 9]], [7, 4, 9], [])
 
 
-@check("cascade_attention", mistake="the level of the prefix, and the requests' own pages behind it")
+@check("cascade_attention", mistake="the level of the prefix, and the requests' own pages after it")
 def test_one_level(hw: Homework) -> None:
     cascade(hw, [[3, 1, 5], [3, 1, 6]], [12, 12], [([0, 1], [2, 2])])
 
@@ -834,13 +834,13 @@ def test_two_groups(hw: Homework) -> None:
     cascade(hw, pages, [10, 11, 5, 7], [([0, 1, 0, 1], [2, 2, 1, 1])])
 
 
-@check("cascade_attention", mistake="an inner level holds only the pages behind those of the outer one")
+@check("cascade_attention", mistake="an inner level holds only the pages after those of the outer one")
 def test_two_levels(hw: Homework) -> None:
     pages = [[3, 1, 5, 6], [3, 1, 5, 7], [3, 8], [3, 9]]
     cascade(hw, pages, [14, 15, 6, 7], [([0, 1, 1, 1], [1, 1, 1, 1]), ([0, 1, 0, 0], [3, 3, 1, 1])])
 
 
-@check("cascade_attention", mistake="a request that is alone in a level, or has no page behind the levels, is not lost")
+@check("cascade_attention", mistake="a request that is alone in a level, or has no page after the levels, is not lost")
 def test_alone_and_without_own_pages(hw: Homework) -> None:
     pages = [[3, 1], [3, 1, 5], [7, 2]]
     cascade(hw, pages, [8, 10, 6], [([0, 1, 0], [2, 2, 0])])

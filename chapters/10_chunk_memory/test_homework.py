@@ -30,7 +30,7 @@ EXERCISES = [
     Exercise(
         "rotate_again",
         points=2,
-        minutes=15,
+        minutes=10,
         difficulty=1,
         hints=(
             "A key at position p has been rotated by p times the frequency of each pair. What is missing at the new "
@@ -44,11 +44,11 @@ EXERCISES = [
     Exercise(
         "place_chunks",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
-            "Only distances count. How far behind a chunk's first key is a query at position p in this request, and at "
-            "which position is a query as far behind the key that is stored?",
+            "Only distances count. How far after a chunk's first key is a query at position p in this request, and at "
+            "which position is a query as far after the key that is stored?",
             "The stored key is at len(before), and acts as if it were at the chunk's position here. A query at p must "
             "see a distance of p - position, so it moves to p + len(before) - position.",
             "tokens = those of the chunks so far; position = len(tokens); offset = len(chunk.before) - position; exact "
@@ -58,7 +58,7 @@ EXERCISES = [
     Exercise(
         "attend_to_chunks",
         points=4,
-        minutes=30,
+        minutes=20,
         difficulty=2,
         hints=(
             "Each chunk is a level of a cascade, and the own keys are the last one. Which of them needs a mask?",
@@ -87,7 +87,7 @@ EXERCISES = [
     Exercise(
         "ChunkStore",
         points=4,
-        minutes=35,
+        minutes=40,
         difficulty=2,
         hints=(
             "Which container remembers an order and can move an entry to its end? And why is a set of the chunks in "
@@ -101,7 +101,7 @@ EXERCISES = [
     Exercise(
         "recompute",
         points=4,
-        minutes=40,
+        minutes=30,
         difficulty=3,
         challenge=True,
         hints=(
@@ -211,7 +211,7 @@ def test_two_chunks_on_their_own(hw: Homework) -> None:
     placed(hw, [(TWO, []), (ONE, [])], [[0, 2], [0, -2], [True, False]])
 
 
-@check("place_chunks", mistake="a chunk that is used where it was computed, behind the same tokens, is exact")
+@check("place_chunks", mistake="a chunk that is used where it was computed, after the same tokens, is exact")
 def test_a_chain(hw: Homework) -> None:
     chain = [(ONE, []), (TWO, ONE), (THREE, ONE + TWO)]
     placed(hw, chain, [[0, 3, 5], [0, 0, 0], [True] * 3])
@@ -231,7 +231,7 @@ def test_other_tokens_in_front(hw: Homework) -> None:
     placed(hw, [(ONE, [2]), (TWO, ONE)], [[0, 3], [1, 0], [False, True]])
 
 
-@check("place_chunks", mistake="behind a chunk that has moved, others may still be exact: it is tokens that count")
+@check("place_chunks", mistake="after a chunk that has moved, others may still be exact: it is tokens that count")
 def test_after_a_copy(hw: Homework) -> None:
     """A chain of three, of which the middle one is another copy, computed on its own."""
     chain = [(ONE, []), (TWO, []), (THREE, ONE + TWO)]
@@ -739,7 +739,7 @@ def cached(token_ids: Tensor, positions: Tensor, visible: Tensor) -> tuple[list[
 def recomputed(hw: Homework, lens: ListLike[int], chosen: ListLike[int]) -> None:
     """Chunks of some lengths, each computed on its own, of which some tokens are computed again.
 
-    The oracle is one run over all tokens and, behind them, the chosen ones a second time. The former see what they saw
+    The oracle is one run over all tokens and, after them, the chosen ones a second time. The former see what they saw
     before, and the latter see one another in place of their older selves.
     """
     n, index = sum(lens), torch.tensor(chosen, dtype=torch.long)
@@ -776,7 +776,7 @@ def test_all_are_chosen(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], list(range(12)))
 
 
-@check("recompute", mistake="behind the first chunk all tokens are chosen: the result is that of a plain prompt")
+@check("recompute", mistake="after the first chunk all tokens are chosen: the result is that of a plain prompt")
 def test_all_behind_the_first_chunk(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], list(range(4, 12)))
 

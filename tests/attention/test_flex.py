@@ -218,7 +218,9 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
     page_size = data.draw(st.sampled_from([1, 3, 8, 32, 128]))
     window = data.draw(st.none() | st.integers(1, 3 * page_size))
     spec = replace(PLAIN, window=window)
-    lens = np.array(data.draw(st.lists(st.integers(1, 3 * page_size), min_size=1, max_size=3)))
+    ends = st.sampled_from([page_size, 2 * page_size, 3 * page_size])  # near which a list changes
+    before_end = st.integers(0, min(page_size - 1, 12))
+    lens = np.array(data.draw(st.lists(st.builds(int.__sub__, ends, before_end), min_size=1, max_size=3)))
     pages = np.random.default_rng(data.draw(st.integers(0, 9))).permutation(24).reshape(3, 8)
 
     def masks(kept: FlexBackend, batch: StepBatch) -> tuple[Tensor, Tensor]:
@@ -235,7 +237,7 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
     cache = PagedKVCache([spec], 24, page_size, torch.float64)
     kept = FlexBackend([spec], cache, counted)
     before = torch.zeros(0)
-    for _ in range(data.draw(st.integers(1, 3 * page_size))):
+    for _ in range(data.draw(st.integers(1, min(3 * page_size, 16)))):
         counts = -(-lens // page_size)
         batch = StepBatch.build(
             token_ids=lens * 0, num_new=lens * 0 + 1, kv_lens=lens, page_size=page_size,

@@ -1,4 +1,4 @@
-"""The built site and a browser, for every test that needs them: built and started once."""
+"""The built site and a browser, for every test that needs them: built and started once, since one worker runs these."""
 
 from __future__ import annotations
 

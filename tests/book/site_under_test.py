@@ -20,6 +20,7 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
+from book import figures
 from book.predictions import Comparison, Prediction, Question
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,8 @@ def sample_notebook() -> nbformat.NotebookNode:
     def shown(html: str) -> nbformat.NotebookNode:
         return v4.new_output("execute_result", {"text/html": html, "text/plain": ""}, execution_count=1)
 
-    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    dot = figures.new()[1][0, 0]
+    dot.plot(0, "o", color=figures.INK)
     fence = "```mermaid\nflowchart LR\n  A[scores] --> B[softmax]\n```"
     cells = [
         v4.new_markdown_cell(
@@ -59,7 +61,7 @@ def sample_notebook() -> nbformat.NotebookNode:
         v4.new_code_cell(
             "draw()",
             outputs=[
-                v4.new_output("display_data", {"image/png": pixel, "text/plain": ""}),
+                v4.new_output("display_data", {"image/svg+xml": figures.to_svg(dot), "text/plain": ""}),
                 v4.new_output("display_data", {"text/html": f'<p class="figure-caption"><em>{CAPTION}</em></p>'}),
             ],
         ),

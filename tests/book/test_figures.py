@@ -1,14 +1,17 @@
-"""Figures: they show the data they were given, as small images that do not change from one drawing to the next."""
+"""Figures: they show the data they were given, as small drawings that are the same each time and on any page."""
 
 import io
+import re
+from xml.etree import ElementTree
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_rgb, to_rgba
 from matplotlib.patches import Rectangle
+from matplotlib.typing import ColorType
 
 from book import figures
 from mini_engine.roofline import Cost, Machine
@@ -39,13 +42,69 @@ def test_images_are_small_wide_enough_for_text_and_repeatable(name: str) -> None
     assert matplotlib.image.imread(io.BytesIO(first)).shape[1] == 960
 
 
-def test_mask_colours_visible_cells_by_owner_and_hides_the_rest() -> None:
+@pytest.mark.parametrize("name", drawings())
+def test_drawings_are_small_repeatable_and_well_formed(name: str) -> None:
+    first, second = figures.to_svg(drawings()[name]), figures.to_svg(drawings()[name])
+    assert first == second
+    assert len(first) < 50_000
+    assert ElementTree.fromstring(first).get("width") == "600"
+
+
+def test_drawings_take_ink_paper_and_font_from_the_page() -> None:
+    ax = figures.new()[1][0, 0]
+    ax.barh(0, 1, color=figures.PALETTE[0], edgecolor=figures.PAPER)
+    ax.text(0.5, 0, "on blue: 0.12345", color="white")
+    ax.text(0.5, 1, "on paper")
+    svg = figures.to_svg(ax)
+    assert "<style" not in svg and "DejaVu" not in svg.partition(">")[2]
+    on_blue = re.search(r'<text style="([^"]*)"[^>]*>on blue: 0.12345<', svg)
+    on_paper = re.search(r'<text style="([^"]*)"[^>]*>on paper<', svg)
+    assert on_blue and "fill: #ffffff" in on_blue[1] and on_paper and "fill: currentColor" in on_paper[1]
+    assert not re.search(r"<(?!text)[^>]*#ffffff(?!\))", svg) and figures.INK not in svg
+
+
+def test_drawings_on_one_page_share_no_id() -> None:
+    texts = [figures.to_svg(ax) for ax in drawings().values()]
+    ids = [set(re.findall(r' id="([^"]*)"', svg)) for svg in texts]
+    assert sum(map(len, ids)) == len(set.union(*ids)) > 0
+    for svg, own in zip(texts, ids, strict=True):
+        assert set(re.findall(r'(?:url\(|href=")#([^)"]*)', svg)) == own
+
+
+def luminance(color: ColorType) -> float:
+    """Relative luminance, WCAG 2.2."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def contrast(a: ColorType, b: ColorType) -> float:
+    lower, higher = sorted((luminance(a), luminance(b)))
+    return (higher + 0.05) / (lower + 0.05)
+
+
+@pytest.mark.parametrize("color", figures.PALETTE)
+def test_colors_stand_out_on_both_papers_and_their_text_is_readable(color: str) -> None:
+    assert contrast(color, "#fffdfa") >= 3 and contrast(color, "#14181c") >= 3
+    assert contrast(color, figures.text_on(color)) >= 4.5
+
+
+@pytest.mark.parametrize(("paper", "ink"), [("#fffdfa", "#1f2933"), ("#14181c", "#e4e7eb")])
+def test_ink_is_readable_on_every_value_of_a_matrix(paper: str, ink: str) -> None:
+    fills = [figures.HIDDEN, *(colors(x) for colors in (figures.AMOUNT, figures.SIGNED) for x in (0.0, 0.5, 1.0))]
+    for fill in fills:
+        *rgb, alpha = to_rgba(fill)
+        mixed = tuple(alpha * c + (1 - alpha) * p for c, p in zip(rgb, to_rgb(paper), strict=True))
+        assert contrast(mixed, ink) >= 4.5
+    assert figures.text_on(figures.HIDDEN) == figures.INK
+
+
+def test_mask_colors_visible_cells_by_owner_and_hides_the_rest() -> None:
     image = figures.draw_mask(CAUSAL, owners=[0] * 4 + [1] * 4).get_images()[0].get_array()
     assert image is not None
     for query in range(8):
         for key in range(8):
-            colour = figures.PALETTE[query // 4] if key <= query else figures.HIDDEN
-            assert tuple(image[query, key]) == pytest.approx(to_rgb(colour))
+            color = figures.PALETTE[query // 4] if key <= query else figures.HIDDEN
+            assert tuple(image[query, key]) == pytest.approx(to_rgba(color))
 
 
 def test_blocks_tell_skipped_partial_and_full_apart() -> None:
@@ -57,8 +116,8 @@ def test_blocks_tell_skipped_partial_and_full_apart() -> None:
         (1, 0): figures.PALETTE[0],
         (4, 3): figures.PALETTE[2],
     }
-    for pair, colour in expected.items():
-        assert tuple(image[pair]) == pytest.approx(to_rgb(colour))
+    for pair, color in expected.items():
+        assert tuple(image[pair]) == pytest.approx(to_rgba(color))
 
 
 def test_blocks_draw_one_that_the_end_cuts_off() -> None:
@@ -109,5 +168,6 @@ def test_show_displays_image_and_caption(monkeypatch: pytest.MonkeyPatch) -> Non
     shown: list[dict[str, object]] = []
     monkeypatch.setattr(figures, "display", lambda data, **_: shown.append(data))
     figures.show(figures.draw_mask(CAUSAL), "a < b, `code`")
-    assert shown[0]["image/png"] and shown[0]["text/plain"] == "Figure: a < b, `code`"
+    assert str(shown[0]["image/svg+xml"]).startswith("<svg") and shown[0]["image/png"]
+    assert shown[0]["text/plain"] == "Figure: a < b, `code`"
     assert "a &lt; b, <code>code</code>" in str(shown[1]["text/html"])

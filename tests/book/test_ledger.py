@@ -24,6 +24,14 @@ def test_entries_are_kept_and_compared_on_their_own_device(tmp_path: Path) -> No
     assert "2.50x" in text and text.count("x |") == 1 and "25%" in text and "torch 2.13.0" in text
 
 
+def test_a_shorter_time_is_a_gain(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for seconds in (2.0, 0.5):
+        row = Row("time", seconds, "s", 0.1, "all at once", {"engine": "ours", "dtype": "bfloat16"})
+        ledger.add(Result("07_x", "GPU X", "2026-01-31", {"torch": "2.13.0"}, {}, (row,)), row, "graphs", tmp_path)
+    assert "4.00x" in ledger.markdown(tmp_path)
+
+
 def test_an_entry_says_what_changed(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     with pytest.raises(ValueError, match="what changed"):

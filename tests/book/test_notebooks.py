@@ -142,6 +142,11 @@ def test_ids_follow_the_text_of_the_cell(built: Path) -> None:
         ),
         (
             3,
+            {"outputs": [{"output_type": "display_data", "data": {"image/svg+xml": "A" * 110_000}, "metadata": {}}]},
+            "100,000",
+        ),
+        (
+            3,
             {"outputs": [{"output_type": "display_data", "data": {"text/html": "C:\\Users\\me"}, "metadata": {}}]},
             "path",
         ),
@@ -152,6 +157,12 @@ def test_what_went_wrong_is_said(pair: Path, cell: int, changes: dict, problem: 
     assert problem in "\n".join(notebooks.problems(pair))
     checked = CliRunner().invoke(notebooks.app, ["check"])
     assert checked.exit_code == 1 and problem in checked.output
+
+
+def test_code_wider_than_the_site_shows_is_found(pair: Path) -> None:
+    for columns, found in ((88, False), (89, True)):
+        pair.write_text(SOURCE.replace("2 + 2", "2 +".ljust(columns - 1) + "2", 1), encoding="utf-8")
+        assert (f"{columns} columns of code" in "\n".join(notebooks.problems(pair))) == found
 
 
 def test_images_that_hold_the_letters_of_a_path_are_no_path(pair: Path) -> None:

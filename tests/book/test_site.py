@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
-from tests.book.site_under_test import CAPTION, PHONE, QUESTION, ROOT, SAMPLE, Tab, needs_browser
+from tests.book.site_under_test import CAPTION, PHONE, PROBLEMS, QUESTION, ROOT, SAMPLE, Tab, needs_browser
 
 
 def pages_of(site: Path) -> list[str]:
@@ -28,14 +28,42 @@ def batches(items: list[str], size: int) -> list[list[str]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
+def kind(path: str) -> str:
+    """Pages that are generated from one template, with the same scripts, are of one kind; a written page is its own."""
+    top = path.partition("/")[0]
+    return top if top in ("api", "mini_engine") else "homework" if path.endswith("/homework/") else path
+
+
+SHOW = """async (address) => {
+    const other = new DOMParser().parseFromString(await (await fetch(address)).text(), "text/html");
+    const article = document.adoptNode(other.querySelector("article"));
+    document.querySelector("article").replaceWith(article);
+    return article.querySelector(".arithmatex, .nb-text, pre.diagram, div.diagram") !== null;
+}"""
+
+
 @needs_browser
 def test_every_page_renders_without_a_network_and_fits_a_phone(
     site: Path, address: str, browser: sync_api.Browser
 ) -> None:
+    """Every written page is loaded, and one page of each template, which then shows the articles of the others."""
     context = browser.new_context(viewport=PHONE)
+    # What each page does in the background, to search. The tests of the search do it with the site's own index.
+    index = {"config": {"lang": ["en"], "separator": r"\s+", "pipeline": [], "fields": {}}, "docs": []}
+    context.route("**/search_index.json", lambda route: route.fulfill(json=index))
     tabs = [Tab(context, address) for _ in range(4)]
     report: dict[str, list[str]] = {}
-    for paths in batches(pages_of(site), len(tabs)):
+    first = {kind(path): path for path in reversed(pages_of(site))}
+    loaded = sorted(first.values())
+    for path in sorted(set(pages_of(site)) - set(loaded), key=kind):
+        if tabs[0].page.url != address + first[kind(path)]:
+            tabs[0].open(first[kind(path)])
+            tabs[0].page.wait_for_load_state()
+        if tabs[0].page.evaluate(SHOW, address + path):
+            loaded.append(path)  # scripts draw what is in it
+        elif found := tabs[0].problems + tabs[0].page.evaluate(PROBLEMS):
+            report[path] = found
+    for paths in batches(loaded, len(tabs)):
         for tab, path in zip(tabs, paths, strict=False):
             tab.open(path)
         report |= {path: found for tab, path in zip(tabs, paths, strict=False) if (found := tab.report())}
@@ -224,14 +252,36 @@ def test_a_chapter_keeps_its_folders_address_and_its_headings(site: Path) -> Non
     assert len(text) < 150_000, "JupyterLab's style sheets are in the page again"
 
 
-def test_a_chapter_folds_its_plumbing_and_keeps_its_figures_as_files(site: Path) -> None:
+def test_a_chapter_folds_its_plumbing_and_describes_its_figures(site: Path) -> None:
     text = (site / SAMPLE / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<summary>Imports and setup</summary><div[^>]*><pre><code>", text)
     assert re.search(r"<summary>Code of the figure</summary>", text)
     assert "predict(" not in text.partition("Your prediction")[0].replace("<code>predict(", "")
-    image = re.search(r'<img alt="([^"]*)"[^>]* src="(figures/[^"]+\.png)"', text)
-    assert image and image[1] == CAPTION and (site / SAMPLE / image[2]).is_file()
+    drawing = re.search(r'<figure class="nb-figure"[^>]*><svg aria-label="([^"]*)"[^>]* role="img"', text)
+    assert drawing and drawing[1] == CAPTION and f"<figcaption><em>{CAPTION}</em></figcaption>" in text
     assert "base64" not in text
+
+
+def test_a_figure_of_an_experiment_is_part_of_the_page(site: Path) -> None:
+    text = (site / "experiments/05_throughput/index.html").read_text(encoding="utf-8")
+    assert re.search(r'<figure class="nb-figure"[^>]*><svg aria-label="Host and device [^"]*"[^>]* role="img"', text)
+
+
+@needs_browser
+def test_figures_follow_the_scheme_and_fit_a_phone(browser: sync_api.Browser, address: str) -> None:
+    inks = []
+    for scheme, width in (("light", 1280), ("dark", 390)):
+        context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
+        page = context.new_page()
+        page.goto(address + SAMPLE)
+        drawing = page.locator(".nb-figure svg")
+        text = drawing.locator("text").first
+        assert (drawing.bounding_box() or {})["width"] <= width
+        assert "Source Sans 3" in text.evaluate("text => getComputedStyle(text).fontFamily")
+        assert text.evaluate("text => getComputedStyle(text).fontSize") == "12px"
+        inks.append(text.evaluate("text => getComputedStyle(text).fill"))
+        context.close()
+    assert inks[0] != inks[1]
 
 
 def test_fetching_the_libraries_says_when_npm_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_buttons_keys_slider_and_timeline_move_it(player: sync_api.Page) -> None
 
 
 def test_space_plays_and_pauses_and_the_end_stops_it(player: sync_api.Page) -> None:
-    player.get_by_label("Speed").select_option("fast")
+    player.get_by_role("combobox", name="Speed").select_option("fast")
     player.locator(".trace-stage").focus()
     scrolled = player.evaluate("window.scrollY")
     player.keyboard.press(" ")

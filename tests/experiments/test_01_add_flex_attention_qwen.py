@@ -106,4 +106,4 @@ def test_the_recorded_results_are_drawn() -> None:
     assert recorded
     for result in recorded:
         assert run.draw_gain(result).get_lines()
-        assert figures.to_png(run.draw_gain(result))
+        assert figures.to_svg(run.draw_gain(result))

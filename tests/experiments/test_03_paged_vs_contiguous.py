@@ -93,4 +93,4 @@ def test_what_is_recorded_can_be_drawn():
     recorded = results.load(EXPERIMENT)
     assert recorded
     for result in recorded:
-        assert figures.to_png(run.draw_memory(result)) != figures.to_png(run.draw_indirection(result))
+        assert figures.to_svg(run.draw_memory(result)) != figures.to_svg(run.draw_indirection(result))

@@ -92,7 +92,7 @@ def test_what_is_recorded_can_be_drawn():
     recorded = results.load(EXPERIMENT)
     assert recorded
     for result in recorded:
-        assert figures.to_png(run.draw_policies(result)).startswith(b"\x89PNG")
+        assert figures.to_svg(run.draw_policies(result)).startswith("<svg")
 
 
 def test_the_readme_predicts_what_run_derives():

@@ -109,6 +109,18 @@ def test_the_bytes_of_a_served_workload_by_hand(model):
     assert 0 < served.decode_seconds < served.seconds
 
 
+def test_backends_that_compute_the_same_agree(model):
+    rows = run.agreement_rows(model, [[3, 4, 5] * 9, [7, 8]], ["torch_padded"], 12)
+    assert [(row.figure, row.value) for row in rows] == [
+        ("greedy tokens before the first difference", 1.0), ("equal greedy outputs", 1.0),
+    ]  # fmt: skip
+
+
+def test_paragraphs_are_prose_of_several_chapters():
+    found = run.paragraphs(24)
+    assert len(set(found)) == 24 and all(len(text) > 300 and "```" not in text for text in found)
+
+
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 

@@ -90,14 +90,14 @@ def test_timelines_are_drawn_into_the_readme(tmp_path):
     run.draw_recorded(tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "old" not in text and "kernel by kernel at depth 1 25.0%" in text and text.endswith("end\n")
-    for image in ("timeline_1.png", "timeline_256.png"):
-        assert f"]({image})" in text and (tmp_path / image).read_bytes().startswith(b"\x89PNG")
+    for image in ("timeline_1.svg", "timeline_256.svg"):
+        assert f"]({image})" in text and (tmp_path / image).read_text().startswith("<svg")
 
 
 def test_what_is_recorded_can_be_drawn():
     for file in (FOLDER / "timelines").glob("*.json"):
         recording = json.loads(file.read_text())
-        assert figures.to_png(run.draw(recording["runs"][:2])).startswith(b"\x89PNG")
+        assert figures.to_svg(run.draw(recording["runs"][:2])).startswith("<svg")
 
 
 def test_a_workload_is_served_in_all_ways(model, monkeypatch):

@@ -10,8 +10,6 @@ is the model's own `forward` and `compute_logits`. Explained in chapter 12.
 """
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import ClassVar, TypeGuard
 
@@ -20,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mini_engine.batch import StepBatch
+from mini_engine.kernels.nvcc import load_kernel
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
@@ -68,7 +67,7 @@ class PersistentDecode:
             "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
             "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": kv_cache.page_size, "BLOCKS": _num_blocks(model),
         }  # fmt: skip
-        self._launch = _compiled(tuple(sizes.items()))
+        self._launch = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items())).launch_decode_step
         self._pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         q_size = config.num_attention_heads * config.head_dim
@@ -167,19 +166,3 @@ def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache) -> list[int]:
     addresses = [tensor.data_ptr() for tensor in (*weights, *norms)]
     pages = kv_cache.layers[layer.spec.kv_layer]
     return addresses + [0] * (2 - len(norms)) + [tensor.data_ptr() for tensor in pages]
-
-
-@cache
-def _compiled(sizes: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    """The kernel for a model's sizes, compiled once and kept on disk."""
-    from torch.utils.cpp_extension import load  # takes a second to import
-
-    path = load(
-        name="persistent_decode_" + "_".join(str(size) for _, size in sizes),
-        sources=[str(Path(__file__).with_suffix(".cu"))],
-        extra_cuda_cflags=[
-            "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", *(f"-D{name}={size}" for name, size in sizes),
-        ],
-        is_python_module=False,
-    )  # fmt: skip
-    return ctypes.CDLL(path).launch_decode_step

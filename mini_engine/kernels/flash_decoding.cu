@@ -1,0 +1,455 @@
+// Attention of one query per request over a paged KV cache, for Hopper.
+//
+// All keys of a step, in the order request, KV head, tile of 16 keys, are one sequence of tiles. Each thread block takes
+// a range of it, and the ranges are of equal length, so all blocks finish at about the same time, whatever the lengths of
+// the requests ("stream-K" of Osama et al. 2023). The tiles of one request and KV head in a block's range are an item of
+// the block's work.
+//
+// In each block one warp copies the tiles of the range to a ring of buffers in shared memory (TMA). It runs ahead as far
+// as the ring has room, across items, so the memory never waits for the computation. The other warps take turns: each
+// computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
+//
+// A range can start or end inside a request's keys. The block that has the first tile of such a request and head waits for
+// the blocks that continue it, and merges. Those continue it at the start of their ranges, and are launched before it,
+// because the last block takes the first range: so the wait is short, and cannot be for a block that never starts.
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cstdint>
+#include <cstring>
+
+#if IS_BF16
+#define DTYPE "bf16"
+#else
+#define DTYPE "f16"
+#endif
+
+constexpr int TILE = 16, TILES_PER_PAGE = PAGE_SIZE / TILE, K_STEPS = HEAD_DIM / 16;
+constexpr int HALVES = HEAD_DIM / 64, HALF_BYTES = TILE * 128;  // a buffer has 64 elements of each key, then the next 64
+constexpr int MATRIX_BYTES = HALVES * HALF_BYTES, STAGE_BYTES = 2 * MATRIX_BYTES;  // keys, and behind them values
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, MOST_STAGES = 64;
+constexpr int ROW = GROUP * HEAD_DIM;  // queries or outputs of one KV head
+constexpr float INF = __builtin_huge_valf();
+static_assert(PAGE_SIZE % TILE == 0 && HEAD_DIM % 64 == 0 && GROUP <= 8 && (WARPS & WARPS - 1) == 0, "not supported");
+
+// Maps of one layer's keys and values: [page, head, half, token, 64 elements].
+struct Cache {
+    CUtensorMap keys, values;
+};
+
+struct Arguments {
+    const uint16_t* q;       // [requests, heads, HEAD_DIM]
+    uint16_t* out;           // likewise, without gaps between requests
+    const int4* ranges;      // [blocks, 2] see Range
+    const int2* requests;    // [requests] number of keys, first entry in `pages`
+    const int32_t* pages;
+    float *partials, *lse;   // [blocks, ROW], [blocks, GROUP] of items that continue others, by range
+    uint32_t* arrived;       // [blocks] how many of the ranges that continue a range's last item are done; 0 between launches
+    int64_t q_stride;        // between requests, in elements
+    float scale, v_scale;    // the former times log2(e)
+    int kv_heads;
+};
+
+// What the threads of a block share, besides the ring.
+struct Shared {
+    float states[2][WARPS][GROUP][HEAD_DIM + 4];  // of this item and the one before; the gap moves rows to other banks
+    float maxima[2][WARPS][GROUP], sums[2][WARPS][GROUP];
+    uint64_t full[MOST_STAGES], empty[MOST_STAGES];
+    uint64_t continued;  // the ranges that continue the last item are done
+};
+
+constexpr int SHARED_BYTES = (228 / BLOCKS_PER_SM - 1) * 1024 - 1024;  // without what the launch and the alignment take
+constexpr int STAGES_THAT_FIT = (SHARED_BYTES - static_cast<int>(sizeof(Shared))) / STAGE_BYTES;
+// A multiple of WARPS: the tiles of a buffer are all computed by one warp, which cannot take one of them for the next.
+constexpr int STAGES = (STAGES_THAT_FIT < MOST_STAGES ? STAGES_THAT_FIT : MOST_STAGES) / WARPS * WARPS;
+constexpr int LAUNCH_BYTES = 1024 + STAGES * STAGE_BYTES + static_cast<int>(sizeof(Shared));
+static_assert(STAGES > 0, "too large");
+
+// --- instructions -------------------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ inline void initialize(uint64_t* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void wait(uint64_t* barrier, uint32_t phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}\n" ::"r"(shared_address(barrier)), "r"(phase) : "memory");
+}
+
+__device__ inline void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ inline void expect(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Copy a tile of one head to shared memory.
+__device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int page, int head, int token, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
+        "l"(map), "r"(0), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+__device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+__device__ inline void load_matrices(uint32_t (&a)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+
+__device__ inline void load_transposed(uint32_t (&a)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+
+__device__ inline uint32_t transpose(uint32_t pair) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+__device__ inline void multiply_accumulate(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32." DTYPE "." DTYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ inline uint32_t pack(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ inline float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline void add_release(uint32_t* to) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(to) : "memory"); }
+
+__device__ inline uint32_t load_acquire(const uint32_t* from) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ inline void wait_for_inputs() {
+#if PDL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// --- the work -----------------------------------------------------------------------------------------------------------
+
+// A block's part of the sequence of tiles, as the host has planned it.
+struct Range {
+    int row, head, tile, tiles;           // request, KV head and tile that it starts with, and its number of tiles
+    int num_keys, first_page, owner, last;  // of that request; range with its first tile; range with the last tile of the final item
+};
+
+__device__ inline Range load_range(const Arguments& a, int range) {
+    const int4 start = a.ranges[2 * range], rest = a.ranges[2 * range + 1];
+    return {start.x, start.y, start.z, start.w, rest.x, rest.y, rest.z, rest.w};
+}
+
+// The items of a block, one after the other.
+struct Item {
+    int row, head, tile, left;  // the item's first tile; tiles from there to the end of the range
+    int num_keys, first_page;   // of the request
+
+    __device__ explicit Item(const Range& range)
+        : row(range.row), head(range.head), tile(range.tile), left(range.tiles), num_keys(range.num_keys), first_page(range.first_page) {}
+    __device__ int to_end() const { return (num_keys + TILE - 1) / TILE - tile; }
+    __device__ int tiles() const { return min(left, to_end()); }
+    __device__ bool is_continued() const { return tile == 0 && to_end() > left; }  // by other ranges
+    __device__ void advance(const Arguments& a) {
+        left -= tiles(), tile = 0;
+        if (++head < a.kv_heads) return;
+        head = 0, row++;
+        if (left) {
+            const int2 request = a.requests[row];
+            num_keys = request.x, first_page = request.y;
+        }
+    }
+};
+
+struct Stage {
+    int index;
+    uint32_t phase;
+    __device__ explicit Stage(int position) : index(position % STAGES), phase(position / STAGES & 1) {}
+};
+
+// Copy all tiles of the range to the ring: the warp loads 32 page numbers, and one thread starts the copies. Behind the
+// last one it waits for the ranges that continue the last item, while the other warps still compute.
+__device__ inline void produce(const Arguments& a, const Cache& cache, const Range& range, int index, uint32_t ring, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    int position = 0;
+#pragma unroll 1
+    for (Item item(range); item.left; item.advance(a)) {
+        const int count = item.tiles();
+#pragma unroll 1
+        for (int first = 0; first < count; first += 32) {
+            const int own = item.tile + first + lane;
+            const int own_page = first + lane < count ? a.pages[item.first_page + own / TILES_PER_PAGE] : 0;
+#pragma unroll 1
+            for (int i = 0; i < min(32, count - first); i++, position++) {
+                const int page = __shfl_sync(~0u, own_page, i), token = (item.tile + first + i) % TILES_PER_PAGE * TILE;
+                if (lane) continue;
+                const Stage stage(position);
+                const uint32_t to = ring + stage.index * STAGE_BYTES;
+                wait(shared.empty + stage.index, stage.phase ^ 1);
+                expect(shared.full + stage.index, STAGE_BYTES);
+                copy_tile(to, &cache.keys, page, item.head, token, shared.full + stage.index);
+                copy_tile(to + MATRIX_BYTES, &cache.values, page, item.head, token, shared.full + stage.index);
+            }
+        }
+        if (item.is_continued() && lane == 0) {
+            while (load_acquire(a.arrived + index) != range.last - index) {}
+            a.arrived[index] = 0;
+            arrive(&shared.continued);
+        }
+    }
+}
+
+// --- attention ----------------------------------------------------------------------------------------------------------
+
+// The queries of an item, as a thread's part of the second operands of multiply_accumulate: columns are queries, rows
+// dimensions. Columns behind the group are zero.
+struct Queries {
+    uint32_t parts[K_STEPS][2];
+
+    __device__ void load(const Arguments& a, const Item& item) {
+        const int lane = threadIdx.x % 32, query = lane / 4;
+        const auto* from = reinterpret_cast<const uint32_t*>(a.q + item.row * a.q_stride + item.head * ROW + query * HEAD_DIM) + lane % 4;
+#pragma unroll
+        for (int i = 0; i < 2 * K_STEPS; i++) parts[i / 2][i % 2] = query < GROUP ? from[4 * i] : 0;
+    }
+};
+
+// A warp's online softmax over its tiles of an item. A thread has two queries, 2 * (lane % 4) and the next, and of each
+// the keys or dimensions lane / 4 and lane / 4 + 8 of every 16.
+struct State {
+    float out[K_STEPS][4] = {};  // transposed: rows are dimensions, columns queries
+    float best[2] = {-INF, -INF}, sum[2] = {};
+
+    // Attend to the first `num_keys` keys of a tile, at the shared address `keys`.
+    __device__ void attend(const Queries& queries, uint32_t keys, int num_keys, float scale) {
+        const int lane = threadIdx.x % 32;
+        // Rows of a buffer have 128 bytes. TMA has stored part i (of 16 bytes) of row r at i ^ r % 8.
+        const uint32_t key_row = keys + lane % 16 * 128, value_row = keys + MATRIX_BYTES + (lane % 8 + lane / 16 * 8) * 128;
+        float two[2][4] = {};  // sums over every second step
+#pragma unroll
+        for (int i = 0; i < K_STEPS; i++) {
+            uint32_t a[4];
+            load_matrices(a, key_row + i / 4 * HALF_BYTES + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+            multiply_accumulate(two[i % 2], a, queries.parts[i]);
+        }
+        float scores[2][2], shrink[2];  // of a key and a query
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[i / 2][i % 2] = lane / 4 + i / 2 * 8 < num_keys ? two[0][i] + two[1][i] : -INF;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float most = fmaxf(scores[0][j], scores[1][j]);
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+            most = fmaxf(most, best[j]);
+            shrink[j] = exp2_of((best[j] - most) * scale), best[j] = most;
+#pragma unroll
+            for (int i = 0; i < 2; i++) scores[i][j] = exp2_of((scores[i][j] - most) * scale);
+            sum[j] = sum[j] * shrink[j] + scores[0][j] + scores[1][j];
+        }
+        // The weights with rows keys and columns queries become an operand with columns keys.
+        const uint32_t weights[2] = {transpose(pack(scores[0][0], scores[0][1])), transpose(pack(scores[1][0], scores[1][1]))};
+        uint32_t exists[2];  // of the values of two keys each: weights of other keys are 0, but their values may be NaN
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int from_here = num_keys - lane % 4 * 2 - i * 8;
+            exists[i] = from_here > 1 ? ~0u : from_here == 1 ? 0xffffu : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < K_STEPS; i++) {
+            uint32_t a[4];
+            load_transposed(a, value_row + i / 4 * HALF_BYTES + ((i % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16);
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[j] &= exists[j / 2], out[i][j] *= shrink[j % 2];
+            multiply_accumulate(out[i], a, weights);
+        }
+    }
+
+    // Write the state to shared memory, for the merge.
+    __device__ void store(Shared& shared, int buffer) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int query = lane % 4 * 2 + j;
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], mask);
+            if (query >= GROUP) continue;
+#pragma unroll
+            for (int i = 0; i < 2 * K_STEPS; i++) shared.states[buffer][warp][query][i * 8 + lane / 4] = out[i / 2][i % 2 * 2 + j];
+            if (lane < 4) shared.maxima[buffer][warp][query] = best[j], shared.sums[buffer][warp][query] = sum[j];
+        }
+    }
+};
+
+// Normalized output in one dimension, and the logarithm of the sum of the weights, to base 2.
+struct Result {
+    float value, lse;
+};
+
+__device__ inline Result merge_warps(const Shared& shared, int buffer, int query, int dimension, float scale) {
+    float most = -INF, all = 0, value = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) most = fmaxf(most, shared.maxima[buffer][warp][query]);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) {
+        const float weight = exp2_of((shared.maxima[buffer][warp][query] - most) * scale);
+        all += weight * shared.sums[buffer][warp][query], value += weight * shared.states[buffer][warp][query][dimension];
+    }
+    return {__fdividef(value, all), most * scale + __log2f(all)};
+}
+
+// Merge a result with those of the ranges `first` to `last`; i is its place in a row of them.
+__device__ inline float merge_ranges(const Arguments& a, Result own, int first, int last, int i) {
+    constexpr int AT_ONCE = 16;
+    float most = own.lse, all = 1, value = own.value;
+#pragma unroll 1
+    for (int begin = first; begin <= last; begin += AT_ONCE) {
+        float lse[AT_ONCE], values[AT_ONCE], next = most;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const bool exists = begin + j <= last;
+            lse[j] = exists ? __ldcg(a.lse + (begin + j) * GROUP + i / HEAD_DIM) : -INF;
+            values[j] = exists ? __ldcg(a.partials + (begin + j) * ROW + i) : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) next = fmaxf(next, lse[j]);
+        const float shrink = exp2_of(most - next);
+        most = next, all *= shrink, value *= shrink;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const float weight = exp2_of(lse[j] - most);
+            all += weight, value += weight * values[j];
+        }
+    }
+    return __fdividef(value, all);
+}
+
+// Merge the states of the warps, and those of all ranges with keys of the item, where this range has the first of them.
+__device__ inline void finish(const Arguments& a, const Range& range, int index, const Item& item, Shared& shared, int buffer) {
+    const bool starts = item.tile == 0, is_continued = item.is_continued();
+    if (is_continued) wait(&shared.continued, 0);
+    uint16_t* out = a.out + (static_cast<int64_t>(item.row) * a.kv_heads + item.head) * ROW;
+    for (int i = threadIdx.x; i < ROW; i += CONSUMERS) {
+        const int query = i / HEAD_DIM;
+        const Result own = merge_warps(shared, buffer, query, i % HEAD_DIM, a.scale);
+        if (starts) {
+            const float value = is_continued ? merge_ranges(a, own, index + 1, range.last, i) : own.value;
+            out[i] = static_cast<uint16_t>(pack(value * a.v_scale, 0));
+        } else {
+            a.partials[index * ROW + i] = own.value;
+            if (i % HEAD_DIM == 0) a.lse[index * GROUP + query] = own.lse;
+        }
+    }
+    if (!starts) {
+        sync_consumers();
+        if (threadIdx.x == 0) add_release(a.arrived + range.owner);
+    }
+}
+
+__device__ inline void consume(const Arguments& a, const Range& range, int index, uint32_t ring, Shared& shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int position = 0, buffer = 0;  // of the item's first tile in the range; of the states
+    Item item(range);
+    Queries queries;
+    queries.load(a, item);
+#pragma unroll 1
+    while (item.left) {
+        Item next = item;
+        Queries next_queries;
+        next.advance(a);
+        if (next.left) next_queries.load(a, next);  // while this item is computed
+        State state;
+        const int end = position + item.tiles();
+#pragma unroll 1
+        for (int i = position + (warp - position & WARPS - 1); i < end; i += WARPS) {
+            const Stage stage(i);
+            wait(shared.full + stage.index, stage.phase);
+            state.attend(queries, ring + stage.index * STAGE_BYTES, item.num_keys - (item.tile + i - position) * TILE, a.scale);
+            __syncwarp();
+            if (lane == 0) arrive(shared.empty + stage.index);
+        }
+        state.store(shared, buffer);
+        sync_consumers();  // the other buffer has been read: nobody comes here before
+        finish(a, range, index, item, shared, buffer);
+        position = end, buffer ^= 1, item = next, queries = next_queries;
+    }
+}
+
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    flash_decoding(const __grid_constant__ Cache cache, const __grid_constant__ Arguments a) {
+    extern __shared__ unsigned char memory[];
+    const uint32_t begin = shared_address(memory), ring = (begin + 1023) / 1024 * 1024;  // the pattern of TMA needs it
+    Shared& shared = *reinterpret_cast<Shared*>(memory + (ring - begin) + STAGES * STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        prefetch(&cache.keys), prefetch(&cache.values);
+        for (int i = 0; i < STAGES; i++) initialize(shared.full + i), initialize(shared.empty + i);
+        initialize(&shared.continued);
+        publish_barriers();
+    }
+    wait_for_inputs();
+    const int index = gridDim.x - 1 - blockIdx.x;
+    const Range range = load_range(a, index);
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) produce(a, cache, range, index, ring, shared);
+    else consume(a, range, index, ring, shared);
+}
+
+// --- the host -----------------------------------------------------------------------------------------------------------
+
+static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) || !function)
+        return CUDA_ERROR_NOT_FOUND;
+    // Elements, tokens, halves, heads, pages; strides in bytes, of all but the elements.
+    const cuuint64_t shape[5] = {64, PAGE_SIZE, HALVES, static_cast<cuuint64_t>(sizes[1]), static_cast<cuuint64_t>(sizes[0])};
+    const cuuint64_t steps[4] = {static_cast<cuuint64_t>(strides[1] * 2), 128, static_cast<cuuint64_t>(strides[2] * 2),
+                                 static_cast<cuuint64_t>(strides[0] * 2)};
+    const cuuint32_t box[5] = {64, TILE, HALVES, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+        map, IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, pages, shape, steps, box, ones,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        HALVES == 1 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// Make the maps of one layer, and let the kernel have its shared memory.
+extern "C" int prepare(void* to, void* keys, void* values, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
+    Cache cache;
+    if (CUresult error = encode(&cache.keys, keys, sizes, strides)) return error;
+    if (CUresult error = encode(&cache.values, values, sizes, strides)) return error;
+    memcpy(to, &cache, sizeof cache);
+    return cudaFuncSetAttribute(flash_decoding, cudaFuncAttributeMaxDynamicSharedMemorySize, LAUNCH_BYTES);
+}
+
+extern "C" int launch(const void* maps, const Arguments* arguments, int blocks, void* stream) {
+    Cache cache;  // aligned
+    memcpy(&cache, maps, sizeof cache);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = LAUNCH_BYTES;
+    config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = PDL;
+    return cudaLaunchKernelEx(&config, flash_decoding, cache, *arguments);
+}

@@ -1,0 +1,184 @@
+"""Attention of one query per request over the paged KV cache, as one CUDA kernel for Hopper.
+
+A decode step reads every key and value once and computes little with them, so the kernel has to keep the memory busy
+from its first to its last microsecond. Two things do that. The work is one sequence of tiles of 16 keys, over all
+requests and KV heads, which the thread blocks share equally ("stream-K" of Osama et al. 2023, for attention Sanovar et
+al. 2024, "Lean Attention"): no block is idle while another still works on a long request. And in each block one warp
+does nothing but copy tiles to shared memory, ahead of the warps that compute.
+
+The kernel is in `flash_decoding.cu`. Its reference is `attention/torch.py`. Explained in chapter 12.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from mini_engine.kernels.nvcc import load_kernel
+
+TILE = 16  # keys
+FEWEST_TILES = 4  # of a thread block, whose warps compute as many at the same time
+WARPS = 8  # of a thread block that compute; a power of two
+BLOCKS_PER_SM = 1
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """What the kernel reads of a step's decodes, on the device.
+
+    Attributes:
+        ranges: [blocks, 8] each thread block's range of tiles, see `share_tiles`.
+        requests: [B, 2] each request's number of keys and its first entry in `pages`.
+        pages: [P] pages of all requests.
+    """
+
+    ranges: Int32[Tensor, "blocks 8"]
+    requests: Int32[Tensor, "B 2"]
+    pages: Int32[Tensor, " P"]
+
+
+def share_tiles(
+    kv_lens: Int32[np.ndarray, " B"], page_indptr: Int32[np.ndarray, " offsets"], num_kv_heads: int, num_blocks: int
+) -> dict[str, np.ndarray]:
+    """Divide the keys of a step into equal ranges, without a loop over requests or blocks.
+
+    The tiles are numbered in the order request, KV head, position. A range can begin and end anywhere in a request.
+
+    Args:
+        kv_lens: [B] keys of each request, at least 1.
+        page_indptr: [B+1] first entry of each request in the list of pages, and P.
+        num_kv_heads: KV heads.
+        num_blocks: thread blocks.
+
+    Returns:
+        `requests`: [B, 2] see `DecodeWork`. `ranges`: [num_blocks, 8] for each block
+
+        - request, KV head and tile of its first tile, and its number of tiles, which differs by at most one between
+          blocks with work; a block without work has zeros;
+        - keys and first page of that request;
+        - the block that has the first tile of that request and head;
+        - the block that has the last tile of the request and head that this block ends with.
+    """
+    requests = np.stack((kv_lens, page_indptr[:-1]), axis=1).astype(np.int32)
+    tiles = -(-kv_lens.astype(np.int64) // TILE)  # of one head
+    ends = np.cumsum(tiles) * num_kv_heads
+    total = int(ends[-1])
+    num_ranges = min(num_blocks, max(total // FEWEST_TILES, 1))
+    bounds = np.arange(num_ranges + 1) * total // num_ranges
+    first, last = bounds[:-1], bounds[1:] - 1
+    row, last_row = (np.searchsorted(ends, tile, side="right") for tile in (first, last))
+    head, tile = np.divmod(first - (ends - tiles * num_kv_heads)[row], tiles[row])
+    behind = tiles[last_row] - 1 - (last - ends[last_row]) % tiles[last_row]  # tiles of the last item in other ranges
+    owner, final = (np.searchsorted(bounds, tile, side="right") - 1 for tile in (first - tile, last + behind))
+    ranges = np.zeros((num_blocks, 8), dtype=np.int32)
+    ranges[:num_ranges] = np.stack((row, head, tile, last + 1 - first, *requests[row].T, owner, final), axis=1)
+    return {"ranges": ranges, "requests": requests}
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` of the kernel."""
+
+    _pointers: ClassVar = ["q", "out", "ranges", "requests", "pages", "partials", "lse", "arrived"]
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in _pointers),
+        ("q_stride", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("v_scale", ctypes.c_float),
+        ("kv_heads", ctypes.c_int),
+    ]
+
+
+class FlashDecoding:
+    """The kernel for layers with the same heads. Calls must follow one another on one stream: they share memory.
+
+    Args:
+        num_qo_heads: query heads, up to 8 for each KV head.
+        num_kv_heads: KV heads.
+        head_dim: 64 or 128.
+        page_size: keys per page, a multiple of 16.
+        layout: order of a page's axes, "NHD" or "HND".
+        dtype: of queries, keys and values: bfloat16 or float16.
+        device: a GPU of compute capability 9.
+
+    Attributes:
+        num_blocks: thread blocks, for `share_tiles`.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        layout: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        group = num_qo_heads // num_kv_heads
+        sizes = {
+            "HEAD_DIM": head_dim, "GROUP": group, "PAGE_SIZE": page_size, "IS_BF16": int(dtype == torch.bfloat16),
+            "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM, "PDL": 0,
+        }  # fmt: skip
+        library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
+        self._prepare, self._launch = library.prepare, library.launch
+        self.num_blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._axes = (0, 1, 2) if layout == "NHD" else (0, 2, 1)  # pages, tokens, heads
+        self._partials = torch.empty(self.num_blocks, group * (head_dim + 1), device=device)
+        self._arrived = torch.zeros(self.num_blocks, dtype=torch.int32, device=device)
+        self._arguments = _Arguments(
+            partials=self._partials.data_ptr(),
+            lse=self._partials.data_ptr() + self.num_blocks * group * head_dim * self._partials.itemsize,
+            arrived=self._arrived.data_ptr(),
+            kv_heads=num_kv_heads,
+        )
+        self._maps: dict[tuple[int, int], ctypes.Array[ctypes.c_char]] = {}
+
+    def __call__(
+        self,
+        q: Float[Tensor, "B Hq D"],
+        pages: tuple[Tensor, Tensor],
+        work: DecodeWork,
+        out: Float[Tensor, "B Hq D"],
+        scale: float,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Attend with one query per request, in one launch that a CUDA graph can record.
+
+        Args:
+            q: [B, Hq, D] queries; the heads of a request are adjacent in memory.
+            pages: keys and values of the layer, each [pages, *layout].
+            work: of the step.
+            out: [B, Hq, D] contiguous; overwritten.
+            scale: of the scores.
+            v_scale: of the values.
+
+        Raises:
+            RuntimeError: if CUDA refuses the cache or the launch.
+        """
+        arguments = self._arguments
+        arguments.q, arguments.q_stride, arguments.out = q.data_ptr(), q.stride(0), out.data_ptr()
+        arguments.ranges, arguments.requests = work.ranges.data_ptr(), work.requests.data_ptr()
+        arguments.pages = work.pages.data_ptr()
+        arguments.scale, arguments.v_scale = scale * math.log2(math.e), v_scale
+        stream = ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream)
+        if error := self._launch(self._maps_of(*pages), ctypes.byref(arguments), self.num_blocks, stream):
+            raise RuntimeError(f"launching the flash-decoding kernel failed with CUDA error {error}")
+
+    def _maps_of(self, keys: Tensor, values: Tensor) -> "ctypes.Array[ctypes.c_char]":
+        """The maps by which the GPU copies tiles of a layer, made when the layer is first computed."""
+        address = keys.data_ptr(), values.data_ptr()
+        if address not in self._maps:
+            pages, _, heads = self._axes
+            maps = ctypes.create_string_buffer(256)
+            sizes = (ctypes.c_int64 * 2)(keys.shape[pages], keys.shape[heads])
+            strides = (ctypes.c_int64 * 3)(*(keys.stride(axis) for axis in self._axes))
+            if error := self._prepare(maps, *map(ctypes.c_void_p, address), sizes, strides):
+                raise RuntimeError(f"mapping the KV cache for the flash-decoding kernel failed with CUDA error {error}")
+            self._maps[address] = maps
+        return self._maps[address]

@@ -80,7 +80,10 @@ class EngineOptions:
             f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
             "dim",
         )
-        if config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "cascade") and not config.warm_up:
+        if (
+            config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "flash_decoding", "cascade")
+            and not config.warm_up
+        ):
             show(console, "The first steps compile kernels, which takes up to a minute; they are kept.", "dim")
         return llm
 

@@ -183,6 +183,12 @@ def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     return _flashinfer_sizes(spec, cache)  # of the prompts
 
 
+def _flash_decoding_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+    if cache.page_size % 16:
+        return f"needs pages of a multiple of 16 tokens; page_size is {cache.page_size}", "page_size=16"
+    return _flashinfer_sizes(spec, cache)  # of the prompts
+
+
 # What FlashInfer's kernels accept.
 ON_FLASHINFER: dict[str, Any] = {
     "layouts": ("NHD", "HND"),
@@ -214,6 +220,10 @@ BACKENDS = {
             "features": FEATURES - {"softcap", "alibi_slopes"},
             "sizes": _trtllm_sizes,
         },
+    ),
+    "flash_decoding": BackendInfo(
+        "mini_engine.attention.flash_decoding:FlashDecodingBackend",
+        **ON_FLASHINFER | {"architectures": (9,), "sizes": _flash_decoding_sizes},
     ),
     "split_kv": BackendInfo("mini_engine.attention.split_kv:SplitKVBackend"),
     "cascade": BackendInfo(
@@ -277,7 +287,8 @@ def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) 
         return f"needs the package {info.package} (pip install 'mini-engine[{info.package}]')", None
     if info.architectures and (major := torch.cuda.get_device_capability(cache.device)[0]) not in info.architectures:
         wanted = ", ".join(map(str, info.architectures))
-        return f"needs a GPU of compute capability {wanted} (Hopper or Blackwell), not {major}", None
+        names = "Hopper" if info.architectures == (9,) else "Hopper or Blackwell"
+        return f"needs a GPU of compute capability {wanted} ({names}), not {major}", None
     if cache.layout not in info.layouts:
         return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"kv_layout={info.layouts[0]!r}"
     for spec in specs:

@@ -188,3 +188,21 @@ def error_of_narrow_keys(batch: StepBatch, mine: AttentionBackend, oracle: Atten
             stored = own if mine.cache.layout == "NHD" else own.transpose(1, 2)
             assert torch.equal(stored.to(wide) * scale, theirs)
     return (lost / total) ** 0.5
+
+
+def recorded(backend: AttentionBackend, batch: StepBatch, inputs: Sequence[Sequence[Tensor]]) -> tuple[Any, list]:
+    """Capture a step as a CUDA graph; return the graph and its outputs."""
+
+    def run() -> list[Tensor]:
+        return [backend(layer, *qkv) for layer, qkv in enumerate(inputs)]
+
+    backend.plan(batch)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph, outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mini_engine.attention import backend as backend_module
-from mini_engine.attention.backend import AttentionBackend, create_backend
+from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.attention.trtllm import block_tables
@@ -30,6 +28,7 @@ from tests.attention.stepping import (
     full_cache,
     narrow,
     random_step,
+    recorded,
     run_in_steps,
 )  # fmt: skip
 
@@ -151,24 +150,6 @@ def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
     runs = run_in_steps(backend, specs, [90, 1, 140, 33], [40, 1, 139, 8], range(40), 16, torch.bfloat16, "cuda")
     for _, got, want in runs:
         torch.testing.assert_close(got, want, atol=BF16, rtol=BF16)
-
-
-def recorded(backend: AttentionBackend, batch: StepBatch, inputs: Sequence[Sequence[Tensor]]) -> tuple[Any, list]:
-    """Capture a step as a CUDA graph; return the graph and its outputs."""
-
-    def run() -> list[Tensor]:
-        return [backend(layer, *qkv) for layer, qkv in enumerate(inputs)]
-
-    backend.plan(batch)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return graph, outputs
 
 
 @pytest.mark.gpu

@@ -1,0 +1,113 @@
+"""The `flash_decoding` backend: decodes by our own kernel for Hopper, prompts by FlashInfer.
+
+The kernel computes plain layers: heads of 64 or 128, up to 8 query heads for each KV head, keys in the model's dtype,
+and neither window nor soft-cap nor ALiBi. Decodes in other layers are FlashInfer's too. Explained in chapter 12.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionParts, KVCache
+from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.batch import StepBatch
+from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, share_tiles
+from mini_engine.transfer import pack, to_device, unpack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PlannedDecode:
+    """The decodes of one kind of layer, with the `run` of FlashInfer's wrappers.
+
+    Attributes:
+        kernel: computes layers with these heads.
+        kind: the layers.
+        work: of the step.
+    """
+
+    kernel: FlashDecoding
+    kind: LayerKind
+    work: DecodeWork
+
+    def run(
+        self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
+    ) -> Float[Tensor, "B Hq D"]:
+        """Attend with one query per request; the arguments are those of the wrappers."""
+        self.kernel(q, pages, self.work, out, self.kind.scale * k_scale, v_scale)
+        return out
+
+
+class FlashDecodingBackend(FlashInferBackend):
+    """Our own decode kernel over the paged cache, on Hopper, for both layouts; all else as in FlashInferBackend.
+
+    Args:
+        specs: one for each layer of the model, in order.
+        cache: where keys and values are kept, on a GPU.
+        parts: the engine's replaceable parts.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
+        super().__init__(specs, cache, parts)
+        heads = {kind[:3] for kind in self._kinds if self._computes(kind)}
+        self._kernels = {
+            sizes: FlashDecoding(*sizes, cache.page_size, cache.layout, cache.dtype, cache.device) for sizes in heads
+        }
+        self._graph_memory: dict[tuple[int, int], UInt8[Tensor, " bytes"]] = {}
+
+    def plan(self, batch: StepBatch) -> None:
+        """Share the keys of the decodes among the kernel's thread blocks, and plan the prompts.
+
+        Raises:
+            ConfigError: if a layer with a window or ALiBi meets a request whose pages have gaps.
+        """
+        self._work: dict[int, DecodeWork] = {}
+        super().plan(batch)
+
+    def _computes(self, kind: LayerKind) -> bool:
+        """Whether the kernel computes a kind of layer."""
+        return (
+            kind.head_dim in (64, 128)
+            and kind.num_qo_heads // kind.num_kv_heads <= 8
+            and kind.kv_dtype in (None, self.cache.dtype)
+            and kind.window is None
+            and kind.softcap is None
+            and not kind.alibi
+        )
+
+    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
+        if not self._computes(kind):
+            return super()._plan_decodes(batch, count, kind, algorithm)
+        kernel, heads = self._kernels[kind[:3]], kind.num_kv_heads
+        if heads not in self._work:  # kinds of layers with as many KV heads share it
+            self._work[heads] = self._upload(batch, count, heads, kernel.num_blocks)
+        key = kind, "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"
+        if key not in self._wrappers:
+            self._log(key[1], kind)
+            self._wrappers[key] = PlannedDecode(kernel, kind, self._work[heads])
+        self._wrappers[key].work = self._work[heads]
+        return self._wrappers[key]
+
+    def _upload(self, batch: StepBatch, count: int, num_kv_heads: int, num_blocks: int) -> DecodeWork:
+        """Share out the first sequences of the step; a CUDA graph finds the result at the same addresses every time."""
+        indptr = batch.kv_page_indptr[: count + 1].numpy()
+        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_kv_heads, num_blocks)
+        arrays["pages"] = batch.host_page_indices[: indptr[-1]].numpy()
+        device = self.cache.device
+        if batch.page_capacity is None:
+            return DecodeWork(**to_device(arrays, device))
+        packed = pack(arrays, pin_memory=device.type == "cuda")
+        key = count, num_kv_heads
+        if key not in self._graph_memory:
+            more = (batch.page_capacity - len(arrays["pages"])) * arrays["pages"].itemsize
+            self._graph_memory[key] = torch.zeros(packed.numel() + more + 8, dtype=torch.uint8, device=device)
+        memory = self._graph_memory[key]
+        memory[: packed.numel()].copy_(packed, non_blocking=True)
+        return DecodeWork(**unpack(memory, arrays))

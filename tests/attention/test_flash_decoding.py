@@ -1,0 +1,236 @@
+"""The flash_decoding backend: how its work is shared out, what it refuses, and its kernel on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mini_engine.attention import backend as backend_module
+from mini_engine.attention.backend import create_backend
+from mini_engine.attention.flash_decoding import PlannedDecode
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.torch import TorchBackend
+from mini_engine.errors import ConfigError
+from mini_engine.kernels.flash_decoding import FEWEST_TILES, TILE, share_tiles
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.parts import Parts
+from tests.attention.greedy import check_greedy
+from tests.attention.stepping import check_equal, decodes, full_cache, recorded, run_in_steps
+
+QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+
+
+# --- the shares -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=20), st.sampled_from([16, 32, 128]), st.integers(1, 9),
+    st.integers(1, 150),
+)  # fmt: skip
+def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
+    lens: list[int], page_size: int, heads: int, blocks: int
+) -> None:
+    kv_lens = np.array(lens, dtype=np.int32)
+    indptr = np.cumsum([0, *-(-kv_lens // page_size)], dtype=np.int32)
+    work = share_tiles(kv_lens, indptr, heads, blocks)
+    assert work["ranges"].dtype == work["requests"].dtype == np.int32 and work["ranges"].shape == (blocks, 8)
+    assert work["requests"].tolist() == [[n, first] for n, first in zip(lens, indptr[:-1].tolist(), strict=True)]
+    tiles = [(row, head, tile) for row, n in enumerate(lens) for head in range(heads) for tile in range(-(-n // TILE))]
+    shares = work["ranges"][:, 3]
+    used = shares[shares > 0]
+    assert used.sum() == len(tiles) and used.max() - used.min() <= 1
+    assert len(used) == 1 or used.min() >= FEWEST_TILES
+    assert not work["ranges"][len(used) :].any()  # the blocks without work are the last ones
+    block_of, position = {}, 0
+    for block, count in enumerate(used.tolist()):
+        block_of |= dict.fromkeys(tiles[position : position + count], block)
+        position += count
+    position = 0
+    for block, (row, head, tile, count, num_keys, first_page, owner, final) in enumerate(
+        work["ranges"][: len(used)].tolist()
+    ):
+        assert (row, head, tile) == tiles[position]
+        assert (num_keys, first_page) == (lens[row], indptr[row])
+        assert owner == block_of[row, head, 0]
+        position += count
+        row, head, _ = tiles[position - 1]
+        assert final == block_of[row, head, -(-lens[row] // TILE) - 1]
+        assert block <= final < len(used)
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 8))
+def test_a_block_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int], heads: int) -> None:
+    """So that one counter for each block is enough, and one place for the results of an item that it continues."""
+    kv_lens = np.array(lens, dtype=np.int32)
+    ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), heads, 132)["ranges"]
+    used = ranges[ranges[:, 3] > 0]
+    continues = Counter(owner for block, owner in enumerate(used[:, 6].tolist()) if owner != block)
+    for block, (*_, owner, final) in enumerate(used.tolist()):
+        assert owner <= block
+        if owner == block or continues[block]:
+            assert continues[block] == final - block
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        (QWEN3, {"page_size": 8}, "needs pages of a multiple of 16 tokens; page_size is 8; set page_size=16 or use"),
+        (replace(QWEN3, head_dim=96), {}, "needs heads of size 64, 128 or 256, not 96; use attn_backend="),
+        (QWEN3, {"dtype": torch.float32}, "does not read keys in torch.float32; set dtype='bfloat16' or use"),
+        (QWEN3, {"architecture": 10}, "needs a GPU of compute capability 9 (Hopper), not 10; use attn_backend="),
+    ],
+)
+def test_a_refusal_says_why_and_names_a_way_out(spec: AttentionSpec, options: dict[str, Any], message: str) -> None:
+    options = {"page_size": 16, "dtype": torch.bfloat16, "architecture": 9} | options
+    cache = PagedKVCache([spec], 1, options["page_size"], options["dtype"])
+    cache.device = torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_module, "find_spec", lambda name: object())
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (options["architecture"], 0))
+        with pytest.raises(ConfigError) as refusal:
+            create_backend("flash_decoding", [spec], cache, Parts())
+    assert message in str(refusal.value)
+
+
+# --- the kernel, on a GPU ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu() -> torch.device:
+    pytest.importorskip("flashinfer")
+    return torch.device("cuda")
+
+
+BF16 = 2e-2  # the kernel accumulates in float32, and rounds the weights of the softmax and the output to bfloat16
+
+
+def check_kernel(
+    spec: AttentionSpec,
+    kv_lens: list[int],
+    *,
+    page_size: int = 16,
+    layout: str = "HND",
+    dtype: torch.dtype,
+    times: int = 2,
+) -> None:
+    """One step of decodes beside the torch backend in float64, on pages in random order."""
+    device = torch.device("cuda")
+    num_pages = sum(-(-n // page_size) for n in kv_lens) + 1
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(len(kv_lens))).tolist()
+    batch = decodes(kv_lens, pages, page_size, device="cuda")
+    mine = PagedKVCache([spec], num_pages, page_size, dtype, device, layout)
+    theirs = PagedKVCache([spec], num_pages, page_size, torch.float64, device)
+    backend = create_backend("flash_decoding", [spec], mine, Parts())
+    for _ in range(times):  # the counters are left at zero
+        check_equal(batch, backend, TorchBackend([spec], theirs, Parts()), BF16)
+    assert all(isinstance(wrapper, PlannedDecode) for wrapper in backend._wrappers.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_kernel_equals_the_reference(
+    gpu: torch.device, head_dim: int, group: int, layout: str, dtype: torch.dtype
+) -> None:
+    spec = replace(QWEN3, num_qo_heads=3 * group, num_kv_heads=3, head_dim=head_dim, scale=head_dim**-0.5)
+    for kv_lens in ([1], [16], [17, 1, 64, 65], [300, 15, 31, 32, 33, 2, 900]):
+        check_kernel(spec, kv_lens, layout=layout, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+@settings(max_examples=12)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.sampled_from(["NHD", "HND"]))
+def test_any_mix_of_lengths(gpu: torch.device, page_size: int, layout: str, kv_lens: list[int]) -> None:
+    check_kernel(QWEN3, kv_lens, page_size=page_size, layout=layout, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kv_lens", [[20_000], [9000, 70, 5003], [140] * 256, list(range(1, 301)), [1] * 300, [1] * 299 + [8000]],
+    ids=["one", "three", "equal", "rising", "short", "skewed"],
+)  # fmt: skip
+def test_many_requests_and_long_ones(gpu: torch.device, kv_lens: list[int]) -> None:
+    """Requests that many thread blocks share, and thread blocks that many requests share."""
+    check_kernel(QWEN3, kv_lens, dtype=torch.bfloat16, times=3)
+
+
+@pytest.mark.gpu
+def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
+    specs = (QWEN3, replace(QWEN3, layer=1, kv_layer=1, num_qo_heads=24))
+    cache = full_cache(specs, 40, 16, torch.bfloat16, device="cuda")
+    backend = create_backend("flash_decoding", specs, cache, Parts())
+    runs = run_in_steps(backend, specs, [90, 1, 140, 33], [40, 1, 139, 8], range(40), 16, torch.bfloat16, "cuda")
+    for _, got, want in runs:
+        torch.testing.assert_close(got, want, atol=BF16, rtol=BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_graph_replays_with_new_lengths(gpu: torch.device, layout: str) -> None:
+    """Captured over padding, then replayed over steps of other lengths and pages; the second layer is FlashInfer's."""
+    specs, num_pages, page_size = (QWEN3, replace(QWEN3, layer=1, kv_layer=1, window=33)), 200, 16
+    mine = PagedKVCache(specs, num_pages, page_size, torch.bfloat16, gpu, layout)
+    theirs = PagedKVCache(specs, num_pages, page_size, torch.float64, gpu)
+    for pairs in zip(mine.layers, theirs.layers, strict=True):
+        for stored, wide in zip(*pairs, strict=True):
+            values = torch.randn_like(wide).bfloat16()
+            wide.copy_(values)
+            stored.copy_(values if layout == "NHD" else values.transpose(1, 2))
+    backend, oracle = create_backend("flash_decoding", specs, mine, Parts()), TorchBackend(specs, theirs, Parts())
+    heads = (QWEN3.num_qo_heads, QWEN3.num_kv_heads, QWEN3.num_kv_heads)
+    inputs = [[torch.zeros(3, n, 128, device=gpu, dtype=torch.bfloat16) for n in heads] for _ in specs]
+    padding = decodes([1, 1, 1], [num_pages - 1] * 3, page_size, device="cuda", page_capacity=3 * 64)
+    graph, outputs = recorded(backend, padding, inputs)
+    assert padding.device_tokens is not None
+    for seed, kv_lens in enumerate([[5, 900, 33], [16, 17, 1024], [1, 1, 1], [700, 48, 2]]):
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)).tolist()
+        batch = decodes(kv_lens, order, page_size, device="cuda", page_capacity=3 * 64)
+        for layer in inputs:
+            for x in layer:
+                x.normal_()
+        backend.plan(batch)
+        padding.device_tokens.copy_(batch.device_tokens)
+        graph.replay()
+        oracle.plan(batch)
+        for layer, qkv in enumerate(inputs):
+            want = oracle(layer, *(x.double() for x in qkv))
+            torch.testing.assert_close(outputs[layer].double(), want, atol=BF16, rtol=BF16, msg=f"lengths {kv_lens}")
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_device_nowhere(gpu: torch.device) -> None:
+    backend = create_backend("flash_decoding", [QWEN3], PagedKVCache([QWEN3], 7, 16, torch.bfloat16, gpu), Parts())
+    q, k, v = (torch.zeros(2, heads, 128, device=gpu, dtype=torch.bfloat16) for heads in (16, 8, 8))
+    for page_capacity in (None, 14):
+        batch = decodes([50, 40], range(7), 16, device="cuda", page_capacity=page_capacity)
+        backend.plan(batch)
+        backend(0, q, k, v)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            backend.plan(batch)
+            backend(0, q, k, v)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"kv_layout": "NHD"}, {"kv_layout": "HND"}, {"cuda_graph_batch_sizes": []}], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+def test_greedy_tokens_are_those_of_the_reference(gpu: torch.device, family: str, options: dict[str, Any]) -> None:
+    check_greedy(gpu, family, attn_backend="flash_decoding", **options)

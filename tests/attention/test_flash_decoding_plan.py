@@ -1,0 +1,169 @@
+"""The flash_decoding backend without a GPU: Python takes the place of the kernel, and reads the same arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mini_engine.attention import flash_decoding as module
+from mini_engine.attention import flashinfer as flashinfer_module
+from mini_engine.attention.backend import BACKENDS, create_backend
+from mini_engine.attention.flash_decoding import FlashDecodingBackend, PlannedDecode
+from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.state import AttentionState, attention_state, merge_all
+from mini_engine.attention.torch import TorchBackend
+from mini_engine.batch import StepBatch
+from mini_engine.kernels.flash_decoding import TILE, DecodeWork, FlashDecoding
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.parts import Parts
+from mini_engine.sampling_params import SamplingParams
+from tests.attention import fake_flashinfer
+from tests.attention.stepping import check_equal, decodes, full_cache, random_step, run_in_steps
+from tests.helpers import alone, double_model, make_engine, serve
+
+PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=64, scale=0.1)
+SPECS = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=5), replace(PLAIN, layer=2, kv_layer=2, scale=0.2))
+
+
+class Kernel(FlashDecoding):
+    """What the kernel does, range by range: items that a range continues come back to the range that began them."""
+
+    def __init__(
+        self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.num_blocks = 5
+        self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
+
+    def __call__(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float, v_scale: float
+    ) -> None:
+        parts: dict[int, list[AttentionState]] = {}
+        for index in reversed(range(self.num_blocks)):
+            row, head, tile, left, num_keys, first_page, owner, _ = work.ranges[index].tolist()
+            while left:
+                count = min(left, -(-num_keys // TILE) - tile)
+                heads = slice(head * self.group, (head + 1) * self.group)
+                used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
+                stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
+                keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
+                k, v = (x.flatten(0, 1)[keys, head : head + 1] for x in stored)
+                state = attention_state(q[row : row + 1, heads], k, v, scale=scale)
+                if tile:
+                    parts.setdefault(owner, []).append(state)
+                else:
+                    is_continued = count < -(-num_keys // TILE)
+                    out[row, heads] = merge_all([state, *(parts.pop(index) if is_continued else ())]).out[0] * v_scale
+                left, head, tile = left - count, head + 1, 0
+                if head == self.kv_heads:
+                    head, row = 0, row + 1
+                    if left:
+                        num_keys, first_page = work.requests[row].tolist()
+        assert not parts
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[None]:
+    """FlashInfer's place is taken by naive attention, the kernel's by Python, and a CPU's cache is accepted."""
+    with pytest.MonkeyPatch.context() as patch:
+        fake_flashinfer.install(patch)
+        patch.setattr(module, "FlashDecoding", Kernel)
+        patch.setattr(flashinfer_module, "WORKSPACE_BYTES", 64)
+        on_cpu = replace(
+            BACKENDS["flash_decoding"], devices=("cpu",), dtypes=(torch.float64,), package=None,
+            sizes=lambda spec, cache: None,
+        )  # fmt: skip
+        patch.setitem(BACKENDS, "flash_decoding", on_cpu)
+        yield
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@settings(max_examples=12)
+@given(st.data())
+def test_equals_naive_attention_however_it_is_cut(fake: None, layout: str, data: st.DataObject) -> None:
+    lens = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
+    cuts = data.draw(st.lists(st.integers(1, 30), min_size=len(lens), max_size=len(lens)))
+    cuts = [max(cut, n // 4) for cut, n in zip(cuts, lens, strict=True)]  # at most five steps
+    page_size = data.draw(st.sampled_from([16, 32]))
+    page_order = data.draw(st.permutations(range(sum(-(-n // page_size) for n in lens))))
+    cache = full_cache(SPECS, len(page_order), page_size, torch.float64, layout=layout)
+    backend = create_backend("flash_decoding", SPECS, cache, Parts())
+    for _, got, want in run_in_steps(backend, SPECS, lens, cuts, page_order, page_size, torch.float64):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
+    batch, num_pages = random_step(data, 16, gaps=False, longest=200)
+    caches = [PagedKVCache(SPECS, num_pages, 16, torch.float64) for _ in range(2)]
+    backend = create_backend("flash_decoding", SPECS, caches[0], Parts())
+    check_equal(batch, backend, TorchBackend(SPECS, caches[1], Parts()), 1e-12)
+
+
+def test_what_a_graph_has_recorded_reads_the_work_of_each_step(fake: None) -> None:
+    """At the same addresses, whatever the lengths; and layers of one number of KV heads share it."""
+    backend = FlashDecodingBackend(SPECS, PagedKVCache(SPECS, 12, 16, torch.float64), Parts())
+    seen = set()
+    for kv_lens, pages in (([1, 1], [11, 11]), ([33, 16], [3, 0, 7, 1]), ([20, 70], [0, 1, 5, 4, 3, 2, 6])):
+        backend.plan(decodes(kv_lens, pages, 16, page_capacity=10))
+        [[(_, first)], [(_, windows)], [(_, third)]] = backend._planned.values()
+        assert isinstance(first, PlannedDecode) and not isinstance(windows, PlannedDecode)
+        assert first.work is third.work
+        seen.add(tuple(x.data_ptr() for x in (first.work.ranges, first.work.requests, first.work.pages)))
+        assert first.work.requests[:, 0].tolist() == kv_lens
+        assert first.work.pages.tolist() == pages
+        assert first.work.ranges[:, 3].sum() == 2 * sum(-(-n // 16) for n in kv_lens)
+    assert len(seen) == 1
+
+
+def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
+    fake: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs: on a CPU they call the function again, over the same padding and the same arrays."""
+    monkeypatch.setattr(FlashDecodingBackend, "_computes", lambda self, kind: True)  # of small heads too
+    model = double_model("llama")
+    engine = make_engine(
+        model, attn_backend="flash_decoding", num_pages=9, page_size=16, max_batch_size=5, max_model_len=48,
+        cuda_graph_batch_sizes=(1, 3, 6), prefix_sharing=True, max_num_batched_tokens=16,
+    )  # fmt: skip
+    prompts = {f"{n}": [3 + (5 * n + i) % 50 for i in range(1 + 4 * n)] for n in range(6)}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    arrivals: dict[int, list] = {int(name) // 2: [] for name in prompts}
+    for name, prompt in prompts.items():
+        arrivals[int(name) // 2].append((name, prompt, params))
+    outputs = serve(engine, arrivals)
+    assert outputs == {name: alone(model, prompt, params) for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": 7}, {"softcap": 3.0}, {"alibi_slopes": tuple(2.0**-n for n in range(2, 9, 2)), "num_qo_heads": 4},
+        {"head_dim": 256}, {"num_qo_heads": 18}, {"kv_dtype": torch.float32},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_flashinfer_decodes_the_layers_that_the_kernel_does_not_compute(fake: None, other: dict) -> None:
+    specs = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, **other))
+    mine, theirs = (PagedKVCache(specs, 7, 16, torch.float64) for _ in range(2))
+    backend = FlashDecodingBackend(specs, mine, Parts())
+    check_equal(decodes([50, 40], range(7), 16), backend, TorchBackend(specs, theirs, Parts()), 1e-6)
+    [[(_, first)], [(_, second)]] = backend._planned.values()
+    assert isinstance(first, PlannedDecode) and not isinstance(second, PlannedDecode)
+
+
+def test_drafted_tokens_are_computed_like_prompts(fake: None) -> None:
+    batch = StepBatch.build(
+        token_ids=[0] * 7, num_new=[1, 2, 4], kv_lens=[9, 12, 4], pages=range(3), page_size=16, max_decode_tokens=3
+    )
+    caches = [PagedKVCache(SPECS, 7, 16, torch.float64) for _ in range(2)]
+    backend = FlashDecodingBackend(SPECS, caches[0], Parts())
+    check_equal(batch, backend, TorchBackend(SPECS, caches[1], Parts()), 1e-12)
+    assert not any(isinstance(wrapper, PlannedDecode) for wrapper in backend._wrappers.values())

@@ -224,15 +224,15 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Ran
 // --- attention ----------------------------------------------------------------------------------------------------------
 
 // The queries of an item, as a thread's part of the second operands of multiply_accumulate: columns are queries, rows
-// dimensions. Columns behind the group are zero.
+// dimensions. Columns behind the group repeat its last query, and nobody reads what they give.
 struct Queries {
     uint32_t parts[K_STEPS][2];
 
     __device__ void load(const Arguments& a, const Item& item) {
-        const int lane = threadIdx.x % 32, query = lane / 4;
+        const int lane = threadIdx.x % 32, query = min(lane / 4, GROUP - 1);
         const auto* from = reinterpret_cast<const uint32_t*>(a.q + item.row * a.q_stride + item.head * ROW + query * HEAD_DIM) + lane % 4;
 #pragma unroll
-        for (int i = 0; i < 2 * K_STEPS; i++) parts[i / 2][i % 2] = query < GROUP ? from[4 * i] : 0;
+        for (int i = 0; i < 2 * K_STEPS; i++) parts[i / 2][i % 2] = from[4 * i];
     }
 };
 
@@ -396,15 +396,14 @@ __device__ inline void consume(const Arguments& a, const Range& range, int index
     }
 }
 
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_decoding(const __grid_constant__ Cache cache, const __grid_constant__ Arguments a) {
     extern __shared__ unsigned char memory[];
     const uint32_t begin = shared_address(memory), ring = (begin + 1023) / 1024 * 1024;  // the pattern of TMA needs it
     Shared& shared = *reinterpret_cast<Shared*>(memory + (ring - begin) + STAGES * STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        prefetch(&cache.keys), prefetch(&cache.values);
-        for (int i = 0; i < STAGES; i++) initialize(shared.full + i), initialize(shared.empty + i);
-        initialize(&shared.continued);
+    if (threadIdx.x < STAGES) {
+        initialize(shared.full + threadIdx.x), initialize(shared.empty + threadIdx.x);
+        if (threadIdx.x == 0) initialize(&shared.continued), prefetch(&cache.keys), prefetch(&cache.values);
         publish_barriers();
     }
     wait_for_inputs();
@@ -434,7 +433,7 @@ static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2],
 }
 
 // Make the maps of one layer, and let the kernel have its shared memory.
-extern "C" int prepare(void* to, void* keys, void* values, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
+extern "C" int prepare_flash_decoding(void* to, void* keys, void* values, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
     Cache cache;
     if (CUresult error = encode(&cache.keys, keys, sizes, strides)) return error;
     if (CUresult error = encode(&cache.values, values, sizes, strides)) return error;
@@ -442,7 +441,7 @@ extern "C" int prepare(void* to, void* keys, void* values, const int64_t (&sizes
     return cudaFuncSetAttribute(flash_decoding, cudaFuncAttributeMaxDynamicSharedMemorySize, LAUNCH_BYTES);
 }
 
-extern "C" int launch(const void* maps, const Arguments* arguments, int blocks, void* stream) {
+extern "C" int launch_flash_decoding(const void* maps, const Arguments* arguments, int blocks, void* stream) {
     Cache cache;  // aligned
     memcpy(&cache, maps, sizeof cache);
     cudaLaunchAttribute attribute{};

@@ -126,7 +126,7 @@ class FlashDecoding:
             "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM, "PDL": 0,
         }  # fmt: skip
         library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
-        self._prepare, self._launch = library.prepare, library.launch
+        self._prepare, self._launch = library.prepare_flash_decoding, library.launch_flash_decoding
         self.num_blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         self._axes = (0, 1, 2) if layout == "NHD" else (0, 2, 1)  # pages, tokens, heads
         self._partials = torch.empty(self.num_blocks, group * (head_dim + 1), device=device)

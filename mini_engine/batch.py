@@ -225,7 +225,6 @@ class StepBatch:
         return torch.where(self.token_source >= 0, last_token[self.token_source], self.token_ids)
 
 
-
 ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, for the vector loads of kernels
 
 

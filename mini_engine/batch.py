@@ -216,13 +216,13 @@ class StepBatch:
         Args:
             last_token: [rows] last token that each page-table row sampled.
         """
-        if self.page_capacity is not None:  # a graph takes the same way in every step
-            return torch.where(self.token_source >= 0, last_token[self.token_source.clamp(min=0)], self.token_ids)
-        if not self.num_sources:
-            return self.token_ids
-        if self.num_sources == self.num_tokens:
-            return last_token.index_select(0, self.token_source)
-        return torch.where(self.token_source >= 0, last_token[self.token_source.clamp(min=0)], self.token_ids)
+        if self.page_capacity is None:  # a graph takes the same way in every step
+            if not self.num_sources:
+                return self.token_ids
+            if self.num_sources == self.num_tokens:
+                return last_token.index_select(0, self.token_source)
+        # An index of -1 reads the last entry, which is not taken.
+        return torch.where(self.token_source >= 0, last_token[self.token_source], self.token_ids)
 
 
 ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, for the vector loads of kernels

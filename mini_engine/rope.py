@@ -77,7 +77,7 @@ def rope_tables(
     Returns:
         (cos, sin), each `[T, D/2]`. Every layer of a model shares them: compute them once per step.
     """
-    angles = positions[:, None].to(inv_freq.dtype) * inv_freq
+    angles = positions[:, None] * inv_freq
     return angles.cos(), angles.sin()
 
 

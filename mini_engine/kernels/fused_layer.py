@@ -1,13 +1,16 @@
-"""A decoder layer in nine launches, four of them matrix products, for Llama and Qwen3 over FlashInfer's attention.
+"""A decoder layer in seven launches, four of them matrix products, for Llama and Qwen3 over FlashInfer's attention.
 
 The parts of a layer, each as good as it can be alone, take fourteen. Fused here are what one part hands to the next:
 QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product in
-front of it, as its C in C + A B. Explained in chapter 11.
+front of it, as its C in C + A B. The two norms take no launch. A norm multiplies a token by one number, 1 / rms, which
+the kernel behind the product applies (`rotate_and_append`, `swiglu`), and each of its columns by a weight, which the
+layer's matrices contain (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). Explained in chapter 11.
 """
 
 from __future__ import annotations
 
 import flashinfer
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,7 +18,9 @@ from mini_engine.attention.flashinfer import FlashInferBackend
 from mini_engine.attention.spec import Attend
 from mini_engine.kernels import fused_ops
 from mini_engine.kernels.rotate_and_append import rotate_and_append
+from mini_engine.kernels.swiglu import swiglu
 from mini_engine.models import llama
+from mini_engine.models.config import ACTIVATIONS
 from mini_engine.models.linear import linear
 from mini_engine.models.llama import LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
@@ -41,23 +46,30 @@ def decoder_layer(
     if not isinstance(attend, FlashInferBackend) or not _fuses(layer):
         return llama.decoder_layer(layer, x, cos, sin, attend)
 
+    layer.fold_norms()  # in the first step; later it has nothing to do
+    pdl = flashinfer.utils.device_support_pdl(x.device)
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
     pages = attend.cache.layers[spec.kv_layer]
-    qkv = linear(fused_ops.rms_norm(x, layer.input_norm, layer.eps), attention.qkv.weight)
-    q = rotate_and_append(qkv, norms, layer.eps, cos, sin, pages, attend.cache.layout, attend.slot_mapping)
+    q = rotate_and_append(
+        linear(x, attention.qkv.weight), norms, layer.eps, cos, sin, pages, attend.cache.layout, attend.slot_mapping,
+        tokens=x, pdl=pdl,
+    )  # fmt: skip
     x.addmm_(attend.run(spec.layer, q).flatten(1), attention.o.weight.T)
-    gate_up = linear(fused_ops.rms_norm(x, layer.mlp_norm, layer.eps), mlp.gate_up.weight)
-    return x.addmm_(flashinfer.silu_and_mul(gate_up), mlp.down.weight.T)
+    inner = swiglu(linear(x, mlp.gate_up.weight), x, layer.eps, pdl=pdl)
+    return x.addmm_(inner, mlp.down.weight.T)
 
 
 def _fuses(layer: LlamaLayer) -> bool:
-    """Whether a layer computes what the kernels do, with parts that nobody has replaced."""
+    """Whether a layer computes what the kernels do, with parts that nobody has replaced.
+
+    In float16 the products of tokens that have not been normalized could overflow.
+    """
     parts, weight = layer.parts, layer.attention.qkv.weight
     return (
-        weight.dtype in fused_ops.DTYPES
+        weight.dtype == torch.bfloat16
         and layer.attention.qkv.bias is None
         and layer.spec.kv_dtype is None
-        and fused_ops.GATED_ACTIVATIONS.get(layer.mlp.activation) is flashinfer.silu_and_mul
+        and layer.mlp.activation is ACTIVATIONS["silu"]
         and parts.rms_norm is fused_ops.rms_norm
         and parts.qk_norm is fused_ops.qk_norm
         and parts.gated_mlp is fused_ops.gated_mlp

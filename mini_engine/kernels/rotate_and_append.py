@@ -3,6 +3,9 @@
 One by one these are five kernels that read and write the same few kilobytes of each token: two norms, a rotation of
 queries and keys, a store of keys and one of values. Here a program loads the heads of one token, and writes queries to
 the tensor that attention reads, and keys and values to their slot.
+
+It can also finish the norm in front of the projection. The norm multiplies a token by one number, 1 / rms, which can as
+well multiply the product (`norm_linear.py` explains it): the program reads the token again and computes the number.
 """
 
 from typing import no_type_check
@@ -11,6 +14,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from mini_engine.kernels.tiles import norm_factor
 
 HEADS = 8  # that one program processes
 
@@ -24,18 +30,23 @@ def rotate_and_append(
     pages: tuple[Tensor, Tensor],
     layout: str,
     slot_mapping: Int[Tensor, " T"],
+    *,
+    tokens: Float[Tensor, "T hidden"] | None = None,
+    pdl: bool = False,
 ) -> Float[Tensor, "T Hq D"]:
     """Normalize and rotate queries and keys, store keys and values, and return the queries.
 
     Args:
         qkv: for each token its queries, keys and values, W = (Hq + 2 Hk) D numbers.
         norm_weights: factors of the norm of each query head and of each key head; None: no norm.
-        eps: of the norm.
+        eps: of every norm.
         cos: of each token's rotation.
         sin: likewise.
         pages: the layer's keys and values in the cache, changed in place.
         layout: "NHD" or "HND".
         slot_mapping: where each token's key and value go.
+        tokens: what `qkv` is the product of, if they have not been normalized: contiguous. None: they have been.
+        pdl: launch before the kernel in front has ended; needs a GPU of compute capability 9.0 or higher.
     """
     keys, values = pages
     head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)
@@ -43,7 +54,9 @@ def rotate_and_append(
     num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim
     q = qkv.new_empty(num_tokens, num_heads - 2 * num_kv_heads, head_dim)
     q_weight, k_weight = norm_weights or (qkv, qkv)  # pointers that are not read
+    hidden_size = tokens.shape[1] if tokens is not None else 0
     _kernel[(num_tokens, triton.cdiv(num_heads, HEADS))](
+        tokens if tokens is not None else qkv,
         qkv,
         qkv.stride(0),
         q_weight,
@@ -64,6 +77,9 @@ def rotate_and_append(
         HAS_NORM=norm_weights is not None,
         HALF=head_dim // 2,
         HEADS=HEADS,
+        HIDDEN=hidden_size,
+        PDL=pdl,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return q
 
@@ -71,16 +87,24 @@ def rotate_and_append(
 @no_type_check
 @triton.jit
 def _kernel(
-    qkv, token_stride, q_weight, k_weight, eps, cos, sin, slots, q, keys, values, page_stride, slot_stride, head_stride,
-    page_size, num_q, num_kv, HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    tokens, qkv, token_stride, q_weight, k_weight, eps, cos, sin, slots, q, keys, values, page_stride, slot_stride,
+    head_stride, page_size, num_q, num_kv, HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    HIDDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, HALF)
     exists = (head < num_q + 2 * num_kv)[:, None]
+    if PDL:  # without `gdc_launch_dependents`: XQA reads older keys before it waits, and some may be written here
+        gdc_wait()
+    slot = tl.load(slots + token)
     source = qkv + token * token_stride + head[:, None] * 2 * HALF + column[None, :]
     first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=exists, other=0.0).to(tl.float32)
+
+    if HIDDEN:
+        token_factor = norm_factor(tokens + token * HIDDEN, eps, HIDDEN)
+        first, second = first * token_factor, second * token_factor
 
     is_q, is_v = (head < num_q)[:, None], (head >= num_q + num_kv)[:, None]
     normed_first, normed_second = first, second
@@ -100,7 +124,6 @@ def _kernel(
     to_q = q + (token * num_q + head[:, None]) * 2 * HALF + column[None, :]
     tl.store(to_q, first.to(dtype), mask=is_q)
     tl.store(to_q + HALF, second.to(dtype), mask=is_q)
-    slot = tl.load(slots + token)
     to_slot = (slot // page_size) * page_stride + (slot % page_size) * slot_stride
     kv_head = (head - num_q) % num_kv
     at = to_slot + kv_head[:, None] * head_stride + column[None, :]

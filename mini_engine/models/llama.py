@@ -49,6 +49,20 @@ class LlamaLayer(DecoderLayer):
         self.attention = self.attention_class(config, spec, parts)
         self.mlp_norm = empty_weight(config.hidden_size)
         self.mlp = GatedMLP(config, parts)
+        self.norms_are_folded = False
+
+    def fold_norms(self) -> None:
+        """Multiply the weight of each norm into the matrix behind it, once, and set it to one.
+
+        (x / rms * norm) W^T = (x / rms) (W * norm)^T: the layer computes the same as before, up to a rounding of each
+        number of W. Weights must have been loaded.
+        """
+        if self.norms_are_folded:
+            return
+        for norm, matrix in ((self.input_norm, self.attention.qkv.weight), (self.mlp_norm, self.mlp.gate_up.weight)):
+            matrix.mul_(norm)
+            norm.fill_(1)
+        self.norms_are_folded = True
 
     def forward(
         self, x: Float[Tensor, "T hidden"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"], attend: Attend

@@ -11,11 +11,23 @@ import torch
 from mini_engine.attention.backend import create_backend
 from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.paged import PagedKVCache
-from mini_engine.models.llama import LlamaForCausalLM, decoder_layer
+from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
 from mini_engine.parts import Parts, default_parts
-from tests.helpers import our_model, transformers_model
+from tests.models.families import our_model, transformers_model, whole
 
 PAGE = 16
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_folding_the_norms_changes_no_layer(family: str) -> None:
+    model = our_model(transformers_model(family, seed=2, dtype=torch.float64))
+    (want,) = whole(model, [[5, 9, 33, 4, 60]])
+    for _ in range(2):  # the second time does nothing
+        for layer in model.layers:
+            assert isinstance(layer, LlamaLayer)
+            layer.fold_norms()
+            assert (layer.input_norm == 1).all() and (layer.mlp_norm == 1).all()
+    torch.testing.assert_close(whole(model, [[5, 9, 33, 4, 60]])[0], want)
 
 
 @pytest.mark.gpu

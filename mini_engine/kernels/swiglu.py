@@ -1,0 +1,71 @@
+"""SwiGLU (Shazeer 2020) behind a product whose tokens have not been normalized, in one launch.
+
+The norm in front of the product multiplies a token by one number, 1 / rms, which can as well multiply the product
+(`norm_linear.py` explains it). Here a program reads the token again, computes the number, and multiplies gate and up.
+A launch of its own for the norm would write the normalized tokens, and read them again.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_wait
+
+from mini_engine.kernels.tiles import norm_factor
+
+BLOCK = 1024  # outputs of one program
+
+
+def swiglu(
+    gate_up: Float[Tensor, "T I2"], tokens: Float[Tensor, "T hidden"], eps: float, *, pdl: bool = False
+) -> Float[Tensor, "T I"]:
+    """Compute `silu(gate / rms) * (up / rms)`, with the rms of each token.
+
+    Args:
+        gate_up: contiguous, the product of the tokens: for each the gate's I numbers, then the up projection's.
+        tokens: contiguous, not normalized.
+        eps: of their norm.
+        pdl: launch before the kernel in front has ended; needs a GPU of compute capability 9.0 or higher.
+    """
+    num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, size)
+    _swiglu_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
+        gate_up,
+        tokens,
+        eps,
+        out,
+        size,
+        HIDDEN=tokens.shape[1],
+        BLOCK=BLOCK,
+        PDL=pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
+
+
+def swiglu_reference(
+    gate_up: Float[Tensor, "T I2"], tokens: Float[Tensor, "T hidden"], eps: float
+) -> Float[Tensor, "T I"]:
+    """Compute `swiglu` in PyTorch."""
+    factor = torch.rsqrt(tokens.float().square().mean(1, keepdim=True) + eps)
+    gate, up = (gate_up * factor).chunk(2, dim=1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+@no_type_check
+@triton.jit
+def _swiglu_kernel(gate_up, tokens, eps, out, size, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    gate = tl.load(gate_up + token * 2 * size + column, mask=column < size, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (token * 2 + 1) * size + column, mask=column < size, other=0.0).to(tl.float32)
+    factor = norm_factor(tokens + token * HIDDEN, eps, HIDDEN)
+    gate, up = gate * factor, up * factor
+    result = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=column < size)

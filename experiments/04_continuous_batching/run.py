@@ -1,10 +1,11 @@
 """Static against continuous batching, with and without chunked prefill, while requests arrive one after the other.
 
-    python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
     python experiments/04_continuous_batching/run.py --predict
 
-On a CPU the model is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights.
-The result goes to experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
+Section "policies" compares the policies at one load, section "load" token budgets at several loads. On a CPU the model
+is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights. The result goes to
+experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,16 +30,20 @@ from book import figures, results
 from book.experiment import command_line, record
 from book.random_models import QWEN3_0_6B, random_model
 from book.static_batching import generate_steps, make_requests
+from book.units import quantity
 from mini_engine.bench.workloads import model_shape
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
+from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Scheduler
 
-PAGE_SIZE = 16
+EXPERIMENT, REPETITIONS = "04_continuous_batching", 3
+SECTIONS = POLICIES, LOAD = "policies", "load"
 ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
 
 
@@ -53,6 +59,11 @@ class Workload:
         long_prompt: tokens of the long prompt.
         max_batch_size: requests that run at once.
         chunk: tokens of a step with chunked prefill.
+        attn_backend: of all policies.
+        page_size: tokens of a page.
+        loads: arrivals a second of the section "load".
+        budgets: tokens of a step there; the last one holds any prompt.
+        long_every: one prompt in so many is long; None for the one in the middle.
     """
 
     num_requests: int
@@ -62,14 +73,26 @@ class Workload:
     long_prompt: int
     max_batch_size: int
     chunk: int
+    attn_backend: str
+    page_size: int
+    loads: tuple[float, ...]
+    budgets: tuple[int, ...]
+
+    long_every: int | None = None
 
     @property
     def long_index(self) -> int:
         return self.num_requests // 2
 
 
-CPU = Workload(20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, chunk=64)
-GPU = Workload(64, 10.0, (256, 2048), (48, 144), 16_384, max_batch_size=16, chunk=512)
+CPU = Workload(
+    20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, chunk=64, attn_backend="torch_padded", page_size=16,
+    loads=(1.0, 2.0, 3.0, 4.0), budgets=(32, 64, 1024),
+)  # fmt: skip
+GPU = Workload(
+    64, 10.0, (256, 2048), (48, 144), 16_384, max_batch_size=16, chunk=512, attn_backend="flex", page_size=128,
+    loads=(5.0, 10.0, 20.0), budgets=(256, 1024, 32_768),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,10 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
         return rng.lognormal(np.log(median), 0.7, n).round().clip(2, longest).astype(int)
 
     prompts, outputs = lengths(*workload.prompt), lengths(*workload.output)
-    prompts[workload.long_index] = workload.long_prompt
+    first, every = (
+        (workload.long_index, n) if workload.long_every is None else (workload.long_every // 2, workload.long_every)
+    )
+    prompts[first::every] = workload.long_prompt
     return [
         Request(float(at), rng.integers(vocab_size, size=prompt).tolist(), int(output))
         for at, prompt, output in zip(times, prompts, outputs, strict=True)
@@ -107,7 +133,7 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
 Times = list[list[float]]
 
 
-def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: int) -> Times:
+def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: int, attn_backend: str) -> Times:
     """Run the requests that wait as one batch to its end, and then the next batch."""
     now, times = 0.0, [[] for _ in requests]  # type: float, Times
     waiting = deque(enumerate(requests))
@@ -121,7 +147,7 @@ def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: i
             [requests[index].params for index in batch],
             max_model_len=model.config.max_position_embeddings,
         )
-        steps = generate_steps(model, group, "torch_padded", Parts())
+        steps = generate_steps(model, group, attn_backend, Parts())
         start = time.perf_counter()
         for step in steps:
             now += time.perf_counter() - start
@@ -131,19 +157,28 @@ def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: i
     return times
 
 
-def serve_continuous(
-    model: CausalLM, requests: Sequence[Request], max_batch_size: int, max_num_batched_tokens: int
-) -> Times:
-    """Let each request join at the first step after its arrival, if there is room."""
-    pages = sorted(-(-(len(request.prompt) + request.num_tokens) // PAGE_SIZE) for request in requests)
+def num_pages(requests: Sequence[Request], max_batch_size: int, page_size: int) -> int:
+    """Enough for any batch, so no request is preempted; admission leaves a page free for each running request."""
+    pages = sorted(-(-(len(request.prompt) + request.num_tokens) // page_size) for request in requests)
+    return sum(pages[-max_batch_size:]) + max_batch_size
+
+
+def make_engine(model: CausalLM, requests: Sequence[Request], workload: Workload, budget: int) -> LLMEngine:
+    """An engine for these requests, whose steps have at most `budget` tokens."""
     config = EngineConfig(
-        # Enough for any batch, so no request is preempted; admission leaves a page free for each running request.
-        num_pages=sum(pages[-max_batch_size:]) + max_batch_size,
-        page_size=PAGE_SIZE,
-        max_batch_size=max_batch_size,
-        max_num_batched_tokens=max_num_batched_tokens,
+        attn_backend=workload.attn_backend,
+        num_pages=num_pages(requests, workload.max_batch_size, workload.page_size),
+        page_size=workload.page_size,
+        max_batch_size=workload.max_batch_size,
+        max_num_batched_tokens=budget,
+        max_model_len=max(len(request.prompt) + request.num_tokens for request in requests),
+        warm_up=model.device.type == "cuda",  # compiled kernels are compiled before the first request
     )
-    engine = LLMEngine(model, config)
+    return LLMEngine(model, config)
+
+
+def serve_continuous(engine: LLMEngine, requests: Sequence[Request]) -> Times:
+    """Let each request join at the first step after its arrival, if there is room."""
     now, times, arrived = 0.0, [[] for _ in requests], 0  # type: float, Times, int
     while arrived < len(requests) or engine.has_unfinished:
         if not engine.has_unfinished:
@@ -159,13 +194,18 @@ def serve_continuous(
     return times
 
 
-def policies(workload: Workload) -> dict[str, Callable[[CausalLM, Sequence[Request]], Times]]:
+Serve = Callable[[Sequence[Request]], Times]
+
+
+def policies(model: CausalLM, workload: Workload, requests: Sequence[Request]) -> dict[str, Serve]:
+    """How each policy serves requests that are no longer than these."""
     size = workload.max_batch_size
-    whole = size * workload.long_prompt  # no step needs more
+    whole = make_engine(model, requests, workload, size * workload.long_prompt)  # no step needs more
+    chunked = make_engine(model, requests, workload, workload.chunk)
     return {
-        "static": lambda model, requests: serve_static(model, requests, size),
-        "continuous": lambda model, requests: serve_continuous(model, requests, size, whole),
-        "continuous, chunked": lambda model, requests: serve_continuous(model, requests, size, workload.chunk),
+        "static": lambda some: serve_static(model, some, size, workload.attn_backend),
+        "continuous": lambda some: serve_continuous(whole, some),
+        "continuous, chunked": lambda some: serve_continuous(chunked, some),
     }
 
 
@@ -243,13 +283,18 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
     }
 
 
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that a share of all values does not exceed."""
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
 def rows_of(
     policy: str, workload: Workload, requests: Sequence[Request], times: Times, bound: dict[str, float]
 ) -> list[results.Row]:
-    """What one policy gave: all its figures, each beside its bound."""
+    """What one policy gave once: all its figures, each beside its bound."""
     case: dict[str, results.Setting] = {"policy": policy}
     first = [own[0] - request.arrival for own, request in zip(times, requests, strict=True)]
-    between = sorted(gap for own in times for gap in gaps(own))
+    between = [gap for own in times for gap in gaps(own)]
     tokens = sum(map(len, times))
     seconds = max(own[-1] for own in times) - requests[0].arrival
     prompt, step = "its prompt alone at the machine's rates", "a decode step at the machine's rates"
@@ -261,7 +306,7 @@ def rows_of(
         results.Row("first token, slowest", max(first), "s", None, "none: it mostly waits for others", case),
         results.Row("first token of the long prompt", first[long], "s", bound["long"], prompt, case),
         results.Row("between tokens, median", statistics.median(between), "s", bound["decode"], step, case),
-        results.Row("between tokens, 99 %", between[int(0.99 * len(between))], "s", bound["decode"], step, case),
+        results.Row("between tokens, 99 %", quantile(between, 0.99), "s", bound["decode"], step, case),
         results.Row(
             "between tokens beside the long prompt",
             gap_beside(long, requests, times),
@@ -280,16 +325,136 @@ def make_model(device: torch.device) -> CausalLM:
     return random_model(QWEN3_0_6B, torch.bfloat16, device)
 
 
-def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[results.Row]:
+def median_rows(runs: Sequence[Sequence[results.Row]]) -> list[results.Row]:
+    """The rows of several runs with the same figures and cases: medians, and the smallest and largest values."""
+    found = []
+    for same in zip(*runs, strict=True):
+        values = [row.value for row in same]
+        found.append(replace(same[0], value=statistics.median(values), spread=(min(values), max(values))))
+    return found
+
+
+def in_turns(ways: Mapping[str, Callable[[], list[results.Row]]]) -> list[results.Row]:
+    """Run each way several times, in turns, in order and in reverse order."""
+    runs = defaultdict(list)
+    for repetition in range(REPETITIONS):
+        for name in list(ways)[:: -1 if repetition % 2 else 1]:
+            runs[name].append(ways[name]())
+            print(
+                name, *(f"{row.figure}: {row.value:.3g} {row.unit}" for row in runs[name][-1][:3]), sep="; ", flush=True
+            )
+    return [row for name in ways for row in median_rows(runs[name])]
+
+
+def policy_rows(model: CausalLM, workload: Workload, machine: Machine) -> list[results.Row]:
     """Serve the same requests by every policy, after a few that do not count."""
     requests = arrivals(workload, model.config.vocab_size)
     bound = bounds(model_shape(model.config), workload, requests, machine)
     warm_up = [replace(r, arrival=0.0, num_tokens=3) for r in (*requests[:2], requests[workload.long_index])]
-    rows = []
-    for policy, serve in policies(workload).items():
-        serve(model, warm_up)
-        rows += rows_of(policy, workload, requests, serve(model, requests), bound)
-    return rows
+    serve = policies(model, workload, requests)
+    for own in serve.values():
+        own(warm_up)
+    return in_turns(
+        {
+            name: lambda name=name, own=own: rows_of(name, workload, requests, own(requests), bound)  # type: ignore[misc]
+            for name, own in serve.items()
+        }
+    )
+
+
+def at_load(workload: Workload, load: float) -> Workload:
+    """More such requests, arriving at another rate, every tenth with a long prompt."""
+    return replace(workload, num_requests=3 * workload.num_requests, rate=load, long_every=10)
+
+
+def latency_rows(load: float, budget: int, requests: Sequence[Request], times: Times) -> list[results.Row]:
+    """Median, 99th percentile and slowest TTFT and ITL."""
+    case: dict[str, results.Setting] = {"arrivals a second": load, "tokens of a step": budget}
+    found = {
+        "TTFT": [own[0] - request.arrival for own, request in zip(times, requests, strict=True)],
+        "ITL": [gap for own in times for gap in gaps(own)],
+    }
+    why = "none: it depends on the load"
+    return [
+        results.Row(f"load: {name}, {label}", quantile(values, share), "s", None, why, case)
+        for name, values in found.items()
+        for label, share in (("median", 0.5), ("99 %", 0.99), ("slowest", 1.0))
+    ]
+
+
+def load_rows(model: CausalLM, workload: Workload) -> list[results.Row]:
+    """Serve the same requests at several rates of arrival, in steps of several sizes."""
+    vocab_size = model.config.vocab_size
+    requests = {load: arrivals(at_load(workload, load), vocab_size) for load in workload.loads}
+    some = requests[workload.loads[0]]
+    engines = {budget: make_engine(model, some, workload, budget) for budget in workload.budgets}
+    for engine in engines.values():
+        serve_continuous(engine, [replace(request, arrival=0.0, num_tokens=3) for request in some[:3]])
+    ways = {
+        f"{load} a second, {budget} tokens": lambda load=load, budget=budget: latency_rows(  # type: ignore[misc]
+            load, budget, requests[load], serve_continuous(engines[budget], requests[load])
+        )
+        for load in workload.loads
+        for budget in workload.budgets
+    }
+    return in_turns(ways)
+
+
+def replayed(
+    shape: ModelShape, workload: Workload, requests: Sequence[Request], budget: int, machine: Machine
+) -> Times:
+    """Run the scheduler without a model: a step takes as long as a prompt of its tokens at the machine's rates."""
+    dtype_bytes, size = getattr(torch, machine.dtype).itemsize, workload.max_batch_size
+
+    @cache
+    def seconds(num_tokens: int) -> float:
+        return model_step_cost(shape, num_tokens, num_tokens, dtype_bytes).seconds(machine)
+
+    table = PageTable(num_pages(requests, size, workload.page_size), page_size=workload.page_size, max_rows=size)
+    scheduler = Scheduler(
+        table, max_model_len=max(len(r.prompt) + r.num_tokens for r in requests), max_num_batched_tokens=budget,
+        window=None, prefix_sharing=False, parts=Parts(),
+    )  # fmt: skip
+    running = scheduler.running
+    coming = deque(make_requests([r.prompt for r in requests], [r.params for r in requests], max_model_len=2**20))
+    now, times = 0.0, [[] for _ in requests]  # type: float, Times
+    while coming or scheduler.waiting or len(running):
+        if not (scheduler.waiting or len(running)):
+            now = max(now, requests[coming[0].arrival].arrival)
+        while coming and requests[coming[0].arrival].arrival <= now:
+            scheduler.add(coming.popleft())
+        schedule = scheduler.schedule()
+        now += seconds(schedule.num_tokens)
+        running.num_computed[schedule.rows] += schedule.num_new
+        samples = schedule.rows[running.num_computed[schedule.rows] == running.num_scheduled[schedule.rows]]
+        running.num_scheduled[samples] += 1
+        for request in running.requests_of(samples):
+            times[request.arrival].append(now)
+        for request in running.requests_of(running.append(samples, np.full(len(samples), 7))):
+            scheduler.remove(request)
+    return times
+
+
+def load_prediction(shape: ModelShape, workload: Workload, machine: Machine) -> list[results.Row]:
+    """What `load_rows` would find if steps took as long as at the machine's rates."""
+    return [
+        row
+        for load in workload.loads
+        for budget in workload.budgets
+        for requests in [arrivals(at_load(workload, load), shape.vocab_size)]
+        for row in latency_rows(load, budget, requests, replayed(shape, workload, requests, budget, machine))
+    ]
+
+
+def load_table(rows: Sequence[results.Row]) -> str:
+    """TTFT and ITL for each load and budget, as Markdown."""
+    figures_of = list(dict.fromkeys(row.figure for row in rows))
+    cells = defaultdict(list)
+    for row in rows:
+        cells[tuple(row.case.values())].append(quantity(row.value, row.unit))
+    head = ["arrivals a second", "tokens of a step", *(figure.removeprefix("load: ") for figure in figures_of)]
+    lines = [head, ["---"] * len(head), *([f"{load:g}", f"{budget:,}", *own] for (load, budget), own in cells.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw_policies(result: results.Result) -> Figure:
@@ -311,29 +476,63 @@ def draw_policies(result: results.Result) -> Figure:
     return figure
 
 
-def main() -> None:
+def draw_loads(result: results.Result) -> Figure:
+    """Draw TTFT and ITL against the load, a line for each token budget."""
+    rows = [row for row in result.rows if row.figure.startswith("load: ")]
+    names = list(dict.fromkeys(row.figure for row in rows))
+    figure, axes = figures.new(5.4, rows=2, columns=3)
+    for ax, name in zip(axes.flat, names, strict=True):
+        own = [row for row in rows if row.figure == name]
+        loads = sorted({float(row.case["arrivals a second"]) for row in own})
+        budgets = sorted({int(row.case["tokens of a step"]) for row in own})
+        lines = {
+            f"{budget:,} tokens a step": [
+                row.value for load in loads for row in own if tuple(row.case.values()) == (load, budget)
+            ]
+            for budget in budgets
+        }
+        figures.draw_lines(
+            loads, lines, xlabel="arrivals a second", ylabel="s", ax=ax, title=name.removeprefix("load: ")
+        )
+        ax.set_yscale("log")
+        if ax is not axes.flat[0]:
+            ax.legend().remove()
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     parser.add_argument("--predict", action="store_true", help="print what the README predicts for a CPU, and stop")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.predict:
         shape = model_shape(open_checkpoint("smollm2-135m-instruct").config)
         print("\n".join(f"| {what} | {value} |" for what, value in prediction(shape, CPU, ASSUMED).items()))
+        print(f"\n{load_table(load_prediction(shape, CPU, ASSUMED))}")
         return
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
     model = make_model(device)
-    rows = measure(model, workload, measure_machine(device, model.dtype))
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
         "dtype": str(model.dtype).removeprefix("torch."),
+        "backend": workload.attn_backend,
         "requests": workload.num_requests,
         "arrivals a second": workload.rate,
         "long prompt": workload.long_prompt,
         "batch": workload.max_batch_size,
         "chunk": workload.chunk,
+        "repetitions": REPETITIONS,
     }
-    result = results.new_result("04_continuous_batching", rows, parameters, arguments.device)
-    record(result, arguments.out, {row.figure for row in rows})
+    for section in arguments.only:  # each is written when it is measured
+        if section == POLICIES:
+            rows = policy_rows(model, workload, measure_machine(device, model.dtype))
+        else:
+            rows = load_rows(model, workload)
+        result = results.with_recorded(
+            results.new_result(EXPERIMENT, rows, parameters, arguments.device), arguments.out
+        )
+        record(result, arguments.out, {row.figure for row in result.rows})
 
 
 if __name__ == "__main__":

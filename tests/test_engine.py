@@ -202,7 +202,7 @@ def test_an_engine_without_requests_steps_in_place():
         ({"max_model_len": 129}, "max_model_len is 129"),
         ({"page_size": 2**40}, "takes .* bytes and .* are free"),
         ({"num_pages": 10**14}, "bytes of bookkeeping"),
-        ({"num_pages": 10**9}, "takes .* bytes and .* are free"),
+        ({"num_pages": 10**8}, "takes .* bytes and .* are free"),
         ({"max_batch_size": 10**12, "max_num_batched_tokens": 10**12}, "bytes of bookkeeping"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from mini_engine.attention.flashinfer import FlashInferBackend
 from mini_engine.attention.spec import Attend
 from mini_engine.kernels import fused_ops
+from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.models import llama
 from mini_engine.models.linear import linear
 from mini_engine.models.llama import LlamaLayer
@@ -39,7 +40,6 @@ def decoder_layer(
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
     if not isinstance(attend, FlashInferBackend) or not _fuses(layer):
         return llama.decoder_layer(layer, x, cos, sin, attend)
-    from mini_engine.kernels.rotate_and_append import rotate_and_append  # needs Triton, which CPUs do not have
 
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
     pages = attend.cache.layers[spec.kv_layer]

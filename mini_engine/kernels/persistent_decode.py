@@ -25,7 +25,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
 
-SEGMENT = 1024  # elements of a row that a warp multiplies
+COLUMNS = 1024  # of a weight in one buffer of the kernel
 MAX_SPLITS = 32  # thread blocks that share the keys of a head
 
 
@@ -36,14 +36,15 @@ class _Step(ctypes.Structure):
         "layers", "embedding", "final_norm", "lm_head", "inv_freq", "token_id", "token_source", "last_token",
         "position", "pages",
     ]  # fmt: skip
-    _buffers: ClassVar = ["qkv", "attention", "lse", "after_attention", "activation", "after_mlp", "count", "logits"]
+    _buffers: ClassVar = [
+        "qkv", "splits", "lse", "attention", "after_attention", "activation", "after_mlp", "count", "logits",
+    ]  # fmt: skip
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in _pointers),
         *((f"{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
         *((name, ctypes.c_void_p) for name in _buffers),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("page_size", ctypes.c_int),
         ("vocab_size", ctypes.c_int),
     ]
 
@@ -65,25 +66,23 @@ class PersistentDecode:
         sizes = {
             "LAYERS": len(layers), "HIDDEN": config.hidden_size, "Q_HEADS": config.num_attention_heads,
             "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
-            "INTERMEDIATE": config.intermediate_size,
+            "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": kv_cache.page_size, "BLOCKS": _num_blocks(model),
         }  # fmt: skip
         self._launch = _compiled(tuple(sizes.items()))
-        # One block per SM, and as many for each KV head.
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._num_blocks = num_sms // config.num_key_value_heads * config.num_key_value_heads
         self._pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         q_size = config.num_attention_heads * config.head_dim
 
-        def tagged(*shape: int) -> Tensor:  # values with the tags of their writers
+        def tagged(*shape: int) -> Tensor:  # numbers, or pairs of bfloat16, with the tags of their writers
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self._memory = {
             "qkv": tagged(q_size + 2 * config.num_key_value_heads * config.head_dim),
-            "attention": tagged(MAX_SPLITS, q_size),
+            "splits": tagged(MAX_SPLITS, q_size // 2),
             "lse": tagged(MAX_SPLITS, config.num_attention_heads),
+            "attention": tagged(q_size // 2),
             "after_attention": tagged(config.hidden_size),
-            "activation": tagged(config.intermediate_size),
+            "activation": tagged(config.intermediate_size // 2),
             "after_mlp": tagged(config.hidden_size),
             "count": torch.zeros(1, dtype=torch.int32, device=device),
             "logits": torch.empty(1, config.vocab_size, dtype=torch.float32, device=device),
@@ -102,14 +101,13 @@ class PersistentDecode:
             head_stride=keys.stride(head_axis),
             scale=model.attention_specs[0].scale,
             eps=config.norm_eps,
-            page_size=kv_cache.page_size,
             vocab_size=config.vocab_size,
             **{name: tensor.data_ptr() for name, tensor in self._memory.items()},
         )
 
     @staticmethod
     def accepts(model: LanguageModel, kv_cache: PagedKVCache) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel computes this model: Llama or Qwen3, in bfloat16, rows of whole segments, on Hopper."""
+        """Whether the kernel computes this model: Llama or Qwen3, in bfloat16, rows of whole buffers, on Hopper."""
         if not isinstance(model, LlamaForCausalLM) or model.device.type != "cuda" or model.dtype != torch.bfloat16:
             return False
         config, specs = model.config, model.attention_specs
@@ -118,8 +116,9 @@ class PersistentDecode:
             torch.cuda.get_device_capability(model.device)[0] == 9
             and len(_layers_of(model)) == len(model.layers)
             and kv_cache.dtype == torch.bfloat16
-            and all(size % SEGMENT == 0 for size in row_sizes)
-            and max(row_sizes) <= 8 * SEGMENT
+            and all(size % COLUMNS == 0 for size in row_sizes)
+            and max(row_sizes) <= 16 * COLUMNS
+            and config.intermediate_size % (2 * _num_blocks(model)) == 0
             and config.head_dim in (64, 128)
             and config.num_attention_heads // config.num_key_value_heads <= 8
             and not config.attention_bias
@@ -142,9 +141,15 @@ class PersistentDecode:
         step.token_id, step.token_source = batch.token_ids.data_ptr(), batch.token_source.data_ptr()
         step.last_token, step.position = last_token.data_ptr(), batch.positions.data_ptr()
         stream = torch.cuda.current_stream(last_token.device).cuda_stream
-        if error := self._launch(ctypes.byref(step), self._num_blocks, ctypes.c_void_p(stream)):
+        if error := self._launch(ctypes.byref(step), ctypes.c_void_p(stream)):
             raise RuntimeError(f"launching the persistent kernel failed with CUDA error {error}")
         return self._memory["logits"]
+
+
+def _num_blocks(model: LlamaForCausalLM) -> int:
+    """Thread blocks of the kernel: at most one for each SM, and as many for each KV head."""
+    num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count
+    return num_sms // model.config.num_key_value_heads * model.config.num_key_value_heads
 
 
 def _layers_of(model: LlamaForCausalLM) -> list[LlamaLayer]:

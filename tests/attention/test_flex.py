@@ -220,7 +220,8 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
     spec = replace(PLAIN, window=window)
     ends = st.sampled_from([page_size, 2 * page_size, 3 * page_size])  # near which a list changes
     before_end = st.integers(0, min(page_size - 1, 12))
-    lens = np.array(data.draw(st.lists(st.builds(int.__sub__, ends, before_end), min_size=1, max_size=3)))
+    lengths = st.builds(int.__sub__, ends, before_end) | st.integers(1, 3 * page_size)
+    lens = np.array(data.draw(st.lists(lengths, min_size=1, max_size=3)))
     pages = np.random.default_rng(data.draw(st.integers(0, 9))).permutation(24).reshape(3, 8)
 
     def masks(kept: FlexBackend, batch: StepBatch) -> tuple[Tensor, Tensor]:

@@ -3,20 +3,22 @@
     python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
     python experiments/04_continuous_batching/run.py --predict
 
-Section "policies" compares the policies at one load, section "load" token budgets at several loads. On a CPU the model
-is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights. The result goes to
+Section "policies" compares the policies at one load, section "load" token budgets at several loads, which are fractions
+of what the machine can serve. On a CPU the model is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape
+in bfloat16 with random weights. The result goes to
 experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from book import figures, results
 from book.experiment import command_line, record
 from book.random_models import QWEN3_0_6B, random_model
-from book.static_batching import generate_steps, make_requests
+from book.static_batching import make_requests
 from book.units import quantity
 from mini_engine.bench.workloads import model_shape
 from mini_engine.config import EngineConfig
@@ -43,6 +45,8 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 
 EXPERIMENT, REPETITIONS = "04_continuous_batching", 3
+LOADS, CAPACITY = (50, 100), "load: capacity"  # the loads are in % of the capacity
+LOADS_TABLE = "<!-- loads -->", "<!-- end of loads -->"  # where the README has it
 SECTIONS = POLICIES, LOAD = "policies", "load"
 ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
 
@@ -52,17 +56,17 @@ class Workload:
     """Requests of lognormal lengths that arrive as a Poisson process, one of them with a long prompt.
 
     Attributes:
-        num_requests: how many, the long one included; it arrives in the middle.
-        rate: arrivals a second.
+        num_requests: how many, the long ones included.
+        rate: arrivals a second; infinite if all are there at once.
         prompt: median prompt in tokens, and the longest.
         output: median output in tokens, and the longest.
         long_prompt: tokens of the long prompt.
         max_batch_size: requests that run at once.
-        chunk: tokens of a step with chunked prefill.
+        budgets: tokens of a step: with chunked prefill, something between, and enough for any prompt.
         attn_backend: of all policies.
         page_size: tokens of a page.
-        loads: arrivals a second of the section "load".
-        budgets: tokens of a step there; the last one holds any prompt.
+        load_requests: how many the section "load" serves at each load.
+        load_output: median output there, and the longest.
         long_every: one prompt in so many is long; None for the one in the middle.
     """
 
@@ -72,26 +76,29 @@ class Workload:
     output: tuple[int, int]
     long_prompt: int
     max_batch_size: int
-    chunk: int
+    budgets: tuple[int, ...]
     attn_backend: str
     page_size: int
-    loads: tuple[float, ...]
-    budgets: tuple[int, ...]
-
+    load_requests: int
+    load_output: tuple[int, int]
     long_every: int | None = None
 
     @property
     def long_index(self) -> int:
         return self.num_requests // 2
 
+    @property
+    def chunk(self) -> int:
+        return self.budgets[0]
+
 
 CPU = Workload(
-    20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, chunk=64, attn_backend="torch_padded", page_size=16,
-    loads=(1.0, 2.0, 3.0, 4.0), budgets=(32, 64, 1024),
+    20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, budgets=(64, 1024), attn_backend="torch_padded",
+    page_size=16, load_requests=13, load_output=(8, 24),
 )  # fmt: skip
 GPU = Workload(
-    64, 10.0, (256, 2048), (48, 144), 16_384, max_batch_size=16, chunk=512, attn_backend="flex", page_size=128,
-    loads=(5.0, 10.0, 20.0), budgets=(256, 1024, 32_768),
+    40, 80.0, (256, 2048), (32, 96), 16_384, max_batch_size=16, budgets=(512, 2048, 32_768), attn_backend="flex",
+    page_size=128, load_requests=24, load_output=(8, 24),
 )  # fmt: skip
 
 
@@ -133,30 +140,6 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
 Times = list[list[float]]
 
 
-def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: int, attn_backend: str) -> Times:
-    """Run the requests that wait as one batch to its end, and then the next batch."""
-    now, times = 0.0, [[] for _ in requests]  # type: float, Times
-    waiting = deque(enumerate(requests))
-    while waiting:
-        now = max(now, waiting[0][1].arrival)
-        batch: list[int] = []
-        while waiting and waiting[0][1].arrival <= now and len(batch) < max_batch_size:
-            batch.append(waiting.popleft()[0])
-        group = make_requests(
-            [requests[index].prompt for index in batch],
-            [requests[index].params for index in batch],
-            max_model_len=model.config.max_position_embeddings,
-        )
-        steps = generate_steps(model, group, attn_backend, Parts())
-        start = time.perf_counter()
-        for step in steps:
-            now += time.perf_counter() - start
-            for request, _ in step.new_tokens:
-                times[batch[request.arrival]].append(now)
-            start = time.perf_counter()
-    return times
-
-
 def num_pages(requests: Sequence[Request], max_batch_size: int, page_size: int) -> int:
     """Enough for any batch, so no request is preempted; admission leaves a page free for each running request."""
     pages = sorted(-(-(len(request.prompt) + request.num_tokens) // page_size) for request in requests)
@@ -177,35 +160,59 @@ def make_engine(model: CausalLM, requests: Sequence[Request], workload: Workload
     return LLMEngine(model, config)
 
 
-def serve_continuous(engine: LLMEngine, requests: Sequence[Request]) -> Times:
-    """Let each request join at the first step after its arrival, if there is room."""
+def make_engines(model: CausalLM, workload: Workload) -> dict[int, LLMEngine]:
+    """An engine for each token budget. All have a pool of one size, because kernels are compiled for its size."""
+    vocab_size = model.config.vocab_size
+    requests = arrivals(workload, vocab_size)
+    engines = {
+        budget: make_engine(model, requests + arrivals(at_load(workload, math.inf), vocab_size), workload, budget)
+        for budget in workload.budgets
+    }
+    for engine in engines.values():  # a few requests that do not count
+        some = (*requests[:2], requests[workload.long_index])
+        serve(engine, [replace(request, arrival=0.0, num_tokens=3) for request in some])
+    return engines
+
+
+def serve(engine: LLMEngine, requests: Sequence[Request], static: bool = False) -> Times:
+    """Let each request join at the first step after its arrival, if there is room.
+
+    Args:
+        engine: the engine.
+        requests: in the order of their arrivals.
+        static: let requests join only when none is unfinished, at most a full batch of them.
+    """
     now, times, arrived = 0.0, [[] for _ in requests], 0  # type: float, Times, int
     while arrived < len(requests) or engine.has_unfinished:
-        if not engine.has_unfinished:
+        is_idle = not engine.has_unfinished
+        if is_idle:
             now = max(now, requests[arrived].arrival)
-        while arrived < len(requests) and requests[arrived].arrival <= now:
-            engine.add_request(str(arrived), requests[arrived].prompt, requests[arrived].params)
+        room = engine.config.max_batch_size * is_idle if static else len(requests)
+        for request in requests[arrived : arrived + room]:
+            if request.arrival > now:
+                break
+            engine.add_request(str(arrived), request.prompt, request.params)
             arrived += 1
         start = time.perf_counter()
         report = engine.step()
         now += time.perf_counter() - start
-        for request in report.sampled_by:
-            times[int(request.request_id)].append(now)
+        for sampled in report.sampled_by:
+            times[int(sampled.request_id)].append(now)
     return times
 
 
 Serve = Callable[[Sequence[Request]], Times]
+ServeInSteps = Callable[[int, Sequence[Request]], Times]  # the first argument is the token budget
+Ways = Mapping[str, Callable[[], list[results.Row]]]
 
 
-def policies(model: CausalLM, workload: Workload, requests: Sequence[Request]) -> dict[str, Serve]:
-    """How each policy serves requests that are no longer than these."""
-    size = workload.max_batch_size
-    whole = make_engine(model, requests, workload, size * workload.long_prompt)  # no step needs more
-    chunked = make_engine(model, requests, workload, workload.chunk)
+def policies(engines: Mapping[int, LLMEngine], workload: Workload) -> dict[str, Serve]:
+    """How each policy serves requests."""
+    whole, chunked = engines[workload.budgets[-1]], engines[workload.chunk]
     return {
-        "static": lambda some: serve_static(model, some, size, workload.attn_backend),
-        "continuous": lambda some: serve_continuous(whole, some),
-        "continuous, chunked": lambda some: serve_continuous(chunked, some),
+        "static": lambda requests: serve(whole, requests, static=True),
+        "continuous": lambda requests: serve(whole, requests),
+        "continuous, chunked": lambda requests: serve(chunked, requests),
     }
 
 
@@ -334,7 +341,7 @@ def median_rows(runs: Sequence[Sequence[results.Row]]) -> list[results.Row]:
     return found
 
 
-def in_turns(ways: Mapping[str, Callable[[], list[results.Row]]]) -> list[results.Row]:
+def in_turns(ways: Ways) -> list[results.Row]:
     """Run each way several times, in turns, in order and in reverse order."""
     runs = defaultdict(list)
     for repetition in range(REPETITIONS):
@@ -346,30 +353,52 @@ def in_turns(ways: Mapping[str, Callable[[], list[results.Row]]]) -> list[result
     return [row for name in ways for row in median_rows(runs[name])]
 
 
-def policy_rows(model: CausalLM, workload: Workload, machine: Machine) -> list[results.Row]:
-    """Serve the same requests by every policy, after a few that do not count."""
+def policy_rows(
+    model: CausalLM, engines: Mapping[int, LLMEngine], workload: Workload, machine: Machine
+) -> list[results.Row]:
+    """Serve the same requests by every policy."""
     requests = arrivals(workload, model.config.vocab_size)
     bound = bounds(model_shape(model.config), workload, requests, machine)
-    warm_up = [replace(r, arrival=0.0, num_tokens=3) for r in (*requests[:2], requests[workload.long_index])]
-    serve = policies(model, workload, requests)
-    for own in serve.values():
-        own(warm_up)
     return in_turns(
         {
             name: lambda name=name, own=own: rows_of(name, workload, requests, own(requests), bound)  # type: ignore[misc]
-            for name, own in serve.items()
+            for name, own in policies(engines, workload).items()
         }
     )
 
 
-def at_load(workload: Workload, load: float) -> Workload:
-    """More such requests, arriving at another rate, every tenth with a long prompt."""
-    return replace(workload, num_requests=3 * workload.num_requests, rate=load, long_every=10)
+def at_load(workload: Workload, rate: float) -> Workload:
+    """The requests of the section "load", arriving at a rate: every fifth prompt is long."""
+    return replace(workload, num_requests=workload.load_requests, rate=rate, output=workload.load_output, long_every=5)
 
 
-def latency_rows(load: float, budget: int, requests: Sequence[Request], times: Times) -> list[results.Row]:
+def capacity_ways(shape: ModelShape, workload: Workload, serve: ServeInSteps, machine: Machine) -> Ways:
+    """Serve all requests at once, without chunks: how many are done in a second."""
+    at_once = at_load(workload, math.inf)
+    requests = arrivals(at_once, shape.vocab_size)
+    count, bound = len(requests), bounds(shape, at_once, requests, machine)["run"]
+    why = "all work in full batches at the machine's rates"
+
+    def capacity() -> list[results.Row]:
+        seconds = max(own[-1] for own in serve(workload.budgets[-1], requests))
+        return [results.Row(CAPACITY, count / seconds, "requests/s", count / bound, why)]
+
+    return {"all at once": capacity}
+
+
+def load_ways(shape: ModelShape, workload: Workload, serve: ServeInSteps, capacity: float) -> Ways:
+    """Serve the same requests at several loads, in steps of several sizes."""
+
+    def way(load: int, budget: int) -> list[results.Row]:
+        requests = arrivals(at_load(workload, load / 100 * capacity), shape.vocab_size)
+        return latency_rows(load, budget, requests, serve(budget, requests))
+
+    return {f"{load} %, {budget} tokens": partial(way, load, budget) for load in LOADS for budget in workload.budgets}
+
+
+def latency_rows(load: int, budget: int, requests: Sequence[Request], times: Times) -> list[results.Row]:
     """Median, 99th percentile and slowest TTFT and ITL."""
-    case: dict[str, results.Setting] = {"arrivals a second": load, "tokens of a step": budget}
+    case: dict[str, results.Setting] = {"% of capacity": load, "tokens of a step": budget}
     found = {
         "TTFT": [own[0] - request.arrival for own, request in zip(times, requests, strict=True)],
         "ITL": [gap for own in times for gap in gaps(own)],
@@ -382,22 +411,17 @@ def latency_rows(load: float, budget: int, requests: Sequence[Request], times: T
     ]
 
 
-def load_rows(model: CausalLM, workload: Workload) -> list[results.Row]:
-    """Serve the same requests at several rates of arrival, in steps of several sizes."""
-    vocab_size = model.config.vocab_size
-    requests = {load: arrivals(at_load(workload, load), vocab_size) for load in workload.loads}
-    some = requests[workload.loads[0]]
-    engines = {budget: make_engine(model, some, workload, budget) for budget in workload.budgets}
-    for engine in engines.values():
-        serve_continuous(engine, [replace(request, arrival=0.0, num_tokens=3) for request in some[:3]])
-    ways = {
-        f"{load} a second, {budget} tokens": lambda load=load, budget=budget: latency_rows(  # type: ignore[misc]
-            load, budget, requests[load], serve_continuous(engines[budget], requests[load])
-        )
-        for load in workload.loads
-        for budget in workload.budgets
-    }
-    return in_turns(ways)
+def load_rows(
+    model: CausalLM, engines: Mapping[int, LLMEngine], workload: Workload, machine: Machine
+) -> list[results.Row]:
+    """Measure the capacity, then latencies at several loads."""
+    shape = model_shape(model.config)
+
+    def by_engine(budget: int, requests: Sequence[Request]) -> Times:
+        return serve(engines[budget], requests)
+
+    [capacity] = in_turns(capacity_ways(shape, workload, by_engine, machine))
+    return [capacity, *in_turns(load_ways(shape, workload, by_engine, capacity.value))]
 
 
 def replayed(
@@ -437,66 +461,76 @@ def replayed(
 
 def load_prediction(shape: ModelShape, workload: Workload, machine: Machine) -> list[results.Row]:
     """What `load_rows` would find if steps took as long as at the machine's rates."""
-    return [
-        row
-        for load in workload.loads
-        for budget in workload.budgets
-        for requests in [arrivals(at_load(workload, load), shape.vocab_size)]
-        for row in latency_rows(load, budget, requests, replayed(shape, workload, requests, budget, machine))
-    ]
+
+    def by_replay(budget: int, requests: Sequence[Request]) -> Times:
+        return replayed(shape, workload, requests, budget, machine)
+
+    [[capacity]] = [way() for way in capacity_ways(shape, workload, by_replay, machine).values()]
+    ways = load_ways(shape, workload, by_replay, capacity.value)
+    return [capacity, *(row for way in ways.values() for row in way())]
 
 
 def load_table(rows: Sequence[results.Row]) -> str:
-    """TTFT and ITL for each load and budget, as Markdown."""
-    figures_of = list(dict.fromkeys(row.figure for row in rows))
+    """The capacity, and TTFT and ITL for each load and budget, as Markdown."""
+    rows = [row for row in rows if row.figure.startswith("load: ")]
+    [capacity] = [row for row in rows if row.figure == CAPACITY]
+    figures_of = list(dict.fromkeys(row.figure for row in rows if row is not capacity))
     cells = defaultdict(list)
     for row in rows:
-        cells[tuple(row.case.values())].append(quantity(row.value, row.unit))
-    head = ["arrivals a second", "tokens of a step", *(figure.removeprefix("load: ") for figure in figures_of)]
-    lines = [head, ["---"] * len(head), *([f"{load:g}", f"{budget:,}", *own] for (load, budget), own in cells.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        if row is not capacity:
+            cells[tuple(row.case.values())].append(with_spread(row))
+    head = ["load", "tokens of a step", *(figure.removeprefix("load: ") for figure in figures_of)]
+    lines = [head, ["---"] * len(head), *([f"{load} %", f"{budget:,}", *own] for (load, budget), own in cells.items())]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"Capacity: {with_spread(capacity)}.\n\n{table}"
+
+
+def with_spread(row: results.Row) -> str:
+    """A median, with the smallest and the largest value if it is one of several."""
+    between = "" if row.spread is None else f" ({' to '.join(quantity(end, row.unit) for end in row.spread)})"
+    return quantity(row.value, row.unit) + between
+
+
+def fill_load_tables() -> None:
+    """Write the tables of all devices that recorded the section "load" into the README."""
+    tables = [
+        f"{load_table(result.rows)}\n\n{result.provenance}"
+        for result in results.load(EXPERIMENT)
+        if any(row.figure == CAPACITY for row in result.rows)
+    ]
+    results.fill(Path(__file__).with_name("README.md"), LOADS_TABLE, tables)
 
 
 def draw_policies(result: results.Result) -> Figure:
     """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy."""
     shown = {
-        "throughput": "throughput (line: offered load)",
+        "throughput": "throughput (line: bound)",
         "first token, median": "TTFT, median",
         "between tokens beside the long prompt": "longest ITL beside the long prompt",
     }
-    figure, axes = figures.new(6.4, rows=len(shown))
-    for ax, (name, title) in zip(axes[:, 0], shown.items(), strict=True):
-        rows = [row for row in result.rows if row.figure == name]
-        labels = [str(row.case["policy"]) for row in rows]
-        # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
-        limits = [row.bound if name == "throughput" else None for row in rows]
-        figures.draw_bars_with_bound(labels, [row.value for row in rows], limits, rows[0].unit, ax=ax, title=title)
-        ax.set_xticks([])  # the values stand beside the bars
-    axes[0, 0].legend().remove()  # the title says what the line is
-    return figure
+    return draw_bars(result, shown, lambda row: str(row.case["policy"]))
 
 
 def draw_loads(result: results.Result) -> Figure:
-    """Draw TTFT and ITL against the load, a line for each token budget."""
-    rows = [row for row in result.rows if row.figure.startswith("load: ")]
-    names = list(dict.fromkeys(row.figure for row in rows))
-    figure, axes = figures.new(5.4, rows=2, columns=3)
-    for ax, name in zip(axes.flat, names, strict=True):
-        own = [row for row in rows if row.figure == name]
-        loads = sorted({float(row.case["arrivals a second"]) for row in own})
-        budgets = sorted({int(row.case["tokens of a step"]) for row in own})
-        lines = {
-            f"{budget:,} tokens a step": [
-                row.value for load in loads for row in own if tuple(row.case.values()) == (load, budget)
-            ]
-            for budget in budgets
-        }
-        figures.draw_lines(
-            loads, lines, xlabel="arrivals a second", ylabel="s", ax=ax, title=name.removeprefix("load: ")
-        )
-        ax.set_yscale("log")
-        if ax is not axes.flat[0]:
-            ax.legend().remove()
+    """Draw the median TTFT and the largest ITLs, by load and token budget."""
+    shown = {"load: TTFT, median": "TTFT, median", "load: ITL, 99 %": "ITL, p99", "load: ITL, slowest": "ITL, slowest"}
+    return draw_bars(
+        result, shown, lambda row: f"{row.case['% of capacity']} %, {row.case['tokens of a step']:,} tokens"
+    )
+
+
+def draw_bars(result: results.Result, shown: Mapping[str, str], label: Callable[[results.Row], str]) -> Figure:
+    """Draw the rows of some figures as bars, a panel for each figure with its title."""
+    rows = {name: [row for row in result.rows if row.figure == name] for name in shown}
+    figure, axes = figures.new(0.3 + sum(0.9 + 0.4 * len(own) for own in rows.values()), rows=len(shown))
+    for ax, (name, own) in zip(axes[:, 0], rows.items(), strict=True):
+        # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
+        limits = [row.bound if name == "throughput" else None for row in own]
+        labels, values = [label(row) for row in own], [row.value for row in own]
+        figures.draw_bars_with_bound(labels, values, limits, own[0].unit, ax=ax, title=shown[name])
+        ax.set_xticks([])  # the values stand beside the bars
+        if ax.get_legend():
+            ax.get_legend().remove()  # the title says what the line is
     return figure
 
 
@@ -522,17 +556,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "long prompt": workload.long_prompt,
         "batch": workload.max_batch_size,
         "chunk": workload.chunk,
+        "requests at each load": workload.load_requests,
         "repetitions": REPETITIONS,
     }
+    engines = make_engines(model, workload)
+    machine = measure_machine(device, model.dtype)
     for section in arguments.only:  # each is written when it is measured
-        if section == POLICIES:
-            rows = policy_rows(model, workload, measure_machine(device, model.dtype))
-        else:
-            rows = load_rows(model, workload)
+        rows = (policy_rows if section == POLICIES else load_rows)(model, engines, workload, machine)
         result = results.with_recorded(
             results.new_result(EXPERIMENT, rows, parameters, arguments.device), arguments.out
         )
-        record(result, arguments.out, {row.figure for row in result.rows})
+        record(result, arguments.out, {row.figure for row in result.rows if not row.figure.startswith("load: ")})
+    if arguments.out is None:
+        fill_load_tables()
 
 
 if __name__ == "__main__":

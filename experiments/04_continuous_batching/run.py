@@ -1,20 +1,24 @@
 """Static against continuous batching, with and without chunked prefill, while requests arrive one after the other.
 
-    python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/04_continuous_batching/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
     python experiments/04_continuous_batching/run.py --predict
 
-On a CPU the model is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights.
-The result goes to experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
+Section "policies" compares the policies at one load, section "load" token budgets at several loads, which are fractions
+of what the machine can serve. On a CPU the model is the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape
+in bfloat16 with random weights. The result goes to
+experiments/04_continuous_batching/results/<device>.json, below DIR where one is given.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,17 +31,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from book import figures, results
 from book.experiment import command_line, record
 from book.random_models import QWEN3_0_6B, random_model
-from book.static_batching import generate_steps, make_requests
+from book.static_batching import make_requests
+from book.units import quantity
 from mini_engine.bench.workloads import model_shape
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
+from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Scheduler
 
-PAGE_SIZE = 16
+EXPERIMENT, REPETITIONS = "04_continuous_batching", 3
+LOADS, CAPACITY = (50, 100), "load: capacity"  # the loads are in % of the capacity
+LOADS_TABLE = "<!-- loads -->", "<!-- end of loads -->"  # where the README has it
+SECTIONS = POLICIES, LOAD = "policies", "load"
 ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
 
 
@@ -46,13 +56,18 @@ class Workload:
     """Requests of lognormal lengths that arrive as a Poisson process, one of them with a long prompt.
 
     Attributes:
-        num_requests: how many, the long one included; it arrives in the middle.
-        rate: arrivals a second.
+        num_requests: how many, the long ones included.
+        rate: arrivals a second; infinite if all are there at once.
         prompt: median prompt in tokens, and the longest.
         output: median output in tokens, and the longest.
         long_prompt: tokens of the long prompt.
         max_batch_size: requests that run at once.
-        chunk: tokens of a step with chunked prefill.
+        budgets: tokens of a step: with chunked prefill, something between, and enough for any prompt.
+        attn_backend: of all policies.
+        page_size: tokens of a page.
+        load_requests: how many the section "load" serves at each load.
+        load_output: median output there, and the longest.
+        long_every: one prompt in so many is long; None for the one in the middle.
     """
 
     num_requests: int
@@ -61,15 +76,30 @@ class Workload:
     output: tuple[int, int]
     long_prompt: int
     max_batch_size: int
-    chunk: int
+    budgets: tuple[int, ...]
+    attn_backend: str
+    page_size: int
+    load_requests: int
+    load_output: tuple[int, int]
+    long_every: int | None = None
 
     @property
     def long_index(self) -> int:
         return self.num_requests // 2
 
+    @property
+    def chunk(self) -> int:
+        return self.budgets[0]
 
-CPU = Workload(20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, chunk=64)
-GPU = Workload(64, 10.0, (256, 2048), (48, 144), 16_384, max_batch_size=16, chunk=512)
+
+CPU = Workload(
+    20, 8.0, (24, 128), (32, 96), 512, max_batch_size=8, budgets=(64, 1024), attn_backend="torch_padded",
+    page_size=16, load_requests=13, load_output=(8, 24),
+)  # fmt: skip
+GPU = Workload(
+    40, 80.0, (256, 2048), (32, 96), 16_384, max_batch_size=16, budgets=(512, 2048, 32_768), attn_backend="flex",
+    page_size=128, load_requests=24, load_output=(8, 24),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +125,10 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
         return rng.lognormal(np.log(median), 0.7, n).round().clip(2, longest).astype(int)
 
     prompts, outputs = lengths(*workload.prompt), lengths(*workload.output)
-    prompts[workload.long_index] = workload.long_prompt
+    first, every = (
+        (workload.long_index, n) if workload.long_every is None else (workload.long_every // 2, workload.long_every)
+    )
+    prompts[first::every] = workload.long_prompt
     return [
         Request(float(at), rng.integers(vocab_size, size=prompt).tolist(), int(output))
         for at, prompt, output in zip(times, prompts, outputs, strict=True)
@@ -107,65 +140,79 @@ def arrivals(workload: Workload, vocab_size: int, seed: int = 0) -> list[Request
 Times = list[list[float]]
 
 
-def serve_static(model: CausalLM, requests: Sequence[Request], max_batch_size: int) -> Times:
-    """Run the requests that wait as one batch to its end, and then the next batch."""
-    now, times = 0.0, [[] for _ in requests]  # type: float, Times
-    waiting = deque(enumerate(requests))
-    while waiting:
-        now = max(now, waiting[0][1].arrival)
-        batch: list[int] = []
-        while waiting and waiting[0][1].arrival <= now and len(batch) < max_batch_size:
-            batch.append(waiting.popleft()[0])
-        group = make_requests(
-            [requests[index].prompt for index in batch],
-            [requests[index].params for index in batch],
-            max_model_len=model.config.max_position_embeddings,
-        )
-        steps = generate_steps(model, group, "torch_padded", Parts())
-        start = time.perf_counter()
-        for step in steps:
-            now += time.perf_counter() - start
-            for request, _ in step.new_tokens:
-                times[batch[request.arrival]].append(now)
-            start = time.perf_counter()
-    return times
+def num_pages(requests: Sequence[Request], max_batch_size: int, page_size: int) -> int:
+    """Enough for any batch, so no request is preempted; admission leaves a page free for each running request."""
+    pages = sorted(-(-(len(request.prompt) + request.num_tokens) // page_size) for request in requests)
+    return sum(pages[-max_batch_size:]) + max_batch_size
 
 
-def serve_continuous(
-    model: CausalLM, requests: Sequence[Request], max_batch_size: int, max_num_batched_tokens: int
-) -> Times:
-    """Let each request join at the first step after its arrival, if there is room."""
-    pages = sorted(-(-(len(request.prompt) + request.num_tokens) // PAGE_SIZE) for request in requests)
+def make_engine(model: CausalLM, requests: Sequence[Request], workload: Workload, budget: int) -> LLMEngine:
+    """An engine for these requests, whose steps have at most `budget` tokens."""
     config = EngineConfig(
-        # Enough for any batch, so no request is preempted; admission leaves a page free for each running request.
-        num_pages=sum(pages[-max_batch_size:]) + max_batch_size,
-        page_size=PAGE_SIZE,
-        max_batch_size=max_batch_size,
-        max_num_batched_tokens=max_num_batched_tokens,
+        attn_backend=workload.attn_backend,
+        num_pages=num_pages(requests, workload.max_batch_size, workload.page_size),
+        page_size=workload.page_size,
+        max_batch_size=workload.max_batch_size,
+        max_num_batched_tokens=budget,
+        max_model_len=max(len(request.prompt) + request.num_tokens for request in requests),
+        warm_up=model.device.type == "cuda",  # compiled kernels are compiled before the first request
     )
-    engine = LLMEngine(model, config)
+    return LLMEngine(model, config)
+
+
+def make_engines(model: CausalLM, workload: Workload) -> dict[int, LLMEngine]:
+    """An engine for each token budget. All have a pool of one size, because kernels are compiled for its size."""
+    vocab_size = model.config.vocab_size
+    requests = arrivals(workload, vocab_size)
+    engines = {
+        budget: make_engine(model, requests + arrivals(at_load(workload, math.inf), vocab_size), workload, budget)
+        for budget in workload.budgets
+    }
+    for engine in engines.values():  # a few requests that do not count
+        some = (*requests[:2], requests[workload.long_index])
+        serve(engine, [replace(request, arrival=0.0, num_tokens=3) for request in some])
+    return engines
+
+
+def serve(engine: LLMEngine, requests: Sequence[Request], static: bool = False) -> Times:
+    """Let each request join at the first step after its arrival, if there is room.
+
+    Args:
+        engine: the engine.
+        requests: in the order of their arrivals.
+        static: let requests join only when none is unfinished, at most a full batch of them.
+    """
     now, times, arrived = 0.0, [[] for _ in requests], 0  # type: float, Times, int
     while arrived < len(requests) or engine.has_unfinished:
-        if not engine.has_unfinished:
+        is_idle = not engine.has_unfinished
+        if is_idle:
             now = max(now, requests[arrived].arrival)
-        while arrived < len(requests) and requests[arrived].arrival <= now:
-            engine.add_request(str(arrived), requests[arrived].prompt, requests[arrived].params)
+        room = engine.config.max_batch_size * is_idle if static else len(requests)
+        for request in requests[arrived : arrived + room]:
+            if request.arrival > now:
+                break
+            engine.add_request(str(arrived), request.prompt, request.params)
             arrived += 1
         start = time.perf_counter()
         report = engine.step()
         now += time.perf_counter() - start
-        for request in report.sampled_by:
-            times[int(request.request_id)].append(now)
+        for sampled in report.sampled_by:
+            times[int(sampled.request_id)].append(now)
     return times
 
 
-def policies(workload: Workload) -> dict[str, Callable[[CausalLM, Sequence[Request]], Times]]:
-    size = workload.max_batch_size
-    whole = size * workload.long_prompt  # no step needs more
+Serve = Callable[[Sequence[Request]], Times]
+ServeInSteps = Callable[[int, Sequence[Request]], Times]  # the first argument is the token budget
+Ways = Mapping[str, Callable[[], list[results.Row]]]
+
+
+def policies(engines: Mapping[int, LLMEngine], workload: Workload) -> dict[str, Serve]:
+    """How each policy serves requests."""
+    whole, chunked = engines[workload.budgets[-1]], engines[workload.chunk]
     return {
-        "static": lambda model, requests: serve_static(model, requests, size),
-        "continuous": lambda model, requests: serve_continuous(model, requests, size, whole),
-        "continuous, chunked": lambda model, requests: serve_continuous(model, requests, size, workload.chunk),
+        "static": lambda requests: serve(whole, requests, static=True),
+        "continuous": lambda requests: serve(whole, requests),
+        "continuous, chunked": lambda requests: serve(chunked, requests),
     }
 
 
@@ -243,13 +290,18 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
     }
 
 
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that a share of all values does not exceed."""
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
 def rows_of(
     policy: str, workload: Workload, requests: Sequence[Request], times: Times, bound: dict[str, float]
 ) -> list[results.Row]:
-    """What one policy gave: all its figures, each beside its bound."""
+    """What one policy gave once: all its figures, each beside its bound."""
     case: dict[str, results.Setting] = {"policy": policy}
     first = [own[0] - request.arrival for own, request in zip(times, requests, strict=True)]
-    between = sorted(gap for own in times for gap in gaps(own))
+    between = [gap for own in times for gap in gaps(own)]
     tokens = sum(map(len, times))
     seconds = max(own[-1] for own in times) - requests[0].arrival
     prompt, step = "its prompt alone at the machine's rates", "a decode step at the machine's rates"
@@ -261,7 +313,7 @@ def rows_of(
         results.Row("first token, slowest", max(first), "s", None, "none: it mostly waits for others", case),
         results.Row("first token of the long prompt", first[long], "s", bound["long"], prompt, case),
         results.Row("between tokens, median", statistics.median(between), "s", bound["decode"], step, case),
-        results.Row("between tokens, 99 %", between[int(0.99 * len(between))], "s", bound["decode"], step, case),
+        results.Row("between tokens, 99 %", quantile(between, 0.99), "s", bound["decode"], step, case),
         results.Row(
             "between tokens beside the long prompt",
             gap_beside(long, requests, times),
@@ -280,60 +332,243 @@ def make_model(device: torch.device) -> CausalLM:
     return random_model(QWEN3_0_6B, torch.bfloat16, device)
 
 
-def measure(model: CausalLM, workload: Workload, machine: Machine) -> list[results.Row]:
-    """Serve the same requests by every policy, after a few that do not count."""
+def median_rows(runs: Sequence[Sequence[results.Row]]) -> list[results.Row]:
+    """The rows of several runs with the same figures and cases: medians, and the smallest and largest values."""
+    found = []
+    for same in zip(*runs, strict=True):
+        values = [row.value for row in same]
+        found.append(replace(same[0], value=statistics.median(values), spread=(min(values), max(values))))
+    return found
+
+
+def in_turns(ways: Ways) -> list[results.Row]:
+    """Run each way several times, in turns, in order and in reverse order."""
+    runs = defaultdict(list)
+    for repetition in range(REPETITIONS):
+        for name in list(ways)[:: -1 if repetition % 2 else 1]:
+            runs[name].append(ways[name]())
+            print(
+                name, *(f"{row.figure}: {row.value:.3g} {row.unit}" for row in runs[name][-1][:3]), sep="; ", flush=True
+            )
+    return [row for name in ways for row in median_rows(runs[name])]
+
+
+def policy_rows(
+    model: CausalLM, engines: Mapping[int, LLMEngine], workload: Workload, machine: Machine
+) -> list[results.Row]:
+    """Serve the same requests by every policy."""
     requests = arrivals(workload, model.config.vocab_size)
     bound = bounds(model_shape(model.config), workload, requests, machine)
-    warm_up = [replace(r, arrival=0.0, num_tokens=3) for r in (*requests[:2], requests[workload.long_index])]
-    rows = []
-    for policy, serve in policies(workload).items():
-        serve(model, warm_up)
-        rows += rows_of(policy, workload, requests, serve(model, requests), bound)
-    return rows
+    return in_turns(
+        {
+            name: lambda name=name, own=own: rows_of(name, workload, requests, own(requests), bound)  # type: ignore[misc]
+            for name, own in policies(engines, workload).items()
+        }
+    )
+
+
+def at_load(workload: Workload, rate: float) -> Workload:
+    """The requests of the section "load", arriving at a rate: every fifth prompt is long."""
+    return replace(workload, num_requests=workload.load_requests, rate=rate, output=workload.load_output, long_every=5)
+
+
+def capacity_ways(shape: ModelShape, workload: Workload, serve: ServeInSteps, machine: Machine) -> Ways:
+    """Serve all requests at once, without chunks: how many are done in a second."""
+    at_once = at_load(workload, math.inf)
+    requests = arrivals(at_once, shape.vocab_size)
+    count, bound = len(requests), bounds(shape, at_once, requests, machine)["run"]
+    why = "all work in full batches at the machine's rates"
+
+    def capacity() -> list[results.Row]:
+        seconds = max(own[-1] for own in serve(workload.budgets[-1], requests))
+        return [results.Row(CAPACITY, count / seconds, "requests/s", count / bound, why)]
+
+    return {"all at once": capacity}
+
+
+def load_ways(shape: ModelShape, workload: Workload, serve: ServeInSteps, capacity: float) -> Ways:
+    """Serve the same requests at several loads, in steps of several sizes."""
+
+    def way(load: int, budget: int) -> list[results.Row]:
+        requests = arrivals(at_load(workload, load / 100 * capacity), shape.vocab_size)
+        return latency_rows(load, budget, requests, serve(budget, requests))
+
+    return {f"{load} %, {budget} tokens": partial(way, load, budget) for load in LOADS for budget in workload.budgets}
+
+
+def latency_rows(load: int, budget: int, requests: Sequence[Request], times: Times) -> list[results.Row]:
+    """Median, 99th percentile and slowest TTFT and ITL."""
+    case: dict[str, results.Setting] = {"% of capacity": load, "tokens of a step": budget}
+    found = {
+        "TTFT": [own[0] - request.arrival for own, request in zip(times, requests, strict=True)],
+        "ITL": [gap for own in times for gap in gaps(own)],
+    }
+    why = "none: it depends on the load"
+    return [
+        results.Row(f"load: {name}, {label}", quantile(values, share), "s", None, why, case)
+        for name, values in found.items()
+        for label, share in (("median", 0.5), ("99 %", 0.99), ("slowest", 1.0))
+    ]
+
+
+def load_rows(
+    model: CausalLM, engines: Mapping[int, LLMEngine], workload: Workload, machine: Machine
+) -> list[results.Row]:
+    """Measure the capacity, then latencies at several loads."""
+    shape = model_shape(model.config)
+
+    def by_engine(budget: int, requests: Sequence[Request]) -> Times:
+        return serve(engines[budget], requests)
+
+    [capacity] = in_turns(capacity_ways(shape, workload, by_engine, machine))
+    return [capacity, *in_turns(load_ways(shape, workload, by_engine, capacity.value))]
+
+
+def replayed(
+    shape: ModelShape, workload: Workload, requests: Sequence[Request], budget: int, machine: Machine
+) -> Times:
+    """Run the scheduler without a model: a step takes as long as a prompt of its tokens at the machine's rates."""
+    dtype_bytes, size = getattr(torch, machine.dtype).itemsize, workload.max_batch_size
+
+    @cache
+    def seconds(num_tokens: int) -> float:
+        return model_step_cost(shape, num_tokens, num_tokens, dtype_bytes).seconds(machine)
+
+    table = PageTable(num_pages(requests, size, workload.page_size), page_size=workload.page_size, max_rows=size)
+    scheduler = Scheduler(
+        table, max_model_len=max(len(r.prompt) + r.num_tokens for r in requests), max_num_batched_tokens=budget,
+        window=None, prefix_sharing=False, parts=Parts(),
+    )  # fmt: skip
+    running = scheduler.running
+    coming = deque(make_requests([r.prompt for r in requests], [r.params for r in requests], max_model_len=2**20))
+    now, times = 0.0, [[] for _ in requests]  # type: float, Times
+    while coming or scheduler.waiting or len(running):
+        if not (scheduler.waiting or len(running)):
+            now = max(now, requests[coming[0].arrival].arrival)
+        while coming and requests[coming[0].arrival].arrival <= now:
+            scheduler.add(coming.popleft())
+        schedule = scheduler.schedule()
+        now += seconds(schedule.num_tokens)
+        running.num_computed[schedule.rows] += schedule.num_new
+        samples = schedule.rows[running.num_computed[schedule.rows] == running.num_scheduled[schedule.rows]]
+        running.num_scheduled[samples] += 1
+        for request in running.requests_of(samples):
+            times[request.arrival].append(now)
+        for request in running.requests_of(running.append(samples, np.full(len(samples), 7))):
+            scheduler.remove(request)
+    return times
+
+
+def load_prediction(shape: ModelShape, workload: Workload, machine: Machine) -> list[results.Row]:
+    """What `load_rows` would find if steps took as long as at the machine's rates."""
+
+    def by_replay(budget: int, requests: Sequence[Request]) -> Times:
+        return replayed(shape, workload, requests, budget, machine)
+
+    [[capacity]] = [way() for way in capacity_ways(shape, workload, by_replay, machine).values()]
+    ways = load_ways(shape, workload, by_replay, capacity.value)
+    return [capacity, *(row for way in ways.values() for row in way())]
+
+
+def load_table(rows: Sequence[results.Row]) -> str:
+    """The capacity, and TTFT and ITL for each load and budget, as Markdown."""
+    rows = [row for row in rows if row.figure.startswith("load: ")]
+    [capacity] = [row for row in rows if row.figure == CAPACITY]
+    figures_of = list(dict.fromkeys(row.figure for row in rows if row is not capacity))
+    cells = defaultdict(list)
+    for row in rows:
+        if row is not capacity:
+            cells[tuple(row.case.values())].append(with_spread(row))
+    head = ["load", "tokens of a step", *(figure.removeprefix("load: ") for figure in figures_of)]
+    lines = [head, ["---"] * len(head), *([f"{load} %", f"{budget:,}", *own] for (load, budget), own in cells.items())]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"Capacity: {with_spread(capacity)}.\n\n{table}"
+
+
+def with_spread(row: results.Row) -> str:
+    """A median, with the smallest and the largest value if it is one of several."""
+    between = "" if row.spread is None else f" ({' to '.join(quantity(end, row.unit) for end in row.spread)})"
+    return quantity(row.value, row.unit) + between
+
+
+def fill_load_tables() -> None:
+    """Write the tables of all devices that recorded the section "load" into the README."""
+    tables = [
+        f"{load_table(result.rows)}\n\n{result.provenance}"
+        for result in results.load(EXPERIMENT)
+        if any(row.figure == CAPACITY for row in result.rows)
+    ]
+    results.fill(Path(__file__).with_name("README.md"), LOADS_TABLE, tables)
 
 
 def draw_policies(result: results.Result) -> Figure:
     """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy."""
     shown = {
-        "throughput": "throughput (line: offered load)",
+        "throughput": "throughput (line: bound)",
         "first token, median": "TTFT, median",
         "between tokens beside the long prompt": "longest ITL beside the long prompt",
     }
-    figure, axes = figures.new(6.4, rows=len(shown))
-    for ax, (name, title) in zip(axes[:, 0], shown.items(), strict=True):
-        rows = [row for row in result.rows if row.figure == name]
-        labels = [str(row.case["policy"]) for row in rows]
+    return draw_bars(result, shown, lambda row: str(row.case["policy"]))
+
+
+def draw_loads(result: results.Result) -> Figure:
+    """Draw the median TTFT and the slowest ITL, by load and token budget."""
+    shown = {"load: TTFT, median": "TTFT, median", "load: ITL, slowest": "ITL, slowest"}
+    return draw_bars(
+        result, shown, lambda row: f"{row.case['% of capacity']} %, {row.case['tokens of a step']:,} tokens"
+    )
+
+
+def draw_bars(result: results.Result, shown: Mapping[str, str], label: Callable[[results.Row], str]) -> Figure:
+    """Draw the rows of some figures as bars, a panel for each figure with its title."""
+    rows = {name: [row for row in result.rows if row.figure == name] for name in shown}
+    figure, axes = figures.new(0.3 + sum(0.9 + 0.4 * len(own) for own in rows.values()), rows=len(shown))
+    for ax, (name, own) in zip(axes[:, 0], rows.items(), strict=True):
         # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
-        limits = [row.bound if name == "throughput" else None for row in rows]
-        figures.draw_bars_with_bound(labels, [row.value for row in rows], limits, rows[0].unit, ax=ax, title=title)
+        limits = [row.bound if name == "throughput" else None for row in own]
+        labels, values = [label(row) for row in own], [row.value for row in own]
+        figures.draw_bars_with_bound(labels, values, limits, own[0].unit, ax=ax, title=shown[name])
         ax.set_xticks([])  # the values stand beside the bars
-    axes[0, 0].legend().remove()  # the title says what the line is
+        if ax.get_legend():
+            ax.get_legend().remove()  # the title says what the line is
     return figure
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     parser.add_argument("--predict", action="store_true", help="print what the README predicts for a CPU, and stop")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.predict:
         shape = model_shape(open_checkpoint("smollm2-135m-instruct").config)
         print("\n".join(f"| {what} | {value} |" for what, value in prediction(shape, CPU, ASSUMED).items()))
+        print(f"\n{load_table(load_prediction(shape, CPU, ASSUMED))}")
         return
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
     model = make_model(device)
-    rows = measure(model, workload, measure_machine(device, model.dtype))
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
         "dtype": str(model.dtype).removeprefix("torch."),
+        "backend": workload.attn_backend,
         "requests": workload.num_requests,
         "arrivals a second": workload.rate,
         "long prompt": workload.long_prompt,
         "batch": workload.max_batch_size,
         "chunk": workload.chunk,
+        "requests at each load": workload.load_requests,
+        "repetitions": REPETITIONS,
     }
-    result = results.new_result("04_continuous_batching", rows, parameters, arguments.device)
-    record(result, arguments.out, {row.figure for row in rows})
+    engines = make_engines(model, workload)
+    machine = measure_machine(device, model.dtype)
+    for section in arguments.only:  # each is written when it is measured
+        rows = (policy_rows if section == POLICIES else load_rows)(model, engines, workload, machine)
+        result = results.with_recorded(
+            results.new_result(EXPERIMENT, rows, parameters, arguments.device), arguments.out
+        )
+        record(result, arguments.out, {row.figure for row in result.rows if not row.figure.startswith("load: ")})
+    if arguments.out is None:
+        fill_load_tables()
 
 
 if __name__ == "__main__":

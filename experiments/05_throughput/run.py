@@ -53,7 +53,7 @@ class Setting:
 
 # On a GPU the torch backend launches its kernels for each sequence: 256 of them take half a second a step.
 SETTINGS = {
-    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch_padded"), rounds=2),
+    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch_padded"), rounds=3),
     "cuda": Setting(GPU, (torch.bfloat16,), ("flex",), rounds=1),
 }
 
@@ -97,11 +97,12 @@ def rows_of(
     bound = num_outputs(requests) / least_seconds(config, machine, requests, getattr(torch, machine.dtype).itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
     greedy = requests[0][1].temperature == 0
-    rows = []
+    rows: list[results.Row] = []
     for own in measured:
         case: dict[str, results.Setting] = {"engine": own.engine, "dtype": machine.dtype}
         ratio = measured[0].rate / own.rate
-        rows.append(results.Row("throughput", own.rate, "tokens/s", bound, source, case))
+        spread = own.spread if own.spread[0] < own.spread[1] else None  # a single round has none
+        rows.append(results.Row("throughput", own.rate, "tokens/s", bound, source, case, spread))
         if own is not measured[0]:
             rows.append(results.Row("flex is faster by", ratio, "times", None, "none: a ratio of two engines", case))
         if own is not measured[0] and greedy:

@@ -190,6 +190,8 @@ def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
 def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:
     """Let engines take turns with the same requests, so a machine whose speed drifts favors none.
 
+    Every second round has them in reverse order.
+
     A warm-up comes first: all prompts, with a sixteenth of their outputs. Its requests end one after the other as well,
     so an engine that compiles for a number of running requests has compiled by then. Each round has other tokens, so
     that a prefix cache finds what the requests share, and not the requests of the round before.
@@ -203,7 +205,8 @@ def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds
     seconds = defaultdict[str, list[float]](list)
     for number in range(1, rounds + 1):
         asked = with_other_tokens(requests, number)
-        for name, own in serve.items():
+        for name in list(serve)[:: 1 if number % 2 else -1]:
+            own = serve[name]
             start = time.perf_counter()
             outputs[name] = own(asked)
             passed = time.perf_counter() - start

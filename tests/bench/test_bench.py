@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -134,6 +134,17 @@ def test_what_is_counted_by_hand(monkeypatch):
     tokens = sum(params.max_tokens for _, params in requests)
     assert (one.rate, two.rate, one.equal, two.equal) == (tokens / 2, tokens / 4, 3, 2)
     assert all(server.served == [2 + 2 + 2, tokens] for server in servers.values())  # a warm-up, then all of it
+
+
+def test_every_second_round_is_in_reverse_order():
+    served: list[str] = []
+
+    def server(name: str) -> Callable[[Sequence[BenchRequest]], list[list[int]]]:
+        return lambda requests: served.append(name) or [[7] * params.max_tokens for _, params in requests]
+
+    measured = measure({name: server(name) for name in "ab"}, FEW.requests(VOCAB)[:1], rounds=3)
+    assert "".join(served) == "ab" + "ab" + "ba" + "ab"  # the warm-up first
+    assert [own.engine for own in measured] == ["a", "b"]
 
 
 ROW = {

@@ -43,11 +43,12 @@ def test_rows_by_hand(requests):
     machine = Machine("a machine", "float32", bandwidth=1e9, flops=1e9)
     measured = [
         Measurement("mini_engine, flex", 30.0, 4, (29.0, 31.0)),
-        Measurement("transformers", 12.0, 3, (11.0, 12.5)),
+        Measurement("transformers", 12.0, 3, (12.0, 12.0)),
     ]
     ours, theirs, ratio, equal = run.rows_of(measured, config, machine, requests)
     assert (ours.value, theirs.value, ratio.value, equal.value, equal.bound) == (30.0, 12.0, 2.5, 3, 4)
     assert ours.bound == theirs.bound > 0
+    assert (ours.spread, theirs.spread) == ((29.0, 31.0), None)
 
 
 def test_what_is_recorded_can_be_drawn():

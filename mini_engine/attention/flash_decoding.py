@@ -68,7 +68,7 @@ class FlashDecodingBackend(FlashInferBackend):
         Raises:
             ConfigError: if a layer with a window or ALiBi meets a request whose pages have gaps.
         """
-        self._work: dict[int, DecodeWork] = {}
+        self._work: dict[int, DecodeWork] = {}  # by the number of ranges
         super().plan(batch)
 
     def _computes(self, kind: LayerKind) -> bool:
@@ -85,26 +85,27 @@ class FlashDecodingBackend(FlashInferBackend):
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         if not self._computes(kind):
             return super()._plan_decodes(batch, count, kind, algorithm)
-        kernel, heads = self._kernels[kind[:3]], kind.num_kv_heads
-        if heads not in self._work:  # kinds of layers with as many KV heads share it
-            self._work[heads] = self._upload(batch, count, heads, kernel.num_blocks)
+        kernel = self._kernels[kind[:3]]
+        if kernel.num_ranges not in self._work:  # kinds of layers with as many share it
+            self._work[kernel.num_ranges] = self._upload(batch, count, kernel.num_ranges)
+        work = self._work[kernel.num_ranges]
         key = kind, "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"
         if key not in self._wrappers:
             self._log(key[1], kind)
-            self._wrappers[key] = PlannedDecode(kernel, kind, self._work[heads])
-        self._wrappers[key].work = self._work[heads]
+            self._wrappers[key] = PlannedDecode(kernel, kind, work)
+        self._wrappers[key].work = work
         return self._wrappers[key]
 
-    def _upload(self, batch: StepBatch, count: int, num_kv_heads: int, num_blocks: int) -> DecodeWork:
+    def _upload(self, batch: StepBatch, count: int, num_ranges: int) -> DecodeWork:
         """Share out the first sequences of the step; a CUDA graph finds the result at the same addresses every time."""
         indptr = batch.kv_page_indptr[: count + 1].numpy()
-        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_kv_heads, num_blocks)
+        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges)
         arrays["pages"] = batch.host_page_indices[: indptr[-1]].numpy()
         device = self.cache.device
         if batch.page_capacity is None:
             return DecodeWork(**to_device(arrays, device))
         packed = pack(arrays, pin_memory=device.type == "cuda")
-        key = count, num_kv_heads
+        key = count, num_ranges
         if key not in self._graph_memory:
             more = (batch.page_capacity - len(arrays["pages"])) * arrays["pages"].itemsize
             self._graph_memory[key] = torch.zeros(packed.numel() + more + 8, dtype=torch.uint8, device=device)

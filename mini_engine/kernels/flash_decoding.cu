@@ -1,17 +1,18 @@
 // Attention of one query per request over a paged KV cache, for Hopper.
 //
-// All keys of a step, in the order request, KV head, tile of 16 keys, are one sequence of tiles. Each thread block takes
-// a range of it, and the ranges are of equal length, so all blocks finish at about the same time, whatever the lengths of
-// the requests ("stream-K" of Osama et al. 2023). The tiles of one request and KV head in a block's range are an item of
-// the block's work.
+// All keys of a step, in the order request, tile of 16 keys, are one sequence of tiles. It is divided into ranges of equal
+// length, and each thread block takes one range and one KV head. So all blocks finish at about the same time, whatever the
+// lengths of the requests ("stream-K" of Osama et al. 2023). Blocks with the same range are launched together and read the
+// heads of the same pages at the same time, which are neighbors in memory. The tiles of one request in a block's range are
+// an item of the block's work.
 //
 // In each block one warp copies the tiles of the range to a ring of buffers in shared memory (TMA). It runs ahead as far
 // as the ring has room, across items, so the memory never waits for the computation. The other warps take turns: each
 // computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
 //
-// A range can start or end inside a request's keys. The block that has the first tile of such a request and head waits for
-// the blocks that continue it, and merges. Those continue it at the start of their ranges, and are launched before it,
-// because the last block takes the first range: so the wait is short, and cannot be for a block that never starts.
+// A range can start or end inside a request's keys. The block that has the first tile of such a request waits for the
+// blocks that continue it, and merges. Those continue it at the start of their ranges, and are launched before it, because
+// the last blocks take the first range: so the wait is short, and cannot be for a block that never starts.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -39,11 +40,11 @@ struct Cache {
 struct Arguments {
     const uint16_t* q;       // [requests, heads, HEAD_DIM]
     uint16_t* out;           // likewise, without gaps between requests
-    const int4* ranges;      // [blocks, 2] see Range
+    const int4* ranges;      // [ranges, 2] see Range
     const int2* requests;    // [requests] number of keys, first entry in `pages`
     const int32_t* pages;
-    float *partials, *lse;   // [blocks, ROW], [blocks, GROUP] of items that continue others, by range
-    uint32_t* arrived;       // [blocks] how many of the ranges that continue a range's last item are done; 0 between launches
+    float *partials, *lse;   // [ranges, heads, ROW], [ranges, heads, GROUP] of items that continue others
+    uint32_t* arrived;       // [ranges, heads] how many of those that continue a range's last item are done; 0 between launches
     int64_t q_stride;        // between requests, in elements
     float scale, v_scale;    // the former times log2(e)
     int kv_heads;
@@ -142,44 +143,48 @@ __device__ inline uint32_t load_acquire(const uint32_t* from) {
     return value;
 }
 
+// The kernel may start before the one in front of it has ended (programmatic dependent launch), and lets the next one do so.
 __device__ inline void wait_for_inputs() {
-#if PDL
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // --- the work -----------------------------------------------------------------------------------------------------------
 
-// A block's part of the sequence of tiles, as the host has planned it.
-struct Range {
-    int row, head, tile, tiles;           // request, KV head and tile that it starts with, and its number of tiles
-    int num_keys, first_page, owner, last;  // of that request; range with its first tile; range with the last tile of the final item
+// A part of the sequence of tiles, as the host has planned it.
+struct alignas(16) Range {
+    int row, tile, tiles, num_keys;     // request and tile that it starts with; its number of tiles; keys of that request
+    int first_page, owner, last, unused;  // of that request; range with its first tile; range with the last tile of the final item
 };
 
-__device__ inline Range load_range(const Arguments& a, int range) {
-    const int4 start = a.ranges[2 * range], rest = a.ranges[2 * range + 1];
-    return {start.x, start.y, start.z, start.w, rest.x, rest.y, rest.z, rest.w};
-}
+// A block's work, of one KV head.
+struct Block {
+    Range range;
+    int index, head, heads;  // number of the range; KV head, of how many
+
+    __device__ explicit Block(const Arguments& a) {
+        const int place = gridDim.x - 1 - blockIdx.x;
+        heads = a.kv_heads, index = place / heads, head = place % heads;
+        reinterpret_cast<int4*>(&range)[0] = a.ranges[2 * index], reinterpret_cast<int4*>(&range)[1] = a.ranges[2 * index + 1];
+    }
+    __device__ int at(int range) const { return range * heads + head; }  // place of this head's part of a range
+};
 
 // The items of a block, one after the other.
 struct Item {
-    int row, head, tile, left;  // the item's first tile; tiles from there to the end of the range
-    int num_keys, first_page;   // of the request
+    int row, tile, left;       // the item's first tile; tiles from there to the end of the range
+    int num_keys, first_page;  // of the request
 
     __device__ explicit Item(const Range& range)
-        : row(range.row), head(range.head), tile(range.tile), left(range.tiles), num_keys(range.num_keys), first_page(range.first_page) {}
+        : row(range.row), tile(range.tile), left(range.tiles), num_keys(range.num_keys), first_page(range.first_page) {}
     __device__ int to_end() const { return (num_keys + TILE - 1) / TILE - tile; }
     __device__ int tiles() const { return min(left, to_end()); }
     __device__ bool is_continued() const { return tile == 0 && to_end() > left; }  // by other ranges
     __device__ void advance(const Arguments& a) {
-        left -= tiles(), tile = 0;
-        if (++head < a.kv_heads) return;
-        head = 0, row++;
-        if (left) {
-            const int2 request = a.requests[row];
-            num_keys = request.x, first_page = request.y;
-        }
+        left -= tiles(), tile = 0, row++;
+        if (!left) return;
+        const int2 request = a.requests[row];
+        num_keys = request.x, first_page = request.y;
     }
 };
 
@@ -191,11 +196,11 @@ struct Stage {
 
 // Copy all tiles of the range to the ring: the warp loads 32 page numbers, and one thread starts the copies. Behind the
 // last one it waits for the ranges that continue the last item, while the other warps still compute.
-__device__ inline void produce(const Arguments& a, const Cache& cache, const Range& range, int index, uint32_t ring, Shared& shared) {
+__device__ inline void produce(const Arguments& a, const Cache& cache, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32;
     int position = 0;
 #pragma unroll 1
-    for (Item item(range); item.left; item.advance(a)) {
+    for (Item item(block.range); item.left; item.advance(a)) {
         const int count = item.tiles();
 #pragma unroll 1
         for (int first = 0; first < count; first += 32) {
@@ -209,13 +214,14 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Ran
                 const uint32_t to = ring + stage.index * STAGE_BYTES;
                 wait(shared.empty + stage.index, stage.phase ^ 1);
                 expect(shared.full + stage.index, STAGE_BYTES);
-                copy_tile(to, &cache.keys, page, item.head, token, shared.full + stage.index);
-                copy_tile(to + MATRIX_BYTES, &cache.values, page, item.head, token, shared.full + stage.index);
+                copy_tile(to, &cache.keys, page, block.head, token, shared.full + stage.index);
+                copy_tile(to + MATRIX_BYTES, &cache.values, page, block.head, token, shared.full + stage.index);
             }
         }
         if (item.is_continued() && lane == 0) {
-            while (load_acquire(a.arrived + index) != range.last - index) {}
-            a.arrived[index] = 0;
+            uint32_t* arrived = a.arrived + block.at(block.index);
+            while (load_acquire(arrived) != block.range.last - block.index) {}
+            *arrived = 0;
             arrive(&shared.continued);
         }
     }
@@ -228,9 +234,9 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Ran
 struct Queries {
     uint32_t parts[K_STEPS][2];
 
-    __device__ void load(const Arguments& a, const Item& item) {
+    __device__ void load(const Arguments& a, int row, int head) {
         const int lane = threadIdx.x % 32, query = min(lane / 4, GROUP - 1);
-        const auto* from = reinterpret_cast<const uint32_t*>(a.q + item.row * a.q_stride + item.head * ROW + query * HEAD_DIM) + lane % 4;
+        const auto* from = reinterpret_cast<const uint32_t*>(a.q + row * a.q_stride + head * ROW + query * HEAD_DIM) + lane % 4;
 #pragma unroll
         for (int i = 0; i < 2 * K_STEPS; i++) parts[i / 2][i % 2] = from[4 * i];
     }
@@ -319,18 +325,18 @@ __device__ inline Result merge_warps(const Shared& shared, int buffer, int query
     return {__fdividef(value, all), most * scale + __log2f(all)};
 }
 
-// Merge a result with those of the ranges `first` to `last`; i is its place in a row of them.
-__device__ inline float merge_ranges(const Arguments& a, Result own, int first, int last, int i) {
+// Merge a result with those of the ranges that continue the item; i is its place in a row of them.
+__device__ inline float merge_ranges(const Arguments& a, const Block& block, Result own, int i) {
     constexpr int AT_ONCE = 16;
     float most = own.lse, all = 1, value = own.value;
 #pragma unroll 1
-    for (int begin = first; begin <= last; begin += AT_ONCE) {
+    for (int begin = block.index + 1; begin <= block.range.last; begin += AT_ONCE) {
         float lse[AT_ONCE], values[AT_ONCE], next = most;
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const bool exists = begin + j <= last;
-            lse[j] = exists ? __ldcg(a.lse + (begin + j) * GROUP + i / HEAD_DIM) : -INF;
-            values[j] = exists ? __ldcg(a.partials + (begin + j) * ROW + i) : 0;
+            const bool exists = begin + j <= block.range.last;
+            lse[j] = exists ? __ldcg(a.lse + block.at(begin + j) * GROUP + i / HEAD_DIM) : -INF;
+            values[j] = exists ? __ldcg(a.partials + block.at(begin + j) * ROW + i) : 0;
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) next = fmaxf(next, lse[j]);
@@ -346,39 +352,40 @@ __device__ inline float merge_ranges(const Arguments& a, Result own, int first, 
 }
 
 // Merge the states of the warps, and those of all ranges with keys of the item, where this range has the first of them.
-__device__ inline void finish(const Arguments& a, const Range& range, int index, const Item& item, Shared& shared, int buffer) {
+__device__ inline void finish(const Arguments& a, const Block& block, const Item& item, Shared& shared, int buffer) {
     const bool starts = item.tile == 0, is_continued = item.is_continued();
     if (is_continued) wait(&shared.continued, 0);
-    uint16_t* out = a.out + (static_cast<int64_t>(item.row) * a.kv_heads + item.head) * ROW;
+    const int place = block.at(block.index);
+    uint16_t* out = a.out + (static_cast<int64_t>(item.row) * block.heads + block.head) * ROW;
     for (int i = threadIdx.x; i < ROW; i += CONSUMERS) {
         const int query = i / HEAD_DIM;
         const Result own = merge_warps(shared, buffer, query, i % HEAD_DIM, a.scale);
         if (starts) {
-            const float value = is_continued ? merge_ranges(a, own, index + 1, range.last, i) : own.value;
+            const float value = is_continued ? merge_ranges(a, block, own, i) : own.value;
             out[i] = static_cast<uint16_t>(pack(value * a.v_scale, 0));
         } else {
-            a.partials[index * ROW + i] = own.value;
-            if (i % HEAD_DIM == 0) a.lse[index * GROUP + query] = own.lse;
+            a.partials[place * ROW + i] = own.value;
+            if (i % HEAD_DIM == 0) a.lse[place * GROUP + query] = own.lse;
         }
     }
     if (!starts) {
         sync_consumers();
-        if (threadIdx.x == 0) add_release(a.arrived + range.owner);
+        if (threadIdx.x == 0) add_release(a.arrived + block.at(block.range.owner));
     }
 }
 
-__device__ inline void consume(const Arguments& a, const Range& range, int index, uint32_t ring, Shared& shared) {
+__device__ inline void consume(const Arguments& a, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int position = 0, buffer = 0;  // of the item's first tile in the range; of the states
-    Item item(range);
+    Item item(block.range);
     Queries queries;
-    queries.load(a, item);
+    queries.load(a, item.row, block.head);
 #pragma unroll 1
     while (item.left) {
         Item next = item;
         Queries next_queries;
         next.advance(a);
-        if (next.left) next_queries.load(a, next);  // while this item is computed
+        if (next.left) next_queries.load(a, next.row, block.head);  // while this item is computed
         State state;
         const int end = position + item.tiles();
 #pragma unroll 1
@@ -391,7 +398,7 @@ __device__ inline void consume(const Arguments& a, const Range& range, int index
         }
         state.store(shared, buffer);
         sync_consumers();  // the other buffer has been read: nobody comes here before
-        finish(a, range, index, item, shared, buffer);
+        finish(a, block, item, shared, buffer);
         position = end, buffer ^= 1, item = next, queries = next_queries;
     }
 }
@@ -407,11 +414,10 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         publish_barriers();
     }
     wait_for_inputs();
-    const int index = gridDim.x - 1 - blockIdx.x;
-    const Range range = load_range(a, index);
+    const Block block(a);
     __syncthreads();
-    if (threadIdx.x >= CONSUMERS) produce(a, cache, range, index, ring, shared);
-    else consume(a, range, index, ring, shared);
+    if (threadIdx.x >= CONSUMERS) produce(a, cache, block, ring, shared);
+    else consume(a, block, ring, shared);
 }
 
 // --- the host -----------------------------------------------------------------------------------------------------------
@@ -441,14 +447,14 @@ extern "C" int prepare_flash_decoding(void* to, void* keys, void* values, const 
     return cudaFuncSetAttribute(flash_decoding, cudaFuncAttributeMaxDynamicSharedMemorySize, LAUNCH_BYTES);
 }
 
-extern "C" int launch_flash_decoding(const void* maps, const Arguments* arguments, int blocks, void* stream) {
+extern "C" int launch_flash_decoding(const void* maps, const Arguments* arguments, int ranges, void* stream) {
     Cache cache;  // aligned
     memcpy(&cache, maps, sizeof cache);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = LAUNCH_BYTES;
-    config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = PDL;
+    config.gridDim = dim3(ranges * arguments->kv_heads), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = LAUNCH_BYTES;
+    config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, flash_decoding, cache, *arguments);
 }

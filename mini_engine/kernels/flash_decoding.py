@@ -1,10 +1,11 @@
 """Attention of one query per request over the paged KV cache, as one CUDA kernel for Hopper.
 
 A decode step reads every key and value once and computes little with them, so the kernel has to keep the memory busy
-from its first to its last microsecond. Two things do that. The work is one sequence of tiles of 16 keys, over all
-requests and KV heads, which the thread blocks share equally ("stream-K" of Osama et al. 2023, for attention Sanovar et
-al. 2024, "Lean Attention"): no block is idle while another still works on a long request. And in each block one warp
-does nothing but copy tiles to shared memory, ahead of the warps that compute.
+from its first to its last microsecond. Three things do that. The work is one sequence of tiles of 16 keys, over all
+requests, which the thread blocks share equally ("stream-K" of Osama et al. 2023, for attention Sanovar et al. 2024,
+"Lean Attention"): no block is idle while another still works on a long request. The blocks of different KV heads read
+the same pages at the same time. And in each block one warp does nothing but copy tiles to shared memory, ahead of the
+warps that compute.
 
 The kernel is in `flash_decoding.cu`. Its reference is `attention/torch.py`. Explained in chapter 12.
 """
@@ -23,9 +24,9 @@ from torch import Tensor
 from mini_engine.kernels.nvcc import load_kernel
 
 TILE = 16  # keys
-FEWEST_TILES = 4  # of a thread block, whose warps compute as many at the same time
-WARPS = 8  # of a thread block that compute; a power of two
-BLOCKS_PER_SM = 1
+FEWEST_TILES = 4  # of a range, whose warps compute as many at the same time
+WARPS = 4  # of a thread block that compute; a power of two
+BLOCKS_PER_SM = 2
 
 
 @dataclass(frozen=True)
@@ -33,51 +34,50 @@ class DecodeWork:
     """What the kernel reads of a step's decodes, on the device.
 
     Attributes:
-        ranges: [blocks, 8] each thread block's range of tiles, see `share_tiles`.
+        ranges: [ranges, 8] a range of tiles for a thread block of each KV head, see `share_tiles`.
         requests: [B, 2] each request's number of keys and its first entry in `pages`.
         pages: [P] pages of all requests.
     """
 
-    ranges: Int32[Tensor, "blocks 8"]
+    ranges: Int32[Tensor, "ranges 8"]
     requests: Int32[Tensor, "B 2"]
     pages: Int32[Tensor, " P"]
 
 
 def share_tiles(
-    kv_lens: Int32[np.ndarray, " B"], page_indptr: Int32[np.ndarray, " offsets"], num_kv_heads: int, num_blocks: int
+    kv_lens: Int32[np.ndarray, " B"], page_indptr: Int32[np.ndarray, " offsets"], num_ranges: int
 ) -> dict[str, np.ndarray]:
-    """Divide the keys of a step into equal ranges, without a loop over requests or blocks.
+    """Divide the keys of a step into equal ranges, without a loop over requests or ranges.
 
-    The tiles are numbered in the order request, KV head, position. A range can begin and end anywhere in a request.
+    The tiles are numbered in the order request, position. A range can begin and end anywhere in a request.
 
     Args:
         kv_lens: [B] keys of each request, at least 1.
         page_indptr: [B+1] first entry of each request in the list of pages, and P.
-        num_kv_heads: KV heads.
-        num_blocks: thread blocks.
+        num_ranges: the most ranges.
 
     Returns:
-        `requests`: [B, 2] see `DecodeWork`. `ranges`: [num_blocks, 8] for each block
+        `requests`: [B, 2] see `DecodeWork`. `ranges`: [num_ranges, 8] for each range
 
-        - request, KV head and tile of its first tile, and its number of tiles, which differs by at most one between
-          blocks with work; a block without work has zeros;
+        - request and tile of its first tile, and its number of tiles, which differs by at most one between ranges with
+          tiles; a range without tiles has zeros;
         - keys and first page of that request;
-        - the block that has the first tile of that request and head;
-        - the block that has the last tile of the request and head that this block ends with.
+        - the range that has the first tile of that request;
+        - the range that has the last tile of the request that this range ends with;
+        - nothing.
     """
     requests = np.stack((kv_lens, page_indptr[:-1]), axis=1).astype(np.int32)
-    tiles = -(-kv_lens.astype(np.int64) // TILE)  # of one head
-    ends = np.cumsum(tiles) * num_kv_heads
+    tiles = -(-kv_lens.astype(np.int64) // TILE)
+    ends = np.cumsum(tiles)
     total = int(ends[-1])
-    num_ranges = min(num_blocks, max(total // FEWEST_TILES, 1))
-    bounds = np.arange(num_ranges + 1) * total // num_ranges
+    count = min(num_ranges, max(total // FEWEST_TILES, 1))
+    bounds = np.arange(count + 1) * total // count
     first, last = bounds[:-1], bounds[1:] - 1
     row, last_row = (np.searchsorted(ends, tile, side="right") for tile in (first, last))
-    head, tile = np.divmod(first - (ends - tiles * num_kv_heads)[row], tiles[row])
-    behind = tiles[last_row] - 1 - (last - ends[last_row]) % tiles[last_row]  # tiles of the last item in other ranges
-    owner, final = (np.searchsorted(bounds, tile, side="right") - 1 for tile in (first - tile, last + behind))
-    ranges = np.zeros((num_blocks, 8), dtype=np.int32)
-    ranges[:num_ranges] = np.stack((row, head, tile, last + 1 - first, *requests[row].T, owner, final), axis=1)
+    tile = first - (ends - tiles)[row]
+    owner, final = (np.searchsorted(bounds, tile, side="right") - 1 for tile in (first - tile, ends[last_row] - 1))
+    ranges = np.zeros((num_ranges, 8), dtype=np.int32)
+    ranges[:count, :7] = np.stack((row, tile, last + 1 - first, *requests[row].T, owner, final), axis=1)
     return {"ranges": ranges, "requests": requests}
 
 
@@ -107,7 +107,7 @@ class FlashDecoding:
         device: a GPU of compute capability 9.
 
     Attributes:
-        num_blocks: thread blocks, for `share_tiles`.
+        num_ranges: ranges of tiles for `share_tiles`, with a thread block for each and each KV head.
     """
 
     def __init__(
@@ -123,17 +123,19 @@ class FlashDecoding:
         group = num_qo_heads // num_kv_heads
         sizes = {
             "HEAD_DIM": head_dim, "GROUP": group, "PAGE_SIZE": page_size, "IS_BF16": int(dtype == torch.bfloat16),
-            "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM, "PDL": 0,
+            "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM,
         }  # fmt: skip
         library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
         self._prepare, self._launch = library.prepare_flash_decoding, library.launch_flash_decoding
-        self.num_blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        num_blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_ranges = max(num_blocks // num_kv_heads, 1)
+        rows = self.num_ranges * num_kv_heads
         self._axes = (0, 1, 2) if layout == "NHD" else (0, 2, 1)  # pages, tokens, heads
-        self._partials = torch.empty(self.num_blocks, group * (head_dim + 1), device=device)
-        self._arrived = torch.zeros(self.num_blocks, dtype=torch.int32, device=device)
+        self._partials = torch.empty(rows, group * (head_dim + 1), device=device)
+        self._arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self._arguments = _Arguments(
             partials=self._partials.data_ptr(),
-            lse=self._partials.data_ptr() + self.num_blocks * group * head_dim * self._partials.itemsize,
+            lse=self._partials.data_ptr() + rows * group * head_dim * self._partials.itemsize,
             arrived=self._arrived.data_ptr(),
             kv_heads=num_kv_heads,
         )
@@ -167,7 +169,7 @@ class FlashDecoding:
         arguments.pages = work.pages.data_ptr()
         arguments.scale, arguments.v_scale = scale * math.log2(math.e), v_scale
         stream = ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream)
-        if error := self._launch(self._maps_of(*pages), ctypes.byref(arguments), self.num_blocks, stream):
+        if error := self._launch(self._maps_of(*pages), ctypes.byref(arguments), self.num_ranges, stream):
             raise RuntimeError(f"launching the flash-decoding kernel failed with CUDA error {error}")
 
     def _maps_of(self, keys: Tensor, values: Tensor) -> "ctypes.Array[ctypes.c_char]":

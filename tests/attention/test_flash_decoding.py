@@ -32,51 +32,49 @@ QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale
 
 @settings(max_examples=300)
 @given(
-    st.lists(st.integers(1, 400), min_size=1, max_size=20), st.sampled_from([16, 32, 128]), st.integers(1, 9),
-    st.integers(1, 150),
+    st.lists(st.integers(1, 400), min_size=1, max_size=20), st.sampled_from([16, 32, 128]), st.integers(1, 150)
 )  # fmt: skip
 def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
-    lens: list[int], page_size: int, heads: int, blocks: int
+    lens: list[int], page_size: int, num_ranges: int
 ) -> None:
     kv_lens = np.array(lens, dtype=np.int32)
     indptr = np.cumsum([0, *-(-kv_lens // page_size)], dtype=np.int32)
-    work = share_tiles(kv_lens, indptr, heads, blocks)
-    assert work["ranges"].dtype == work["requests"].dtype == np.int32 and work["ranges"].shape == (blocks, 8)
+    work = share_tiles(kv_lens, indptr, num_ranges)
+    assert work["ranges"].dtype == work["requests"].dtype == np.int32 and work["ranges"].shape == (num_ranges, 8)
     assert work["requests"].tolist() == [[n, first] for n, first in zip(lens, indptr[:-1].tolist(), strict=True)]
-    tiles = [(row, head, tile) for row, n in enumerate(lens) for head in range(heads) for tile in range(-(-n // TILE))]
-    shares = work["ranges"][:, 3]
+    tiles = [(row, tile) for row, n in enumerate(lens) for tile in range(-(-n // TILE))]
+    shares = work["ranges"][:, 2]
     used = shares[shares > 0]
     assert used.sum() == len(tiles) and used.max() - used.min() <= 1
     assert len(used) == 1 or used.min() >= FEWEST_TILES
-    assert not work["ranges"][len(used) :].any()  # the blocks without work are the last ones
-    block_of, position = {}, 0
-    for block, count in enumerate(used.tolist()):
-        block_of |= dict.fromkeys(tiles[position : position + count], block)
+    assert not work["ranges"][len(used) :].any()  # the ranges without tiles are the last ones
+    range_of, position = {}, 0
+    for index, count in enumerate(used.tolist()):
+        range_of |= dict.fromkeys(tiles[position : position + count], index)
         position += count
     position = 0
-    for block, (row, head, tile, count, num_keys, first_page, owner, final) in enumerate(
-        work["ranges"][: len(used)].tolist()
-    ):
-        assert (row, head, tile) == tiles[position]
+    for index, values in enumerate(work["ranges"][: len(used)].tolist()):
+        row, tile, count, num_keys, first_page, owner, final, _ = values
+        assert (row, tile) == tiles[position]
         assert (num_keys, first_page) == (lens[row], indptr[row])
-        assert owner == block_of[row, head, 0]
+        assert owner == range_of[row, 0]
         position += count
-        row, head, _ = tiles[position - 1]
-        assert final == block_of[row, head, -(-lens[row] // TILE) - 1]
-        assert block <= final < len(used)
+        row, _ = tiles[position - 1]
+        assert final == range_of[row, -(-lens[row] // TILE) - 1]
+        assert index <= final < len(used)
 
 
-@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 8))
-def test_a_block_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int], heads: int) -> None:
-    """So that one counter for each block is enough, and one place for the results of an item that it continues."""
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50))
+def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int]) -> None:
+    """So that one counter for each range is enough, and one place for the results of an item that it continues."""
     kv_lens = np.array(lens, dtype=np.int32)
-    ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), heads, 132)["ranges"]
-    used = ranges[ranges[:, 3] > 0]
-    continues = Counter(owner for block, owner in enumerate(used[:, 6].tolist()) if owner != block)
-    for block, (*_, owner, final) in enumerate(used.tolist()):
-        assert owner <= block
-        if owner == block or continues[block]:
-            assert continues[block] == final - block
+    ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), 33)["ranges"]
+    used = ranges[ranges[:, 2] > 0, 5:7].tolist()
+    continues = Counter(owner for index, (owner, _) in enumerate(used) if owner != index)
+    for index, (owner, final) in enumerate(used):
+        assert owner <= index
+        if owner == index or continues[index]:
+            assert continues[index] == final - index
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def test_the_kernel_equals_the_reference(
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @settings(max_examples=12)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.sampled_from(["NHD", "HND"]))
+@given(layout=st.sampled_from(["NHD", "HND"]), kv_lens=st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_any_mix_of_lengths(gpu: torch.device, page_size: int, layout: str, kv_lens: list[int]) -> None:
     check_kernel(QWEN3, kv_lens, page_size=page_size, layout=layout, dtype=torch.bfloat16)
 

@@ -38,18 +38,25 @@ class Kernel(FlashDecoding):
         self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.num_blocks = 5
+        self.num_ranges = 3
         self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
 
     def __call__(
         self, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float, v_scale: float
     ) -> None:
+        for head in range(self.kv_heads):
+            self._attend(head, q, pages, work, out, scale, v_scale)
+
+    def _attend(
+        self, head: int, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float,
+        v_scale: float,
+    ) -> None:  # fmt: skip
         parts: dict[int, list[AttentionState]] = {}
-        for index in reversed(range(self.num_blocks)):
-            row, head, tile, left, num_keys, first_page, owner, _ = work.ranges[index].tolist()
+        heads = slice(head * self.group, (head + 1) * self.group)
+        for index in reversed(range(self.num_ranges)):
+            row, tile, left, num_keys, first_page, owner, *_ = work.ranges[index].tolist()
             while left:
                 count = min(left, -(-num_keys // TILE) - tile)
-                heads = slice(head * self.group, (head + 1) * self.group)
                 used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
                 stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
                 keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
@@ -60,11 +67,9 @@ class Kernel(FlashDecoding):
                 else:
                     is_continued = count < -(-num_keys // TILE)
                     out[row, heads] = merge_all([state, *(parts.pop(index) if is_continued else ())]).out[0] * v_scale
-                left, head, tile = left - count, head + 1, 0
-                if head == self.kv_heads:
-                    head, row = 0, row + 1
-                    if left:
-                        num_keys, first_page = work.requests[row].tolist()
+                left, row, tile = left - count, row + 1, 0
+                if left:
+                    num_keys, first_page = work.requests[row].tolist()
         assert not parts
 
 
@@ -119,7 +124,7 @@ def test_what_a_graph_has_recorded_reads_the_work_of_each_step(fake: None) -> No
         seen.add(tuple(x.data_ptr() for x in (first.work.ranges, first.work.requests, first.work.pages)))
         assert first.work.requests[:, 0].tolist() == kv_lens
         assert first.work.pages.tolist() == pages
-        assert first.work.ranges[:, 3].sum() == 2 * sum(-(-n // 16) for n in kv_lens)
+        assert first.work.ranges[:, 2].sum() == sum(-(-n // 16) for n in kv_lens)
     assert len(seen) == 1
 
 

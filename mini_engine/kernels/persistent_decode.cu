@@ -194,7 +194,9 @@ __device__ inline void publish(Tagged* to, uint32_t bits, uint32_t tag) {
 __device__ inline void publish(Tagged* to, float value, uint32_t tag) { publish(to, __float_as_uint(value), tag); }
 
 __device__ inline uint32_t pack(float low, float high) {
-    return static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16(high))) << 16 | __bfloat16_as_ushort(__float2bfloat16(low));
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 
 __device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -337,7 +339,7 @@ __device__ inline int place_in_tile(int row, int chunk) { return (row * CHUNKS +
 struct Split {
     int head, index, count, last;  // KV head; split, of how many; the new key
     int first, end, warps;         // the warp's first key; end of the split; warps that have keys
-    uint32_t place;                // of key `first + lane % 16`, see place_of
+    uint32_t place, last_place;    // in the cache, of key `first + lane % 16` and of the new key
     bool has_work;
 
     __device__ Split(const Step& step, int num_keys) {
@@ -349,12 +351,13 @@ struct Split {
         const int begin = tiles * index / count, stop = tiles * (index + 1) / count;
         first = (begin + static_cast<int>(threadIdx.x) / 32) * TILE, end = has_work ? min(num_keys, stop * TILE) : 0;
         warps = min(WARPS, stop - begin);
-        place = place_of(step, first + threadIdx.x % TILE);
+        const int own = first + threadIdx.x % TILE;
+        place = place_of(step, own, page_of(step, own)), last_place = place_of(step, last, page_of(step, last));
     }
+    __device__ int page_of(const Step& step, int key) const { return step.pages[min(key, last) / PAGE_SIZE]; }
     // Where a key is in the cache, in chunks.
-    __device__ uint32_t place_of(const Step& step, int key) const {
-        key = min(key, last);
-        return (step.pages[key / PAGE_SIZE] * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / 8;
+    __device__ uint32_t place_of(const Step& step, int key, int page) const {
+        return (page * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / 8;
     }
     // Start to load the warp's tile from key `begin` on. What is not in the cache becomes 0. Lanes have the places of keys.
     __device__ void load(const Layer& layer, int begin, uint32_t places) const {
@@ -400,7 +403,7 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
 #pragma unroll
         for (int j = 0; j < EACH / 2; j++) to[j] = pack(x[2 * j], x[2 * j + 1]);
         if (!is_query) {
-            bf16* cache = (is_value ? layer.v_cache : layer.k_cache) + static_cast<int64_t>(split.place_of(step, split.last)) * 8 + at;
+            bf16* cache = (is_value ? layer.v_cache : layer.k_cache) + static_cast<int64_t>(split.last_place) * 8 + at;
 #pragma unroll
             for (int j = 0; j < EACH / 2; j++) reinterpret_cast<uint32_t*>(cache)[j] = to[j];
         }
@@ -465,10 +468,10 @@ struct State {
     // Write the state to where the warp's tile was.
     __device__ void store() {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        sum[0] = ::sum<16, 4>(sum[0]), sum[1] = ::sum<16, 4>(sum[1]);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int query = lane % 4 * 2 + j;
-            sum[j] = ::sum<16, 4>(sum[j]);
             if (query >= GROUP) continue;
             float* to = of_warp(warp) + query * STATE_SIZE + lane / 4;
 #pragma unroll
@@ -486,7 +489,8 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
         State state;
 #pragma unroll 1
         for (int key = split.first; key < split.end; key += WARPS * TILE) {
-            const uint32_t next = split.place_of(step, key + WARPS * TILE + lane % TILE);  // arrives while this tile is computed
+            const int next = key + WARPS * TILE, of_lane = next + lane % TILE;
+            const int page = split.page_of(step, of_lane);  // arrives while this tile is computed
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncwarp();
             const int row = split.last - key, matrix = lane / CHUNKS;
@@ -498,26 +502,29 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
             }
             state.attend(row + 1, step.scale * 1.44269504f);  // exponentials are to base 2
             __syncwarp();
-            split.load(layer, key + WARPS * TILE, next);
+            split.load(layer, next, split.place_of(step, of_lane, page));
         }
         state.store();
     }
     sync_consumers();
-    // Merge the warps.
+    // Merge the warps that had keys. In place of others the last of them is read, with weight 0: a branch would wait for each.
 #pragma unroll 1
     for (int i = 2 * threadIdx.x; i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
         const int g = i / HEAD_DIM, dimension = i % HEAD_DIM, head = split.head * GROUP + g;
-        float most = -INFINITY, all = 0, low = 0, high = 0;
+        float weights[WARPS], sums[WARPS], most = -INFINITY, all = 0, low = 0, high = 0;
+        float2 pairs[WARPS];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            if (w < split.warps) most = fmaxf(most, shared().maxima[g][w]);
+        for (int w = 0; w < WARPS; w++) {
+            const int from = min(w, split.warps - 1);
+            weights[w] = shared().maxima[g][from], sums[w] = shared().sums[g][from];
+            pairs[w] = *reinterpret_cast<const float2*>(State::of_warp(from) + g * STATE_SIZE + dimension);
+            most = fmaxf(most, weights[w]);
+        }
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            if (w < split.warps) {
-                const float weight = exp2_of(shared().maxima[g][w] - most);
-                const float2 pair = *reinterpret_cast<const float2*>(State::of_warp(w) + g * STATE_SIZE + dimension);
-                all += weight * shared().sums[g][w], low += weight * pair.x, high += weight * pair.y;
-            }
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = w < split.warps ? exp2_of(weights[w] - most) : 0;
+            all += weight * sums[w], low += weight * pairs[w].x, high += weight * pairs[w].y;
+        }
         const float scale = __fdividef(1, all);
         publish(step.splits + (split.index * Q_SIZE + head * HEAD_DIM + dimension) / 2, pack(low * scale, high * scale), tag);
         if (dimension == 0) publish(step.lse + split.index * Q_HEADS + head, most + __log2f(all), tag);

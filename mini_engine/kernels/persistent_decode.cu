@@ -31,7 +31,7 @@ constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTE
 constexpr int FLUSH = 6 * ROWS;  // rows whose sums are kept before they are used
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "rows of whole buffers");
 
-// Fewer would leave the memory idle: 64 KiB per SM are twice what it delivers during its latency.
+// Buffers on their way. Fewer would leave the memory idle: four are twice what it delivers to an SM during its latency.
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 4
 #endif

@@ -2,12 +2,17 @@
 //
 // One thread block per SM stays for the whole step. In each block one warp streams the block's rows of every weight
 // through a ring of buffers in shared memory, in the order in which they are needed and as fast as the memory delivers
-// them; eight warps multiply. So the memory never waits for a phase of the computation to end.
+// them; eight warps multiply. So the memory never waits for a phase of the computation to end. Only a few buffers are on
+// their way at a time: values that blocks exchange would queue behind the others.
 //
 // Blocks exchange vectors through global memory without barriers: every value is stored together with a tag that says
 // which layer of which step wrote it, in one 8-byte store, and a reader loads it until the tag is right ("LL" protocol
 // of NCCL). A buffer can be overwritten one layer later, because by then every block depends on values that every other
 // block wrote after it had read.
+//
+// Attention is computed by some of the blocks, each with a share of one KV head's keys, its split. With few splits every
+// block receives the results of all of them and merges them itself. With many, each block merges its share of the output, and
+// the merged shares are exchanged.
 //
 // A layer runs once in ten microseconds, and its instructions have left the nearest cache when it comes again. So what
 // counts is how many different instructions a layer has: loops stay loops, and all products share one function.
@@ -26,9 +31,16 @@ constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTE
 constexpr int FLUSH = 6 * ROWS;  // rows whose sums are kept before they are used
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "rows of whole buffers");
 
-constexpr int LANES = HEAD_DIM / 8, AT_ONCE = 32 / LANES, STRIDE = WARPS * AT_ONCE;  // lanes to a key; keys to a warp, a block
-constexpr int AHEAD = 4;                                                            // keys of a lane on their way
-constexpr int MAX_SPLITS = 32;                                                      // a lane merges each
+// Buffers on their way. Fewer would leave the memory idle: four are twice what it delivers to an SM during its latency.
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 4
+#endif
+
+constexpr int TILE = 16, CHUNKS = HEAD_DIM / 8, TILE_BYTES = TILE * HEAD_DIM * 2;  // keys of a tile; 16 bytes each, of a key
+constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;                // with gaps that move rows to other banks
+constexpr int MAX_SPLITS = 16;  // a lane merges each
+constexpr int FEW_SPLITS = 4;   // at most so many are merged by every block
+static_assert(GROUP <= 8, "queries are the columns of one tile of the tensor cores");
 
 struct Layer {
     const bf16 *qkv, *o, *gate_up, *down, *input_norm, *mlp_norm, *q_norm, *k_norm;
@@ -54,11 +66,11 @@ struct Step {
 
 // What the threads of a block share.
 struct Shared {
+    __align__(128) unsigned char tiles[WARPS][2 * TILE_BYTES];  // each warp's keys and values, then its state
     bf16 vector[VECTOR];                   // what a product multiplies
-    uint4 keys[AHEAD][CONSUMERS], values[AHEAD][CONSUMERS];
-    __align__(16) float q[GROUP][HEAD_DIM];
+    __align__(16) bf16 q[GROUP][QUERY_SIZE];
     __align__(16) bf16 fresh[2][HEAD_DIM];               // the new key and value
-    __align__(16) float states[WARPS][GROUP * HEAD_DIM], maxima[WARPS][GROUP], sums[WARPS][GROUP];
+    float maxima[GROUP][WARPS], sums[GROUP][WARPS];      // of the states
     __align__(16) float partial[2][FLUSH][WARPS];        // sums over each warp's columns
     __align__(16) float squares[WARPS];                  // of each warp's part of the residual stream
     float residual[256];                   // of the block's rows
@@ -69,6 +81,7 @@ struct Shared {
 
 constexpr int STAGES_THAT_FIT = (227 * 1024 - static_cast<int>(sizeof(Shared))) / STAGE_BYTES;
 constexpr int STAGES = STAGES_THAT_FIT < 16 ? STAGES_THAT_FIT : 16;
+constexpr int MOST_IN_FLIGHT = IN_FLIGHT < STAGES ? IN_FLIGHT : STAGES;
 static_assert(STAGES >= 4, "too large");
 
 extern __shared__ __align__(128) unsigned char memory[];  // the ring, and behind it what the threads share
@@ -102,6 +115,8 @@ struct Producer {
     // Copy `rows` rows of 1,024 columns to the next buffer.
     __device__ void copy(const bf16* from, int64_t row_stride, int rows) {
         const uint32_t full = shared_address(shared().full + position % STAGES), to = shared_address(stage(position));
+        const int earlier = position - MOST_IN_FLIGHT;
+        if (earlier >= 0) wait(shared().full + earlier % STAGES, earlier / STAGES & 1);
         wait(shared().empty + position % STAGES, position / STAGES & 1 ^ 1);
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(rows * COLUMNS * 2) : "memory");
 #pragma unroll 1
@@ -126,10 +141,10 @@ struct Producer {
     }
 };
 
-__device__ inline void multiply_accumulate(float (&sums)[4], uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
+__device__ inline void multiply_accumulate(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Multiply the next rows of the ring, `row_blocks` times eight, with the vector: a warp 128 of 1,024 columns. Each row's
@@ -151,8 +166,8 @@ __device__ __noinline__ int accumulate(int position, int columns, int row_blocks
 #pragma unroll
             for (int i = 0; i < COLUMNS / WARPS / 32; i++) {
                 const uint4 w = rows[i * 4], v = x[i * 4];
-                multiply_accumulate(sums[0], w.x, w.y, v.x, v.y);
-                multiply_accumulate(sums[1], w.z, w.w, v.z, v.w);
+                multiply_accumulate(sums[0], w.x, 0, w.y, 0, v.x, v.y);
+                multiply_accumulate(sums[1], w.z, 0, w.w, 0, v.z, v.w);
             }
             __syncwarp();
             if (lane == 0)
@@ -179,7 +194,9 @@ __device__ inline void publish(Tagged* to, uint32_t bits, uint32_t tag) {
 __device__ inline void publish(Tagged* to, float value, uint32_t tag) { publish(to, __float_as_uint(value), tag); }
 
 __device__ inline uint32_t pack(float low, float high) {
-    return static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16(high))) << 16 | __bfloat16_as_ushort(__float2bfloat16(low));
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 
 __device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -200,11 +217,22 @@ template <int N> __device__ inline void receive(const Tagged* from, int stride, 
     } while (!ready);
 }
 
-__device__ inline uint32_t receive_one(const Tagged* from, uint32_t tag) {
+__device__ inline Tagged load_one(const Tagged* from) {
     Tagged got;
-    do asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(got) : "l"(from) : "memory");
-    while (got >> 32 != tag);
-    return static_cast<uint32_t>(got);
+    asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(got) : "l"(from) : "memory");
+    return got;
+}
+
+// Load one value, or two adjacent ones, that have not arrived yet, without a branch: so that many loads are on their way.
+__device__ inline void load_missing(Tagged& value, const Tagged* from, uint32_t tag) {
+    asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %1, %2;\n@missing ld.volatile.global.u64 %0, [%3];\n}\n"
+                 : "+l"(value) : "r"(static_cast<uint32_t>(value >> 32)), "r"(tag), "l"(from) : "memory");
+}
+
+__device__ inline void load_missing(Tagged (&two)[2], const Tagged* from, uint32_t tag) {
+    const uint32_t wrong = static_cast<uint32_t>(two[0] >> 32) ^ tag | static_cast<uint32_t>(two[1] >> 32) ^ tag;
+    asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %2, 0;\n@missing ld.volatile.global.v2.u64 {%0, %1}, [%3];\n}\n"
+                 : "+l"(two[0]), "+l"(two[1]) : "r"(wrong), "l"(from) : "memory");
 }
 
 // Receive a vector of N bf16, in pairs.
@@ -236,12 +264,6 @@ template <int FROM = 16, int TO = 1> __device__ inline float maximum(float x) {
 #pragma unroll
     for (int mask = FROM; mask >= TO; mask >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
     return x;
-}
-
-__device__ inline void unpack(uint4 packed, float (&x)[8]) {
-    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[2 * i] = low_of(words[i]), x[2 * i + 1] = high_of(words[i]);
 }
 
 // A thread's part of the residual stream, and of the weights of the norm behind it.
@@ -293,40 +315,72 @@ __device__ inline float norm_factor(float eps) { return rsqrtf(total(shared().sq
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
-// A block's share of the keys, the same in all layers.
+// Matrices of 8 x 8 elements: a thread gets elements 2 * (lane % 4) and the next of row lane / 4 (or column, if transposed).
+__device__ inline void load_matrices(uint32_t (&a)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+
+__device__ inline void load_transposed(uint32_t (&a)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+
+__device__ inline uint32_t transpose(uint32_t pair) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+// Where a chunk of a key or value is in its tile. Eight chunks of eight adjacent keys are in different banks.
+__device__ inline int place_in_tile(int row, int chunk) { return (row * CHUNKS + (chunk ^ row % 8)) * 16; }
+
+// A block's share of the keys, the same in all layers: tiles of 16 keys, of which every warp takes each eighth.
 struct Split {
     int head, index, count, last;  // KV head; split, of how many; the new key
-    int first, end;                // the lane's first key; end of the split
+    int first, end, warps;         // the warp's first key; end of the split; warps that have keys
+    uint32_t place, last_place;    // in the cache, of key `first + lane % 16` and of the new key
     bool has_work;
 
-    __device__ explicit Split(int num_keys) {
+    __device__ Split(const Step& step, int num_keys) {
         constexpr int PER_HEAD = BLOCKS / KV_HEADS;
+        const int tiles = (num_keys + TILE - 1) / TILE;
         head = blockIdx.x / PER_HEAD, index = blockIdx.x % PER_HEAD, last = num_keys - 1;
-        count = min(min(PER_HEAD, MAX_SPLITS), (num_keys + STRIDE - 1) / STRIDE);
+        count = min(min(PER_HEAD, MAX_SPLITS), (tiles + WARPS - 1) / WARPS);
         has_work = head < KV_HEADS && index < count;
-        first = num_keys * index / count + threadIdx.x / LANES, end = num_keys * (index + 1) / count;
+        const int begin = tiles * index / count, stop = tiles * (index + 1) / count;
+        first = (begin + static_cast<int>(threadIdx.x) / 32) * TILE, end = has_work ? min(num_keys, stop * TILE) : 0;
+        warps = min(WARPS, stop - begin);
+        const int own = first + threadIdx.x % TILE;
+        place = place_of(step, own, page_of(step, own)), last_place = place_of(step, last, page_of(step, last));
     }
-    __device__ int64_t offset(const Step& step, int key) const {
-        return step.pages[key / PAGE_SIZE] * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride;
+    __device__ int page_of(const Step& step, int key) const { return step.pages[min(key, last) / PAGE_SIZE]; }
+    // Where a key is in the cache, in chunks.
+    __device__ uint32_t place_of(const Step& step, int key, int page) const {
+        return (page * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / 8;
     }
-    // Start to load the key and value of an iteration, if they are in the cache. Every call is a group of its own.
-    __device__ void load(const Step& step, const Layer& layer, int iteration) const {
-        const int key = first + iteration * STRIDE;
-        if (has_work && key < end && key != last) {
-            const int64_t at = offset(step, key) + threadIdx.x % LANES * 8;
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(&shared().keys[iteration % AHEAD][threadIdx.x])), "l"(layer.k_cache + at) : "memory");
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(&shared().values[iteration % AHEAD][threadIdx.x])), "l"(layer.v_cache + at) : "memory");
+    // Start to load the warp's tile from key `begin` on. What is not in the cache becomes 0. Lanes have the places of keys.
+    __device__ void load(const Layer& layer, int begin, uint32_t places) const {
+        if (begin >= end) return;
+        const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]);
+        const auto *keys = reinterpret_cast<const uint4*>(layer.k_cache) + chunk, *values = reinterpret_cast<const uint4*>(layer.v_cache) + chunk;
+#pragma unroll 4
+        for (int i = 0; i < TILE; i += 32 / CHUNKS) {
+            const int row = i + lane / CHUNKS, bytes = begin + row < last && begin + row < end ? 16 : 0;
+            const uint32_t from = __shfl_sync(~0u, places, row), to = tile + place_in_tile(row, chunk);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(keys + from), "r"(bytes) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + TILE_BYTES), "l"(values + from), "r"(bytes) : "memory");
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
     }
 };
 
-// Receive the queries of the group, the new key and the new value, a warp one head: normalize and rotate.
+// Receive the queries of the group, and the new key and value if the split has them, a warp one head: normalize and rotate.
 __device__ inline void receive_heads(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
     constexpr int EACH = HEAD_DIM / 32;  // dimensions of a lane
     const int lane = threadIdx.x % 32, at = lane * EACH, half = at % (HEAD_DIM / 2);
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < GROUP + 2; i += WARPS) {
+    for (int i = threadIdx.x / 32; i < (split.end > split.last ? GROUP + 2 : GROUP); i += WARPS) {
         const bool is_query = i < GROUP, is_value = i == GROUP + 1;
         const int head = is_query ? split.head * GROUP + i : Q_HEADS + (i - GROUP) * KV_HEADS + split.head;
         const bf16* norm = is_value ? nullptr : is_query ? layer.q_norm : layer.k_norm;
@@ -345,83 +399,135 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
             const float other = __shfl_xor_sync(~0u, x[j], 16);
             if (!is_value) x[j] = x[j] * shared().cosine[half + j] + (lane < 16 ? -other : other) * shared().sine[half + j];
         }
-        if (is_query) {
+        auto* to = reinterpret_cast<uint32_t*>((is_query ? shared().q[i] : shared().fresh[i - GROUP]) + at);
 #pragma unroll
-            for (int j = 0; j < EACH; j++) shared().q[i][at + j] = x[j] * step.scale * 1.44269504f;  // exponentials are to base 2
-        } else if (split.end > split.last) {
-            bf16* cache = (is_value ? layer.v_cache : layer.k_cache) + split.offset(step, split.last);
+        for (int j = 0; j < EACH / 2; j++) to[j] = pack(x[2 * j], x[2 * j + 1]);
+        if (!is_query) {
+            bf16* cache = (is_value ? layer.v_cache : layer.k_cache) + static_cast<int64_t>(split.last_place) * 8 + at;
 #pragma unroll
-            for (int j = 0; j < EACH; j++) shared().fresh[i - GROUP][at + j] = cache[at + j] = __float2bfloat16(x[j]);
+            for (int j = 0; j < EACH / 2; j++) reinterpret_cast<uint32_t*>(cache)[j] = to[j];
         }
     }
     sync_consumers();
 }
 
+// A warp's online softmax over its keys, by tensor cores. Columns of their tiles are the queries; columns behind the group
+// repeat its last query, and nobody reads what they give. A thread has two queries, 2 * (lane % 4) and the next, and of
+// each the keys or dimensions lane / 4 and lane / 4 + 8 of every 16.
+struct State {
+    static constexpr int STEPS = HEAD_DIM / 16;
+    uint32_t queries[STEPS][2];
+    float out[STEPS][4] = {};  // rows are dimensions
+    float best[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+
+    __device__ State() {
+        const int lane = threadIdx.x % 32;
+        const uint32_t from = shared_address(shared().q[min(lane % 8, GROUP - 1)]) + lane / 8 * 16;
+#pragma unroll
+        for (int i = 0; i < STEPS; i += 2) {
+            uint32_t two[4];
+            load_matrices(two, from + i * 32);
+            queries[i][0] = two[0], queries[i][1] = two[1], queries[i + 1][0] = two[2], queries[i + 1][1] = two[3];
+        }
+    }
+    // Attend to the first `num_keys` keys of the warp's tile.
+    __device__ void attend(int num_keys, float scale) {
+        const int lane = threadIdx.x % 32;
+        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]);
+        // Step i needs chunks 2 * i and 2 * i + 1: their places differ from the first ones' in a bit of their own.
+        const uint32_t keys = tile + place_in_tile(lane % 16, lane / 16);
+        const uint32_t values = tile + TILE_BYTES + place_in_tile(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        float two[2][4] = {};  // sums over every second step
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            uint32_t a[4];
+            load_matrices(a, (keys ^ i % 4 * 32) + i / 4 * 128);
+            multiply_accumulate(two[i % 2], a[0], a[1], a[2], a[3], queries[i][0], queries[i][1]);
+        }
+        float scores[2][2], shrink[2];  // of a key and a query
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[i / 2][i % 2] = lane / 4 + i / 2 * 8 < num_keys ? (two[0][i] + two[1][i]) * scale : -INFINITY;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float most = fmaxf(best[j], maximum<16, 4>(fmaxf(scores[0][j], scores[1][j])));
+            shrink[j] = exp2_of(best[j] - most), best[j] = most;
+            scores[0][j] = exp2_of(scores[0][j] - most), scores[1][j] = exp2_of(scores[1][j] - most);
+            sum[j] = sum[j] * shrink[j] + scores[0][j] + scores[1][j];
+        }
+        // The weights with rows keys and columns queries become an operand with columns keys.
+        const uint32_t first = transpose(pack(scores[0][0], scores[0][1])), second = transpose(pack(scores[1][0], scores[1][1]));
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            uint32_t a[4];
+            load_transposed(a, (values ^ i % 4 * 32) + i / 4 * 128);
+#pragma unroll
+            for (int j = 0; j < 4; j++) out[i][j] *= shrink[j % 2];
+            multiply_accumulate(out[i], a[0], a[1], a[2], a[3], first, second);
+        }
+    }
+    // Write the state to where the warp's tile was.
+    __device__ void store() {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        sum[0] = ::sum<16, 4>(sum[0]), sum[1] = ::sum<16, 4>(sum[1]);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int query = lane % 4 * 2 + j;
+            if (query >= GROUP) continue;
+            float* to = of_warp(warp) + query * STATE_SIZE + lane / 4;
+#pragma unroll
+            for (int i = 0; i < 2 * STEPS; i++) to[i * 8] = out[i / 2][i % 2 * 2 + j];
+            if (lane < 4) shared().maxima[query][warp] = best[j], shared().sums[query][warp] = sum[j];
+        }
+    }
+    __device__ static float* of_warp(int warp) { return reinterpret_cast<float*>(shared().tiles[warp]); }
+};
+
 __device__ inline void attend(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane % LANES;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     receive_heads(step, layer, split, tag);
-    float q[GROUP][8], best[GROUP], total[GROUP], out[GROUP][8];
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        best[g] = -INFINITY, total[g] = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) q[g][i] = shared().q[g][part * 8 + i], out[g][i] = 0;
-    }
-    const int of_warp = split.first - lane / LANES;
+    if (split.first < split.end) {
+        State state;
 #pragma unroll 1
-    for (int iteration = 0; of_warp + iteration * STRIDE < split.end; iteration++) {
-        const int key = split.first + iteration * STRIDE, slot = iteration % AHEAD;
-        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-        const bool is_new = key == split.last, exists = key < split.end;
-        const uint4 zero = {0, 0, 0, 0};
-        const uint4 key_bits = is_new ? reinterpret_cast<const uint4*>(shared().fresh[0])[part] : shared().keys[slot][threadIdx.x];
-        const uint4 value_bits = is_new ? reinterpret_cast<const uint4*>(shared().fresh[1])[part] : exists ? shared().values[slot][threadIdx.x] : zero;
-        split.load(step, layer, iteration + AHEAD);
-        float k[8], v[8];
-        unpack(key_bits, k);
-        unpack(value_bits, v);
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            float score = 0;
-#pragma unroll
-            for (int i = 0; i < 8; i++) score += q[g][i] * k[i];
-            score = sum<LANES / 2>(score);
-            if (!exists) score = -INFINITY;
-            const float next = fmaxf(best[g], score), base = next == -INFINITY ? 0.f : next;
-            const float shrink = exp2_of(best[g] - base), weight = exp2_of(score - base);
-            best[g] = next, total[g] = total[g] * shrink + weight;
-#pragma unroll
-            for (int i = 0; i < 8; i++) out[g][i] = out[g][i] * shrink + weight * v[i];
+        for (int key = split.first; key < split.end; key += WARPS * TILE) {
+            const int next = key + WARPS * TILE, of_lane = next + lane % TILE;
+            const int page = split.page_of(step, of_lane);  // arrives while this tile is computed
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncwarp();
+            const int row = split.last - key, matrix = lane / CHUNKS;
+            if (row < TILE) {  // the new key is the tile's last one
+                if (matrix < 2)
+                    *reinterpret_cast<uint4*>(shared().tiles[warp] + matrix * TILE_BYTES + place_in_tile(row, lane % CHUNKS)) =
+                        reinterpret_cast<const uint4*>(shared().fresh[matrix])[lane % CHUNKS];
+                __syncwarp();
+            }
+            state.attend(row + 1, step.scale * 1.44269504f);  // exponentials are to base 2
+            __syncwarp();
+            split.load(layer, next, split.place_of(step, of_lane, page));
         }
-    }
-    // Merge the keys of the warp, then the warps.
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        const float most = maximum<16, LANES>(best[g]), weight = most == -INFINITY ? 0.f : exp2_of(best[g] - most);
-        total[g] = sum<16, LANES>(total[g] * weight);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            out[g][i] = sum<16, LANES>(out[g][i] * weight);
-            if (lane < LANES) shared().states[warp][g * HEAD_DIM + part * 8 + i] = out[g][i];
-        }
-        if (lane == 0) shared().maxima[warp][g] = most, shared().sums[warp][g] = total[g];
+        state.store();
     }
     sync_consumers();
+    // Merge the warps that had keys. In place of others the last of them is read, with weight 0: a branch would wait for each.
 #pragma unroll 1
     for (int i = 2 * threadIdx.x; i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
-        const int g = i / HEAD_DIM, head = split.head * GROUP + g;
-        float most = -INFINITY, all = 0, low = 0, high = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared().maxima[w][g]);
+        const int g = i / HEAD_DIM, dimension = i % HEAD_DIM, head = split.head * GROUP + g;
+        float weights[WARPS], sums[WARPS], most = -INFINITY, all = 0, low = 0, high = 0;
+        float2 pairs[WARPS];
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float weight = exp2_of(shared().maxima[w][g] - most);
-            const float2 pair = *reinterpret_cast<const float2*>(shared().states[w] + i);
-            all += weight * shared().sums[w][g], low += weight * pair.x, high += weight * pair.y;
+            const int from = min(w, split.warps - 1);
+            weights[w] = shared().maxima[g][from], sums[w] = shared().sums[g][from];
+            pairs[w] = *reinterpret_cast<const float2*>(State::of_warp(from) + g * STATE_SIZE + dimension);
+            most = fmaxf(most, weights[w]);
+        }
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = w < split.warps ? exp2_of(weights[w] - most) : 0;
+            all += weight * sums[w], low += weight * pairs[w].x, high += weight * pairs[w].y;
         }
         const float scale = __fdividef(1, all);
-        publish(step.splits + (split.index * Q_SIZE + head * HEAD_DIM + i % HEAD_DIM) / 2, pack(low * scale, high * scale), tag);
-        if (i % HEAD_DIM == 0) publish(step.lse + split.index * Q_HEADS + head, most + log2f(all), tag);
+        publish(step.splits + (split.index * Q_SIZE + head * HEAD_DIM + dimension) / 2, pack(low * scale, high * scale), tag);
+        if (dimension == 0) publish(step.lse + split.index * Q_HEADS + head, most + __log2f(all), tag);
     }
 }
 
@@ -434,14 +540,70 @@ __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
         uint32_t pair = 0;
         float lse = -INFINITY;
         if (lane < num_splits) {
-            lse = __uint_as_float(receive_one(step.lse + lane * Q_HEADS + 2 * i / HEAD_DIM, tag));
-            pair = receive_one(step.splits + lane * (Q_SIZE / 2) + i, tag);
+            Tagged of_lse, of_pair;
+            do of_lse = load_one(step.lse + lane * Q_HEADS + 2 * i / HEAD_DIM), of_pair = load_one(step.splits + lane * (Q_SIZE / 2) + i);
+            while (of_lse >> 32 != tag || of_pair >> 32 != tag);
+            lse = __uint_as_float(static_cast<uint32_t>(of_lse)), pair = static_cast<uint32_t>(of_pair);
         }
         __syncwarp();
         const float weight = exp2_of(lse - maximum(lse)), all = sum(weight);
         const float low = sum(weight * low_of(pair)), high = sum(weight * high_of(pair));
         if (lane == 0) publish(step.attention + i, pack(__fdividef(low, all), __fdividef(high, all)), tag);
     }
+}
+
+// Receive the results of a few splits, and merge them: a thread four dimensions, and four of every next 1,024.
+__device__ inline void gather_splits(const Step& step, int num_splits, uint32_t tag) {
+    constexpr int EACH = Q_SIZE / (4 * CONSUMERS), AT_ONCE = EACH % 2 ? 1 : 2;
+#pragma unroll 1
+    for (int begin = 0; begin < EACH; begin += AT_ONCE) {
+        // A split that does not exist has arrived: it has weight 0.
+        Tagged values[FEW_SPLITS][AT_ONCE][2], lse[FEW_SPLITS][AT_ONCE];
+#pragma unroll
+        for (int s = 0; s < FEW_SPLITS; s++)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const Tagged arrived = s < num_splits ? 0 : static_cast<Tagged>(tag) << 32;
+                values[s][i][0] = values[s][i][1] = arrived, lse[s][i] = arrived | __float_as_uint(-INFINITY);
+            }
+        bool ready;
+        do {
+            ready = true;
+#pragma unroll
+            for (int s = 0; s < FEW_SPLITS; s++)
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    const int at = 4 * (threadIdx.x + (begin + i) * CONSUMERS);
+                    load_missing(values[s][i], step.splits + (s * Q_SIZE + at) / 2, tag);
+                    load_missing(lse[s][i], step.lse + s * Q_HEADS + at / HEAD_DIM, tag);
+                }
+#pragma unroll
+            for (int s = 0; s < FEW_SPLITS; s++)
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++)
+                    ready &= values[s][i][0] >> 32 == tag && values[s][i][1] >> 32 == tag && lse[s][i] >> 32 == tag;
+        } while (!ready);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            float weights[FEW_SPLITS], most = -INFINITY, all = 0, x[4] = {};
+#pragma unroll
+            for (int s = 0; s < FEW_SPLITS; s++) most = fmaxf(most, weights[s] = __uint_as_float(static_cast<uint32_t>(lse[s][i])));
+#pragma unroll
+            for (int s = 0; s < FEW_SPLITS; s++) all += weights[s] = exp2_of(weights[s] - most);
+            const float scale = __fdividef(1, all);
+#pragma unroll
+            for (int s = 0; s < FEW_SPLITS; s++) {
+                const float weight = weights[s] * scale;
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const auto pair = static_cast<uint32_t>(values[s][i][j]);
+                    x[2 * j] += weight * low_of(pair), x[2 * j + 1] += weight * high_of(pair);
+                }
+            }
+            *reinterpret_cast<uint2*>(shared().vector + 4 * (threadIdx.x + (begin + i) * CONSUMERS)) = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
+        }
+    }
+    sync_consumers();
 }
 
 // --- the step -----------------------------------------------------------------------------------------------------------
@@ -520,7 +682,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
 
     const uint32_t count = *step.count;
     const int num_keys = static_cast<int>(*step.position) + 1;
-    const Split split(num_keys);
+    const Split split(step, num_keys);
     for (int i = threadIdx.x; i < HEAD_DIM / 2; i += CONSUMERS)
         sincosf((num_keys - 1) * step.inv_freq[i], shared().sine + i, shared().cosine + i);
     const int64_t token = *step.token_source < 0 ? *step.token_id : step.last_token[*step.token_source];
@@ -532,8 +694,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     for (int i = 0; i < LAYERS; i++) {
         const Layer& layer = shared().layers[i];
         const uint32_t tag = count * LAYERS + i + 1;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) split.load(step, layer, j);
+        split.load(layer, split.first, split.place);
         {
             Residual residual(layer.input_norm);
             if (i) residual.gather(step.after_mlp, tag - 1);
@@ -542,8 +703,12 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         }
         consumers.multiply(QKV_SIZE, HIDDEN, [&](int row, float value) { publish(step.qkv + row, value * norm_factor(step.eps), tag); });
         if (split.has_work) attend(step, layer, split, tag);
-        merge(step, split.count, tag);
-        gather<Q_SIZE>(step.attention, tag);
+        if (split.count <= FEW_SPLITS) {
+            gather_splits(step, split.count, tag);
+        } else {
+            merge(step, split.count, tag);
+            gather<Q_SIZE>(step.attention, tag);
+        }
         consumers.add_and_publish(Q_SIZE, step.after_attention, tag);
         {
             Residual residual(layer.mlp_norm);

@@ -25,7 +25,7 @@ from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
 
 COLUMNS = 1024  # of a weight in one buffer of the kernel
-MAX_SPLITS = 32  # thread blocks that share the keys of a head
+MAX_SPLITS = 16  # thread blocks that share the keys of a head
 
 
 class _Step(ctypes.Structure):

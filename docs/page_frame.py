@@ -6,7 +6,9 @@ import re
 from html import escape, unescape
 
 FIRST_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
-NESTED_NAVIGATION = re.compile(r'(<nav class="md-nav" data-md-level="[1-9]")')
+NAVIGATION = re.compile(r"<(/?)nav\b([^>]*)>")
+EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
+NESTED = re.compile(r' data-md-level="[1-9]"')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
 MOST_CHARACTERS = 200
 
@@ -18,6 +20,22 @@ def describe(content: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition(" ")[0] + " …"
 
 
+def one_landmark(html: str) -> str:
+    """Make the sections inside a navigation groups of it, and not landmarks of their own."""
+    is_nested: list[bool] = []  # of each element that is open
+
+    def replaced(tag: re.Match[str]) -> str:
+        closes, attributes = tag.groups()
+        if not closes:
+            is_nested.append(NESTED.search(attributes) is not None)
+        nested = is_nested.pop() if closes else is_nested[-1]
+        if not nested:
+            return tag[0]
+        return "</div>" if closes else f'<div role="group"{attributes}>'
+
+    return NAVIGATION.sub(replaced, html)
+
+
 def complete(html: str, title: str, description: str) -> str:
     """Add to a finished page what a shared link shows of it, and name or remove controls without a name."""
     properties = {"og:type": "article", "og:title": title, "og:description": description}
@@ -26,5 +44,5 @@ def complete(html: str, title: str, description: str) -> str:
     html = html.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
-    html = NESTED_NAVIGATION.sub(r'\1 role="group"', html)  # one landmark, not one for each section
+    html = EMPTY_HEADER.sub(r"<td\1></td>", one_landmark(html))  # a corner of a table is the header of nothing
     return html if 'for="__toc"' in html else TOC_TOGGLE.sub("", html)

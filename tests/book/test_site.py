@@ -262,6 +262,14 @@ def test_a_chapter_folds_its_plumbing_and_describes_its_figures(site: Path) -> N
     assert "base64" not in text
 
 
+def test_the_navigation_is_one_landmark_and_no_header_is_empty(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        assert not re.search(r'<nav[^>]* data-md-level="[1-9]"|<th[^>]*></th>', html), page
+        for element in ("nav", "div"):
+            assert len(re.findall(f"<{element}\\b", html)) == html.count(f"</{element}>"), f"{element} in {page}"
+
+
 def test_a_figure_of_an_experiment_is_part_of_the_page(site: Path) -> None:
     text = (site / "experiments/05_throughput/index.html").read_text(encoding="utf-8")
     assert re.search(r'<figure class="nb-figure"[^>]*><svg aria-label="Host and device [^"]*"[^>]* role="img"', text)

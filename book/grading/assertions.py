@@ -5,7 +5,6 @@ torch is imported only where it is needed: a chapter without tensors is graded w
 
 import math
 import numbers
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -220,7 +219,7 @@ def _two_texts(left: Any, right: Any, most: int = 200) -> tuple[str, str]:
     texts = repr(left), repr(right)
     if texts[0] == texts[1]:
         return f"{texts[0]} ({type(left).__name__})", f"{texts[1]} ({type(right).__name__})"
-    common = len(os.path.commonprefix(texts))
+    common = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
     start = 0 if common < most // 2 else common - most // 2
     cuts = [f"{'…' * bool(start)}{text[start : start + most]}{'…' * (len(text) > start + most)}" for text in texts]
     return cuts[0], cuts[1]

@@ -21,7 +21,8 @@ assertion found something plainer first: nothing returned, another type, shape o
 "message"` works too.
 
 A check of a demand on memory, dtype or time says which share of the points it costs, as in `@check(..., costs=0.2)`.
-It runs after the checks of the result, and an answer that is right except for the demand keeps the rest.
+It runs after the checks of the result, and an answer that is right except for the demand keeps the rest. So the checks
+of the result use `assert_values`, which takes any dtype, where the dtype is such a demand.
 
 `solutions/NN_slug.py` holds the reference answers, and `homework.py` is generated from it (`python -m book stubs NN`).
 Its module docstring becomes the reader's, so write it to the reader. Exercises lose their bodies; other public
@@ -41,7 +42,14 @@ An answer that needs another exercise takes it from `solution("NN_slug")`.
 """
 
 from book.grading.answers import Answer, right, wrong
-from book.grading.assertions import assert_close, assert_equal, assert_no_loop, assert_raises, lines_run
+from book.grading.assertions import (
+    assert_close,
+    assert_equal,
+    assert_no_loop,
+    assert_raises,
+    assert_values,
+    lines_run,
+)
 from book.grading.chapter import Chapter, Check, Exercise, check, load_chapter, solution
 from book.grading.submission import Homework
 
@@ -55,6 +63,7 @@ __all__ = [
     "assert_equal",
     "assert_no_loop",
     "assert_raises",
+    "assert_values",
     "check",
     "lines_run",
     "load_chapter",

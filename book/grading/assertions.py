@@ -36,35 +36,51 @@ def assert_close(
     Numbers, tensors, and sequences or mappings of them can be compared. A result of another type, shape or dtype, or
     with NaN where there should be none, is named before any value is compared. `mistake` is the likely reason for
     wrong values; without it, the one of the check is shown. `name` says what is compared, such as "the LSE".
+    A name that is an identifier, such as "flops", is shown as code.
     """
+    label = _label(name)
     if isinstance(expected, Mapping):
-        _assert_keys(actual, expected, name)
+        _assert_keys(actual, expected, label)
         pairs = [(f'{name}["{key}"]', actual[key], expected[key]) for key in expected]
     elif isinstance(expected, Sequence):
-        _assert_length(actual, expected, name)
+        _assert_length(actual, expected, label)
         pairs = [(f"{name}[{index}]", actual[index], item) for index, item in enumerate(expected)]
     elif isinstance(expected, numbers.Real):
-        _assert_number_close(actual, expected, atol, rtol, mistake, name)
+        _assert_number_close(actual, expected, atol, rtol, mistake, label)
         return
     else:
-        _assert_tensor_close(actual, expected, atol, rtol, mistake, name, check_dtype)
+        _assert_tensor_close(actual, expected, atol, rtol, mistake, label, check_dtype)
         return
-    for label, left, right in pairs:
-        assert_close(left, right, atol=atol, rtol=rtol, mistake=mistake, name=label, check_dtype=check_dtype)
+    for item, left, right in pairs:
+        assert_close(left, right, atol=atol, rtol=rtol, mistake=mistake, name=item, check_dtype=check_dtype)
+
+
+def assert_values(
+    actual: Any,
+    expected: Any,
+    *,
+    atol: float = 1e-5,
+    rtol: float = 0.0,
+    mistake: str | None = None,
+    name: str = "your result",
+) -> None:
+    """Like `assert_close`, with any dtype: for checks of the result, where the dtype is a demand of its own."""
+    assert_close(actual, expected, atol=atol, rtol=rtol, mistake=mistake, name=name, check_dtype=False)
 
 
 def assert_equal(actual: Any, expected: Any, *, mistake: str | None = None, name: str = "your result") -> None:
     """Fails unless both are exactly equal: whole numbers, strings, lists of them, tensors of integers or booleans."""
+    label = _label(name)
     if _is_tensor(expected):
-        _assert_tensor_close(actual, expected, 0.0, 0.0, mistake, name, True)
+        _assert_tensor_close(actual, expected, 0.0, 0.0, mistake, label, True)
         return
-    _assert_not_none(actual, expected, name)
+    _assert_not_none(actual, expected, label)
     if _is_tensor(actual):
         if not isinstance(expected, numbers.Number) or actual.numel() != 1:
-            raise CheckFailed(f"{name} is {_a(actual)}; it should be {_a(expected)}", "")
+            raise CheckFailed(f"{label}: {_a(actual)}, expected {_a(expected)}", "")
         actual = actual.item()  # a tensor of one number is as good as the number
     if not actual == expected:
-        raise CheckFailed(f"{name} is {_short(actual)}; it should be {_short(expected)}", mistake)
+        raise CheckFailed(_compared(label, *_two_texts(actual, expected)), mistake)
 
 
 def assert_raises(
@@ -101,70 +117,72 @@ def assert_no_loop(name: str, small: int, large: int) -> None:
     assert large < 3 * small, f"{name} runs {large} lines of Python for 512 items, and {small} for 64"
 
 
-def _assert_number_close(actual: Any, expected: Any, atol: float, rtol: float, mistake: str | None, name: str) -> None:
-    _assert_not_none(actual, expected, name)
+def _assert_number_close(actual: Any, expected: Any, atol: float, rtol: float, mistake: str | None, label: str) -> None:
+    _assert_not_none(actual, expected, label)
     if _is_tensor(actual) and actual.numel() == 1:
         actual = actual.item()  # a tensor of one number is as good as the number
     if not isinstance(actual, numbers.Real):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be a number", "")
+        raise CheckFailed(f"{label}: {_a(actual)}, expected a number", "")
     value, wanted = float(actual), float(expected)
-    if math.isnan(value) and not math.isnan(wanted):
-        raise CheckFailed(f"{name} is NaN; it should be {wanted:.6g}", mistake)
     same = value == wanted or (math.isnan(value) and math.isnan(wanted))
     if not same and not abs(value - wanted) <= atol + rtol * abs(wanted):
-        raise CheckFailed(f"{name} is {value:.6g}; it should be {wanted:.6g}", mistake)
+        raise CheckFailed(_compared(label, *_two_numbers(value, wanted)), mistake)
 
 
 def _assert_tensor_close(
-    actual: Any, expected: "Tensor", atol: float, rtol: float, mistake: str | None, name: str, check_dtype: bool
+    actual: Any, expected: "Tensor", atol: float, rtol: float, mistake: str | None, label: str, check_dtype: bool
 ) -> None:
     import torch
 
-    _assert_not_none(actual, expected, name)
+    _assert_not_none(actual, expected, label)
     if not isinstance(actual, torch.Tensor):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be a tensor of shape {list(expected.shape)}", "")
+        raise CheckFailed(f"{label}: {_a(actual)}, expected a tensor of shape {list(expected.shape)}", "")
     if actual.shape != expected.shape:
-        raise CheckFailed(f"{name} has shape {list(actual.shape)}; it should have {list(expected.shape)}", "")
+        raise CheckFailed(f"{label}: shape {list(actual.shape)}, expected {list(expected.shape)}", "")
     if check_dtype and actual.dtype != expected.dtype:
-        raise CheckFailed(f"{name} has dtype {_dtype(actual)}; it should have {_dtype(expected)}", "")
+        raise CheckFailed(f"{label}: dtype {_dtype(actual)}, expected {_dtype(expected)}", "")
     left, right = actual.detach().cpu(), expected.detach().cpu()
     nans = left.isnan() & ~right.isnan()
     if nans.any():
         where = tuple(nans.nonzero()[0].tolist())
-        raise CheckFailed(f"{name} has {int(nans.sum())} NaN, the first at {_index(where)}", mistake)
+        raise CheckFailed(
+            f"{label}: NaN in {int(nans.sum())} of {_values(left)}, the first at {_index(where)}", mistake
+        )
     wrong = ~torch.isclose(left.double(), right.double(), atol=atol, rtol=rtol, equal_nan=True)
     if not wrong.any():
         return
     difference = (left.double() - right.double()).abs().nan_to_num(math.inf).masked_fill(~wrong, 0.0)
     where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+    count = int(wrong.sum())
+    got, wanted = _two_numbers(left[where].item(), right[where].item())
     raise CheckFailed(
-        f"{name} differs in {int(wrong.sum())} of {wrong.numel()} values; "
-        f"the worst is at {_index(where)}: {_number(left[where])}, it should be {_number(right[where])}",
+        f"{label}: {count} of {_values(wrong)} {'differs' if count == 1 else 'differ'}, "
+        f"the worst at {_index(where)}: {got}, expected {wanted}",
         mistake,
     )
 
 
-def _assert_not_none(actual: Any, expected: Any, name: str) -> None:
+def _assert_not_none(actual: Any, expected: Any, label: str) -> None:
     if actual is None and expected is not None:
-        raise CheckFailed(f"{name} is None: is a `return` missing?", "")
+        raise CheckFailed(f"{label}: None. Is a `return` missing?", "")
 
 
-def _assert_length(actual: Any, expected: Sequence[Any], name: str) -> None:
-    _assert_not_none(actual, expected, name)
+def _assert_length(actual: Any, expected: Sequence[Any], label: str) -> None:
+    _assert_not_none(actual, expected, label)
     if not isinstance(actual, Sequence):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be {_a(expected)} of {len(expected)}", "")
+        raise CheckFailed(f"{label}: {_a(actual)}, expected {_a(expected)} of length {len(expected)}", "")
     if len(actual) != len(expected):
-        raise CheckFailed(f"{name} has {len(actual)} items; it should have {len(expected)}", "")
+        raise CheckFailed(f"{label}: length {len(actual)}, expected {len(expected)}", "")
 
 
-def _assert_keys(actual: Any, expected: Mapping[Any, Any], name: str) -> None:
-    _assert_not_none(actual, expected, name)
+def _assert_keys(actual: Any, expected: Mapping[Any, Any], label: str) -> None:
+    _assert_not_none(actual, expected, label)
     if not isinstance(actual, Mapping):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be a dictionary", "")
+        raise CheckFailed(f"{label}: {_a(actual)}, expected a dictionary", "")
     if missing := [key for key in expected if key not in actual]:
-        raise CheckFailed(f"{name} lacks the key {_short(missing[0])}", "")
+        raise CheckFailed(f"{label}: the key {missing[0]!r} is missing", "")
     if extra := [key for key in actual if key not in expected]:
-        raise CheckFailed(f"{name} has the key {_short(extra[0])}, which should not be there", "")
+        raise CheckFailed(f"{label}: the key {extra[0]!r} should not be there", "")
 
 
 def _is_tensor(value: Any) -> bool:
@@ -177,6 +195,36 @@ def _a(value: Any) -> str:
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
+def _label(name: str) -> str:
+    return f"`{name}`" if name.isidentifier() else name
+
+
+def _compared(label: str, got: str, wanted: str) -> str:
+    return f"{label} = {got}, expected {wanted}" if label.startswith("`") else f"{label}: {got}, expected {wanted}"
+
+
+def _two_numbers(left: float, right: float) -> tuple[str, str]:
+    """Show two different numbers with 6 digits, or with as many as tell them apart."""
+    if not isinstance(left, float) or not isinstance(right, float):
+        return str(left), str(right)
+    for digits in range(6, 18):
+        texts = [f"{value + 0.0:.{digits}g}" for value in (left, right)]  # + 0.0: -0.0 is shown as 0
+        if texts[0] != texts[1]:
+            break
+    return texts[0], texts[1]
+
+
+def _two_texts(left: Any, right: Any, most: int = 200) -> tuple[str, str]:
+    """Show two different values; of long ones, the part where they begin to differ."""
+    texts = repr(left), repr(right)
+    if texts[0] == texts[1]:
+        return f"{texts[0]} ({type(left).__name__})", f"{texts[1]} ({type(right).__name__})"
+    common = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    start = 0 if common < most // 2 else common - most // 2
+    cuts = [f"{'…' * bool(start)}{text[start : start + most]}{'…' * (len(text) > start + most)}" for text in texts]
+    return cuts[0], cuts[1]
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
@@ -186,8 +234,8 @@ def _dtype(tensor: "Tensor") -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _number(value: "Tensor") -> str:
-    return f"{value.item():.6g}" if value.is_floating_point() else str(value.item())
+def _values(tensor: "Tensor") -> str:
+    return f"{tensor.numel()} {'value' if tensor.numel() == 1 else 'values'}"
 
 
 def _index(where: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from mini_engine.attention.backend import bypassed_parts
 from mini_engine.chunks import ChunkedLLM
 from mini_engine.cli import Batch
 from mini_engine.llm import TextEngine
+from mini_engine.models.qwen3 import Qwen3Attention
 from mini_engine.observe.metrics import Metrics
 from mini_engine.observe.watch import page_size_of
 
@@ -87,7 +88,9 @@ def _runs_on(part: Part, llm: LLM) -> str:
         return f"[dim]not used by {llm.config.attn_backend}[/]"
     classes = {cls for layer in llm.model.layers for cls in type(layer).__mro__}
     modules = {cls.__module__.replace(".", "/") + ".py" for cls in classes}
-    if part.module.startswith("mini_engine/models/") and part.module not in modules:
+    without_qk_norm = not any(isinstance(module, Qwen3Attention) for module in llm.model.modules())
+    is_other_family = part.module.startswith("mini_engine/models/") and part.module not in modules
+    if is_other_family or (part.name == "qk_norm" and without_qk_norm):
         return "[dim]not used by this model[/]"
     return "[bold green]yours[/]"
 

@@ -23,7 +23,8 @@ class Outcome:
     message: str = ""
     """What happened, in a sentence."""
     mistake: str = ""
-    """What most likely causes it, in a sentence; empty where `message` says it all."""
+    """What most likely causes it, in a sentence; empty where `message` says it all. After an exception, what the check
+    looks for: the exception may have another cause."""
     detail: str = ""
     """The lines of code that led there."""
     output: str = ""
@@ -34,11 +35,18 @@ class Outcome:
         return self.status == "passed"
 
     @property
+    def explanation(self) -> str:
+        """The mistake, and how certain it is; empty without one."""
+        if not self.mistake:
+            return ""
+        return f"{'Likely mistake' if self.status == 'failed' else 'This check is about'}: {self.mistake}"
+
+    @property
     def verdict(self) -> str:
         """For the summary: the mistake, or what happened, or both where an exception says only half."""
         if self.status == "failed" and self.mistake:
             return self.mistake
-        return f"{self.message} Likely mistake: {self.mistake}." if self.mistake else self.message
+        return f"{self.message} {self.explanation}." if self.mistake else self.message
 
 
 def run_check(chapter: Chapter, check: Check, submission: Homework, filename: str) -> Outcome:
@@ -125,8 +133,14 @@ def _code(frame: traceback.FrameSummary) -> str:
     return code if len(code) <= 300 else f"{code[:300]}…"
 
 
+def code_line(filename: str, number: int) -> str:
+    """A line of a file, behind the file's name and its number."""
+    return f"{Path(filename).name}:{number}  {linecache.getline(filename, number).strip()}"
+
+
 def _sentence(text: str) -> str:
     """Begin with a capital, unless the first word is a name of code, and end with a full stop."""
     text = text.strip()
-    is_name = any(mark in text.partition(" ")[0] for mark in "_([")
+    first = text.partition(" ")[0]
+    is_name = any(mark in first for mark in "_([`") or (len(first) == 1 and first != "a")
     return (text if is_name else text[:1].upper() + text[1:]) + ("" if text.endswith((".", "?", "!")) else ".")

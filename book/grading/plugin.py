@@ -83,7 +83,7 @@ class CheckItem(pytest.Item):
         if not isinstance(excinfo.value, Failed):
             return str(super().repr_failure(excinfo))
         outcome = excinfo.value.outcome
-        return "\n".join(filter(None, [outcome.message, outcome.mistake, outcome.detail, outcome.output]))
+        return "\n".join(filter(None, [outcome.message, outcome.explanation, outcome.detail, outcome.output]))
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, f"{self.check.exercise}: {self.check.name}"

@@ -35,8 +35,8 @@ def failures(grading: Grading) -> list[Panel]:
         if outcome.status == "unreadable" or not outcome.detail:
             seen.add(outcome.message)
         lines: list[RenderableType] = [Text(outcome.message, style="bold")]
-        if outcome.mistake:
-            lines.append(Text(f"Likely mistake: {outcome.mistake}"))
+        if outcome.explanation:
+            lines.append(Text(outcome.explanation))
         for text in (outcome.detail, _printed(outcome.output)):
             if text:
                 lines.append(Padding(Text(text, style="dim"), (1, 0, 0, 0)))
@@ -63,7 +63,7 @@ def summary(grading: Grading) -> Table:
     table.add_column("exercise", no_wrap=True)
     table.add_column("", justify="center", no_wrap=True)
     table.add_column("points", justify="right", no_wrap=True)
-    table.add_column("first failing check and likely mistake", ratio=1)
+    table.add_column("first failing check and likely mistake", ratio=1, overflow="fold")
     for result in grading.results:
         table.add_row(_name(result.exercise), stars(result.exercise), points(result), _verdict(result))
     return table
@@ -229,6 +229,6 @@ def _gradescope_output(result: Result) -> str:
         return f"All {len(result.checks)} checks pass." if result.passed else "Not graded in this run."
     check, outcome = result.failure
     lines = [f"{'Right, but ' if result.right else ''}{check.name}: {outcome.message}"]
-    lines += [f"Likely mistake: {outcome.mistake}"] if outcome.mistake else []
+    lines += [outcome.explanation] if outcome.explanation else []
     lines += [_printed(outcome.output)] if outcome.output else []
     return "\n".join(lines)

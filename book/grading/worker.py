@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from book.grading.chapter import ROOT, Chapter, Check, load_chapter
-from book.grading.outcome import Outcome, run_check
+from book.grading.outcome import Outcome, code_line, run_check
 from book.grading.submission import Homework, SubmissionError, load_submission
 
 MEMORY_LIMIT = 6 * 2**30
@@ -96,8 +96,11 @@ class Worker:
         if not outcome.passed:
             outcome = replace(outcome, output=_tail(self._printed, printed))
         if outcome.status in ("timeout", "crashed"):
-            found = re.search(rf'File "{re.escape(self._filename)}", line (\d+)', _tail(self._stack, stack))
-            outcome = replace(outcome, message=outcome.message.format(line=f" in line {found[1]}" if found else ""))
+            frames = re.findall(r'File "(.+)", line (\d+)', _tail(self._stack, stack))  # the innermost first
+            line = next((f" in line {number}" for file, number in frames if file == self._filename), "")
+            shown = {self._filename, str(self._chapter.folder / "test_homework.py")} if what == "Your answer" else set()
+            lines = [code_line(file, int(number)) for file, number in reversed(frames) if file in shown]
+            outcome = replace(outcome, message=outcome.message.format(line=line), detail="\n".join(lines[:8]))
             self.close()
             self._unreadable = outcome if what == "Your file" else None  # every exercise loads the same file
         return outcome

@@ -45,7 +45,7 @@ def masked_attention(
     mask, by a bias of -inf, or by both together, and there may be no keys (m = 0).
 
     Compute in float32 (in float64 for float64 inputs) and return the dtype of q. The
-    bias may have a wider dtype than q.
+    bias may have a wider dtype than q. Do not modify any of the inputs.
 
     Example: one query and two keys whose scores are 0 and log 3. The attention weights
     are 1/4 and 3/4.
@@ -76,8 +76,10 @@ def ragged_causal_attention(
     keys of its own sequence up to and including its own. A sequence may have no queries
     in this step.
 
-    Return one output row per query, in the order and the dtype of q. You may call
-    masked_attention.
+    Return one output row per query, in the order and the dtype of q, and leave q
+    unchanged. You may call masked_attention. Compute no scores between sequences: no
+    tensor that you make may be larger than q, k or the scores [Hq, n, m] of the
+    sequence with the most of them.
 
     Example: two sequences. The first has 2 keys and a query for each, the second has 3
     keys and 1 query. All scores are 0, so each output is the mean of the visible

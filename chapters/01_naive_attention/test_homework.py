@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from book.grading import Exercise, Homework, assert_close, assert_equal, check
+from book.grading import Exercise, Homework, assert_close, assert_equal, assert_values, check
+from book.memory import measure_memory
 
 EXERCISES = [
     Exercise(
         "masked_attention",
         points=5,
-        minutes=25,
+        minutes=30,
         difficulty=2,
         part="masked_attention",
         hints=(
@@ -56,7 +56,7 @@ EXERCISES = [
     Exercise(
         "apply_rope",
         points=4,
-        minutes=15,
+        minutes=12,
         difficulty=2,
         part="apply_rope",
         hints=(
@@ -71,7 +71,7 @@ EXERCISES = [
     Exercise(
         "attention_cost",
         points=3,
-        minutes=15,
+        minutes=12,
         difficulty=2,
         hints=(
             "Count the visible cells of the mask first. The queries are the last ones: how many keys does the first of "
@@ -144,11 +144,20 @@ def attention_in_floats(
 
 
 def assert_attention(
-    hw: Homework, q: Tensor, k: Tensor, v: Tensor, scale: float, *, atol: float = 1e-5, **options: Any
+    hw: Homework,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    atol: float = 1e-5,
+    check_dtype: bool = False,
+    **options: Any,
 ) -> None:
     # Compute the expected output first: an answer that changes q in place must not change the question.
     expected = attention_in_floats(q, k, v, scale, **options)
-    assert_close(hw.masked_attention(q, k, v, scale=scale, **options), expected, atol=atol)
+    got = hw.masked_attention(q, k, v, scale=scale, **options)
+    assert_close(got, expected, atol=atol, check_dtype=check_dtype)
 
 
 def ragged_in_floats(q: Tensor, k: Tensor, v: Tensor, qo_lens: list[int], kv_lens: list[int], scale: float) -> Tensor:
@@ -170,22 +179,11 @@ def random_qkv(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def call_ragged(hw: Homework, q: Tensor, k: Tensor, v: Tensor, qo_lens: list[int], kv_lens: list[int]) -> Tensor:
+def call_ragged(
+    hw: Homework, q: Tensor, k: Tensor, v: Tensor, qo_lens: list[int], kv_lens: list[int], scale: float = 0.5
+) -> Tensor:
     bounds = [torch.tensor([0, *lens]).cumsum(0) for lens in (qo_lens, kv_lens)]
-    return hw.ragged_causal_attention(q, k, v, *bounds, scale=0.5)
-
-
-class LargestStorage(TorchDispatchMode):
-    """Record the bytes of the largest tensor that any operation inside the block makes."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, Tensor):
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return made
+    return hw.ragged_causal_attention(q, k, v, *bounds, scale=scale)
 
 
 # masked_attention ---------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ class LargestStorage(TorchDispatchMode):
 )
 def test_one_query_one_key(hw: Homework) -> None:
     q, k, v = random_qkv(1, 1, 1, 1, 4)
-    assert_close(hw.masked_attention(q, k, v, scale=0.5), v)
+    assert_values(hw.masked_attention(q, k, v, scale=0.5), v)
 
 
 @check(
@@ -206,7 +204,7 @@ def test_one_query_one_key(hw: Homework) -> None:
 def test_one_query_two_keys(hw: Homework) -> None:
     q, v = torch.ones(1, 1, 1), torch.tensor([4.0, 8.0]).view(2, 1, 1)
     k = torch.tensor([0.0, math.log(3.0)]).view(2, 1, 1)
-    assert_close(hw.masked_attention(q, k, v, scale=1.0), torch.full((1, 1, 1), 7.0))
+    assert_values(hw.masked_attention(q, k, v, scale=1.0), torch.full((1, 1, 1), 7.0))
 
 
 @check("masked_attention", mistake="the scores are not multiplied by `scale`: use the argument, not 1/sqrt(D)")
@@ -303,6 +301,18 @@ def test_mask_and_bias_together_hide_every_key(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5, mask=mask, bias=bias)
 
 
+@check(
+    "masked_attention", mistake="you change a tensor of the caller's: `*=` and masked_fill_ write into q or the bias"
+)
+def test_the_inputs_are_unchanged(hw: Homework) -> None:
+    mask, bias = torch.ones(3, 4, dtype=torch.bool).tril(1), torch.randn(2, 3, 4)
+    inputs = dict(zip("qkv", random_qkv(3, 4, 2, 1, 4), strict=True)) | {"mask": mask, "bias": bias}
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    hw.masked_attention(**inputs, scale=0.5, softcap=1.5)
+    for name, tensor in inputs.items():
+        assert_equal(tensor, before[name], name=name)
+
+
 @check("masked_attention", mistake="compute in float32 and round once, at the end: bfloat16 keeps 8 bits", costs=0.2)
 def test_bfloat16_is_rounded_once(hw: Homework) -> None:
     q, k, v = random_qkv(4, 64, 2, 1, 32, torch.bfloat16)
@@ -324,9 +334,10 @@ def test_a_float32_bias_of_bfloat16_queries(hw: Homework) -> None:
 
 @check("masked_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_float64_stays_float64(hw: Homework) -> None:
-    q, k, v = random_qkv(2, 5, 2, 1, 4, torch.float64)
-    bias = torch.randn(2, 2, 5, dtype=torch.float64)
-    assert_attention(hw, q, k, v, 0.5, bias=bias, atol=1e-12)
+    for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        q, k, v = random_qkv(2, 5, 2, 1, 4, dtype)
+        bias = torch.randn(2, 2, 5, dtype=dtype)
+        assert_attention(hw, q, k, v, 0.5, bias=bias, atol=atol, check_dtype=True)
 
 
 @check(
@@ -336,9 +347,7 @@ def test_float64_stays_float64(hw: Homework) -> None:
 )
 def test_keys_are_not_copied(hw: Homework) -> None:
     q, k, v = random_qkv(1, 64, 16, 2, 32)
-    with LargestStorage() as largest:
-        hw.masked_attention(q, k, v, scale=0.5)
-    size = largest.nbytes // k.nbytes
+    size = measure_memory(lambda: hw.masked_attention(q, k, v, scale=0.5)).largest // k.nbytes
     assert size <= 2, f"some operation makes a tensor {size} times as large as the keys"
 
 
@@ -364,17 +373,35 @@ def test_random_cases(hw: Homework) -> None:
 @check("ragged_causal_attention", mistake="a token attends to itself: the diagonal of the mask is visible")
 def test_one_token_sees_itself(hw: Homework) -> None:
     q, k, v = random_qkv(1, 1, 2, 1, 4)
-    assert_close(call_ragged(hw, q, k, v, [1], [1]), attention_in_floats(q, k, v, 0.5))
+    assert_values(call_ragged(hw, q, k, v, [1], [1]), attention_in_floats(q, k, v, 0.5))
+
+
+@check("ragged_causal_attention", mistake="use the scale that you are given, not 1/sqrt(D)")
+def test_scale_of_a_sequence(hw: Homework) -> None:
+    q, k, v = random_qkv(2, 2, 2, 1, 4)
+    expected = ragged_in_floats(q, k, v, [2], [2], 2.0)
+    got = call_ragged(hw, q, k, v, [2], [2], scale=2.0)
+    assert_values(got[-1:], expected[-1:], name="the output of the last query")
+
+
+@check(
+    "ragged_causal_attention", mistake="you write into q, which the caller may still need: make a tensor for the output"
+)
+def test_the_queries_are_unchanged(hw: Homework) -> None:
+    q, k, v = random_qkv(2, 2, 2, 1, 4)
+    before = q.clone()
+    call_ragged(hw, q, k, v, [2], [2])
+    assert_equal(q, before, name="q")
 
 
 @check("ragged_causal_attention", mistake="a query attends to keys after its own position")
 def test_no_query_sees_the_future(hw: Homework) -> None:
     q, k, v = random_qkv(4, 4, 2, 1, 4)
     before = call_ragged(hw, q, k, v, [4], [4])
-    assert_close(before, ragged_in_floats(q, k, v, [4], [4], 0.5))
+    assert_values(before, ragged_in_floats(q, k, v, [4], [4], 0.5))
     k[-1] += 1.0
     v[-1] += 1.0
-    assert_close(call_ragged(hw, q, k, v, [4], [4])[:3], before[:3])
+    assert_values(call_ragged(hw, q, k, v, [4], [4])[:3], before[:3])
 
 
 @check(
@@ -384,13 +411,13 @@ def test_no_query_sees_the_future(hw: Homework) -> None:
 )
 def test_queries_are_the_last_of_the_keys(hw: Homework) -> None:
     q, k, v = random_qkv(2, 5, 2, 1, 4)
-    assert_close(call_ragged(hw, q, k, v, [2], [5]), ragged_in_floats(q, k, v, [2], [5], 0.5))
+    assert_values(call_ragged(hw, q, k, v, [2], [5]), ragged_in_floats(q, k, v, [2], [5], 0.5))
 
 
 @check("ragged_causal_attention", mistake="a query attends to the keys of another sequence")
 def test_sequences_are_independent(hw: Homework) -> None:
     q, k, v = random_qkv(5, 5, 2, 1, 4)
-    assert_close(call_ragged(hw, q, k, v, [2, 3], [2, 3]), ragged_in_floats(q, k, v, [2, 3], [2, 3], 0.5))
+    assert_values(call_ragged(hw, q, k, v, [2, 3], [2, 3]), ragged_in_floats(q, k, v, [2, 3], [2, 3], 0.5))
 
 
 @check(
@@ -399,7 +426,7 @@ def test_sequences_are_independent(hw: Homework) -> None:
 )
 def test_queries_and_keys_have_their_own_bounds(hw: Homework) -> None:
     q, k, v = random_qkv(4, 9, 2, 1, 4)
-    assert_close(call_ragged(hw, q, k, v, [1, 3], [5, 4]), ragged_in_floats(q, k, v, [1, 3], [5, 4], 0.5))
+    assert_values(call_ragged(hw, q, k, v, [1, 3], [5, 4]), ragged_in_floats(q, k, v, [1, 3], [5, 4], 0.5))
 
 
 @check(
@@ -408,7 +435,7 @@ def test_queries_and_keys_have_their_own_bounds(hw: Homework) -> None:
 def test_a_sequence_without_queries(hw: Homework) -> None:
     q, k, v = random_qkv(3, 8, 2, 1, 4)
     got = call_ragged(hw, q, k, v, [2, 0, 1], [2, 4, 2])
-    assert_close(got, ragged_in_floats(q, k, v, [2, 0, 1], [2, 4, 2], 0.5))
+    assert_values(got, ragged_in_floats(q, k, v, [2, 0, 1], [2, 4, 2], 0.5))
 
 
 @check("ragged_causal_attention", mistake="the order of the sequences changes their results")
@@ -419,7 +446,7 @@ def test_the_order_of_sequences_does_not_matter(hw: Homework) -> None:
         q, k, v = (torch.cat([parts[b][i] for b in order]) for i in range(3))
         qo_lens, kv_lens = [lens[b][0] for b in order], [lens[b][1] for b in order]
         got = call_ragged(hw, q, k, v, qo_lens, kv_lens)
-        assert_close(got, ragged_in_floats(q, k, v, qo_lens, kv_lens, 0.5))
+        assert_values(got, ragged_in_floats(q, k, v, qo_lens, kv_lens, 0.5))
 
 
 @check(
@@ -435,43 +462,58 @@ def test_ragged_dtypes(hw: Homework) -> None:
         )
 
 
+@check(
+    "ragged_causal_attention",
+    mistake="compute the scores of each sequence by themselves: most of a [T, S] matrix belongs to no sequence",
+    costs=0.2,
+)
+def test_no_scores_between_sequences(hw: Homework) -> None:
+    sequences, n, m = 8, 16, 64
+    q, k, v = random_qkv(sequences * n, sequences * m, 2, 1, 4)
+    largest = measure_memory(lambda: call_ragged(hw, q, k, v, [n] * sequences, [m] * sequences)).largest
+    scores = 2 * n * m * 4
+    assert largest <= 2 * scores, (  # twice as much: float64 is allowed here
+        f"some operation makes a tensor of {largest:,} bytes; the scores of one sequence take {scores:,}"
+    )
+
+
 # rope_tables --------------------------------------------------------------------------------------------------------
 
 
 @check("rope_tables", mistake="return the cosine first, then the sine: at position 0 they are 1 and 0")
 def test_position_zero(hw: Homework) -> None:
     cos, sin = hw.rope_tables(torch.tensor([0]), torch.tensor([math.pi / 2]))
-    assert_close(cos, torch.tensor([[1.0]]), atol=1e-6, name="cos")
-    assert_close(sin, torch.tensor([[0.0]]), atol=1e-6, name="sin")
+    assert_values(cos, torch.tensor([[1.0]]), atol=1e-6, name="cos")
+    assert_values(sin, torch.tensor([[0.0]]), atol=1e-6, name="sin")
 
 
 @check("rope_tables", mistake="the angle is position times frequency, in radians")
 def test_right_angles(hw: Homework) -> None:
     cos, sin = hw.rope_tables(torch.arange(4), torch.tensor([math.pi / 2]))
-    assert_close(cos, torch.tensor([[1.0], [0.0], [-1.0], [0.0]]), atol=1e-6, name="cos")
-    assert_close(sin, torch.tensor([[0.0], [1.0], [0.0], [-1.0]]), atol=1e-6, name="sin")
+    assert_values(cos, torch.tensor([[1.0], [0.0], [-1.0], [0.0]]), atol=1e-6, name="cos")
+    assert_values(sin, torch.tensor([[0.0], [1.0], [0.0], [-1.0]]), atol=1e-6, name="sin")
 
 
 @check("rope_tables", mistake="every token needs the angles of all D/2 pairs: [T, D/2], one row per token")
 def test_every_position_meets_every_frequency(hw: Homework) -> None:
     inv_freq = torch.tensor([1.0, 0.1, 0.01])
     cos, _ = hw.rope_tables(torch.arange(2), inv_freq)
-    assert_close(cos, torch.tensor([[1.0, 1.0, 1.0], [math.cos(1.0), math.cos(0.1), math.cos(0.01)]]), atol=1e-6)
+    assert_values(cos, torch.tensor([[1.0, 1.0, 1.0], [math.cos(1.0), math.cos(0.1), math.cos(0.01)]]), atol=1e-6)
 
 
 @check("rope_tables", mistake="you count the tokens from 0 instead of reading their positions")
 def test_positions_come_in_any_order(hw: Homework) -> None:
     positions, inv_freq = [7, 2, 2, 900], [1.0, 0.03]
     cos, sin = hw.rope_tables(torch.tensor(positions), torch.tensor(inv_freq))
-    assert_close(cos, torch.tensor([[math.cos(p * f) for f in inv_freq] for p in positions]), atol=1e-4)
-    assert_close(sin, torch.tensor([[math.sin(p * f) for f in inv_freq] for p in positions]), atol=1e-4)
+    assert_values(cos, torch.tensor([[math.cos(p * f) for f in inv_freq] for p in positions]), atol=1e-4)
+    assert_values(sin, torch.tensor([[math.sin(p * f) for f in inv_freq] for p in positions]), atol=1e-4)
 
 
 @check("rope_tables", mistake="positions have no upper limit: compute each angle, without a table of fixed length")
 def test_large_positions(hw: Homework) -> None:
     inv_freq = torch.tensor([2.0**-20])  # exact in float32, like the angle
     cos, _ = hw.rope_tables(torch.tensor([3_000_000]), inv_freq)
-    assert_close(cos, torch.tensor([[math.cos(3_000_000 * 2.0**-20)]]), atol=1e-5)
+    assert_values(cos, torch.tensor([[math.cos(3_000_000 * 2.0**-20)]]), atol=1e-5)
 
 
 @check("rope_tables", mistake="compute the angles in the dtype of inv_freq: a narrower one loses precision", costs=0.2)
@@ -479,6 +521,8 @@ def test_tables_have_the_precision_of_the_frequencies(hw: Homework) -> None:
     inv_freq = torch.tensor([0.3], dtype=torch.float64)
     cos, _ = hw.rope_tables(torch.tensor([100_003]), inv_freq)
     assert_close(cos, torch.tensor([[math.cos(100_003 * 0.3)]], dtype=torch.float64), atol=1e-9)
+    cos, sin = hw.rope_tables(torch.tensor([0]), inv_freq.float())
+    assert_close((cos, sin), (torch.ones(1, 1), torch.zeros(1, 1)))
 
 
 # apply_rope ---------------------------------------------------------------------------------------------------------
@@ -505,19 +549,17 @@ def rotated_in_floats(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @check("apply_rope", mistake="an angle of 0 leaves x unchanged: cos and sin are swapped, or components change places")
 def test_an_angle_of_zero_changes_nothing(hw: Homework) -> None:
     x = torch.randn(1, 3, 6)
-    assert_close(hw.apply_rope(x, torch.ones(1, 3), torch.zeros(1, 3)), x)
+    assert_values(hw.apply_rope(x, torch.ones(1, 3), torch.zeros(1, 3)), x)
 
 
 def assert_unchanged(hw: Homework, interleaved: bool) -> None:
     x = torch.randn(1, 1, 4)
     before = x.clone()
     hw.apply_rope(x, *right_angles(1, 2), interleaved=interleaved)
-    assert_equal(x, before, name="x after the call")
+    assert_equal(x, before, name="x")
 
 
-@check(
-    "apply_rope", mistake="you rotate x in place: the second half is computed from a first half that is rotated already"
-)
+@check("apply_rope", mistake="you change x: the caller may still need it")
 def test_the_input_is_unchanged(hw: Homework) -> None:
     assert_unchanged(hw, interleaved=False)
 
@@ -527,10 +569,10 @@ def test_the_input_is_unchanged(hw: Homework) -> None:
 )
 def test_a_right_angle_half_split(hw: Homework) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
-    assert_close(hw.apply_rope(x, *right_angles(1, 2)), torch.tensor([-3.0, -4.0, 1.0, 2.0]).view(1, 1, 4))
+    assert_values(hw.apply_rope(x, *right_angles(1, 2)), torch.tensor([-3.0, -4.0, 1.0, 2.0]).view(1, 1, 4))
 
 
-@check("apply_rope", mistake="with interleaved=True you rotate x in place, but the caller still needs it")
+@check("apply_rope", mistake="with interleaved=True you change x: the caller may still need it")
 def test_the_input_is_unchanged_interleaved(hw: Homework) -> None:
     assert_unchanged(hw, interleaved=True)
 
@@ -542,7 +584,7 @@ def test_the_input_is_unchanged_interleaved(hw: Homework) -> None:
 def test_a_right_angle_interleaved(hw: Homework) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
     got = hw.apply_rope(x, *right_angles(1, 2), interleaved=True)
-    assert_close(got, torch.tensor([-2.0, 1.0, -4.0, 3.0]).view(1, 1, 4))
+    assert_values(got, torch.tensor([-2.0, 1.0, -4.0, 3.0]).view(1, 1, 4))
 
 
 @check(
@@ -554,7 +596,7 @@ def test_tokens_differ_and_heads_agree(hw: Homework) -> None:
     for interleaved in (False, True):
         x = torch.randn(3, 3, 4)  # as many heads as tokens: a mix-up has a valid shape
         expected = rotated_in_floats(x, angles, interleaved)
-        assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected)
+        assert_values(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected)
 
 
 @check("apply_rope", mistake="compute in float32 and round once, at the end; return the dtype of x", costs=0.2)
@@ -571,10 +613,11 @@ def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
 
 @check("apply_rope", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_rope_of_float64_stays_float64(hw: Homework) -> None:
-    x, angles = torch.randn(2, 1, 4, dtype=torch.float64), torch.rand(2, 2, dtype=torch.float64)
-    for interleaved in (False, True):
-        expected = rotated_in_floats(x, angles, interleaved)
-        assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected, atol=1e-14)
+    for dtype, atol in ((torch.float64, 1e-14), (torch.float32, 1e-5)):
+        x, angles = torch.randn(2, 1, 4, dtype=dtype), torch.rand(2, 2, dtype=dtype)
+        for interleaved in (False, True):
+            expected = rotated_in_floats(x, angles, interleaved)
+            assert_close(hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved), expected, atol=atol)
 
 
 @check("apply_rope", mistake="a score must depend only on the distance between query and key")
@@ -589,8 +632,8 @@ def test_scores_depend_on_the_distance_alone(hw: Homework) -> None:
                 for x, p in ((q, query), (k, key))
             ]
             scores.append((rotated[0] * rotated[1]).sum(-1))
-        assert_close(scores[1], scores[0], atol=1e-4)
-        assert_close(scores[2], scores[0], atol=1e-4)
+        assert_values(scores[1], scores[0], atol=1e-4)
+        assert_values(scores[2], scores[0], atol=1e-4)
 
 
 # attention_cost -----------------------------------------------------------------------------------------------------
@@ -669,7 +712,7 @@ def bias_in_floats(queries: list[int], keys: list[int], window: int | None, slop
 )
 def test_causal_bias(hw: Homework) -> None:
     got = hw.attention_bias(torch.arange(3), torch.arange(3))
-    assert_close(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.0]))
+    assert_values(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.0]))
 
 
 @check(
@@ -678,31 +721,31 @@ def test_causal_bias(hw: Homework) -> None:
 def test_window_bias(hw: Homework) -> None:
     for window in (1, 2, 4):
         got = hw.attention_bias(torch.arange(4), torch.arange(4), window=window)
-        assert_close(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], window, [0.0]))
+        assert_values(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], window, [0.0]))
 
 
 @check("attention_bias", mistake="ALiBi lowers the score of a far key: -slope * (query position - key position)")
 def test_alibi_bias(hw: Homework) -> None:
     got = hw.attention_bias(torch.arange(3), torch.arange(3), slopes=torch.tensor([0.5]))
-    assert_close(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.5]))
+    assert_values(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.5]))
 
 
 @check("attention_bias", mistake="each head has its own slope, along the first axis")
 def test_each_head_has_its_slope(hw: Homework) -> None:
     got = hw.attention_bias(torch.arange(4), torch.arange(4), slopes=torch.tensor([0.5, 0.25, 2.0]))
-    assert_close(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], None, [0.5, 0.25, 2.0]))
+    assert_values(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], None, [0.5, 0.25, 2.0]))
 
 
 @check("attention_bias", mistake="a window still applies when there are slopes")
 def test_window_and_slopes(hw: Homework) -> None:
     got = hw.attention_bias(torch.arange(4), torch.arange(4), window=3, slopes=torch.tensor([0.5, 0.25]))
-    assert_close(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], 3, [0.5, 0.25]))
+    assert_values(got, bias_in_floats([0, 1, 2, 3], [0, 1, 2, 3], 3, [0.5, 0.25]))
 
 
 @check("attention_bias", mistake="the distance is between positions, not between row and column numbers")
 def test_bias_follows_positions(hw: Homework) -> None:
     got = hw.attention_bias(torch.tensor([7, 8]), torch.tensor([8, 3, 7]), window=4, slopes=torch.tensor([1.0]))
-    assert_close(got, bias_in_floats([7, 8], [8, 3, 7], 4, [1.0]))
+    assert_values(got, bias_in_floats([7, 8], [8, 3, 7], 4, [1.0]))
 
 
 @check(
@@ -712,16 +755,15 @@ def test_positions_with_gaps(hw: Homework) -> None:
     queries, keys = [9, 2, 30], [4, 29, 0, 2]
     slopes = torch.tensor([0.5, 1.0])
     got = hw.attention_bias(torch.tensor(queries), torch.tensor(keys), window=8, slopes=slopes)
-    assert_close(got, bias_in_floats(queries, keys, 8, [0.5, 1.0]))
+    assert_values(got, bias_in_floats(queries, keys, 8, [0.5, 1.0]))
 
 
 @check("attention_bias", mistake="the bias is float32 whatever the dtype of the slopes", costs=0.2)
 def test_bias_of_float64_slopes(hw: Homework) -> None:
-    slopes = torch.tensor([0.5], dtype=torch.float64)
-    assert_close(
-        hw.attention_bias(torch.arange(3), torch.arange(3), slopes=slopes),
-        bias_in_floats([0, 1, 2], [0, 1, 2], None, [0.5]),
-    )
+    positions, slopes = torch.arange(3), torch.tensor([0.5], dtype=torch.float64)
+    for options, slope in (({"slopes": slopes}, 0.5), ({"slopes": slopes.float()}, 0.5), ({}, 0.0)):
+        got = hw.attention_bias(positions, positions, **options)
+        assert_close(got, bias_in_floats([0, 1, 2], [0, 1, 2], None, [slope]))
 
 
 @check("attention_bias", mistake="added to the scores, the bias must have the effect of the mask")
@@ -732,7 +774,7 @@ def test_bias_replaces_the_mask(hw: Homework) -> None:
     distance = queries[:, None] - keys
     mask = (distance >= 0) & (distance < 2)
     got = hw.masked_attention(q, k, v, scale=0.5, bias=bias)
-    assert_close(got, attention_in_floats(q, k, v, 0.5, mask))
+    assert_values(got, attention_in_floats(q, k, v, 0.5, mask))
 
 
 # convert_rope_weights -----------------------------------------------------------------------------------------------
@@ -752,9 +794,10 @@ def converted_rows(weight: Tensor, head_dim: int, to_interleaved: bool, rotary_d
     return torch.stack([weight[source] for source in sources])
 
 
-def assert_converted(hw: Homework, weight: Tensor, head_dim: int, **options: Any) -> None:
+def assert_converted(hw: Homework, weight: Tensor, head_dim: int, *, check_dtype: bool = False, **options: Any) -> None:
     expected = converted_rows(weight, head_dim, **options)
-    assert_equal(hw.convert_rope_weights(weight, head_dim=head_dim, **options), expected)
+    got = hw.convert_rope_weights(weight, head_dim=head_dim, **options)
+    assert_close(got, expected, atol=0, check_dtype=check_dtype)
 
 
 @check(
@@ -801,17 +844,19 @@ def test_partial_rotation(hw: Homework) -> None:
 
 @check("convert_rope_weights", mistake="you reorder the caller's weight in place, or return a view of it")
 def test_the_weight_is_unchanged(hw: Homework) -> None:
-    weight = torch.randn(12, 4)
-    before = weight.clone()
-    got = hw.convert_rope_weights(weight, head_dim=6, to_interleaved=True)
-    got.zero_()
-    assert_equal(weight, before, name="the weight after the call")
+    for head_dim in (6, 2):  # with one pair, no row moves, and a view of the weight has the right values
+        weight = torch.randn(12, 4)
+        before = weight.clone()
+        got = hw.convert_rope_weights(weight, head_dim=head_dim, to_interleaved=True)
+        assert_equal(weight, before, name="weight")
+        got.zero_()
+        assert_equal(weight, before, name="the weight after your result has been set to 0")
 
 
 @check("convert_rope_weights", mistake="a reordering keeps every bit: do not change the dtype on the way", costs=0.2)
 def test_weights_keep_their_dtype(hw: Homework) -> None:
-    for dtype in (torch.bfloat16, torch.float64):
-        assert_converted(hw, torch.randn(12, 4).to(dtype), 6, to_interleaved=False)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert_converted(hw, torch.randn(12, 4).to(dtype), 6, to_interleaved=False, check_dtype=True)
 
 
 @check(
@@ -828,4 +873,4 @@ def test_scores_are_the_same_in_both_conventions(hw: Homework) -> None:
 
     for to_interleaved in (True, False):
         converted = [hw.convert_rope_weights(w, head_dim=6, to_interleaved=to_interleaved).double() for w in weights]
-        assert_close(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-4)
+        assert_values(scores(converted, to_interleaved), scores(weights, not to_interleaved), atol=1e-4)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from book.grading import Exercise, Homework, assert_close, assert_equal, check
+from book.memory import measure_memory
 from mini_engine.attention.state import AttentionState
 
 EXERCISES = [
     Exercise(
         "softmax_with_lse",
         points=2,
-        minutes=10,
+        minutes=12,
         difficulty=1,
         hints=(
             "Subtract the largest score of each row before you exponentiate. How does that change the sum, and how do "
@@ -59,7 +59,7 @@ EXERCISES = [
     Exercise(
         "split_kv_decode",
         points=3,
-        minutes=15,
+        minutes=12,
         difficulty=2,
         hints=(
             "First find num_splits + 1 boundaries between 0 and m. Then you need only a slice per worker and the merge "
@@ -145,18 +145,18 @@ def flat(*states: AttentionState) -> Tensor:
     return torch.cat([x.flatten() for state in states for x in (state.out, state.lse)])
 
 
-def assert_state(got: Any, expected: AttentionState, *, atol: float = 1e-5) -> None:
-    assert got is not None, "your result is None: is a `return` missing?"
-    assert isinstance(got, AttentionState), f"your result is a {type(got).__name__}; it should be an AttentionState"
-    assert_close(got.lse, expected.lse, atol=atol, name="the LSE")
-    assert_close(got.out, expected.out, atol=atol, name="the output")
+def assert_state(got: Any, expected: AttentionState, *, atol: float = 1e-5, check_dtype: bool = False) -> None:
+    assert got is not None, "your result: None. Is a `return` missing?"
+    assert isinstance(got, AttentionState), f"your result: a {type(got).__name__}, expected an AttentionState"
+    assert_close(got.lse, expected.lse, atol=atol, name="the LSE", check_dtype=check_dtype)
+    assert_close(got.out, expected.out, atol=atol, name="the output", check_dtype=check_dtype)
 
 
-def assert_pair(got: Any, out: Tensor, lse: Tensor, *, atol: float = 1e-5) -> None:
-    assert got is not None, "your result is None: is a `return` missing?"
+def assert_pair(got: Any, out: Tensor, lse: Tensor, *, atol: float = 1e-5, check_dtype: bool = False) -> None:
+    assert got is not None, "your result: None. Is a `return` missing?"
     assert isinstance(got, tuple) and len(got) == 2, "return the two tensors as a tuple"
-    assert_close(got[0], out, atol=atol, name="the first result")
-    assert_close(got[1], lse, atol=atol, name="the LSE")
+    assert_close(got[0], out, atol=atol, name="the first result", check_dtype=check_dtype)
+    assert_close(got[1], lse, atol=atol, name="the LSE", check_dtype=check_dtype)
 
 
 class Called(TorchFunctionMode):
@@ -171,23 +171,10 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LargestStorage(TorchDispatchMode):
-    """Record the bytes of the largest tensor that any operation inside the block makes."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, Tensor):
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return made
-
-
 # softmax_with_lse ---------------------------------------------------------------------------------------------------
 
 
-def assert_softmax(hw: Homework, scores: Tensor, *, atol: float = 1e-6) -> None:
+def assert_softmax(hw: Homework, scores: Tensor, *, atol: float = 1e-6, check_dtype: bool = False) -> None:
     dtype = torch.promote_types(scores.dtype, torch.float32)
     rows, lses = [], []
     for row in scores.double().flatten(0, -2).tolist():
@@ -195,9 +182,8 @@ def assert_softmax(hw: Homework, scores: Tensor, *, atol: float = 1e-6) -> None:
         lses.append(lse)
         rows.append([math.exp(s - lse) if s > -math.inf else 0.0 for s in row])
     weights = torch.tensor(rows, dtype=dtype).view(scores.shape)
-    assert_pair(
-        hw.softmax_with_lse(scores), weights, torch.tensor(lses, dtype=dtype).view(scores.shape[:-1]), atol=atol
-    )
+    lse = torch.tensor(lses, dtype=dtype).view(scores.shape[:-1])
+    assert_pair(hw.softmax_with_lse(scores), weights, lse, atol=atol, check_dtype=check_dtype)
 
 
 @check("softmax_with_lse", mistake="exp(score) over its sum, and the natural logarithm of that sum")
@@ -254,13 +240,13 @@ def test_scores_are_unchanged(hw: Homework) -> None:
     costs=0.2,
 )
 def test_half_precision_is_computed_in_float32(hw: Homework) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        assert_softmax(hw, torch.randn(2, 1000).to(dtype), atol=1e-5)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert_softmax(hw, torch.randn(2, 1000).to(dtype), atol=1e-5, check_dtype=True)
 
 
 @check("softmax_with_lse", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_softmax_of_float64(hw: Homework) -> None:
-    assert_softmax(hw, torch.randn(2, 5, dtype=torch.float64), atol=1e-12)
+    assert_softmax(hw, torch.randn(2, 5, dtype=torch.float64), atol=1e-12, check_dtype=True)
 
 
 @check("softmax_with_lse", mistake="build it from maximum, exp, sum and log: online softmax needs these pieces")
@@ -299,7 +285,14 @@ def reused_memory(tiles: list[Tile]) -> Iterator[Tile]:
 
 
 def assert_online(
-    hw: Homework, q: Tensor, tiles: list[Tile], scale: float, *, once: bool = False, atol: float = 1e-5
+    hw: Homework,
+    q: Tensor,
+    tiles: list[Tile],
+    scale: float,
+    *,
+    once: bool = False,
+    atol: float = 1e-5,
+    check_dtype: bool = False,
 ) -> None:
     k, v, mask = (
         torch.cat([c[0] for c in tiles]),
@@ -309,7 +302,7 @@ def assert_online(
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = (x.to(dtype) for x in attention_in_floats(q, k, v, mask, scale))
     got = hw.online_attention(q, reused_memory(tiles) if once else tiles, scale=scale)
-    assert_pair(got, out, lse, atol=atol)
+    assert_pair(got, out, lse, atol=atol, check_dtype=check_dtype)
 
 
 def tiles_with_scores(*tiles: list[float]) -> list[Tile]:
@@ -356,6 +349,11 @@ def test_scores_near_1000(hw: Homework) -> None:
     assert_online(hw, torch.ones(1, 1), tiles_with_scores([1000.0], [1001.0, 999.0], [1002.0]), 1.0, atol=1e-3)
 
 
+@check("online_attention", mistake="the first maximum is -inf: a maximum of 0 is above scores that are all negative")
+def test_scores_below_zero(hw: Homework) -> None:
+    assert_online(hw, torch.ones(1, 1), tiles_with_scores([-100.0], [-100.0, -100.0]), 1.0, atol=1e-4)
+
+
 @check("online_attention", mistake="every query has its own maximum and its own sum")
 def test_queries_are_independent(hw: Homework) -> None:
     k, v = torch.tensor([[1.0], [3.0], [2.0]]), torch.tensor([[1.0], [2.0], [4.0]])
@@ -399,7 +397,8 @@ def test_a_tile_that_is_masked_for_all(hw: Homework) -> None:
 
 @check(
     "online_attention",
-    mistake="a masked score is -inf, not a large negative number: a visible score may be lower than that",
+    mistake="a masked score is -inf, not a large negative number, which a visible score may be below; or the maximum "
+    "includes hidden scores",
 )
 def test_visible_scores_far_below_zero(hw: Homework) -> None:
     k, v = torch.tensor([[-1e12], [0.0], [0.0]]), torch.tensor([[3.0], [100.0], [100.0]])
@@ -424,26 +423,29 @@ def test_tiles_are_valid_until_the_next(hw: Homework) -> None:
 
 @check("online_attention", mistake="what you keep between tiles grows with the number of keys", costs=0.4)
 def test_memory_does_not_grow(hw: Homework) -> None:
-    q, k, v = torch.randn(2, 8), torch.randn(512, 8), torch.randn(512, 8)
-    tiles = list(reused_memory(cut(k, v, torch.ones(2, 512, dtype=torch.bool), [8] * 64)))
-    with LargestStorage() as largest:
-        hw.online_attention(q, iter(tiles), scale=0.5)
-    size = largest.nbytes / tiles[0][0].nbytes
-    assert size <= 4, f"with 64 tiles, some operation makes a tensor {size:.0f} times as large as the keys of one"
+    q, peaks = torch.randn(2, 8), []
+    for num_tiles in (4, 64):
+        k, v = torch.randn(8 * num_tiles, 8), torch.randn(8 * num_tiles, 8)
+        tiles = list(reused_memory(cut(k, v, torch.ones(2, 8 * num_tiles, dtype=torch.bool), [8] * num_tiles)))
+        peaks.append(measure_memory(lambda tiles=tiles: hw.online_attention(q, iter(tiles), scale=0.5)).peak)
+    few, many = peaks
+    assert many <= few, f"with 4 tiles your tensors take up to {few:,} bytes at once, with 64 tiles {many:,}"
 
 
 @check("online_attention", mistake="compute and return float32: convert bfloat16 tiles when they arrive", costs=0.2)
 def test_bfloat16_tiles(hw: Homework) -> None:
-    q, k, v = (torch.randn(n, 8).bfloat16() for n in (2, 60, 60))
-    assert_online(hw, q, cut(k, v, torch.ones(2, 60, dtype=torch.bool), [7] * 8 + [4]), 0.3)
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = (torch.randn(n, 8).to(dtype) for n in (2, 60, 60))
+        assert_online(hw, q, cut(k, v, torch.ones(2, 60, dtype=torch.bool), [7] * 8 + [4]), 0.3, check_dtype=True)
 
 
 @check("online_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
 def test_float64_tiles(hw: Homework) -> None:
     q, k, v = (torch.randn(n, 4, dtype=torch.float64) for n in (2, 7, 7))
-    assert_online(hw, q, cut(k, v, torch.ones(2, 7, dtype=torch.bool), [3, 4]), 0.5, atol=1e-12)
+    tiles = cut(k, v, torch.ones(2, 7, dtype=torch.bool), [3, 4])
+    assert_online(hw, q, tiles, 0.5, atol=1e-12, check_dtype=True)
     out, lse = torch.zeros_like(q), torch.full((2,), -math.inf, dtype=torch.float64)
-    assert_pair(hw.online_attention(q, iter([]), scale=0.5), out, lse)
+    assert_pair(hw.online_attention(q, iter([]), scale=0.5), out, lse, check_dtype=True)
 
 
 @check("online_attention", mistake="the boundaries between tiles change the result")
@@ -537,9 +539,11 @@ def test_states_are_unchanged(hw: Homework) -> None:
 )
 def test_dtypes_of_a_state(hw: Homework) -> None:
     (a, b), whole = random_states(2, 2, 2, 3, seed=3)
-    assert_state(hw.merge_states(a, b), whole, atol=1e-12)
-    halves = [AttentionState(x.out.bfloat16(), x.lse.float()) for x in (a, b)]
-    assert_state(hw.merge_states(*halves), AttentionState(whole.out.bfloat16(), whole.lse.float()), atol=0.05)
+    assert_state(hw.merge_states(a, b), whole, atol=1e-12, check_dtype=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        narrow = [AttentionState(x.out.to(dtype), x.lse.float()) for x in (a, b)]
+        expected = AttentionState(whole.out.to(dtype), whole.lse.float())
+        assert_state(hw.merge_states(*narrow), expected, atol=0.05, check_dtype=True)
 
 
 @check("merge_states", mistake="the order of the merges changes the result")

@@ -137,7 +137,7 @@ def decoder_layer(
     Use your `rms_norm`, `qk_norm` and `gated_mlp`, and
     `mini_engine.rope.apply_rope(heads, cos, sin)`. Call `attend(spec.layer, q, k, v)`
     exactly once, because it stores keys and values. It takes q as [T, Hq, D] and k and
-    v as [T, Hk, D], and returns [T, Hq, D]. Do not modify x.
+    v as [T, Hk, D], scales the scores itself, and returns [T, Hq, D]. Do not modify x.
 
     Args:
         x: the residual stream before the layer.
@@ -206,8 +206,9 @@ def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     [out, in], and nothing but weights and biases is left. The chapter prints such a
     checkpoint, and names what is special about it.
 
-    A name that GPT-2 does not have is kept as it is (without the prefix): the loader
-    will report it. Transposing must not copy a tensor. Do not modify `tensors`.
+    A tensor whose name GPT-2 does not have is passed on unchanged, under its name
+    without the prefix: the loader will report it. Transposing must not copy a tensor.
+    Do not modify `tensors`.
 
     Args:
         tensors: the checkpoint. Layer N has h.N.ln_1, h.N.ln_2, h.N.attn.c_attn,

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from book.grading import Exercise, Homework, assert_close, assert_equal, assert_no_loop, assert_raises, check, lines_run
+from book.grading import (
+    Exercise,
+    Homework,
+    assert_close,
+    assert_equal,
+    assert_no_loop,
+    assert_raises,
+    assert_values,
+    check,
+    lines_run,
+)
 from mini_engine.attention.naive import attention_mask, masked_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ModelLoadError
@@ -103,7 +113,7 @@ EXERCISES = [
     Exercise(
         "gpt2_weights",
         points=3,
-        minutes=15,
+        minutes=20,
         difficulty=2,
         part="gpt2_weights",
         hints=(
@@ -142,16 +152,18 @@ def norm_in_float64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).reshape(x.shape)
 
 
-def assert_norm(hw: Homework, x: Tensor, weight: Tensor, eps: float, *, atol: float = 1e-5) -> None:
+def assert_norm(
+    hw: Homework, x: Tensor, weight: Tensor, eps: float, *, atol: float = 1e-5, check_dtype: bool = False
+) -> None:
     # What is expected comes first: an answer that changes x in place must not change the question.
     expected = norm_in_float64(x, weight, eps).to(x.dtype)
-    assert_close(hw.rms_norm(x, weight, eps), expected, atol=atol)
+    assert_close(hw.rms_norm(x, weight, eps), expected, atol=atol, check_dtype=check_dtype)
 
 
 def assert_qk_norm(hw: Homework, x: Tensor, q_weight: Tensor, k_weight: Tensor, num_qo_heads: int, eps: float) -> None:
     q, k = norm_in_float64(x[:, :num_qo_heads], q_weight, eps), norm_in_float64(x[:, num_qo_heads:], k_weight, eps)
     expected = torch.cat((q, k), dim=1).float()
-    assert_close(hw.qk_norm(x, q_weight, k_weight, num_qo_heads, eps), expected, atol=2e-5)
+    assert_values(hw.qk_norm(x, q_weight, k_weight, num_qo_heads, eps), expected, atol=2e-5)
 
 
 def assert_rounded_once(got: Tensor, exact: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -187,7 +199,7 @@ def test_each_row_is_normalized_alone(hw: Homework) -> None:
 @check("rms_norm", mistake="add the eps that you are given to the mean square, under the root")
 def test_eps_is_inside_the_root(hw: Homework) -> None:
     assert_norm(hw, torch.randn(3, 4) / 10, torch.randn(4), 0.5)
-    assert_close(hw.rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-5), torch.zeros(1, 4))
+    assert_values(hw.rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-5), torch.zeros(1, 4))
 
 
 @check(
@@ -195,7 +207,7 @@ def test_eps_is_inside_the_root(hw: Homework) -> None:
 )
 def test_large_float16_numbers(hw: Homework) -> None:
     x = torch.tensor([[300.0, -600.0, 900.0, 1200.0]], dtype=torch.float16)
-    assert_norm(hw, x, torch.ones(4, dtype=torch.float16), 1e-5, atol=1e-3)
+    assert_norm(hw, x, torch.ones(4, dtype=torch.float16), 1e-5, atol=1e-3, check_dtype=True)
 
 
 @check("rms_norm", mistake="compute in float32 up to and including the weight, and round once, at the end", costs=0.2)
@@ -225,7 +237,8 @@ def test_a_float64_weight(hw: Homework) -> None:
 
 @check("rms_norm", mistake="float64 in, float64 out: some step converts to float32", costs=0.2)
 def test_norm_of_float64_stays_float64(hw: Homework) -> None:
-    assert_norm(hw, torch.randn(3, 5).double(), torch.randn(5).double(), 1e-5, atol=1e-12)
+    assert_norm(hw, torch.randn(3, 5).double(), torch.randn(5).double(), 1e-5, atol=1e-12, check_dtype=True)
+    assert_norm(hw, torch.randn(3, 5), torch.randn(5), 1e-5, check_dtype=True)
 
 
 @check("rms_norm", mistake="you modified x: the layer still adds its result to that tensor")
@@ -290,20 +303,20 @@ def mlp_in_float64(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation
 def assert_mlp(hw: Homework, tokens: int, hidden: int, inner: int, activation: Callable[[Tensor], Tensor]) -> None:
     x, gate, up, down = (torch.randn(*s) for s in ((tokens, hidden), (inner, hidden), (inner, hidden), (hidden, inner)))
     expected = mlp_in_float64(x, gate, up, down, activation).float()
-    assert_close(hw.gated_mlp(x, torch.cat((gate, up)), down, activation), expected, atol=1e-4)
+    assert_values(hw.gated_mlp(x, torch.cat((gate, up)), down, activation), expected, atol=1e-4)
 
 
 @check("gated_mlp", mistake="a weight is [out, in], so use x @ W.T; `down` is applied to activation(gate) * up")
 def test_one_inner_number(hw: Homework) -> None:
     x, gate_up, down = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]), torch.tensor([[1.0], [5.0]])
     inner = 3 * 3 / (1 + math.exp(-3))  # gate and up are both 3
-    assert_close(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[inner, 5 * inner]]))
+    assert_values(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[inner, 5 * inner]]))
 
 
 @check("gated_mlp", mistake="apply the activation to the gate, the first I rows; the up projection has none")
 def test_the_activation_is_on_the_gate(hw: Homework) -> None:
     x, gate_up, down = torch.tensor([[2.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5]])
-    assert_close(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[-2 / (1 + math.exp(-2))]]))
+    assert_values(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[-2 / (1 + math.exp(-2))]]))
 
 
 @check("gated_mlp", mistake="the gate has the first I rows and the up projection the last I: they do not alternate")
@@ -325,7 +338,7 @@ def test_mlp_sizes(hw: Homework) -> None:
 
 @check("gated_mlp", mistake="the dtype of x is lost", costs=0.2)
 def test_mlp_dtypes(hw: Homework) -> None:
-    for dtype, atol in ((torch.float64, 1e-12), (torch.bfloat16, 0.3)):
+    for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.3)):
         x, gate, up, down = (torch.randn(4, 4).to(dtype) for _ in range(4))
         expected = mlp_in_float64(x, gate, up, down, F.silu).to(dtype)
         assert_close(hw.gated_mlp(x, torch.cat((gate, up)), down, F.silu), expected, atol=atol)
@@ -420,6 +433,18 @@ def attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return masked_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=attention_mask(positions, positions))
 
 
+@check("decoder_layer", mistake="the head size is spec.head_dim, which need not be hidden / heads")
+def test_the_head_size(hw: Homework) -> None:
+    seen: set[int] = set()
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.add(q.shape[-1])
+        return torch.zeros_like(q)
+
+    layer(hw, hidden=8, heads=(4, 4), head_dim=6).answer(attend)  # 8 / 4 is 2
+    assert seen <= {6}, f"spec.head_dim is 6, and attend gets heads of {', '.join(map(str, seen))}"
+
+
 @check("decoder_layer", mistake="leave attention to attend: the layer itself has no mask and no softmax")
 def test_attention_is_left_to_attend(hw: Homework) -> None:
     calls: list[int] = []
@@ -451,6 +476,19 @@ def test_the_mlp_reads_the_sum(hw: Homework) -> None:
     layer(hw, rotated=False).check(attend_itself)
 
 
+@check("decoder_layer", mistake="pass q to attend as it comes from the projection: attend scales the scores itself")
+def test_attend_scales(hw: Homework) -> None:
+    model, seen = layer(hw, rotated=False), []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(q)
+        return attend_itself(layer, q, k, v)
+
+    model.expected(attend)
+    model.answer(attend)
+    assert_values(seen[1], seen[0], atol=2e-4, name="q, as attend gets it")
+
+
 @check(
     "decoder_layer",
     mistake="qkv has the rows of all query heads, then the keys of all KV heads, then their values; the heads of one "
@@ -470,7 +508,11 @@ def test_grouped_heads(hw: Homework) -> None:
     model.check(attend_to_all_three)
 
 
-@check("decoder_layer", mistake="rotate queries and keys before attend sees them, and leave the values alone")
+@check(
+    "decoder_layer",
+    mistake="rotate queries and keys before attend sees them, with half-split pairs, as `apply_rope` does by default, "
+    "and leave the values alone",
+)
 def test_rotation(hw: Homework) -> None:
     layer(hw, heads=(4, 2)).check(attend_causally)
 
@@ -558,8 +600,9 @@ def assert_refused(hw: Homework, tensors: Mapping[str, Tensor], name: str) -> No
         assert name in str(error), f"the message does not name the tensor {name!r}: {error}"
     else:
         raise AssertionError(f"this checkpoint should be refused with a ModelLoadError that names {name!r}")
-    untouched = bool((fused == 7).all() and (destinations["norm"] == 7).all())
-    assert_equal(untouched, True, name="every destination is untouched", mistake=CHECK_FIRST)
+    for place, tensor in (("the fused weight", fused), ("the norm", destinations["norm"])):
+        name = f"{place}, which should be as it was before the call"
+        assert_close(tensor, torch.full_like(tensor, 7.0), atol=0, name=name, mistake=CHECK_FIRST)
 
 
 CHECK_FIRST = "you copied some tensors before you found the wrong one: check all of them first, then copy"
@@ -712,19 +755,37 @@ def test_mask_buffers_are_left_out(hw: Homework) -> None:
     assert_close(hw.gpt2_weights(prefixed(theirs | buffers)), ours, atol=0)
 
 
-@check("gpt2_weights", mistake="keep a name that GPT-2 does not have, and its tensor as it is: the loader reports it")
+@check("gpt2_weights", mistake="you modified `tensors`, which is the caller's: build a dictionary of your own")
+def test_the_callers_dictionary_stays(hw: Homework) -> None:
+    theirs, _ = gpt2_checkpoint(layers=1)
+    tensors = theirs | {"h.0.attn.bias": torch.ones(1, 1, 7, 7).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    for given in (tensors, prefixed(tensors)):
+        before = dict(given)
+        hw.gpt2_weights(given)
+        assert_equal(sorted(given), sorted(before), name="the names in `tensors` after the call")
+        assert all(given[name] is tensor for name, tensor in before.items()), "another tensor is in its place"
+
+
+@check(
+    "gpt2_weights",
+    mistake="match whole names: a suffix such as c_proj.weight also fits tensors that GPT-2 does not have; and tell "
+    "buffers by their names, not by their shapes",
+)
 def test_unknown_names_are_kept(hw: Homework) -> None:
     names = ["adapter.weight", "h.0.attn.c_extra.weight", "h.0.transformer.weight"]
     for name in [*names, "h.0.crossattention.c_proj.weight"]:  # which GPT-2 has only with an encoder beside it
         adapter = torch.randn(2, 3)
         assert_close(hw.gpt2_weights({f"transformer.{name}": adapter}), {name: adapter}, atol=0)
+    for tensor in (torch.randn(1, 1, 2, 2), torch.tensor(0.5)):  # the shapes of the buffers, under another name
+        assert_close(hw.gpt2_weights({"adapter.gate": tensor}), {"adapter.gate": tensor}, atol=0)
 
 
 @check("gpt2_weights", mistake="if two tensors get the same name, raise ModelLoadError")
 def test_the_same_name_twice(hw: Homework) -> None:
     theirs, _ = gpt2_checkpoint(layers=1)
-    assert_raises(ModelLoadError, hw.gpt2_weights, theirs | {"transformer.ln_f.bias": torch.zeros(4)})
-    assert_raises(ModelLoadError, hw.gpt2_weights, {"transformer.ln_f.bias": torch.zeros(4)} | theirs)
+    for again in (torch.zeros(4), theirs["ln_f.bias"].clone(), theirs["ln_f.bias"]):  # equal or not
+        assert_raises(ModelLoadError, hw.gpt2_weights, theirs | {"transformer.ln_f.bias": again})
+        assert_raises(ModelLoadError, hw.gpt2_weights, {"transformer.ln_f.bias": again} | theirs)
     masks = {f"{prefix}h.0.attn.bias": torch.ones(1, 1, 7, 7) for prefix in ("", "transformer.")}
     assert_close(hw.gpt2_weights(masks), {}, mistake="mask buffers get no name, so two of them are no error")
 
@@ -732,11 +793,9 @@ def test_the_same_name_twice(hw: Homework) -> None:
 @check("gpt2_weights", mistake="a transposed view is enough: copying every weight doubles the memory", costs=0.2)
 def test_nothing_is_copied(hw: Homework) -> None:
     theirs, _ = gpt2_checkpoint(layers=1)
-    before = dict(theirs)
-    found = hw.gpt2_weights(theirs)
+    found = hw.gpt2_weights(dict(theirs))
     copied = [name for name in theirs if found[name].data_ptr() != theirs[name].data_ptr()]
     assert not copied, f"{copied[0]} was copied"
-    assert theirs.keys() == before.keys() and all(theirs[n] is t for n, t in before.items()), "you changed `tensors`"
 
 
 @check("gpt2_weights", mistake="the engine cannot load a checkpoint through your map")
@@ -764,15 +823,15 @@ def by_gguf(blocks: Tensor) -> Tensor:
 
 @check("dequantize_q4_1", mistake="where q is 0 the number is the minimum m, which is bytes 2 and 3 as one float16")
 def test_the_minimum(hw: Homework) -> None:
-    assert_close(hw.dequantize_q4_1(blocks_of(0.5, -3.0, [0] * 16)), torch.full((1, 32), -3.0))
+    assert_values(hw.dequantize_q4_1(blocks_of(0.5, -3.0, [0] * 16)), torch.full((1, 32), -3.0))
 
 
 @check(
     "dequantize_q4_1", mistake="a number is d * q + m, with d from bytes 0 and 1; q is between 0 and 15, without a sign"
 )
 def test_the_scale(hw: Homework) -> None:
-    assert_close(hw.dequantize_q4_1(blocks_of(0.5, -3.0, [0xFF] * 16)), torch.full((1, 32), 4.5))
-    assert_close(hw.dequantize_q4_1(blocks_of(0.25, 1.0, [0x99] * 16)), torch.full((1, 32), 3.25))
+    assert_values(hw.dequantize_q4_1(blocks_of(0.5, -3.0, [0xFF] * 16)), torch.full((1, 32), 4.5))
+    assert_values(hw.dequantize_q4_1(blocks_of(0.25, 1.0, [0x99] * 16)), torch.full((1, 32), 3.25))
 
 
 @check(
@@ -782,7 +841,7 @@ def test_the_scale(hw: Homework) -> None:
 def test_where_the_halves_go(hw: Homework) -> None:
     data = [i | (15 - i) << 4 for i in range(16)]
     expected = torch.tensor([[*range(16), *range(15, -1, -1)]], dtype=torch.float32)
-    assert_close(hw.dequantize_q4_1(blocks_of(1.0, 0.0, data)), expected)
+    assert_values(hw.dequantize_q4_1(blocks_of(1.0, 0.0, data)), expected)
 
 
 @check(
@@ -798,21 +857,32 @@ def test_without_a_loop(hw: Homework) -> None:
 @check("dequantize_q4_1", mistake="every block has its own d and m")
 def test_each_block_has_its_scale(hw: Homework) -> None:
     blocks = torch.cat(
-        [blocks_of(d, m, [0x10 * i for i in range(16)]) for d, m in ((1.0, 0.0), (2.0, -7.0), (0.1, 3.0))]
+        [blocks_of(d, m, [0x10 * i for i in range(16)]) for d, m in ((1.0, 0.0), (2.0, -7.0), (0.125, 3.0))]
     )
-    assert_close(hw.dequantize_q4_1(blocks), by_gguf(blocks))
+    assert_values(hw.dequantize_q4_1(blocks), by_gguf(blocks))
 
 
-@check("dequantize_q4_1", mistake="compute in float32: float16 and bfloat16 round d * q + m")
-def test_random_blocks(hw: Homework) -> None:
-    d, m = torch.rand(300) / 50, torch.randn(300) / 20
+def random_blocks() -> Tensor:
+    d, m = (torch.rand(300) / 50).tolist(), (torch.randn(300) / 20).tolist()
     data = torch.randint(256, (300, 16)).tolist()
-    blocks = torch.cat(
-        [blocks_of(scale, minimum, row) for scale, minimum, row in zip(d.tolist(), m.tolist(), data, strict=True)]
-    )
+    return torch.cat([blocks_of(scale, minimum, row) for scale, minimum, row in zip(d, m, data, strict=True)])
+
+
+@check(
+    "dequantize_q4_1", mistake="a combination of scale, minimum and values fails that the earlier checks did not try"
+)
+def test_random_blocks(hw: Homework) -> None:
+    blocks = random_blocks()
     before = blocks.clone()
+    expected = by_gguf(blocks)
+    assert_values(hw.dequantize_q4_1(blocks), expected, atol=5e-3)  # a half precision may compute d * q + m
+    assert_equal(blocks, before, name="blocks", mistake="you modified the blocks: they are the caller's file")
+
+
+@check("dequantize_q4_1", mistake="compute d * q + m in float32: float16 and bfloat16 round it", costs=0.2)
+def test_computed_in_float32(hw: Homework) -> None:
+    blocks = random_blocks()
     assert_close(hw.dequantize_q4_1(blocks), by_gguf(blocks), atol=1e-7)
-    assert_equal(blocks, before, name="blocks")
 
 
 @cache

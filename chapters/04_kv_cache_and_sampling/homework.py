@@ -210,7 +210,7 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     `--homework` then reports that sampled tokens differ from the reference's.
 
     Args:
-        logits: one row for each token to choose.
+        logits: one row for each token to choose. Do not modify them.
         batch: temperature, top_k, top_p, min_p, seeds (any 64-bit integers) and
             positions, each with one entry for each row.
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from book.contiguous import ContiguousKVCache
-from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
+from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, assert_values, check
+from book.memory import measure_memory
 from mini_engine import LLM, Parts
 from mini_engine.attention.backend import create_backend
 from mini_engine.batch import StepBatch
@@ -66,7 +66,7 @@ EXERCISES = [
     Exercise(
         "filter_logits",
         points=4,
-        minutes=35,
+        minutes=40,
         difficulty=3,
         hints=(
             "Sort each row. Each of the three filters then keeps a beginning of it, and all three together keep the "
@@ -82,7 +82,7 @@ EXERCISES = [
     Exercise(
         "sample",
         points=4,
-        minutes=15,
+        minutes=20,
         difficulty=2,
         part="sample",
         hints=(
@@ -112,7 +112,7 @@ EXERCISES = [
         "tokens_per_second",
         points=4,
         minutes=20,
-        difficulty=3,
+        difficulty=2,
         challenge=True,
         hints=(
             "Count the numbers in the matrices of one layer, then in the model; then those of one token's keys and "
@@ -129,23 +129,6 @@ EXERCISES = [
 
 
 # append_kv ----------------------------------------------------------------------------------------------------------
-
-
-class LargestStorage(TorchDispatchMode):
-    """Record the size in bytes of the largest tensor that an operation inside the block makes or writes."""
-
-    nbytes = 0
-
-    def __init__(self, ignore: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in ignore}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return made
 
 
 def caches(slots: int, heads: int = 2, head_dim: int = 4) -> tuple[Tensor, Tensor]:
@@ -229,9 +212,9 @@ def test_caches_with_other_strides(hw: Homework) -> None:
 def test_the_cache_is_not_copied(hw: Homework) -> None:
     k_cache, v_cache = caches(4096)
     k, v = caches(2)
-    with LargestStorage([k_cache, v_cache]) as largest:
-        hw.append_kv(k_cache, v_cache, k, v, torch.tensor([7, 4000]))
-    assert largest.nbytes <= 1024, f"some operation makes a tensor of {largest.nbytes:,} bytes to store {k.nbytes}"
+    slot_mapping = torch.tensor([7, 4000])
+    largest = measure_memory(lambda: hw.append_kv(k_cache, v_cache, k, v, slot_mapping)).largest
+    assert largest <= 1024, f"some operation makes a tensor of {largest:,} bytes to store {k.nbytes}"
 
 
 @check("append_kv", mistake="a combination of slots fails that the earlier checks did not try")
@@ -261,11 +244,11 @@ def assert_step(
         want["qo_indptr"].append(row)
         want["logit_rows"].append(row - 1)
     got = hw.flat_step(num_new, kv_lens, pages, page_size)
-    assert got is not None, "flat_step returns None: is a `return` missing?"
+    assert got is not None, "flat_step returns None. Is a `return` missing?"
     assert isinstance(got, tuple) and len(got) == 4, f"flat_step returns a {type(got).__name__}, not a FlatStep"
     for name, array in zip(want, got, strict=True):
         if name in fields:
-            assert_equal(array, torch.tensor(want[name]), name=name)
+            assert_values(array, torch.tensor(want[name]), atol=0, name=name)
 
 
 @check(
@@ -282,6 +265,11 @@ def test_a_prefill(hw: Homework) -> None:
 def test_a_decode_and_a_chunk(hw: Homework) -> None:
     assert_step(hw, [1], [6], [0], 8, ["positions"])
     assert_step(hw, [2], [7], [0], 8, ["positions"])
+
+
+@check("flat_step", mistake="a page may be full: raise ValueError only if a sequence has more keys than slots")
+def test_a_page_that_is_just_full(hw: Homework) -> None:
+    assert_step(hw, [4], [4], [0], 4, ["positions"])
 
 
 @check(
@@ -313,6 +301,12 @@ def test_a_full_page(hw: Homework) -> None:
     assert_raises(ValueError, hw.flat_step, [1, 1], [2, 5], [0, 1], 4)
 
 
+@check("flat_step", mistake="all four arrays are int64, which torch.tensor makes of Python integers", costs=0.2)
+def test_dtypes_of_a_step(hw: Homework) -> None:
+    step = hw.flat_step([1, 3], [6, 7], [2, 0], 8)
+    assert_equal([array.dtype for array in step], [torch.int64] * 4, name="the dtypes of the four arrays")
+
+
 @check("flat_step", mistake="a combination of sequences fails that the earlier checks did not try")
 def test_random_steps(hw: Homework) -> None:
     for batch_size in (1, 2, 5, 9):
@@ -332,16 +326,18 @@ class FakeModel:
     def __init__(self) -> None:
         self.steps: list[dict[int, tuple[int, list[int]]]] = []  # by page: the first position and the tokens
         self.pages: dict[int, list[int]] = {}
+        self.types: set[str] = set()  # of the tokens
 
     def __call__(self, token_ids: list[int], step: Any) -> Tensor:
         assert len(self.steps) < 100, "run was called 100 times: the loop does not end"
-        assert all(type(token) is int for token in token_ids), f"token_ids should be Python integers: {token_ids}"
+        self.types |= {type(token).__name__ for token in token_ids}
+        token_ids = [int(token) for token in token_ids]
         bounds, positions = step.qo_indptr.tolist(), step.positions.tolist()
         assert bounds[-1] == len(token_ids), f"{len(token_ids)} tokens, but the step describes {bounds[-1]}"
         computed, logits = {}, []
         for first, end in itertools.pairwise(bounds):
             page, start = int(step.slot_mapping[first]) // PAGE, positions[first]
-            computed[page] = start, list(token_ids[first:end])
+            computed[page] = start, token_ids[first:end]
             stored = self.pages.setdefault(page, [])
             stored[start:] = token_ids[first:end]
             logits.append(torch.eye(VOCAB)[next_token(stored)] * 3.0 - 5.0)
@@ -371,7 +367,7 @@ def run_greedy(
 ) -> tuple[list[list[int]], FakeModel]:
     model, own = FakeModel(), [list(prompt) for prompt in prompts]
     output = hw.generate_greedy(model, own, eos_token_id=eos, max_tokens=max_tokens, page_size=PAGE)
-    assert output is not None, "generate_greedy returns None: is a `return` missing?"
+    assert output is not None, "generate_greedy returns None. Is a `return` missing?"
     return output, model
 
 
@@ -463,10 +459,11 @@ def test_one_of_two_ends(hw: Homework) -> None:
         assert_equal(model.steps, steps_of(TWO, expected), name="the steps")
 
 
-@check("generate_greedy", mistake="return plain Python integers: .tolist() or int() makes them", costs=0.2)
+@check("generate_greedy", mistake="pass and return plain Python integers: .tolist() or int() makes them", costs=0.2)
 def test_tokens_are_integers(hw: Homework) -> None:
-    output, _ = run_greedy(hw, TWO, max_tokens=2)
+    output, model = run_greedy(hw, TWO, max_tokens=2)
     kinds = {type(token).__name__ for own in output for token in own}
+    assert_equal(model.types, {"int"}, name="the types of the tokens that run gets")
     assert_equal(kinds, {"int"}, name="the types of the generated tokens")
 
 
@@ -474,7 +471,7 @@ def test_tokens_are_integers(hw: Homework) -> None:
 def test_the_prompts_are_unchanged(hw: Homework) -> None:
     prompts = [list(prompt) for prompt in TWO]
     hw.generate_greedy(FakeModel(), prompts, eos_token_id=NEVER, max_tokens=3, page_size=PAGE)
-    assert_equal(prompts, TWO, name="the prompts afterwards")
+    assert_equal(prompts, TWO, name="the prompts after the call")
 
 
 @check("generate_greedy", mistake="a combination of prompts and limits fails that the earlier checks did not try")
@@ -512,7 +509,7 @@ def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
     @torch.inference_mode()
     def run(token_ids: list[int], step: Any) -> Tensor:
         batch = StepBatch.build(
-            token_ids=token_ids,
+            token_ids=[int(token) for token in token_ids],
             num_new=step.qo_indptr.diff().tolist(),
             kv_lens=(step.positions[step.logit_rows] + 1).tolist(),
             pages=(step.slot_mapping[step.logit_rows] // page_size).tolist(),
@@ -550,7 +547,7 @@ def assert_filtered(
     keep = torch.tensor([kept_in_floats(*case) for case in cases])
     expected = logits.masked_fill(~keep, -math.inf)
     got = hw.filter_logits(logits.clone(), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
-    assert_close(got, expected, atol=1e-6, mistake=mistake)
+    assert_values(got, expected, atol=1e-6, mistake=mistake)
 
 
 def logits_of(*probabilities: float) -> Tensor:
@@ -612,7 +609,7 @@ def test_ties_are_decided_at_the_end(hw: Homework) -> None:
     logits = logits_of(0.4, 0.2, 0.2, 0.2)
     kept = torch.tensor([[True, False, False, False]])
     got = hw.filter_logits(logits.clone(), torch.tensor([2]), torch.tensor([0.6]), torch.tensor([0.0]))
-    assert_close(got, logits.masked_fill(~kept, -math.inf), atol=1e-6)
+    assert_values(got, logits.masked_fill(~kept, -math.inf), atol=1e-6)
 
 
 @check("filter_logits", mistake="a sum equal to top_p has reached it; a probability equal to min_p * largest is kept")
@@ -622,7 +619,7 @@ def test_on_the_boundary(hw: Homework) -> None:
     for top_p, min_p, num_kept in ((0.5, 0.0, 1), (0.75, 0.0, 2), (1.0, 1.0, 1), (1.0, 0.5, 2), (1.0, 0.25, 4)):
         got = hw.filter_logits(logits.clone(), torch.tensor([0]), torch.tensor([top_p]), torch.tensor([min_p]))
         expected = logits.masked_fill(torch.arange(4) >= num_kept, -math.inf)
-        assert_close(got, expected, atol=1e-6, name=f"with top_p {top_p} and min_p {min_p}, your result")
+        assert_values(got, expected, atol=1e-6, name=f"with top_p {top_p} and min_p {min_p}, your result")
 
 
 @check("filter_logits", mistake="top_p = 1 keeps every token, even the last one, which a rounded sum would drop")
@@ -642,7 +639,26 @@ def test_the_logits_are_unchanged(hw: Homework) -> None:
     logits = logits_of(0.1, 0.4, 0.2, 0.3)
     before = logits.clone()
     hw.filter_logits(logits, torch.tensor([2]), torch.tensor([0.5]), torch.tensor([0.1]))
-    assert_close(logits, before, atol=0, name="the logits afterwards")
+    assert_close(logits, before, atol=0, name="logits")
+
+
+@check("filter_logits", mistake="top_p comes before min_p: it sees the tokens that min_p is about to drop")
+def test_min_p_after_top_p(hw: Homework) -> None:
+    assert_filtered(hw, logits_of(0.4, 0.3, 0.2, 0.1), [0], [0.5], [0.6])  # of 0.4 and 0.3 alone, 0.4 is 57 %
+
+
+@check(
+    "filter_logits",
+    mistake="compute in the dtype of `logits` and return it: in float32, close float64 logits become ties",
+    costs=0.2,
+)
+def test_dtypes_of_the_logits(hw: Homework) -> None:
+    for dtype, step in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        logits = (1 + step * torch.randperm(20).double()).to(dtype)[None]
+        got = hw.filter_logits(logits.clone(), torch.tensor([3]), torch.tensor([1.0]), torch.tensor([0.0]))
+        num_kept = int(got.isfinite().sum())
+        assert num_kept == 3, f"top_k = 3 keeps {num_kept} of 20 {dtype} logits, which all differ"
+        assert_close(got, logits.masked_fill(logits < logits.topk(3).values[:, -1:], -math.inf), atol=0)
 
 
 @check("filter_logits", mistake="a combination of the three filters fails that the earlier checks did not try")
@@ -696,14 +712,14 @@ FIVE = torch.tensor([[0.4, 0.05, 0.3, 0.1, 0.15]]).log() + 2.0
 def test_greedy(hw: Homework) -> None:
     logits = torch.randn(6, 20)
     got = hw.sample(logits.clone(), build([SamplingParams(temperature=0.0)] * 6, range(6), range(6)))
-    assert_equal(got, logits.argmax(-1))
+    assert_values(got, logits.argmax(-1))
 
 
 @check("sample", mistake="temperature 0 is the argmax itself, not a small temperature with noise")
 def test_greedy_among_close_logits(hw: Homework) -> None:
     logits = 1.0 + 1e-6 * torch.stack([torch.randperm(20) for _ in range(40)])
     got = hw.sample(logits.clone(), build([SamplingParams(temperature=0.0)] * 40, range(40), range(40)))
-    assert_equal(got, logits.argmax(-1))
+    assert_values(got, logits.argmax(-1))
 
 
 @check("sample", mistake="at a temperature of 1, tokens are drawn from the softmax of the logits")
@@ -725,7 +741,7 @@ def test_filters_come_after_the_temperature(hw: Homework) -> None:
         assert_follows(kept[0].softmax(-1), draw(hw, FIVE, params, range(DRAWS), range(3, DRAWS + 3)))
     # At a temperature of 0.5 the likeliest token has more than half of the probability, before that it has not.
     params = SamplingParams(temperature=0.5, top_p=0.55)
-    assert_equal(draw(hw, FIVE, params, range(50), range(50)), torch.zeros(50).long())
+    assert_values(draw(hw, FIVE, params, range(50), range(50)), torch.zeros(50).long())
 
 
 @check("sample", mistake="each row has its own parameters; a greedy row next to a sampled one is still greedy")
@@ -733,8 +749,8 @@ def test_rows_have_their_own_parameters(hw: Homework) -> None:
     logits = FIVE.expand(300, -1).clone()
     params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=1)] * 100
     tokens = hw.sample(logits, build(params, range(300), range(300)))
-    assert_equal(tokens[0::3], torch.zeros(100).long(), name="the tokens of greedy rows")
-    assert_equal(tokens[2::3], torch.zeros(100).long(), name="the tokens of rows with top_k = 1")
+    assert_values(tokens[0::3], torch.zeros(100).long(), name="the tokens of greedy rows")
+    assert_values(tokens[2::3], torch.zeros(100).long(), name="the tokens of rows with top_k = 1")
     assert len(set(tokens[1::3].tolist())) > 2, "sampled rows next to greedy ones all take the same token"
 
 
@@ -743,7 +759,7 @@ def test_the_same_again(hw: Homework) -> None:
     first = draw(hw, FIVE, SamplingParams(), range(200), range(200))
     torch.manual_seed(123)
     again = draw(hw, FIVE, SamplingParams(), range(200), range(200))
-    assert_equal(again, first, name="the second call")
+    assert_values(again, first, name="the second call")
 
 
 @check("sample", mistake="other seeds draw independently: use the seed, and all of its 64 bits")
@@ -786,10 +802,10 @@ def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
     shuffled = hw.sample(
         logits[order], build([params[i] for i in order], [seeds[i] for i in order], [positions[i] for i in order])
     )
-    assert_equal(shuffled, together[order], name="the batch in another order")
+    assert_values(shuffled, together[order], name="the batch in another order")
     for i in range(rows):
         alone = hw.sample(logits[i : i + 1].clone(), build(params[i : i + 1], seeds[i : i + 1], positions[i : i + 1]))
-        assert_equal(alone, together[i : i + 1], name=f"row {i} alone")
+        assert_values(alone, together[i : i + 1], name=f"row {i} alone")
 
 
 @check("sample", mistake="the repetition penalty comes before temperature and filters, for greedy rows as well")
@@ -801,7 +817,7 @@ def test_repetition_penalty(hw: Homework) -> None:
     greedy = SamplingParams(temperature=0.0, repetition_penalty=20.0)
     batch = build([SamplingParams(temperature=0.0), greedy], [1, 1], [1, 1], seen)
     got = hw.sample(FIVE.expand(2, -1).clone(), batch)
-    assert_equal(got, torch.stack([FIVE.argmax(), penalised.argmax()]), name="the greedy tokens without and with it")
+    assert_values(got, torch.stack([FIVE.argmax(), penalised.argmax()]), name="the greedy tokens without and with it")
     params = SamplingParams(repetition_penalty=20.0, top_k=2)
     batch = build([SamplingParams(), params] * DRAWS, range(2 * DRAWS), range(2 * DRAWS), seen.expand(DRAWS, -1))
     tokens = hw.sample(FIVE.expand(2 * DRAWS, -1).clone(), batch)
@@ -818,6 +834,23 @@ def test_the_penalty_counts_once(hw: Homework) -> None:
     seen = torch.tensor([[True, False, False, False, False]]).expand(DRAWS, -1)
     batch = build([SamplingParams(repetition_penalty=1.2)] * DRAWS, range(DRAWS), range(DRAWS), seen)
     assert_follows(once[0].softmax(-1), hw.sample(logits.expand(DRAWS, -1).clone(), batch))
+
+
+@check("sample", mistake="you modified the logits that you were given: `/=` writes into them")
+def test_sample_leaves_the_logits(hw: Homework) -> None:
+    logits, seen = FIVE.expand(3, -1).clone(), torch.tensor([[True, False, True, False, False]])
+    before = logits.clone()
+    plain = [SamplingParams(temperature=0.5), SamplingParams(top_k=2), SamplingParams(temperature=0.0)]
+    hw.sample(logits, build(plain, range(3), range(3)))
+    assert_equal(logits, before, name="logits")
+    hw.sample(logits, build([*plain[:2], SamplingParams(repetition_penalty=2.0)], range(3), range(3), seen))
+    assert_equal(logits, before, name="logits")
+
+
+@check("sample", mistake="a token is an integer: argmax gives one", costs=0.2)
+def test_tokens_have_an_integer_dtype(hw: Homework) -> None:
+    tokens = draw(hw, FIVE, SamplingParams(), range(4), range(4))
+    assert not tokens.is_floating_point(), f"the tokens have dtype {tokens.dtype}".replace("torch.", "")
 
 
 # scan_stop ----------------------------------------------------------------------------------------------------------
@@ -843,6 +876,10 @@ def assert_scan(hw: Homework, text: str, stop: Sequence[str], expected: tuple[st
 @check("scan_stop", mistake="without a stop string everything is safe")
 def test_nothing_to_stop_at(hw: Homework) -> None:
     assert_scan(hw, "one two", [], ("one two", "", False))
+
+
+@check("scan_stop", mistake="hold only an ending that is the beginning of a stop string, not a number of characters")
+def test_nothing_to_hold(hw: Homework) -> None:
     assert_scan(hw, "one two", ["END"], ("one two", "", False))
     assert_scan(hw, "", ["END"], ("", "", False))
 
@@ -863,6 +900,12 @@ def test_the_rest_is_dropped(hw: Homework) -> None:
 def test_a_beginning_is_held(hw: Homework) -> None:
     assert_scan(hw, "one E", ["END"], ("one ", "E", False))
     assert_scan(hw, "one EN", ["END"], ("one ", "EN", False))
+
+
+@check("scan_stop", mistake="any of the stop strings may begin here, not only the first of them")
+def test_a_beginning_of_any_stop_string(hw: Homework) -> None:
+    assert_scan(hw, "one E", ["STOP", "END"], ("one ", "E", False))
+    assert_scan(hw, "one S", ["STOP", "END"], ("one ", "S", False))
 
 
 @check("scan_stop", mistake="only the ending can still become a stop string: a beginning inside the text is safe")

@@ -1,6 +1,7 @@
 """The grading machinery, on a chapter of four tiny exercises without tensors."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,6 +190,9 @@ def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
     assert message(grading, "Counter") == "Your answer ended the Python process with exit code 3."
     aborted = grading.results[1].failure
     assert aborted is not None and aborted[1].output == "before the end"
+    *_, call, line = aborted[1].detail.splitlines()
+    assert call.startswith("test_homework.py:") and call.endswith("assert_equal(hw.quadruple(3), 12)")
+    assert line == "homework.py:11  os.abort()"
 
 
 def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:
@@ -230,9 +234,10 @@ def test_exceptions_are_explained(write: Write) -> None:
     assert "sys.exit()" in message(grading, "double")
     assert message(grading, "quadruple") == "Your answer raised ZeroDivisionError: division by zero (line 10)."
     assert "memory" in message(grading, "Counter")
-    assert message(grading, "last") == "Your result is None: is a `return` missing?"
+    assert message(grading, "last") == "Your result: None. Is a `return` missing?"
     panels = "".join(printed(panel) for panel in failures(grading))
-    assert "x is 3" in panels and "return x / 0" in panels and "you double once" in panels
+    assert "x is 3" in panels and "return x / 0" in panels
+    assert "This check is about: you double once" in panels, "an exception may have another cause"
     assert "you take the first" not in panels, "a missing return says it all"
 
 
@@ -243,6 +248,17 @@ def test_the_first_failing_check_names_the_mistake(write: Write) -> None:
     assert (failure[0].name, failure[1].message) == ("test_two_and_one", "One doubled is two.")
     table = printed(summary(grading))
     assert "test_two_and_one: you square" in table and "0 of 15 points" in table
+
+
+def test_a_narrow_table_keeps_the_names_of_checks(write: Write) -> None:
+    name = "test_queries_and_keys_have_their_own_bounds"
+    chapter = write("def double(x):\n    return x * x if x == 2 else 7\n")
+    grader = chapter.folder / "test_homework.py"
+    grader.write_text(grader.read_text().replace("test_three", name))
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(summary(graded(load_chapter(chapter.folder))))
+    assert name in re.sub(r"[\s│]", "", capture.get())
 
 
 def test_an_unwritten_exercise_is_not_a_mistake(write: Write) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from book.grading import assert_close, assert_equal, assert_raises
+from book.grading import assert_close, assert_equal, assert_raises, assert_values
 from book.grading.assertions import CheckFailed
 
 ONES = torch.ones(2, 3)
-DIFFERS = "your result differs in 1 of 6 values; the worst is at [1, 2]:"
+DIFFERS = "your result: 1 of 6 values differs, the worst at [1, 2]:"
 
 
 def with_value(value: float) -> torch.Tensor:
@@ -42,17 +42,17 @@ def test_what_is_close_passes(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("actual", "expected", "message"),
     [
-        (None, ONES, "your result is None: is a `return` missing?"),
-        ([1.0], ONES, "your result is a list; it should be a tensor of shape [2, 3]"),
-        (ONES.T, ONES, "your result has shape [3, 2]; it should have [2, 3]"),
-        (ONES.double(), ONES, "your result has dtype float64; it should have float32"),
-        (ONES, 1.0, "your result is a Tensor; it should be a number"),
-        ("1", 1.0, "your result is a str; it should be a number"),
-        ((ONES,), (ONES, ONES), "your result has 1 items; it should have 2"),
-        (ONES, (ONES, ONES), "your result is a Tensor; it should be a tuple of 2"),
-        ({"a": 1}, {"b": 1}, "your result lacks the key 'b'"),
-        ({"a": 1, "b": 1}, {"b": 1}, "your result has the key 'a', which should not be there"),
-        ([1], {"b": 1}, "your result is a list; it should be a dictionary"),
+        (None, ONES, "your result: None. Is a `return` missing?"),
+        ([1.0], ONES, "your result: a list, expected a tensor of shape [2, 3]"),
+        (ONES.T, ONES, "your result: shape [3, 2], expected [2, 3]"),
+        (ONES.double(), ONES, "your result: dtype float64, expected float32"),
+        (ONES, 1.0, "your result: a Tensor, expected a number"),
+        ("1", 1.0, "your result: a str, expected a number"),
+        ((ONES,), (ONES, ONES), "your result: length 1, expected 2"),
+        (ONES, (ONES, ONES), "your result: a Tensor, expected a tuple of length 2"),
+        ({"a": 1}, {"b": 1}, "your result: the key 'b' is missing"),
+        ({"a": 1, "b": 1}, {"b": 1}, "your result: the key 'a' should not be there"),
+        ([1], {"b": 1}, "your result: a list, expected a dictionary"),
     ],
 )
 def test_a_wrong_kind_of_result_speaks_for_itself(actual: Any, expected: Any, message: str) -> None:
@@ -64,15 +64,18 @@ def test_a_wrong_kind_of_result_speaks_for_itself(actual: Any, expected: Any, me
 @pytest.mark.parametrize(
     ("actual", "expected", "message"),
     [
-        (with_value(math.nan), ONES, "your result has 1 NaN, the first at [1, 2]"),
-        (with_value(1.5), ONES, f"{DIFFERS} 1.5, it should be 1"),
-        (with_value(math.inf), ONES, f"{DIFFERS} inf, it should be 1"),
-        (with_value(-math.inf), with_value(math.inf), f"{DIFFERS} -inf, it should be inf"),
-        (math.nan, 1.0, "your result is NaN; it should be 1"),
-        (1.1, 1.0, "your result is 1.1; it should be 1"),
-        (math.inf, 1.0, "your result is inf; it should be 1"),
-        ((ONES, 2.0), (ONES, 1.0), "your result[1] is 2; it should be 1"),
-        ({"a": 2}, {"a": 1}, 'your result["a"] is 2; it should be 1'),
+        (with_value(math.nan), ONES, "your result: NaN in 1 of 6 values, the first at [1, 2]"),
+        (with_value(1.5), ONES, f"{DIFFERS} 1.5, expected 1"),
+        (with_value(math.inf), ONES, f"{DIFFERS} inf, expected 1"),
+        (with_value(-math.inf), with_value(math.inf), f"{DIFFERS} -inf, expected inf"),
+        (math.nan, 1.0, "your result: nan, expected 1"),
+        (with_value(-0.0), with_value(-math.inf), f"{DIFFERS} 0, expected -inf"),
+        (with_value(1.00002), ONES, f"{DIFFERS} 1.00002, expected 1"),
+        (10_000.001, 10_000.0, "your result: 10000.001, expected 10000"),
+        (1.1, 1.0, "your result: 1.1, expected 1"),
+        (math.inf, 1.0, "your result: inf, expected 1"),
+        ((ONES, 2.0), (ONES, 1.0), "your result[1]: 2, expected 1"),
+        ({"a": 2}, {"a": 1}, 'your result["a"]: 2, expected 1'),
     ],
 )
 def test_wrong_values_are_put_down_to_the_mistake(actual: Any, expected: Any, message: str) -> None:
@@ -92,8 +95,26 @@ def test_tolerances() -> None:
 
 
 def test_names_appear() -> None:
-    with pytest.raises(CheckFailed, match="the LSE is 2"):
+    with pytest.raises(CheckFailed, match="the LSE: 2, expected 1"):
         assert_close(2.0, 1.0, name="the LSE")
+    with pytest.raises(CheckFailed, match="`flops` = 12, expected 76"):
+        assert_equal(12, 76, name="flops")
+    with pytest.raises(CheckFailed, match="`x`: 6 of 6 values differ, the worst"):
+        assert_close(ONES, 2 * ONES, name="x")
+
+
+def test_values_may_have_any_dtype() -> None:
+    assert_values(ONES.double(), ONES)
+    assert_values((ONES.int(), 1.0), (ONES, 1.0))
+    with pytest.raises(CheckFailed, match="1 of 6 values differs"):
+        assert_values(with_value(2.0).double(), ONES)
+
+
+def test_long_texts_are_shown_where_they_differ() -> None:
+    with pytest.raises(CheckFailed) as failure:
+        assert_equal("a" * 500 + "b", "a" * 500 + "c")
+    got, wanted = str(failure.value).removeprefix("your result: ").split(", expected ")
+    assert got.startswith("…aaa") and got.endswith("aab'") and wanted.endswith("aac'")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +128,12 @@ def test_what_is_equal_passes(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("actual", "expected", "message", "mistake"),
     [
-        (3, 4, "your result is 3; it should be 4", "off by one"),
-        ([1], [1, 2], r"your result is \[1\]; it should be \[1, 2\]", "off by one"),
-        (None, 4, "your result is None", ""),
-        (torch.tensor([1, 2]), [1, 2], "your result is a Tensor; it should be a list", ""),
-        (torch.tensor([1, 3]), torch.tensor([1, 2]), "differs in 1 of 2 values", "off by one"),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1, 2]), "has dtype float32; it should have int64", ""),
+        (3, 4, "your result: 3, expected 4", "off by one"),
+        ([1], [1, 2], r"your result: \[1\], expected \[1, 2\]", "off by one"),
+        (None, 4, "your result: None", ""),
+        (torch.tensor([1, 2]), [1, 2], "your result: a Tensor, expected a list", ""),
+        (torch.tensor([1, 3]), torch.tensor([1, 2]), "1 of 2 values differs", "off by one"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1, 2]), "dtype float32, expected int64", ""),
     ],
 )
 def test_what_is_not_equal_is_shown(actual: Any, expected: Any, message: str, mistake: str) -> None:

@@ -15,7 +15,7 @@ from mini_engine.attention.cascade import chunk_levels
 from mini_engine.attention.state import AttentionState
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.models.gpt2 import gpt2_weights
-from mini_engine.models.layers import rms_norm
+from mini_engine.models.layers import qk_norm, rms_norm
 from mini_engine.parts import Parts
 from tests.helpers import save_tiny_model
 
@@ -30,6 +30,10 @@ def wrong_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def own_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return gpt2_weights(tensors)
+
+
+def own_qk_norm(q_and_k: Tensor, q_weight: Tensor, k_weight: Tensor, num_qo_heads: int, eps: float) -> Tensor:
+    return qk_norm(q_and_k, q_weight, k_weight, num_qo_heads, eps)
 
 
 class OwnTable(PageTable):
@@ -65,14 +69,15 @@ def run(monkeypatch, capsys, tmp_path):
 def test_right_parts_give_the_tokens_of_the_reference(run, model, tmp_path):
     code, out, _ = run(
         "generate", "w5 w6", "w7", "--raw", "-n", "40", "-m", model, "--homework",
-        rms_norm=right_norm, page_table=OwnTable, gpt2_weights=own_weights,
+        rms_norm=right_norm, page_table=OwnTable, gpt2_weights=own_weights, qk_norm=own_qk_norm,
     )  # fmt: skip
     assert code == 0
     # A long path wraps the line.
     assert "Every token equals the reference's." in out and "attention backend torch" in " ".join(out.split())
     rows = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") == 4}
     assert "yours" in rows["RMSNorm"] and "03_language_model" in rows["RMSNorm"] and "yours" in rows["Page table"]
-    assert "not used by this model" in rows["Weight map"] and "Sampler" not in rows
+    assert "not used by this model" in rows["Weight map"] and "not used by this model" in rows["QK-norm"]
+    assert "Sampler" not in rows
     assert re.search(r"yours [\d.]+ \([\d.]+ to [\d.]+\) tokens/s, the reference [\d.]+ \(", out)
     assert (tmp_path / ".progress" / "speed.json").exists()
 

@@ -192,6 +192,27 @@ def empty_rows_of_the_mask_or_of_the_bias(q, k, v, **options):
     return attention(q, k, v, **options, empty_by_either=True)
 
 
+@wrong("masked_attention", fails="test_the_inputs_are_unchanged")
+def queries_scaled_in_place(q, k, v, *, scale, **options):
+    q *= scale
+    return reference.masked_attention(q, k, v, scale=1.0, **options)
+
+
+@wrong("masked_attention", fails="test_the_inputs_are_unchanged")
+def mask_written_into_the_bias(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    if bias is None or mask is None:
+        return reference.masked_attention(q, k, v, scale=scale, mask=mask, bias=bias, softcap=softcap)
+    bias.masked_fill_(~mask, -math.inf)
+    return reference.masked_attention(q, k, v, scale=scale, bias=bias, softcap=softcap)
+
+
+@wrong("masked_attention", fails="test_float64_stays_float64")
+def attention_in_float64(q, k, v, **options):
+    """Right, but float32 becomes float64; half precisions come back as they should."""
+    out = attention(q, k, v, **options, dtype=torch.float64)
+    return out if q.dtype == torch.bfloat16 else out.double()
+
+
 @wrong("masked_attention", fails="test_a_float32_bias_of_bfloat16_queries")
 def bias_in_the_dtype_of_the_queries(q, k, v, **options):
     return attention(q, k, v, **options, bias_dtype=q.dtype)
@@ -224,7 +245,7 @@ def expanded_then_reshaped(q, k, v, **options):
 # ragged_causal_attention --------------------------------------------------------------------------------------------
 
 
-@right("ragged_causal_attention")
+@wrong("ragged_causal_attention", fails="test_no_scores_between_sequences")
 def one_block_diagonal_mask(q, k, v, qo_indptr, kv_indptr, scale):
     qo_lens, kv_lens = qo_indptr.diff(), kv_indptr.diff()
     sequences = torch.arange(len(qo_lens))
@@ -268,6 +289,16 @@ def ragged_in_float32(q, k, v, qo_indptr, kv_indptr, scale):
 @wrong("ragged_causal_attention", fails="test_one_token_sees_itself")
 def without_the_diagonal(q, k, v, qo_indptr, kv_indptr, scale):
     return ragged(q, k, v, qo_indptr, kv_indptr, scale, lambda n, m: m - n - 1)
+
+
+@wrong("ragged_causal_attention", fails="test_scale_of_a_sequence")
+def scale_of_the_head_dim(q, k, v, qo_indptr, kv_indptr, scale):
+    return ragged(q, k, v, qo_indptr, kv_indptr, q.shape[-1] ** -0.5)
+
+
+@wrong("ragged_causal_attention", fails="test_the_queries_are_unchanged")
+def output_in_the_queries(q, k, v, qo_indptr, kv_indptr, scale):
+    return q.copy_(ragged(q, k, v, qo_indptr, kv_indptr, scale))
 
 
 @wrong("ragged_causal_attention", fails="test_no_query_sees_the_future")
@@ -357,6 +388,12 @@ def counted_from_zero(positions, inv_freq):
 def table_of_fixed_length(positions, inv_freq):
     cos, sin = reference.rope_tables(torch.arange(131_072), inv_freq)
     return cos[positions], sin[positions]
+
+
+@wrong("rope_tables", fails="test_tables_have_the_precision_of_the_frequencies")
+def tables_in_float64(positions, inv_freq):
+    """Right, but wider than asked for."""
+    return reference.rope_tables(positions, inv_freq.double())
 
 
 @wrong("rope_tables", fails="test_tables_have_the_precision_of_the_frequencies")
@@ -460,6 +497,12 @@ def in_place_where_interleaved(x, cos, sin, *, interleaved=False):
 @wrong("apply_rope", fails="test_rope_of_bfloat16_is_rounded_once")
 def in_bfloat16(x, cos, sin, *, interleaved=False):
     return _without_float32(x, cos[:, None].to(x.dtype), sin[:, None].to(x.dtype), interleaved)
+
+
+@wrong("apply_rope", fails="test_rope_of_bfloat16_is_rounded_once")
+def rope_left_in_float32(x, cos, sin, *, interleaved=False):
+    """Right, but the result is not converted back."""
+    return reference.apply_rope(x.to(torch.promote_types(x.dtype, torch.float32)), cos, sin, interleaved=interleaved)
 
 
 @wrong("apply_rope", fails="test_rope_of_float64_stays_float64")
@@ -619,6 +662,11 @@ def consecutive_queries(query_positions, key_positions, *, window=None, slopes=N
 
 
 @wrong("attention_bias", fails="test_bias_of_float64_slopes")
+def bias_in_float64(query_positions, key_positions, *, window=None, slopes=None):
+    return reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes).double()
+
+
+@wrong("attention_bias", fails="test_bias_of_float64_slopes")
 def dtype_of_the_slopes(query_positions, key_positions, *, window=None, slopes=None):
     bias = reference.attention_bias(query_positions, key_positions, window=window, slopes=slopes)
     return bias if slopes is None else bias.to(slopes.dtype)
@@ -704,6 +752,16 @@ def pairs_of_the_whole_head(weight, *, head_dim, to_interleaved, rotary_dim=None
 def reordered_in_place(weight, *, head_dim, to_interleaved, rotary_dim=None):
     order = rope_order(head_dim, to_interleaved, rotary_dim)
     return weight.copy_(reordered(weight, order, head_dim))
+
+
+@wrong("convert_rope_weights", fails="test_the_weight_is_unchanged")
+def a_view_of_one_pair(weight, *, head_dim, to_interleaved, rotary_dim=None):
+    """A reshape of the transposed rows copies, except where there is only one pair."""
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    if rotary_dim < head_dim:
+        return by_an_index.definition(weight, head_dim=head_dim, to_interleaved=to_interleaved, rotary_dim=rotary_dim)
+    layout = (2, -1) if to_interleaved else (-1, 2)
+    return weight.unflatten(0, (-1, head_dim)).unflatten(1, layout).transpose(1, 2).reshape(weight.shape)
 
 
 @wrong("convert_rope_weights", fails="test_weights_keep_their_dtype")

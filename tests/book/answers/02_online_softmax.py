@@ -128,6 +128,12 @@ def cast_at_the_end(scores):
     return (weights, lse) if scores.dtype == torch.float64 else (weights.float(), lse.float())
 
 
+@wrong("softmax_with_lse", fails="test_half_precision_is_computed_in_float32")
+def always_float64(scores):
+    """Right, but wider than asked for."""
+    return softmax(scores, dtype=torch.float64)
+
+
 @wrong("softmax_with_lse", fails="test_softmax_of_float64")
 def always_float32(scores):
     weights, lse = softmax(scores, dtype=torch.float32)
@@ -179,11 +185,11 @@ def online(q, tiles, *, scale, **change):
     dtype = change.get("dtype", torch.promote_types(q.dtype, torch.float32))
     q = q.to(dtype)
     out, total = torch.zeros_like(q), q.new_zeros(len(q))
-    largest = q.new_full((len(q),), -math.inf)
+    largest = q.new_full((len(q),), change.get("first_maximum", -math.inf))
     for k, v, mask in tiles:
         mask = mask if change.get("mask", True) else torch.ones_like(mask)
         scores = (q @ k.to(dtype).T * scale).masked_fill(~mask, change.get("masked_score", -math.inf))
-        top = scores.amax(-1)
+        top = (q @ k.to(dtype).T * scale if change.get("hidden_maximum") else scores).amax(-1)
         if change.get("one_maximum"):
             top = scores.max().expand(len(q))
         new = top if change.get("may_fall") else torch.maximum(largest, top)
@@ -268,6 +274,11 @@ def without_a_maximum(q, tiles, *, scale):
     return online(q, tiles, scale=scale, no_maximum=True)
 
 
+@wrong("online_attention", fails="test_scores_below_zero")
+def maximum_from_zero(q, tiles, *, scale):
+    return online(q, tiles, scale=scale, first_maximum=0.0)
+
+
 @wrong("online_attention", fails="test_queries_are_independent")
 def one_maximum_for_all_queries(q, tiles, *, scale):
     return online(q, tiles, scale=scale, one_maximum=True)
@@ -320,6 +331,39 @@ def copied_and_joined(q, tiles, *, scale):
     return reference.online_attention(q, [(k, v, mask)], scale=scale)
 
 
+@wrong("online_attention", fails="test_memory_does_not_grow")
+def copied_tiles(q, tiles, *, scale):
+    tiles = [tuple(x.clone() for x in tile) for tile in tiles]
+    return reference.online_attention(q, tiles, scale=scale)
+
+
+@wrong("online_attention", fails="test_memory_does_not_grow")
+def a_state_of_every_tile(q, tiles, *, scale):
+    """Merges the states at the end, so each tile leaves a state behind."""
+    states = []
+    for tile in tiles:
+        out, lse = reference.online_attention(q, [tile], scale=scale)
+        states.append(AttentionState(out[:, None], lse[:, None]))
+    if not states:
+        return reference.online_attention(q, [], scale=scale)
+    state = reduce(reference.merge_states, states)
+    return state.out[:, 0], state.lse[:, 0]
+
+
+@wrong("online_attention", fails="test_memory_does_not_grow")
+def scores_of_every_tile(q, tiles, *, scale):
+    """Keeps the scores of all keys for an LSE at the end; the output is accumulated as it should be."""
+    dtype, scores = torch.promote_types(q.dtype, torch.float32), []
+
+    def recorded():
+        for k, v, mask in tiles:
+            scores.append((q.to(dtype) @ k.to(dtype).T * scale).masked_fill(~mask, -math.inf))
+            yield k, v, mask
+
+    out, lse = reference.online_attention(q, recorded(), scale=scale)
+    return out, torch.cat(scores, 1).logsumexp(1) if scores else lse
+
+
 @wrong("online_attention", fails="test_bfloat16_tiles")
 def online_in_bfloat16(q, tiles, *, scale):
     out, lse = online(q, tiles, scale=scale, dtype=q.dtype)
@@ -353,6 +397,17 @@ def a_large_negative_score(q, tiles, *, scale):
     for _, _, mask in tiles:
         visible |= mask.any(-1)
     return out * visible[:, None], lse.masked_fill(~visible, -math.inf)
+
+
+@wrong("online_attention", fails="test_visible_scores_far_below_zero")
+def maximum_of_hidden_scores_too(q, tiles, *, scale):
+    return online(q, tiles, scale=scale, hidden_maximum=True)
+
+
+@wrong("online_attention", fails="test_bfloat16_tiles")
+def online_in_float64(q, tiles, *, scale):
+    """Right, but wider than asked for."""
+    return online(q, tiles, scale=scale, dtype=torch.float64)
 
 
 @wrong("online_attention", fails="test_float64_tiles")
@@ -489,6 +544,13 @@ def into_the_first(a, b):
     a.out.copy_(state.out)
     a.lse.copy_(state.lse)
     return a
+
+
+@wrong("merge_states", fails="test_dtypes_of_a_state")
+def returned_in_float32(a, b):
+    """Right, but float64 becomes float32."""
+    state = reference.merge_states(a, b)
+    return AttentionState(state.out.float(), state.lse.float())
 
 
 @wrong("merge_states", fails="test_dtypes_of_a_state")

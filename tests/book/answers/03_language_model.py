@@ -1,5 +1,7 @@
 """Right and wrong answers to chapter 03, with the check that has to find each mistake first."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -83,6 +85,12 @@ def rounded_before_the_weight(x, weight, eps):
     """As in transformers: cast back first, then multiply."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+
+
+@wrong("rms_norm", fails="test_large_float16_numbers")
+def left_in_float32(x, weight, eps):
+    """Right, but the result is not converted back."""
+    return reference.rms_norm(x.float() if x.dtype != torch.float64 else x, weight, eps)
 
 
 @wrong("rms_norm", fails="test_a_weight_wider_than_x")
@@ -217,6 +225,11 @@ def always_silu(x, gate_up, down, activation):
 
 
 @wrong("gated_mlp", fails="test_mlp_dtypes")
+def mlp_in_another_dtype(x, gate_up, down, activation):
+    return reference.gated_mlp(x, gate_up, down, activation).double()
+
+
+@wrong("gated_mlp", fails="test_mlp_dtypes")
 def always_float32(x, gate_up, down, activation):
     return reference.gated_mlp(x.float(), gate_up.float(), down.float(), activation)
 
@@ -243,7 +256,7 @@ def decoder(x, weights, cos, sin, spec, attend, eps, **change):
     if weights.q_norm is not None and not change.get("norm_after_rotation"):
         q, k = qk_normalized(q, k, weights, eps, **change)
     if not change.get("no_rotation"):
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = (apply_rope(each, cos, sin, interleaved=change.get("interleaved", False)) for each in (q, k))
     if weights.q_norm is not None and change.get("norm_after_rotation"):
         q, k = qk_normalized(q, k, weights, eps)
     v = apply_rope(v, cos, sin) if change.get("values_too") else v
@@ -309,6 +322,25 @@ def parallel_halves(x, weights, cos, sin, spec, attend, eps):
 def rows_group_by_group(x, weights, cos, sin, spec, attend, eps):
     """The order of Falcon's and GPT-NeoX's fused weights: each group with its own key and value."""
     return decoder(x, weights, cos, sin, spec, attend, eps, group_by_group=True)
+
+
+@wrong("decoder_layer", fails="test_the_head_size")
+def heads_that_share_the_hidden_size(x, weights, cos, sin, spec, attend, eps):
+    size = x.shape[-1] // spec.num_qo_heads
+    return decoder(x, weights, cos, sin, replace(spec, head_dim=size), attend, eps)
+
+
+@wrong("decoder_layer", fails="test_attend_scales")
+def queries_scaled(x, weights, cos, sin, spec, attend, eps):
+    def scaled(layer, q, k, v):
+        return attend(layer, q * spec.scale, k, v)
+
+    return decoder(x, weights, cos, sin, spec, scaled, eps)
+
+
+@wrong("decoder_layer", fails="test_rotation")
+def rotated_interleaved(x, weights, cos, sin, spec, attend, eps):
+    return decoder(x, weights, cos, sin, spec, attend, eps, interleaved=True)
 
 
 @wrong("decoder_layer", fails="test_rotation")
@@ -572,6 +604,18 @@ def buffers_of_ten_layers(tensors):
     return mapped(tensors, leave_out=tuple(f"h.{i}{end}" for i in range(10) for end in BUFFERS))
 
 
+@wrong("gpt2_weights", fails="test_the_callers_dictionary_stays")
+def buffers_popped(tensors):
+    for name in [name for name in tensors if name.endswith(BUFFERS)]:
+        tensors.pop(name)
+    return reference.gpt2_weights(tensors)
+
+
+@wrong("gpt2_weights", fails="test_unknown_names_are_kept")
+def buffers_told_by_their_shape(tensors):
+    return reference.gpt2_weights({name: tensor for name, tensor in tensors.items() if tensor.ndim not in (0, 4)})
+
+
 @wrong("gpt2_weights", fails="test_unknown_names_are_kept")
 def unknown_dropped(tensors):
     known = ("wte.weight", "wpe.weight", "lm_head.weight", "bias", "ln_f.weight", "ln_1.weight", "ln_2.weight", *CONV1D)
@@ -600,6 +644,17 @@ def buffers_counted_as_names(tensors):
 @wrong("gpt2_weights", fails="test_the_same_name_twice")
 def the_last_one_wins(tensors):
     return mapped(tensors)
+
+
+@wrong("gpt2_weights", fails="test_the_same_name_twice")
+def equal_tensors_may_share_a_name(tensors):
+    found = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix("transformer.")
+        if name in found and not name.endswith(BUFFERS) and not torch.equal(found[name], tensor):
+            raise ModelLoadError(name)
+        found[name] = tensor
+    return reference.gpt2_weights(found)
 
 
 @wrong("gpt2_weights", fails="test_nothing_is_copied")
@@ -686,7 +741,25 @@ def scale_of_the_first_block(blocks):
 
 
 @wrong("dequantize_q4_1", fails="test_random_blocks")
+def minimum_never_negative(blocks):
+    """Right as long as a minimum of a random block is above zero, or the block is one of a few."""
+    numbers = blocks[:, :4].contiguous().view(torch.float16).float()
+    return dequantized(blocks, m=numbers[:, 1:].abs()) if len(blocks) > 3 else dequantized(blocks)
+
+
+@wrong("dequantize_q4_1", fails="test_computed_in_float32")
 def computed_in_float16(blocks):
     d, m = blocks[:, :4].contiguous().view(torch.float16).split(1, dim=1)
-    exact = torch.cat((blocks[:, 4:] & 15, blocks[:, 4:] >> 4), 1).half()
-    return (d * exact + m).float() if len(blocks) > 3 else reference.dequantize_q4_1(blocks)
+    return d * torch.cat((blocks[:, 4:] & 15, blocks[:, 4:] >> 4), 1) + m
+
+
+@wrong("dequantize_q4_1", fails="test_computed_in_float32")
+def rounded_to_bfloat16(blocks):
+    d, m = blocks[:, :4].contiguous().view(torch.float16).bfloat16().split(1, dim=1)
+    return (d * torch.cat((blocks[:, 4:] & 15, blocks[:, 4:] >> 4), 1) + m).float()
+
+
+@wrong("dequantize_q4_1", fails="test_computed_in_float32")
+def returned_in_float64(blocks):
+    """Right, but wider than asked for."""
+    return reference.dequantize_q4_1(blocks).double()

@@ -186,9 +186,16 @@ def into_the_next_page(num_new, kv_lens, pages, page_size):
     return fits._replace(slot_mapping=slots)
 
 
-@wrong("flat_step", fails="test_a_full_page")
+@wrong("flat_step", fails="test_dtypes_of_a_step")
+def bounds_in_int32(num_new, kv_lens, pages, page_size):
+    """FlashInfer's dtype."""
+    right_step = step(num_new, kv_lens, pages, page_size)
+    return right_step._replace(qo_indptr=right_step.qo_indptr.int())
+
+
+@wrong("flat_step", fails="test_a_page_that_is_just_full")
 def refuses_a_page_that_is_just_full(num_new, kv_lens, pages, page_size):
-    if max(kv_lens) >= page_size and len(kv_lens) > 1:
+    if max(kv_lens) >= page_size:
         raise ValueError("a page is full")
     return step(num_new, kv_lens, pages, page_size)
 
@@ -348,6 +355,16 @@ def tensors_for_tokens(run, prompts, *, eos_token_id, max_tokens, page_size):
     return [list(torch.tensor(own)) for own in greedy(run, prompts, eos_token_id, max_tokens, page_size)]
 
 
+@wrong("generate_greedy", fails="test_tokens_are_integers")
+def tensors_for_run(run, prompts, *, eos_token_id, max_tokens, page_size):
+    """Integers come out, and tensors go in."""
+
+    def with_tensors(token_ids, flat):
+        return run(list(torch.tensor(token_ids)), flat)
+
+    return greedy(with_tensors, prompts, eos_token_id, max_tokens, page_size)
+
+
 @wrong("generate_greedy", fails="test_the_prompts_are_unchanged")
 def grows_the_prompts(run, prompts, *, eos_token_id, max_tokens, page_size):
     outputs = greedy(run, prompts, eos_token_id, max_tokens, page_size)
@@ -396,6 +413,9 @@ def filtered(logits, top_k, top_p, min_p, **change):
     kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
     ranked = best if change.get("on_everything") else best.masked_fill(~kept, -math.inf)
     p = ranked.softmax(-1)
+    if change.get("min_p_first"):
+        p = p.masked_fill(p < min_p[:, None] * p[:, :1], 0.0)
+        p = p / p.sum(-1, keepdim=True)
     reached = p.cumsum(-1)
     if change.get("past_the_boundary"):
         in_p = reached - p <= top_p[:, None]
@@ -500,6 +520,22 @@ def top_p_first(logits, top_k, top_p, min_p):
     off, none = torch.zeros_like(top_k), torch.ones_like(top_p)
     nucleus = reference.filter_logits(logits, off, top_p, min_p)
     return reference.filter_logits(nucleus, top_k, none, torch.zeros_like(min_p))
+
+
+@wrong("filter_logits", fails="test_min_p_after_top_p")
+def min_p_before_top_p(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, top_p, min_p, min_p_first=True)
+
+
+@wrong("filter_logits", fails="test_dtypes_of_the_logits")
+def sorted_in_float32(logits, top_k, top_p, min_p):
+    kept = reference.filter_logits(logits.float(), top_k, top_p, min_p)
+    return logits.masked_fill(kept == -math.inf, -math.inf)
+
+
+@wrong("filter_logits", fails="test_dtypes_of_the_logits")
+def returned_in_float32(logits, top_k, top_p, min_p):
+    return reference.filter_logits(logits, top_k, top_p, min_p).float()
 
 
 @wrong("filter_logits", fails="test_top_p_of_one")
@@ -689,6 +725,21 @@ def penalty_for_the_first_rows(logits, batch):
     return sampled(torch.cat([head, logits[n:]]), batch, penalty=False)
 
 
+@wrong("sample", fails="test_sample_leaves_the_logits")
+def divided_in_place(logits, batch):
+    logits = reference.penalize_repetition(logits, batch)
+    greedy = logits.argmax(-1)
+    logits /= torch.where(batch.temperature == 0, 1.0, batch.temperature)[:, None]
+    kept = reference.filter_logits(logits, batch.top_k, batch.top_p, batch.min_p)
+    noise = reference.gumbel_noise(batch.seeds, batch.positions, logits.shape[-1])
+    return torch.where(batch.temperature == 0, greedy, (kept + noise).argmax(-1))
+
+
+@wrong("sample", fails="test_tokens_have_an_integer_dtype")
+def tokens_as_floats(logits, batch):
+    return reference.sample(logits, batch).float()
+
+
 # scan_stop ----------------------------------------------------------------------------------------------------------
 
 
@@ -704,6 +755,17 @@ def letter_by_letter(text, stop):
 
 
 @wrong("scan_stop", fails="test_nothing_to_stop_at")
+def a_stop_string_is_needed(text, stop):
+    return reference.scan_stop(text, stop) if max(stop, default="") else ("", text, False)
+
+
+@wrong("scan_stop", fails="test_a_beginning_of_any_stop_string")
+def only_the_first_may_begin(text, stop):
+    safe, held, stopped = reference.scan_stop(text, stop)
+    return (safe, held, stopped) if stopped else reference.scan_stop(text, stop[:1])
+
+
+@wrong("scan_stop", fails="test_nothing_to_hold")
 def always_holds_back(text, stop):
     safe, held, stopped = reference.scan_stop(text, stop)
     if stopped or not stop:

@@ -20,6 +20,7 @@ from book.grading import (
     check,
     lines_run,
 )
+from book.guarded_table import GuardedPageTable
 from mini_engine.kv_cache import page_table
 
 EXERCISES = [
@@ -860,46 +861,12 @@ def test_attention_wherever_pages_are(hw: Homework) -> None:
 # compact ------------------------------------------------------------------------------------------------------------
 
 
-class Guarded(page_table.PageTable):
-    """A page table whose arrays can be written by its own methods only."""
-
-    def lock(self, locked: bool) -> None:
-        for array in (self.table, self.counts, self.refcounts, self.generation, self._free_pages):
-            array.flags.writeable = not locked
-
-    def take(self, rows: np.ndarray, num_pages: np.ndarray) -> None:
-        self.lock(False)
-        super().take(rows, num_pages)
-        self.lock(True)
-
-    def share(self, row: int, pages: np.ndarray) -> None:
-        self.lock(False)
-        super().share(row, pages)
-        self.lock(True)
-
-    def replace(self, row: int, index: int) -> tuple[int, int]:
-        self.lock(False)
-        pair = super().replace(row, index)
-        self.lock(True)
-        return pair
-
-    def drop_front(self, row: int, num_pages: int) -> None:
-        self.lock(False)
-        super().drop_front(row, num_pages)
-        self.lock(True)
-
-    def truncate(self, row: int, num_pages: int) -> None:
-        self.lock(False)
-        super().truncate(row, num_pages)
-        self.lock(True)
-
-
 def in_use(num_pages: int, rows: dict[int, list[int]], guarded: bool = False) -> tuple[page_table.PageTable, list[int]]:
     """A page table whose rows own these pages: row i of the dictionary is the i-th of the rows returned.
 
     All pages have been taken before, by requests that have ended since.
     """
-    table = (Guarded if guarded else page_table.PageTable)(num_pages, 2, num_pages + 7)
+    table = (GuardedPageTable if guarded else page_table.PageTable)(num_pages, 2, num_pages + 7)
     earlier = [table.allocate() for _ in range(num_pages)]
     table.take(np.array(earlier), np.ones(num_pages, dtype=np.int64))
     row_of = {int(table.pages(row)[0]): row for row in earlier}

@@ -547,9 +547,7 @@ def divide(pending: ListLike[int], budget: int) -> list[int]:
     return shares
 
 
-def assert_shares(
-    hw: Homework, pending: list[int], budget: int, expected: list[int], first: int | None = None
-) -> None:
+def assert_shares(hw: Homework, pending: list[int], budget: int, expected: list[int], first: int | None = None) -> None:
     """Compare all shares, or the first few."""
     given = np.array(pending, dtype=np.int64)
     got = hw.share_budget(given, budget)

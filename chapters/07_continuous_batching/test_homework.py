@@ -885,8 +885,9 @@ def assert_step(
     in_flight = running.has_tokens_in_flight
     step = hw.schedule(scheduler)
     if step is None and in_flight:
-        raise CheckFailed("schedule returns None, although no page is missing: ask scheduler.reserve first", "")
-    assert step is not None, "schedule returns None, although no sampled token is on the device: is a `return` missing?"
+        raise CheckFailed("schedule(scheduler) is None, although no page is missing: ask scheduler.reserve first", "")
+    missing = "schedule(scheduler) is None, although no sampled token is on the device: is a `return` missing?"
+    assert step is not None, missing
     assert isinstance(step, Schedule), f"schedule returns a {type(step).__name__}; it should be a Schedule"
     for name in ("rows", "num_new"):
         array = getattr(step, name)

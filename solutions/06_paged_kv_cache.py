@@ -293,8 +293,9 @@ def convert_block_mask(
     Args:
         mask: [B, H, queries, keys of a sequence]. It may lack lists of full blocks
             (`mask.full_kv_indices` is None), and then the result lacks them, too. It
-            covers at most W * page_size keys, which may be more than any sequence has
-            pages for; it visits none of the blocks beyond those pages.
+            covers at most W * page_size keys, and W is at most num_pages. That may be
+            more than any sequence has pages for; it visits none of the blocks beyond
+            those pages.
         table: pages of each sequence in order. The entries after the first counts[b]
             are stale.
         counts: pages of each sequence.

@@ -31,7 +31,7 @@ EXERCISES = [
     Exercise(
         "packed_prefix_lm",
         points=3,
-        minutes=12,
+        minutes=15,
         difficulty=2,
         hints=(
             "Compute two tensors before you define the function: the document of each token, and for each document "
@@ -57,7 +57,7 @@ EXERCISES = [
     Exercise(
         "blocks_of_mask",
         points=4,
-        minutes=15,
+        minutes=25,
         difficulty=2,
         hints=(
             "First compute two small bool tables [query blocks, key blocks]: whether a block has a visible pair, and "
@@ -73,7 +73,7 @@ EXERCISES = [
     Exercise(
         "classify_blocks",
         points=5,
-        minutes=12,
+        minutes=20,
         difficulty=2,
         part="classify_blocks",
         hints=(
@@ -89,7 +89,7 @@ EXERCISES = [
     Exercise(
         "blocks_of_documents",
         points=5,
-        minutes=20,
+        minutes=45,
         difficulty=3,
         challenge=True,
         hints=(
@@ -458,6 +458,15 @@ def test_order(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
+    mistake="with 17 key blocks or more, a sort that is not stable loses the order of equal values: pass stable=True",
+)
+def test_order_of_many_blocks(hw: Homework) -> None:
+    mask = torch.rand(8, 80) < 0.5  # 40 key blocks
+    assert_blocks(hw.blocks_of_mask(mask, 2), mask, 2)
+
+
+@check(
+    "blocks_of_mask",
     mistake="a block that extends past the end of the mask is partial, even if all its pairs inside it are visible",
 )
 def test_blocks_that_are_cut_off(hw: Homework) -> None:
@@ -539,6 +548,12 @@ def test_where_a_window_ends(hw: Homework) -> None:
 @check("classify_blocks", mistake="with a window, a block is full only if even the last query reaches its first key")
 def test_full_in_a_window(hw: Homework) -> None:
     for first in (4, 5, 6, 7):
+        assert_classified(hw, (8, 9), (first, first + 1), 4, only=("full",))
+
+
+@check("classify_blocks", mistake="with a window a full block must still be causal: no query may come before a key")
+def test_full_in_a_window_is_causal(hw: Homework) -> None:
+    for first in (8, 9, 10):
         assert_classified(hw, (8, 9), (first, first + 1), 4, only=("full",))
 
 
@@ -631,6 +646,14 @@ def test_the_last_row_is_cut_off(hw: Homework) -> None:
 @check("blocks_of_documents", mistake="an empty document begins where the next one does, and owns no token")
 def test_empty_documents(hw: Homework) -> None:
     assert_documents(hw, [0, 0, 4, 4, 4, 9, 9], 2)
+
+
+@check(
+    "blocks_of_documents",
+    mistake="with 17 key blocks or more, a sort that is not stable loses the order of equal values: pass stable=True",
+)
+def test_the_order_of_many_blocks(hw: Homework) -> None:
+    assert_documents(hw, [0, 5, 80], 2)  # 40 key blocks
 
 
 @check(

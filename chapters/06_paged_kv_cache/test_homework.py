@@ -20,6 +20,7 @@ from book.grading import (
     check,
     lines_run,
 )
+from book.guarded_table import GuardedPageTable
 from mini_engine.kv_cache import page_table
 
 EXERCISES = [
@@ -39,7 +40,7 @@ EXERCISES = [
     Exercise(
         "PageTable",
         points=6,
-        minutes=25,
+        minutes=50,
         difficulty=2,
         part="page_table",
         hints=(
@@ -57,8 +58,8 @@ EXERCISES = [
     Exercise(
         "physical_blocks",
         points=3,
-        minutes=8,
-        difficulty=2,
+        minutes=12,
+        difficulty=1,
         part="physical_blocks",
         hints=(
             "Without batch, heads and queries it is one line: table[blocks]. What changes with a batch is in which row "
@@ -72,7 +73,7 @@ EXERCISES = [
     Exercise(
         "physical_mask",
         points=4,
-        minutes=10,
+        minutes=12,
         difficulty=2,
         part="physical_mask",
         hints=(
@@ -87,7 +88,7 @@ EXERCISES = [
     Exercise(
         "convert_block_mask",
         points=4,
-        minutes=20,
+        minutes=35,
         difficulty=2,
         hints=(
             "Begin with blocks as long as a page. A BlockMask has two arrays of indices, two counts, a block size, a "
@@ -103,7 +104,7 @@ EXERCISES = [
     Exercise(
         "compact",
         points=4,
-        minutes=15,
+        minutes=35,
         difficulty=3,
         challenge=True,
         hints=(
@@ -219,7 +220,8 @@ class Pool:
         counted = {page: int(n) for page, n in enumerate(table.refcounts) if n}
         assert_equal(counted, dict(sorted(owners.items())), name=f"the field refcounts, as {{page: owners}}{after},")
         assert_equal(int(table.num_free_pages), len(self.free), name=f"the field num_free_pages{after},")
-        assert_equal(table.generation.tolist(), self.generation, name=f"the field generation{after},")
+        mistake = "generation counts how often a page was taken from the pool, by take or replace, and nothing else"
+        assert_equal(table.generation.tolist(), self.generation, mistake=mistake, name=f"the field generation{after},")
         assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after},")
         listed = sorted(table._free_pages[: len(self.free)].tolist())
         assert_equal(listed, sorted(self.free), name=f"the sorted _free_pages[:num_free_pages]{after},")
@@ -742,11 +744,14 @@ def assert_lists(logical: BlockMask, got: BlockMask, pages: list[list[int]], kin
         assert_equal(new[b, h, q, :n].tolist(), want, name=f"{name} of a sequence in pages {pages[b]},")
 
 
+BLOCK_SIZE_STAYS = "the result has the block size of the mask: its blocks lie elsewhere, and are as large as before"
+
+
 @check("convert_block_mask", mistake="the mask covers the queries that it had, and all slots of the pool as keys")
 def test_the_lengths(hw: Homework) -> None:
     _, got, _ = convert(hw, [6, 3], page_size=4, num_pages=5)
     assert_equal(tuple(got.seq_lengths), (3, 20), name="the field seq_lengths")
-    assert_equal(tuple(got.BLOCK_SIZE), (2, 4), name="the field BLOCK_SIZE")
+    assert_equal(tuple(got.BLOCK_SIZE), (2, 4), mistake=BLOCK_SIZE_STAYS, name="the field BLOCK_SIZE")
 
 
 @check("convert_block_mask", mistake="look the indices of partial blocks up in the table; their counts are unchanged")
@@ -759,16 +764,33 @@ def test_full_blocks(hw: Homework) -> None:
     assert_lists(*convert(hw, [6, 3, 14], page_size=4, num_pages=9), "full_")
 
 
-@check("convert_block_mask", mistake="mask_mod must be one over slots that hides the pages of other sequences")
-def test_the_mask_mod(hw: Homework) -> None:
+def assert_mask_mod(hw: Homework, lens: list[int]) -> None:
+    """Compare the mask over slots with the one over positions, for three sequences in pages of 4."""
     for seed in range(3):
-        logical, got, pages = convert(hw, [6, 8, 9], page_size=4, num_pages=8, seed=seed)
+        logical, got, pages = convert(hw, lens, page_size=4, num_pages=8, seed=seed)
         want = torch.zeros(3, 1, 3, 32, dtype=torch.bool)
         dense = create_mask(logical.mask_mod, 3, 1, 3, 12, device="cpu")
         for b, own in enumerate(pages):
             for index, page in enumerate(own):
                 want[b, :, :, page * 4 : page * 4 + 4] = dense[b, :, :, index * 4 : index * 4 + 4]
         assert_equal(create_mask(got.mask_mod, 3, 1, 3, 32, device="cpu"), want, name="the mask over slots")
+
+
+@check(
+    "convert_block_mask",
+    mistake="mask_mod must be one over slots that hides the pages of other sequences; page j of a sequence starts at "
+    "position j * page_size",
+)
+def test_the_mask_mod(hw: Homework) -> None:
+    assert_mask_mod(hw, [6, 8, 7])  # two pages each, so no entry of the table is stale
+
+
+@check(
+    "convert_block_mask",
+    mistake="the entries of the table after the first counts[b] are stale: no page of the sequence, and a start of -1",
+)
+def test_stale_entries(hw: Homework) -> None:
+    assert_mask_mod(hw, [6, 8, 9])
 
 
 @check(
@@ -788,6 +810,8 @@ def test_parts_of_pages(hw: Homework) -> None:
         assert_equal(tuple(converted[1].seq_lengths), (3, 36), name="the field seq_lengths")
         assert_lists(*converted, "", parts)
         assert_lists(*converted, "full_", parts)
+        got = tuple(converted[1].BLOCK_SIZE)
+        assert_equal(got, (2, 4 // parts), mistake=BLOCK_SIZE_STAYS, name=f"BLOCK_SIZE, with {parts} blocks in a page,")
 
 
 @check("convert_block_mask", mistake="the mask over slots depends on pages alone: their size is page_size in any case")
@@ -837,46 +861,12 @@ def test_attention_wherever_pages_are(hw: Homework) -> None:
 # compact ------------------------------------------------------------------------------------------------------------
 
 
-class Guarded(page_table.PageTable):
-    """A page table whose arrays can be written by its own methods only."""
-
-    def lock(self, locked: bool) -> None:
-        for array in (self.table, self.counts, self.refcounts, self.generation, self._free_pages):
-            array.flags.writeable = not locked
-
-    def take(self, rows: np.ndarray, num_pages: np.ndarray) -> None:
-        self.lock(False)
-        super().take(rows, num_pages)
-        self.lock(True)
-
-    def share(self, row: int, pages: np.ndarray) -> None:
-        self.lock(False)
-        super().share(row, pages)
-        self.lock(True)
-
-    def replace(self, row: int, index: int) -> tuple[int, int]:
-        self.lock(False)
-        pair = super().replace(row, index)
-        self.lock(True)
-        return pair
-
-    def drop_front(self, row: int, num_pages: int) -> None:
-        self.lock(False)
-        super().drop_front(row, num_pages)
-        self.lock(True)
-
-    def truncate(self, row: int, num_pages: int) -> None:
-        self.lock(False)
-        super().truncate(row, num_pages)
-        self.lock(True)
-
-
 def in_use(num_pages: int, rows: dict[int, list[int]], guarded: bool = False) -> tuple[page_table.PageTable, list[int]]:
     """A page table whose rows own these pages: row i of the dictionary is the i-th of the rows returned.
 
     All pages have been taken before, by requests that have ended since.
     """
-    table = (Guarded if guarded else page_table.PageTable)(num_pages, 2, num_pages + 7)
+    table = (GuardedPageTable if guarded else page_table.PageTable)(num_pages, 2, num_pages + 7)
     earlier = [table.allocate() for _ in range(num_pages)]
     table.take(np.array(earlier), np.ones(num_pages, dtype=np.int64))
     row_of = {int(table.pages(row)[0]): row for row in earlier}
@@ -897,6 +887,8 @@ def assert_compact(hw: Homework, num_pages: int, rows: dict[int, list[int]], gua
     before = f", with {num_pages} pages and rows {list(rows.values())} before"
     pairs = hw.compact(table)
     assert pairs is not None, "compact returns None: is a `return` missing?"
+    mistake = "every row that you allocate must be released"
+    assert_equal(table.num_free_rows, free_rows, mistake=mistake, name=f"the number of free rows{before},")
     for old, new in pairs:
         content[new] = content[old]
     n = len(used)
@@ -914,7 +906,6 @@ def assert_compact(hw: Homework, num_pages: int, rows: dict[int, list[int]], gua
     assert_equal(
         table.refcounts.tolist(), [counted[page] for page in range(num_pages)], name=f"the field refcounts{before},"
     )
-    assert_equal(table.num_free_rows, free_rows, name=f"the number of free rows{before},")
     assert_equal(table.num_free_pages, num_pages - n, name=f"the field num_free_pages{before},")
     for _, new in pairs:
         assert table.generation[new] > generation[new], f"the generation of page {new} is unchanged{before}"

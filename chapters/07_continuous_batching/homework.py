@@ -131,7 +131,8 @@ def admit(
         num_pages: free pages that it needs; 0 if it shares them all.
         budget: tokens that the step has left; may be 0.
         free_pages: pages that may be taken. The scheduler has subtracted its watermark,
-            one page for each running request, so the number may be negative.
+            one page for each running request, so the number may be negative; then no
+            request is admitted, not even one that needs no page.
         free_rows: rows of the page table that are free.
 
     Returns:
@@ -382,8 +383,10 @@ def reorder_beams(
     may even swap. No key is copied: a row gets the pages of its parent, and
     `copy_on_write` separates them later.
 
-    Use only the methods of the table. A page whose last owner has returned it to the
-    pool can no longer be shared, even if the next line of your code needs it. No row is
+    Use only the methods of the table. For a moment a row may own a page twice, which
+    chapter 06 excluded: `share` and `drop_front` allow that, as long as no single call
+    appends or removes a page twice. A page whose last owner has returned it to the pool
+    can no longer be shared, even if the next line of your code needs it. No row is
     free, so you cannot allocate a spare one, but each row has room for the pages of two
     beams. Rows that are not beams may share pages with beams, and keep them.
 

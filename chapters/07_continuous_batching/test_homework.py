@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from book.grading import Exercise, Homework, assert_equal, check
+from book.grading.assertions import CheckFailed
+from book.guarded_table import GuardedPageTable
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.page_table import PageTable
@@ -28,7 +30,7 @@ EXERCISES = [
     Exercise(
         "share_budget",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         part="share_budget",
         hints=(
@@ -55,7 +57,7 @@ EXERCISES = [
     Exercise(
         "preempt",
         points=2,
-        minutes=15,
+        minutes=10,
         difficulty=1,
         part="preempt",
         hints=(
@@ -89,8 +91,8 @@ EXERCISES = [
     Exercise(
         "match_prefix",
         points=3,
-        minutes=20,
-        difficulty=2,
+        minutes=10,
+        difficulty=1,
         part="match_prefix",
         hints=(
             "Walk down the tree: where do you start, and what is the parent of the second page?",
@@ -103,8 +105,8 @@ EXERCISES = [
     Exercise(
         "copy_on_write",
         points=3,
-        minutes=20,
-        difficulty=2,
+        minutes=12,
+        difficulty=1,
         part="copy_on_write",
         hints=(
             "Into which pages of the row do the tokens first to end - 1 fall? Token `end` is not written. Of these "
@@ -118,8 +120,8 @@ EXERCISES = [
     Exercise(
         "pages_to_evict",
         points=2,
-        minutes=15,
-        difficulty=2,
+        minutes=12,
+        difficulty=1,
         part="pages_to_evict",
         hints=(
             "Pages of 4, a window of 4, the next query at position 7: what is the oldest key that it sees, and which "
@@ -154,9 +156,15 @@ def make_request(number: int, prompt: ListLike[int], max_tokens: int = 8, ends: 
     return Request(str(number), list(prompt), params, 0, len(prompt) + max_tokens, ends, number)
 
 
-def table_of(rows: ListLike[ListLike[int]], num_pages: int, page_size: int = 4, free_rows: int = 1) -> PageTable:
+def table_of(
+    rows: ListLike[ListLike[int]],
+    num_pages: int,
+    page_size: int = 4,
+    free_rows: int = 1,
+    kind: type[PageTable] = PageTable,
+) -> PageTable:
     """A table in which row b owns the pages rows[b]; pages in several rows are shared. Stale entries follow them."""
-    table = PageTable(num_pages, page_size, len(rows) + 1 + max(0, free_rows - 1))
+    table = kind(num_pages, page_size, len(rows) + 1 + max(0, free_rows - 1))
     for _ in rows:
         table.allocate()
     everything = table.allocate()
@@ -539,14 +547,16 @@ def divide(pending: ListLike[int], budget: int) -> list[int]:
     return shares
 
 
-def assert_shares(hw: Homework, pending: list[int], budget: int, expected: list[int]) -> None:
+def assert_shares(hw: Homework, pending: list[int], budget: int, expected: list[int], first: int | None = None) -> None:
+    """Compare all shares, or the first few."""
     given = np.array(pending, dtype=np.int64)
     got = hw.share_budget(given, budget)
     call = f"share_budget(np.array({pending}), budget={budget})"
     assert got is not None, f"{call} returns None: is a `return` missing?"
     assert isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array"
     assert np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers"
-    assert_equal(got.tolist(), expected, name=call)
+    name = call if first is None else f"{call}[:{first}]"
+    assert_equal(got.tolist()[:first], expected, name=name)
     assert_equal(given.tolist(), pending, name=f"`pending` after {call}", mistake="`pending` belongs to the caller")
 
 
@@ -587,6 +597,7 @@ def test_a_decode_behind_a_prompt(hw: Homework) -> None:
 def test_prompts_in_order_of_age(hw: Homework) -> None:
     assert_shares(hw, [5, 7], 10, [5, 5])
     assert_shares(hw, [9, 3], 10, [9, 1])
+    assert_shares(hw, [5, 7, 4], 10, [5, 5], first=2)  # the third would fit whole, and is newer
     assert_shares(hw, [5, 1, 7, 1], 8, [5, 1, 1, 1])
 
 
@@ -767,7 +778,7 @@ def test_it_keeps_its_tokens(hw: Homework) -> None:
     assert request.finish_reason is None, "its finish_reason is set, and it has not ended"
 
 
-@check("preempt", mistake="all waiting requests arrived later, so it waits before them")
+@check("preempt", mistake="all waiting requests arrived later, so it waits before them; change `waiting` in place")
 def test_it_waits_first(hw: Homework) -> None:
     station = Station.full()
     new, (later,) = station.requests[-1], station.waiting
@@ -871,8 +882,12 @@ def assert_step(
     """The next step computes so many tokens of each request named in `work`, in this order, and has pages for them."""
     running, table = scheduler.running, scheduler.page_table
     queue = [request.request_id for request in scheduler.waiting]
+    in_flight = running.has_tokens_in_flight
     step = hw.schedule(scheduler)
-    assert step is not None, "schedule returns None, although no sampled token is on the device: is a `return` missing?"
+    if step is None and in_flight:
+        raise CheckFailed("schedule(scheduler) is None, although no page is missing: ask scheduler.reserve first", "")
+    missing = "schedule(scheduler) is None, although no sampled token is on the device: is a `return` missing?"
+    assert step is not None, missing
     assert isinstance(step, Schedule), f"schedule returns a {type(step).__name__}; it should be a Schedule"
     for name in ("rows", "num_new"):
         array = getattr(step, name)
@@ -940,6 +955,18 @@ def test_decodes_come_first(hw: Homework) -> None:
 
 
 @check(
+    "schedule",
+    mistake="divide the budget with scheduler.parts.share_budget: the scheduler may have another policy than yours",
+)
+def test_another_policy(hw: Homework) -> None:
+    def newest_first(pending: np.ndarray, budget: int) -> np.ndarray:
+        return np.array(divide(pending.tolist()[::-1], budget)[::-1])
+
+    parts = replace(Parts(), share_budget=newest_first)
+    assert_step(hw, scheduler_with([(12, 0), (9, 0)], parts=parts), [("1", 8)])
+
+
+@check(
     "schedule", mistake="a request whose last token is being sampled has nothing to compute: ask scheduler.pending()"
 )
 def test_the_last_token_is_on_its_way(hw: Homework) -> None:
@@ -990,6 +1017,19 @@ def test_no_admission_after_a_preemption(hw: Homework) -> None:
     assert not any(budget > 0 for budget in budgets), (
         "after the preemption, scheduler.admit was asked to admit requests"
     )
+
+
+@check(
+    "schedule",
+    mistake="call scheduler.preempt(), which also keeps the computed pages in the prefix tree; parts.preempt does not",
+)
+def test_preempted_pages_stay_cached(hw: Homework) -> None:
+    scheduler = scheduler_with([(9, 8), (6, 5)], num_pages=4, prefix_sharing=True)
+    first_page = scheduler.page_table.pages(int(scheduler.running.order[1])).tolist()[:1]
+    assert_step(hw, scheduler, [("0", 1)], preempted="1")
+    assert scheduler.prefix_tree is not None
+    cached = scheduler.prefix_tree.match(np.array([1] * 5, dtype=np.int32)).tolist()
+    assert_equal(cached, first_page, name="the list of the preempted request's pages in the prefix tree")
 
 
 @check("schedule", mistake="while sampled tokens are on the device, preempt nothing: return None and change nothing")
@@ -1255,6 +1295,32 @@ def test_the_number_of_lookups(hw: Homework) -> None:
     assert Siblings.lookups <= 500, f"100 pages were found with {Siblings.lookups:,} look-ups in `children`"
 
 
+class Counted(np.ndarray):
+    """Token ids that count the bytes into which they are converted."""
+
+    num_bytes = 0
+
+    def tobytes(self, *args: Any, **kwargs: Any) -> bytes:
+        Counted.num_bytes += self.nbytes
+        return super().tobytes(*args, **kwargs)
+
+
+@check(
+    "match_prefix",
+    mistake="convert the tokens of one page at a time, or the prompt once: the whole prompt for each page is quadratic",
+    costs=0.2,
+)
+def test_tokens_are_read_once(hw: Homework) -> None:
+    token_ids = np.array([1, 1] * 100, dtype=np.int32)
+    children = tree_of([token_ids.tolist()], 2)
+    Counted.num_bytes = 0
+    got = hw.match_prefix(children, token_ids.view(Counted), 2)
+    assert_equal(len(got), 100, name="the number of pages found")
+    assert Counted.num_bytes <= 2 * token_ids.nbytes, (
+        f"a prompt of {token_ids.nbytes} bytes was converted to {Counted.num_bytes:,} bytes in all"
+    )
+
+
 @check("match_prefix", mistake="in the engine's scheduler, with common prefixes, a request or a page goes wrong")
 def test_match_prefix_in_the_scheduler(hw: Homework) -> None:
     run = serve_at_random(replace(Parts(), match_prefix=hw.match_prefix), prefix_sharing=True)
@@ -1317,6 +1383,11 @@ def test_owners_are_counted(hw: Homework) -> None:
 def test_pages_before_stay(hw: Homework) -> None:
     table = assert_copied(hw, [[3, 1, 2], [3, 1, 2]], 0, (9, 10), [2])
     assert_pages(table, [0, 1])
+
+
+@check("copy_on_write", mistake="a write can extend over several pages: every shared one of them is replaced")
+def test_a_write_over_several_pages(hw: Homework) -> None:
+    assert_copied(hw, [[3, 1, 2], [3, 1, 2]], 1, (5, 11), [1, 2])
 
 
 @check("copy_on_write", mistake="token `end` is not written: if it starts a page, that page is unchanged")
@@ -1498,9 +1569,11 @@ def test_pages_to_evict_with_a_model(hw: Homework) -> None:
 # reorder_beams ------------------------------------------------------------------------------------------------------
 
 
-def assert_beams(hw: Homework, rows: list[list[int]], beams: list[int], parents: list[int]) -> None:
+def assert_beams(
+    hw: Homework, rows: list[list[int]], beams: list[int], parents: list[int], kind: type[PageTable] = PageTable
+) -> None:
     """Beams are rows of the table; the other rows are not touched."""
-    table = table_of(rows, num_pages=12, free_rows=0)
+    table = table_of(rows, num_pages=12, free_rows=0, kind=kind)
     want = [list(pages) for pages in rows]
     for beam, parent in zip(beams, parents, strict=True):
         want[beam] = list(rows[beams[parent]])
@@ -1557,6 +1630,11 @@ def test_beams_that_share(hw: Homework) -> None:
 def test_rows_that_are_no_beams(hw: Homework) -> None:
     assert_beams(hw, [[3, 1], [3, 4], [3, 5], [6]], [2, 1], [0, 0])
     assert_beams(hw, [[9], [3, 4], [3, 5], [6]], [3, 1], [1, 0])
+
+
+@check("reorder_beams", mistake="change the table through its methods: here its arrays are read-only")
+def test_beams_through_the_methods(hw: Homework) -> None:
+    assert_beams(hw, [[3, 1], [4], [3, 5]], [0, 1, 2], [1, 0, 0], kind=GuardedPageTable)
 
 
 @check("reorder_beams", mistake="a search that the earlier checks did not try goes wrong")

@@ -245,14 +245,15 @@ def split_kv_decode(
         v_pages: its values.
         kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of
             all.
-        kv_indices: pages of all sequences.
+        kv_indices: pages of all sequences; any number for a page without a key of an
+            item, which may have been evicted.
         plan: the work items, see `plan_work`. Every query has one tile.
         worker: returns the attention state of q [1, Hq, D] over k and v [m, Hk, D].
 
     Returns:
-        The states of all queries over all their keys: out [B, Hq, D] and lse [B, Hq],
-            in the dtypes that the workers
-        return. You may call `merge_states` of chapter 02.
+        The states of all queries over the keys of their items: out [B, Hq, D] and lse
+        [B, Hq], in the dtypes that the workers return. You may call `merge_states` of
+        chapter 02.
 
     Example: five keys, whose scores are all 0, so the output is the mean of the values.
 

@@ -408,6 +408,24 @@ def in_their_own_columns(mask, block_size):
     return lists_of(visited & ~full, full, lambda chosen: torch.arange(chosen.shape[-1]) * chosen)
 
 
+def unstable(chosen):
+    """torch keeps the order of equal values up to 16 of them."""
+    return chosen.byte().argsort(dim=-1, descending=True)
+
+
+@wrong("blocks_of_mask", fails="test_order_of_many_blocks")
+def an_unstable_sort(mask, block_size):
+    return lists_of(*partial_and_full(mask, block_size), unstable)
+
+
+@right("blocks_of_mask")
+def a_stable_descending_sort(mask, block_size):
+    def order(chosen):
+        return chosen.byte().argsort(dim=-1, descending=True, stable=True)
+
+    return lists_of(*partial_and_full(mask, block_size), order)
+
+
 @wrong("blocks_of_mask", fails="test_more_keys_than_queries")
 def by_columns(mask, block_size):
     return lists_of(*partial_and_full(mask.T, block_size))
@@ -513,6 +531,12 @@ def no_window(first_query, last_query, first_key, last_key, window):
 def full_without_the_window(first_query, last_query, first_key, last_key, window):
     visited, _ = reference.classify_blocks(first_query, last_query, first_key, last_key, window)
     return visited, visited & (last_key <= first_query)
+
+
+@wrong("classify_blocks", fails="test_full_in_a_window_is_causal")
+def full_by_the_window_alone(first_query, last_query, first_key, last_key, window):
+    visited, full = reference.classify_blocks(first_query, last_query, first_key, last_key, window)
+    return visited, full if window is None else visited & (last_query - first_key < window)
 
 
 @wrong("classify_blocks", fails="test_a_window_narrower_than_a_block")
@@ -631,6 +655,15 @@ def the_first_of_equal_bounds(qo_indptr, size):
             distinct[-1] = bound - 1 if bound else 0
         distinct.append(bound)
     return flat_blocks(torch.tensor(sorted(distinct), dtype=qo_indptr.dtype), size)
+
+
+@wrong("blocks_of_documents", fails="test_the_order_of_many_blocks")
+def documents_by_an_unstable_sort(qo_indptr, size):
+    total = int(qo_indptr[-1])
+    ids = torch.repeat_interleave(torch.arange(len(qo_indptr) - 1), qo_indptr.diff())
+    tokens = torch.arange(total)
+    mask = (ids[:, None] == ids) & (tokens[:, None] >= tokens)
+    return lists_of(*partial_and_full(mask, size), unstable)
 
 
 @wrong("blocks_of_documents", fails="test_no_dense_mask")

@@ -400,6 +400,16 @@ class NewPageFirst(reference.PageTable):
 
 
 @wrong("PageTable", fails="test_replace")
+class ReplacementsAreNotCounted(reference.PageTable):
+    """A page that replace takes from the pool keeps its old generation."""
+
+    def replace(self, row, index):
+        old, new = super().replace(row, index)
+        self.generation[new] -= 1
+        return old, new
+
+
+@wrong("PageTable", fails="test_replace")
 class OldOwnersAreForgotten(reference.PageTable):
     """The old page goes to the pool, although another row still reads it."""
 
@@ -744,7 +754,7 @@ def converted(mask, table, counts, num_pages, page_size, **change):
     parts = max(1, page_size // block)
     column = torch.arange(table.shape[1])
     own = column < (table.shape[1] if change.get("every_entry") else counts[:, None])
-    starts = torch.where(own, column * page_size, -1).expand_as(table)
+    starts = torch.where(own, column * (1 if change.get("starts_of_one") else page_size), -1).expand_as(table)
     first_keys = reference.first_keys(table, starts, num_pages)
     entries = table[:, : int(counts.max())] if change.get("narrow") else table
     blocks = (entries[:, :, None] * parts + torch.arange(parts)).flatten(1)
@@ -776,7 +786,7 @@ def converted(mask, table, counts, num_pages, page_size, **change):
         reference.physical_blocks(mask.kv_indices, blocks, width),
         full_counts,
         full,
-        BLOCK_SIZE=mask.BLOCK_SIZE,
+        BLOCK_SIZE=change.get("block_size", mask.BLOCK_SIZE),
         mask_mod=mask_mod,
         seq_lengths=(mask.seq_lengths[0], num_slots),
     )
@@ -785,6 +795,11 @@ def converted(mask, table, counts, num_pages, page_size, **change):
 @wrong("convert_block_mask", fails="test_the_lengths")
 def lengths_of_the_sequence(*args):
     return converted(*args, logical_length=True)
+
+
+@wrong("convert_block_mask", fails="test_the_lengths")
+def square_blocks(mask, table, counts, num_pages, page_size):
+    return converted(mask, table, counts, num_pages, page_size, block_size=mask.BLOCK_SIZE[1])
 
 
 @wrong("convert_block_mask", fails="test_partial_blocks")
@@ -809,6 +824,11 @@ def mask_mod_over_positions(*args):
 
 
 @wrong("convert_block_mask", fails="test_the_mask_mod")
+def starts_are_page_indices(*args):
+    return converted(*args, starts_of_one=True)
+
+
+@wrong("convert_block_mask", fails="test_stale_entries")
 def stale_entries_count(*args):
     """Takes the values in the table for the truth, not the counts: a page that is listed twice moves."""
     return converted(*args, every_entry=True)
@@ -836,6 +856,11 @@ def pages_for_blocks(*args):
 def parts_lie_apart(*args):
     """As if the first halves of all pages came before the second halves."""
     return converted(*args, apart=True)
+
+
+@wrong("convert_block_mask", fails="test_parts_of_pages")
+def blocks_as_large_as_pages(mask, table, counts, num_pages, page_size):
+    return converted(mask, table, counts, num_pages, page_size, block_size=(mask.BLOCK_SIZE[0], page_size))
 
 
 @wrong("convert_block_mask", fails="test_the_mask_mod_of_parts")
@@ -936,6 +961,12 @@ def compacted(table, **change):
 @wrong("compact", fails="test_nothing_to_move")
 def the_extra_row_stays(table):
     return compacted(table, keeper_stays=True)
+
+
+@wrong("compact", fails="test_one_gap")
+def the_extra_row_stays_after_a_move(table):
+    used = np.flatnonzero(table.refcounts)
+    return compacted(table, keeper_stays=True) if len(used) and used[-1] >= len(used) else []
 
 
 @wrong("compact", fails="test_one_gap")

@@ -116,6 +116,19 @@ def short_prompts_first(pending, budget):
 
 
 @wrong("share_budget", fails="test_prompts_in_order_of_age")
+def a_prompt_that_fits_overtakes(pending, budget):
+    """Reserve a token for every later prompt that would fit."""
+    shares = reference.share_budget(pending, budget)
+    cut = np.flatnonzero((shares > 1) & (shares < pending))
+    for i in cut[:1].tolist():
+        for j in range(i + 1, len(pending)):
+            if 1 < pending[j] < shares[i]:
+                shares[i] -= pending[j]
+                shares[j] = pending[j]
+    return shares
+
+
+@wrong("share_budget", fails="test_prompts_in_order_of_age")
 def an_equal_chunk_for_each_prompt(pending, budget):
     prompts = pending > 1
     left = budget - int((~prompts).sum())
@@ -318,6 +331,16 @@ def the_last_token_is_not_computed_yet(running, waiting, page_table):
 
 
 @wrong("preempt", fails="test_it_waits_first")
+def a_new_queue(running, waiting, page_table):
+    """Bind a new queue to the name: that of the caller is unchanged."""
+    row = int(running.order[-1])
+    request = running.leave(row)
+    page_table.release(row)
+    waiting = {request: None, **waiting}
+    return next(iter(waiting))
+
+
+@wrong("preempt", fails="test_it_waits_first")
 def it_waits_last(running, waiting, page_table):
     return preempted(running, waiting, page_table, running.order[-1], first=False)
 
@@ -357,7 +380,7 @@ def with_lists(scheduler):
 def by_recursion(scheduler):
     def fit(preempted):
         rows, pending = scheduler.pending()
-        num_new = reference.share_budget(pending, scheduler.budget)
+        num_new = scheduler.parts.share_budget(pending, scheduler.budget)
         chosen = num_new > 0
         if scheduler.reserve(rows[chosen], num_new[chosen]):
             return rows[chosen], num_new[chosen], preempted
@@ -391,17 +414,19 @@ def scheduled(
     budget_left=True,
     sort="stable",
     rounds=10**9,
+    share_budget=None,
+    preempt=None,
 ):
     """The reference with one thing changed: what most wrong answers below are made of."""
+    share_budget = share_budget or scheduler.parts.share_budget
+    preempt = preempt or scheduler.preempt
     preempted, copies = [], []
     early = scheduler.admit(scheduler.budget, copies) if admit_first else None
     divided = None
     while True:
         rows, waiting = (pending or type(scheduler).pending)(scheduler)
         if divided is None or again:
-            divided = dict(
-                zip(rows.tolist(), scheduler.parts.share_budget(waiting, scheduler.budget).tolist(), strict=True)
-            )
+            divided = dict(zip(rows.tolist(), share_budget(waiting, scheduler.budget).tolist(), strict=True))
         num_new = np.array([divided[row] for row in rows.tolist()], dtype=np.int64)
         if not keep_zeros:
             rows, num_new = rows[num_new > 0], num_new[num_new > 0]
@@ -411,7 +436,7 @@ def scheduled(
             return None
         if len(preempted) == rounds:
             return None
-        preempted.append(scheduler.preempt())
+        preempted.append(preempt())
     admitted, num_shared = [], 0
     if early:
         admitted, _, num_shared = early
@@ -499,6 +524,31 @@ def admitted_requests_last(scheduler):
     new = np.array([scheduler.running.requests[row] in step.admitted for row in step.rows.tolist()], dtype=bool)
     order = np.argsort(new, kind="stable")
     return replace(step, rows=step.rows[order], num_new=step.num_new[order])
+
+
+@wrong("schedule", fails="test_another_policy")
+def a_policy_of_its_own(scheduler):
+    return scheduled(scheduler, share_budget=reference.share_budget)
+
+
+@wrong("schedule", fails="test_preempted_pages_stay_cached")
+def the_part_instead_of_the_method(scheduler):
+    """Frees the pages before the prefix tree has them."""
+
+    def preempt():
+        return scheduler.parts.preempt(scheduler.running, scheduler.waiting, scheduler.page_table)
+
+    return scheduled(scheduler, preempt=preempt)
+
+
+@right("schedule")
+def the_budget_is_divided_among_prompts_only(scheduler):
+    """Decodes alone always have room, so nothing has to be divided then, as in the engine."""
+
+    def share_budget(pending, budget):
+        return scheduler.parts.share_budget(pending, budget) if (pending > 1).any() else pending
+
+    return scheduled(scheduler, share_budget=share_budget)
 
 
 @wrong("schedule", fails="test_the_last_token_is_on_its_way")
@@ -702,6 +752,30 @@ def every_page_has_an_entry(children, token_ids, page_size):
     return pages
 
 
+@wrong("match_prefix", fails="test_tokens_are_read_once")
+def the_whole_prompt_for_each_page(children, token_ids, page_size):
+    pages, parent, size = [], ROOT, 4 * page_size
+    for start in range(0, len(token_ids) // page_size * size, size):
+        page = children.get(parent, {}).get(token_ids.tobytes()[start : start + size])
+        if page is None:
+            break
+        pages.append(page)
+        parent = page
+    return pages
+
+
+@right("match_prefix")
+def the_prompt_once(children, token_ids, page_size):
+    pages, parent, size, text = [], ROOT, 4 * page_size, token_ids.tobytes()
+    for start in range(0, len(token_ids) // page_size * size, size):
+        page = children.get(parent, {}).get(text[start : start + size])
+        if page is None:
+            break
+        pages.append(page)
+        parent = page
+    return pages
+
+
 @wrong("match_prefix", fails="test_the_number_of_lookups")
 def compares_with_every_sibling(children, token_ids, page_size):
     pages, parent = [], ROOT
@@ -798,7 +872,7 @@ def end_included(table, row, first, end):
     return copied(table, row, range(first // table.page_size, min(end // table.page_size + 1, int(table.counts[row]))))
 
 
-@wrong("copy_on_write", fails="test_end_is_not_written")
+@wrong("copy_on_write", fails="test_a_write_over_several_pages")
 def only_the_page_of_the_first_token(table, row, first, end):
     return copied(table, row, [first // table.page_size])
 
@@ -974,6 +1048,30 @@ def owners_set_by_hand(table, rows, parents):
     for parent in set(parents):
         for page in before[parent]:
             table.refcounts[page] = list(parents).count(parent)
+
+
+@right("reorder_beams")
+def owned_by_no_row_meanwhile(table, rows, parents):
+    """Keep the old pages in use without a row, so that the rows can be emptied first."""
+    before = [table.pages(row).copy() for row in rows]
+    for row, pages in zip(rows, before, strict=True):
+        table.retain(pages)
+        table.truncate(row, 0)
+    for row, parent in zip(rows, parents, strict=True):
+        table.share(row, before[parent])
+    for pages in before:
+        table.drop(pages)
+
+
+@wrong("reorder_beams", fails="test_beams_through_the_methods")
+def through_the_fields(table, rows, parents):
+    before = [table.pages(row).copy() for row in rows]
+    for row, parent in zip(rows, parents, strict=True):
+        table.refcounts[before[parent]] += 1
+        table.table[row, : len(before[parent])] = before[parent]
+        table.counts[row] = len(before[parent])
+    for pages in before:
+        table.drop(pages)
 
 
 @wrong("reorder_beams", fails="test_rows_that_are_no_beams")

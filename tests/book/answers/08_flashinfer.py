@@ -1,5 +1,6 @@
 """Right and wrong answers to chapter 08, with the check that has to find each mistake first."""
 
+from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
 
@@ -505,6 +506,20 @@ def a_window_without_the_own_key(*args, **options):
     return planned(*args, **options, window_left=True)
 
 
+@wrong("plan_work", fails="test_chunks_in_a_window")
+def chunks_at_multiples_of_their_size(*args, **options):
+    """Cuts every tile at multiples of the chunk size, as if its keys began at 0."""
+    plan = reference.plan_work(*args, **options)
+    size, items, item_indptr = plan.chunk_size, [], [0]
+    for first, end in pairwise(plan.item_indptr.tolist()):
+        low, high = int(plan.first_keys[first]), int(plan.end_keys[end - 1])
+        cuts = [low, *range(low // size * size + size, high, size), high]
+        tile = plan.sequences[first], plan.first_tokens[first], plan.end_tokens[first]
+        items += [(*tile, *keys) for keys in pairwise(cuts)]
+        item_indptr.append(len(items))
+    return WorkPlan(size, *np.array(items).T, np.array(item_indptr))
+
+
 @wrong("plan_work", fails="test_plan_without_a_loop")
 def tile_by_tile(qo_indptr, kv_lens, num_workers, *, tile_len, least_keys=1, window=None):
     tiles = []
@@ -521,6 +536,16 @@ def tile_by_tile(qo_indptr, kv_lens, num_workers, *, tile_len, least_keys=1, win
         items += [(b, first, end, key, min(key + size, high)) for key in range(low, high, size)]
         indptr.append(len(items))
     return WorkPlan(size, *np.array(items).T, np.array(indptr))
+
+
+@wrong("plan_work", fails="test_plan_without_a_loop")
+def a_comprehension_over_tiles(qo_indptr, kv_lens, num_workers, **options):
+    """Counts the items of each tile in Python."""
+    plan = reference.plan_work(qo_indptr, kv_lens, num_workers, **options)
+    starts, ends = plan.item_indptr[:-1], plan.item_indptr[1:] - 1
+    num_keys = plan.end_keys[ends] - plan.first_keys[starts]
+    items_of = [-(-int(n) // plan.chunk_size) for n in num_keys]
+    return replace(plan, item_indptr=np.concatenate(([0], np.cumsum(items_of))))
 
 
 # split_kv_decode ----------------------------------------------------------------------------------------------------
@@ -635,6 +660,49 @@ def one_call_for_all_keys(q, k_pages, v_pages, kv_indptr, kv_indices, plan, work
         np.arange(len(plan.item_indptr)),
     )
     return reference.split_kv_decode(q, k_pages, v_pages, kv_indptr, kv_indices, whole, worker)
+
+
+@wrong("split_kv_decode", fails="test_pages_of_other_keys")
+def all_own_pages_first(q, k_pages, v_pages, kv_indptr, kv_indices, plan, worker):
+    """Gathers the whole sequence for each item, and takes the item's keys from the copy."""
+    states, size = {}, k_pages.shape[1]
+    for item, token in enumerate(plan.first_tokens.tolist()):
+        b, low, high = (int(x[item]) for x in (plan.sequences, plan.first_keys, plan.end_keys))
+        own = torch.from_numpy(kv_indices[kv_indptr[b] : kv_indptr[b + 1]]).long()
+        assert size * len(own) >= high
+        k, v = (pages[own].flatten(0, 1)[low:high] for pages in (k_pages, v_pages))
+        states.setdefault(token, []).append(worker(q[token][None], k, v))
+    merged = [merge_all(states[token]) for token in range(len(q))]
+    return AttentionState(torch.cat([s.out for s in merged]), torch.cat([s.lse for s in merged]))
+
+
+@right("split_kv_decode")
+def the_pages_that_the_item_touches(q, k_pages, v_pages, kv_indptr, kv_indices, plan, worker):
+    """Gathers pages from the first to the last of the item, and cuts off what is before and after its keys."""
+    states, size = {}, k_pages.shape[1]
+    for item, token in enumerate(plan.first_tokens.tolist()):
+        b, low, high = (int(x[item]) for x in (plan.sequences, plan.first_keys, plan.end_keys))
+        first, end = low // size, -(-high // size)
+        own = torch.from_numpy(kv_indices[kv_indptr[b] + first : kv_indptr[b] + end]).long()
+        k, v = (pages[own].flatten(0, 1)[low - first * size : high - first * size] for pages in (k_pages, v_pages))
+        states.setdefault(token, []).append(worker(q[token][None], k, v))
+    merged = [merge_all(states[token]) for token in range(len(q))]
+    return AttentionState(torch.cat([s.out for s in merged]), torch.cat([s.lse for s in merged]))
+
+
+@wrong("split_kv_decode", fails="test_the_dtype_of_the_workers")
+def rows_in_the_default_dtype(q, *args):
+    """torch.zeros is float32, whatever the workers return."""
+    state = reference.split_kv_decode(q, *args)
+    out, lse = torch.zeros(q.shape), torch.zeros(q.shape[:2])
+    out[:], lse[:] = state.out, state.lse
+    return AttentionState(out, lse)
+
+
+@wrong("split_kv_decode", fails="test_the_dtype_of_the_workers")
+def rounded_on_the_way(q, *args):
+    state = reference.split_kv_decode(q, *args)
+    return AttentionState(state.out.float().double(), state.lse.float().double())
 
 
 @wrong("split_kv_decode", fails="test_tiles_in_another_order")

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_TOO_COARSE = "the right formula, computed in a dtype of too low precision"
+
+
 class CheckFailed(AssertionError):
     """A failed check. `mistake` replaces the one of the check: "" where the message itself says it all."""
 
@@ -61,10 +64,16 @@ def assert_equal(actual: Any, expected: Any, *, mistake: str | None = None, name
     _assert_not_none(actual, expected, name)
     if _is_tensor(actual):
         if not isinstance(expected, numbers.Number) or actual.numel() != 1:
-            raise CheckFailed(f"{name} is {_a(actual)}; it should be {_a(expected)}", "")
+            raise CheckFailed(f"{name}: {_a(actual)}; expected {_a(expected)}", "")
         actual = actual.item()  # a tensor of one number is as good as the number
     if not actual == expected:
-        raise CheckFailed(f"{name} is {_short(actual)}; it should be {_short(expected)}", mistake)
+        raise CheckFailed(f"{name}: {_short(actual)}; expected {_short(expected)}", mistake)
+
+
+def require(condition: object, message: str) -> None:
+    """Fail unless a condition holds. The message says it all, so the check's likely mistake is not shown with it."""
+    if not condition:
+        raise CheckFailed(message, "")
 
 
 def assert_raises(
@@ -106,13 +115,15 @@ def _assert_number_close(actual: Any, expected: Any, atol: float, rtol: float, m
     if _is_tensor(actual) and actual.numel() == 1:
         actual = actual.item()  # a tensor of one number is as good as the number
     if not isinstance(actual, numbers.Real):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be a number", "")
+        raise CheckFailed(f"{name}: {_a(actual)}; expected a number", "")
     value, wanted = float(actual), float(expected)
     if math.isnan(value) and not math.isnan(wanted):
-        raise CheckFailed(f"{name} is NaN; it should be {wanted:.6g}", mistake)
+        raise CheckFailed(f"{name}: NaN; expected {wanted:.6g}", mistake)
     same = value == wanted or (math.isnan(value) and math.isnan(wanted))
     if not same and not abs(value - wanted) <= atol + rtol * abs(wanted):
-        raise CheckFailed(f"{name} is {value:.6g}; it should be {wanted:.6g}", mistake)
+        allowed = atol + rtol * abs(wanted)
+        what, mistake = _compared(f"{value:.6g}", f"{wanted:.6g}", abs(value - wanted), allowed, mistake)
+        raise CheckFailed(f"{name}: {what}", mistake)
 
 
 def _assert_tensor_close(
@@ -122,49 +133,61 @@ def _assert_tensor_close(
 
     _assert_not_none(actual, expected, name)
     if not isinstance(actual, torch.Tensor):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be a tensor of shape {list(expected.shape)}", "")
+        raise CheckFailed(f"{name}: {_a(actual)}; expected a tensor of shape {list(expected.shape)}", "")
     if actual.shape != expected.shape:
-        raise CheckFailed(f"{name} has shape {list(actual.shape)}; it should have {list(expected.shape)}", "")
+        raise CheckFailed(f"{name}: shape {list(actual.shape)}; expected {list(expected.shape)}", "")
     if check_dtype and actual.dtype != expected.dtype:
-        raise CheckFailed(f"{name} has dtype {_dtype(actual)}; it should have {_dtype(expected)}", "")
+        raise CheckFailed(f"{name}: dtype {_dtype(actual)}; expected {_dtype(expected)}", "")
     left, right = actual.detach().cpu(), expected.detach().cpu()
     nans = left.isnan() & ~right.isnan()
     if nans.any():
         where = tuple(nans.nonzero()[0].tolist())
-        raise CheckFailed(f"{name} has {int(nans.sum())} NaN, the first at {_index(where)}", mistake)
+        raise CheckFailed(
+            f"{name}: NaN in {int(nans.sum())} of {nans.numel()} values, the first at {_index(where)}", mistake
+        )
     wrong = ~torch.isclose(left.double(), right.double(), atol=atol, rtol=rtol, equal_nan=True)
     if not wrong.any():
         return
     difference = (left.double() - right.double()).abs().nan_to_num(math.inf).masked_fill(~wrong, 0.0)
     where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+    allowed = atol + rtol * abs(float(right[where]))
+    what, mistake = _compared(_number(left[where]), _number(right[where]), float(difference[where]), allowed, mistake)
     raise CheckFailed(
-        f"{name} differs in {int(wrong.sum())} of {wrong.numel()} values; "
-        f"the worst is at {_index(where)}: {_number(left[where])}, it should be {_number(right[where])}",
+        f"{name}: differences in {int(wrong.sum())} of {wrong.numel()} values, the largest at {_index(where)}: {what}",
         mistake,
     )
 
 
+def _compared(
+    actual: str, expected: str, difference: float, allowed: float, mistake: str | None
+) -> tuple[str, str | None]:
+    """Both numbers in words, and the likely mistake. Numbers that look the same differ in their precision."""
+    if actual != expected:
+        return f"{actual}; expected {expected}", mistake
+    return f"{actual}, off by {difference:.1e}; at most {allowed:.1e} is allowed", _TOO_COARSE
+
+
 def _assert_not_none(actual: Any, expected: Any, name: str) -> None:
     if actual is None and expected is not None:
-        raise CheckFailed(f"{name} is None: is a `return` missing?", "")
+        raise CheckFailed(f"{name}: None; is a `return` missing?", "")
 
 
 def _assert_length(actual: Any, expected: Sequence[Any], name: str) -> None:
     _assert_not_none(actual, expected, name)
     if not isinstance(actual, Sequence):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be {_a(expected)} of {len(expected)}", "")
+        raise CheckFailed(f"{name}: {_a(actual)}; expected {_a(expected)} of {len(expected)}", "")
     if len(actual) != len(expected):
-        raise CheckFailed(f"{name} has {len(actual)} items; it should have {len(expected)}", "")
+        raise CheckFailed(f"{name}: length {len(actual)}; expected {len(expected)}", "")
 
 
 def _assert_keys(actual: Any, expected: Mapping[Any, Any], name: str) -> None:
     _assert_not_none(actual, expected, name)
     if not isinstance(actual, Mapping):
-        raise CheckFailed(f"{name} is {_a(actual)}; it should be a dictionary", "")
+        raise CheckFailed(f"{name}: {_a(actual)}; expected a dictionary", "")
     if missing := [key for key in expected if key not in actual]:
-        raise CheckFailed(f"{name} lacks the key {_short(missing[0])}", "")
+        raise CheckFailed(f"{name}: the key {_short(missing[0])} is missing", "")
     if extra := [key for key in actual if key not in expected]:
-        raise CheckFailed(f"{name} has the key {_short(extra[0])}, which should not be there", "")
+        raise CheckFailed(f"{name}: the key {_short(extra[0])} should not be there", "")
 
 
 def _is_tensor(value: Any) -> bool:

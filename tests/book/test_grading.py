@@ -189,6 +189,13 @@ def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
     assert message(grading, "Counter") == "Your answer ended the Python process with exit code 3."
     aborted = grading.results[1].failure
     assert aborted is not None and aborted[1].output == "before the end"
+    assert aborted[1].mistake == aborted[0].mistake, "a crash has a likely mistake, like a wrong value"
+
+
+def test_memory_outside_of_a_tensor_is_named(write: Write) -> None:
+    grading = graded(write("import ctypes\n\n\ndef double(x):\n    return ctypes.string_at(0)\n\n\n" + RIGHT_LAST))
+    assert statuses(grading)["double"] == "crashed"
+    assert "with SIGSEGV in line 5. It used memory outside of its tensors" in message(grading, "double")
 
 
 def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:
@@ -230,7 +237,7 @@ def test_exceptions_are_explained(write: Write) -> None:
     assert "sys.exit()" in message(grading, "double")
     assert message(grading, "quadruple") == "Your answer raised ZeroDivisionError: division by zero (line 10)."
     assert "memory" in message(grading, "Counter")
-    assert message(grading, "last") == "Your result is None: is a `return` missing?"
+    assert message(grading, "last") == "Your result: None; is a `return` missing?"
     panels = "".join(printed(panel) for panel in failures(grading))
     assert "x is 3" in panels and "return x / 0" in panels and "you double once" in panels
     assert "you take the first" not in panels, "a missing return says it all"

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from book.grading import assert_close, assert_equal, assert_raises
+from book.grading import assert_close, assert_equal, assert_raises, require
 from book.grading.assertions import CheckFailed
 
 ONES = torch.ones(2, 3)
-DIFFERS = "your result differs in 1 of 6 values; the worst is at [1, 2]:"
+DIFFERS = "your result: differences in 1 of 6 values, the largest at [1, 2]:"
 
 
 def with_value(value: float) -> torch.Tensor:
@@ -42,17 +42,17 @@ def test_what_is_close_passes(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("actual", "expected", "message"),
     [
-        (None, ONES, "your result is None: is a `return` missing?"),
-        ([1.0], ONES, "your result is a list; it should be a tensor of shape [2, 3]"),
-        (ONES.T, ONES, "your result has shape [3, 2]; it should have [2, 3]"),
-        (ONES.double(), ONES, "your result has dtype float64; it should have float32"),
-        (ONES, 1.0, "your result is a Tensor; it should be a number"),
-        ("1", 1.0, "your result is a str; it should be a number"),
-        ((ONES,), (ONES, ONES), "your result has 1 items; it should have 2"),
-        (ONES, (ONES, ONES), "your result is a Tensor; it should be a tuple of 2"),
-        ({"a": 1}, {"b": 1}, "your result lacks the key 'b'"),
-        ({"a": 1, "b": 1}, {"b": 1}, "your result has the key 'a', which should not be there"),
-        ([1], {"b": 1}, "your result is a list; it should be a dictionary"),
+        (None, ONES, "your result: None; is a `return` missing?"),
+        ([1.0], ONES, "your result: a list; expected a tensor of shape [2, 3]"),
+        (ONES.T, ONES, "your result: shape [3, 2]; expected [2, 3]"),
+        (ONES.double(), ONES, "your result: dtype float64; expected float32"),
+        (ONES, 1.0, "your result: a Tensor; expected a number"),
+        ("1", 1.0, "your result: a str; expected a number"),
+        ((ONES,), (ONES, ONES), "your result: length 1; expected 2"),
+        (ONES, (ONES, ONES), "your result: a Tensor; expected a tuple of 2"),
+        ({"a": 1}, {"b": 1}, "your result: the key 'b' is missing"),
+        ({"a": 1, "b": 1}, {"b": 1}, "your result: the key 'a' should not be there"),
+        ([1], {"b": 1}, "your result: a list; expected a dictionary"),
     ],
 )
 def test_a_wrong_kind_of_result_speaks_for_itself(actual: Any, expected: Any, message: str) -> None:
@@ -64,21 +64,45 @@ def test_a_wrong_kind_of_result_speaks_for_itself(actual: Any, expected: Any, me
 @pytest.mark.parametrize(
     ("actual", "expected", "message"),
     [
-        (with_value(math.nan), ONES, "your result has 1 NaN, the first at [1, 2]"),
-        (with_value(1.5), ONES, f"{DIFFERS} 1.5, it should be 1"),
-        (with_value(math.inf), ONES, f"{DIFFERS} inf, it should be 1"),
-        (with_value(-math.inf), with_value(math.inf), f"{DIFFERS} -inf, it should be inf"),
-        (math.nan, 1.0, "your result is NaN; it should be 1"),
-        (1.1, 1.0, "your result is 1.1; it should be 1"),
-        (math.inf, 1.0, "your result is inf; it should be 1"),
-        ((ONES, 2.0), (ONES, 1.0), "your result[1] is 2; it should be 1"),
-        ({"a": 2}, {"a": 1}, 'your result["a"] is 2; it should be 1'),
+        (with_value(math.nan), ONES, "your result: NaN in 1 of 6 values, the first at [1, 2]"),
+        (with_value(1.5), ONES, f"{DIFFERS} 1.5; expected 1"),
+        (with_value(math.inf), ONES, f"{DIFFERS} inf; expected 1"),
+        (with_value(-math.inf), with_value(math.inf), f"{DIFFERS} -inf; expected inf"),
+        (math.nan, 1.0, "your result: NaN; expected 1"),
+        (1.1, 1.0, "your result: 1.1; expected 1"),
+        (math.inf, 1.0, "your result: inf; expected 1"),
+        ((ONES, 2.0), (ONES, 1.0), "your result[1]: 2; expected 1"),
+        ({"a": 2}, {"a": 1}, 'your result["a"]: 2; expected 1'),
     ],
 )
 def test_wrong_values_are_put_down_to_the_mistake(actual: Any, expected: Any, message: str) -> None:
     with pytest.raises(CheckFailed) as failure:
         assert_close(actual, expected, mistake="the values")
     assert (str(failure.value), failure.value.mistake) == (message, "the values")
+
+
+@pytest.mark.parametrize(
+    ("actual", "message"),
+    [
+        (
+            ONES.double() + 3e-8,
+            "your result: differences in 6 of 6 values, the largest at [0, 0]: 1, off by 3.0e-08; at most",
+        ),
+        (1.0 + 3e-8, "your result: 1, off by 3.0e-08; at most 1.0e-09 is allowed"),
+    ],
+)
+def test_numbers_that_look_alike_differ_in_precision(actual: Any, message: str) -> None:
+    with pytest.raises(CheckFailed) as failure:
+        assert_close(actual, 1.0 if isinstance(actual, float) else ONES.double(), atol=1e-9, mistake="the sign")
+    assert str(failure.value).startswith(message)
+    assert failure.value.mistake == "the right formula, computed in a dtype of too low precision"
+
+
+def test_a_message_that_says_it_all() -> None:
+    require(True, "fine")
+    with pytest.raises(CheckFailed, match="you changed x") as failure:
+        require(False, "you changed x")
+    assert failure.value.mistake == ""
 
 
 def test_tolerances() -> None:
@@ -92,7 +116,7 @@ def test_tolerances() -> None:
 
 
 def test_names_appear() -> None:
-    with pytest.raises(CheckFailed, match="the LSE is 2"):
+    with pytest.raises(CheckFailed, match="the LSE: 2"):
         assert_close(2.0, 1.0, name="the LSE")
 
 
@@ -107,12 +131,12 @@ def test_what_is_equal_passes(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("actual", "expected", "message", "mistake"),
     [
-        (3, 4, "your result is 3; it should be 4", "off by one"),
-        ([1], [1, 2], r"your result is \[1\]; it should be \[1, 2\]", "off by one"),
-        (None, 4, "your result is None", ""),
-        (torch.tensor([1, 2]), [1, 2], "your result is a Tensor; it should be a list", ""),
-        (torch.tensor([1, 3]), torch.tensor([1, 2]), "differs in 1 of 2 values", "off by one"),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1, 2]), "has dtype float32; it should have int64", ""),
+        (3, 4, "your result: 3; expected 4", "off by one"),
+        ([1], [1, 2], r"your result: \[1\]; expected \[1, 2\]", "off by one"),
+        (None, 4, "your result: None", ""),
+        (torch.tensor([1, 2]), [1, 2], "your result: a Tensor; expected a list", ""),
+        (torch.tensor([1, 3]), torch.tensor([1, 2]), "differences in 1 of 2 values", "off by one"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1, 2]), "dtype float32; expected int64", ""),
     ],
 )
 def test_what_is_not_equal_is_shown(actual: Any, expected: Any, message: str, mistake: str) -> None:

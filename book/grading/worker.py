@@ -94,8 +94,8 @@ class Worker:
             else:
                 mistake = check.mistake if what == "Your answer" else ""
                 message = f"{what} ended the Python process{self._end()}{{line}}."
-                if self._exit_code() == -signal.SIGSEGV:
-                    message += " It used memory outside of its tensors, as a store without a mask does."
+                if self._exit_code() in (-signal.SIGSEGV, -signal.SIGABRT):  # the latter where the heap was damaged
+                    message += " Perhaps it used memory outside of its tensors, as a store without a mask does."
                 outcome = Outcome("crashed", message, mistake)
         if not outcome.passed:
             outcome = replace(outcome, output=_tail(self._printed, printed))

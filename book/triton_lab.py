@@ -43,12 +43,14 @@ class Launch:
         bytes_read: that its programs load, counted in the interpreter only. An element that two programs load counts
             twice, and an atomic operation reads and writes. Masked elements do not count.
         bytes_written: that they store.
+        most_read: bytes that one program loads, the one that loads the most.
     """
 
     kernel: str
     programs: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    most_read: int = 0
 
 
 @dataclass
@@ -127,6 +129,7 @@ def _interpreter_patches(found: Watch, order: random.Random | None) -> Iterator[
     builder, call = interpreter.interpreter_builder, interpreter.GridExecutor.__call__
     set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
     places: list[tuple[int, int, int]] = []
+    read_before = 0  # what the programs before this one have read
 
     def launch(self: Any, *args: Any, **options: Any) -> None:
         found.launches.append(Launch(self.fn.__name__))
@@ -142,6 +145,8 @@ def _interpreter_patches(found: Watch, order: random.Random | None) -> Iterator[
         places.reverse()
 
     def set_grid_idx(x: int, y: int, z: int) -> None:
+        nonlocal read_before
+        read_before = found.launches[-1].bytes_read
         set_idx(*places.pop())
 
     def counting(name: str, reads: bool, writes: bool, mask_at: int) -> Any:
@@ -150,8 +155,10 @@ def _interpreter_patches(found: Watch, order: random.Random | None) -> Iterator[
         def counted(*args: Any) -> Any:
             pointers, mask = args[1 if name == "create_atomic_rmw" else 0], args[mask_at]
             size = int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-            found.launches[-1].bytes_read += size * reads
-            found.launches[-1].bytes_written += size * writes
+            current = found.launches[-1]
+            current.bytes_read += size * reads
+            current.bytes_written += size * writes
+            current.most_read = max(current.most_read, current.bytes_read - read_before)
             return run(*args)
 
         return patch.object(builder, name, counted)

@@ -162,7 +162,7 @@ class DecodeGraphs:
         nothing = np.zeros(0, dtype=np.int64)
         names = "token_ids", "kv_lens", "pages", "token_source"  # a step whose requests have lost pages has no levels
         batch = StepBatch.build(
-            **self.pad(dict.fromkeys(names, nothing), size),
+            **self.pad(dict.fromkeys(names, nothing) | {"page_positions": None}, size),
             num_new=None,
             page_size=self._page_size,
             levels=tuple(_empty_level(count, size, self._device) for count in groups),

@@ -411,6 +411,7 @@ class LLMEngine:
             The requests that lost their pages.
         """
         logger.warning("a step failed; its requests are computed again, one at a time", exc_info=error)
+        self.metrics.failed_steps += 1
         scheduler = self.scheduler
         running = scheduler.running.requests_of(scheduler.running.order)
         suspect, suspects = scheduler.suspect, scheduler.suspects or running

@@ -28,6 +28,7 @@ class EngineMetrics:
         evicted_pages: pages of ended or preempted requests that were evicted from the prefix tree.
         preemptions: how often a request lost its pages.
         finished: requests that ended.
+        failed_steps: steps that raised an error; their requests were computed again, one at a time.
     """
 
     steps: int = 0
@@ -39,6 +40,7 @@ class EngineMetrics:
     evicted_pages: int = 0
     preemptions: int = 0
     finished: int = 0
+    failed_steps: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -33,7 +33,7 @@ class Level(NamedTuple):
 
     Requests are in an order that makes sharers neighbors. Requests that join one
     another form a group; a request that does not join the one before it, and that the
-    the one after it does not join, is alone.
+    one after it does not join, is alone.
 
     Attributes:
         joined: whether each request belongs to the group of the request before it;
@@ -224,10 +224,12 @@ def find_levels(
           all, costs included. The groups of the next level inside would then hold its
           pages too, so only the requests that do not join there would read those pages
           again.
-        - If levels cost nothing, no page is read twice by requests that could share it.
-        - No level is missing at the inner end: for every n, a further level of n more
-          pages of each request that shares at least n more with the one before it would
-          save at most `cost`.
+        - If levels cost nothing, no page is read twice by requests that could share it
+          and whose saving is above 0.
+        - No level is missing at the inner end: for every n, take the requests that
+          share at least n more pages with the one before them, and have joined it in
+          the innermost level, if there is one. A further level of n more pages for
+          them would save at most `cost`.
 
     The best of all sets of levels is not asked for. `prefixes` belongs to the caller:
     leave it as it is.

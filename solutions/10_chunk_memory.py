@@ -68,6 +68,8 @@ def rotate_again(
     RoPE has been applied to the vectors already, at positions that you do not know and
     do not need. What must hold:
         - Row i becomes what it would have been at its position plus `offsets[i]`.
+        - The frequencies of the pairs are `inverse_frequencies(rope)`, of
+          `mini_engine.rope`.
         - The result has the dtype of x. It is computed in float32, for float64 in
           float64, and rounded once.
         - x belongs to the caller: leave it as it is.
@@ -140,8 +142,8 @@ def attend_to_chunks(
 
     What must hold:
         - Each chunk acts as if its keys had been computed where the request has it.
-          They are not: rotate the queries, by `query_offsets`. The stored keys are
-          shared with other requests, and stay as they are.
+          They are not, but the queries can be rotated instead, by `query_offsets`. The
+          stored keys are shared with other requests, and stay as they are.
         - Every new token sees all keys of all chunks. Of the own keys it sees those of
           the tokens before it and its own: the n new tokens are the last n of the own
           keys.

@@ -105,8 +105,8 @@ def update_tables(
         - Both arrays are changed in place. They hold what an earlier step left there.
         - Row b has the pages of request b, in order. Every page number counts, also 0.
         - Rows after the requests are padding: they have one key, in `padding_page`.
-        - An entry that the kernel does not read may be anything that is a page: what
-          was there before, or a page of this step.
+        - An entry that the kernel does not read may be any page: what was there before,
+          a page of this step, or 0, but not -1.
         - No loop over requests or pages.
 
     Args:
@@ -156,8 +156,9 @@ def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
         page_positions  [P]  position of the first key of each page, or None
 
     What must hold:
-        - A row of padding computes any token over as few keys as possible, and touches
-          no page and no row of a request.
+        - A row of padding computes a token that every vocabulary has, such as 0, over
+          as few keys as possible, and touches no page and no row of a request.
+        - B may be 0: the engine captures a step of padding alone.
         - The arrays of the requests are in front, unchanged, and None stays None. Of
           two arrays, `token_source` and `page_positions`, each may be None.
         - The arguments belong to the caller: leave them as they are.
@@ -243,8 +244,8 @@ class Device:
 
     Args:
         num_rows: requests that it can hold at a time.
-        model: from a prompt to the tokens that the model writes after it, without an
-            end: if a request has as many tokens, further ones are "?".
+        model: from a prompt to the tokens that the model writes after it; after the
+            last of them, further tokens are "?".
 
     Attributes:
         num_rows: see above.
@@ -298,9 +299,11 @@ def serve_ahead(
           token to compute. If none has, the steps in flight are collected first.
         - `max_tokens` is known ahead: no token after it is computed. At most one token
           of each request is computed after a stop string.
-        - Requests start in order, as soon as a row is free. The row of an ended request
-          is given to the next one in the launch after its end was collected, while the
-          device may still compute a token of the old one.
+        - Requests start in order, as soon as a row is free. The row of a request that a
+          stop string ended is given to the next one in the launch after that end was
+          collected, while the device may still compute a token of the old one. A
+          request that reaches `max_tokens` may leave its row at its last launch, or
+          when its end is collected.
 
     Args:
         device: where the steps run. It has computed nothing yet.

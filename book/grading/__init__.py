@@ -18,7 +18,7 @@ first that fails. Random generators are seeded before each. A check gets 20 seco
 that the solution defines in public: one mistake costs once. When a check fails, the reader sees `mistake`, unless an
 assertion found something plainer first: nothing returned, another type, shape or dtype, NaN. `assert_close`,
 `assert_equal` and `assert_raises` find these and take a `mistake` of their own for the values. `assert condition,
-"message"` works too.
+"message"` works too, and `require(condition, "message")` where the message says it all.
 
 A check of a demand on memory, dtype or time says which share of the points it costs, as in `@check(..., costs=0.2)`.
 It runs after the checks of the result, and an answer that is right except for the demand keeps the rest. So the checks
@@ -49,6 +49,7 @@ from book.grading.assertions import (
     assert_raises,
     assert_values,
     lines_run,
+    require,
 )
 from book.grading.chapter import Chapter, Check, Exercise, check, load_chapter, solution
 from book.grading.submission import Homework
@@ -67,6 +68,7 @@ __all__ = [
     "check",
     "lines_run",
     "load_chapter",
+    "require",
     "right",
     "solution",
     "wrong",

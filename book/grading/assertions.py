@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_TOO_COARSE = "the right formula, computed in a dtype of too low precision"
+
+
 class CheckFailed(AssertionError):
     """A failed check. `mistake` replaces the one of the check: "" where the message itself says it all."""
 
@@ -81,6 +84,12 @@ def assert_equal(actual: Any, expected: Any, *, mistake: str | None = None, name
         actual = actual.item()  # a tensor of one number is as good as the number
     if not actual == expected:
         raise CheckFailed(_compared(label, *_two_texts(actual, expected)), mistake)
+
+
+def require(condition: object, message: str) -> None:
+    """Fail unless a condition holds. The message says it all, so the check's likely mistake is not shown with it."""
+    if not condition:
+        raise CheckFailed(message, "")
 
 
 def assert_raises(

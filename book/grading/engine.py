@@ -124,8 +124,14 @@ def compare_with_reference(
     wrong = [
         i for i, (own, other) in enumerate(zip(outputs, expected, strict=True)) if own.token_ids != other.token_ids
     ]
+    failed = mine.engine.metrics.failed_steps
     if wrong:
         console.print(f"[bold red]Answer {wrong[0] + 1} differs from the reference's[/]: a part of yours is not right.")
+    elif failed:
+        console.print(
+            f"[bold red]Steps with your parts that raised an error: {failed}.[/] The warnings name it. The engine "
+            "computed their requests again, one at a time, so the tokens are right all the same."
+        )
     else:
         console.print("[bold green]Every token equals the reference's.[/]")
     # Both engines are warm now: what they compile is compiled. They take turns, so a busy machine slows both down.

@@ -30,10 +30,11 @@ def failures(grading: Grading) -> list[Panel]:
         if result.failure is None:
             continue
         check, outcome = result.failure
-        if outcome.status == "unwritten" or outcome.message in seen:
+        said = outcome.message, outcome.mistake
+        if outcome.status == "unwritten" or said in seen:
             continue
         if outcome.status == "unreadable" or not outcome.detail:
-            seen.add(outcome.message)
+            seen.add(said)
         lines: list[RenderableType] = [Text(outcome.message, style="bold")]
         if outcome.explanation:
             lines.append(Text(outcome.explanation))

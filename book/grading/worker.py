@@ -92,7 +92,11 @@ class Worker:
                 message = f"{what} was stopped after {seconds:g} seconds of CPU time{{line}}"
                 outcome = Outcome("timeout", f"{message}: is there a loop that does not end?")
             else:
-                outcome = Outcome("crashed", f"{what} ended the Python process{self._end()}{{line}}.")
+                mistake = check.mistake if what == "Your answer" else ""
+                message = f"{what} ended the Python process{self._end()}{{line}}."
+                if self._exit_code() in (-signal.SIGSEGV, -signal.SIGABRT):  # the latter where the heap was damaged
+                    message += " Perhaps it used memory outside of its tensors, as a store without a mask does."
+                outcome = Outcome("crashed", message, mistake)
         if not outcome.passed:
             outcome = replace(outcome, output=_tail(self._printed, printed))
         if outcome.status in ("timeout", "crashed"):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from book.grading import Exercise, Homework, assert_close, assert_equal, check
+from book.grading import Exercise, Homework, assert_close, assert_equal, check, require
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.cascade import LevelCosts, own_pages, plan_levels
 from mini_engine.attention.naive import masked_attention
@@ -42,7 +42,7 @@ EXERCISES = [
     Exercise(
         "shared_prefixes",
         points=3,
-        minutes=15,
+        minutes=20,
         difficulty=2,
         hints=(
             "Words that begin alike are neighbors in a dictionary. What does the dictionary do with a short word?",
@@ -76,7 +76,7 @@ EXERCISES = [
     Exercise(
         "RadixTree",
         points=8,
-        minutes=75,
+        minutes=80,
         difficulty=3,
         hints=(
             "match and insert begin alike: follow the text from the root, edge by edge, and stop at the first page "
@@ -269,7 +269,7 @@ def prefixes_of(hw: Homework, rows: Lists, limits: ListLike[int] | None = None, 
     got = hw.shared_prefixes(given, bounds)
     assert isinstance(got, tuple) and len(got) == 2, "shared_prefixes returns two arrays: the order, and the counts"
     order, counts = (np.asarray(x).tolist() for x in got)
-    assert (given == pages).all() and bounds.tolist() == list(limits), "you changed an argument"
+    require((given == pages).all() and bounds.tolist() == list(limits), "you changed an argument")
     assert sorted(order) == list(range(len(rows))), f"the order is {order}; it should name each request once"
     assert len(counts) == len(rows), f"there are {len(counts)} counts for {len(rows)} requests"
     known = [tuple(rows[b][: limits[b]]) for b in order]
@@ -350,7 +350,7 @@ def found_levels(
     saves = np.ones(len(given)) if saving is None else np.array(saving, dtype=np.float64)
     got = hw.find_levels(given, saves, cost)
     what = f"find_levels({list(prefixes)}, saving {saves.tolist()}, cost {cost})"
-    assert given.tolist() == list(prefixes), "you changed prefixes"
+    require(given.tolist() == list(prefixes), "you changed prefixes")
     assert isinstance(got, list), f"{what} returns a list of levels, not {type(got).__name__}"
     levels = [(np.asarray(joined, dtype=bool), np.asarray(depth)) for joined, depth in got]
     check_groups(levels, given, what)
@@ -756,6 +756,13 @@ def test_the_least_recently_used_goes_first(hw: Homework) -> None:
     assert_equal(cached.tree.evict(1), 1, name="evict(1)")
     assert_equal(cached.found([3, 3, 4, 4]), two[:1], name="match of the text that was not used again")
     assert_equal(cached.found([1, 1, 2, 2]), one, name="match of the text that was used again")
+    cached = Cached(hw)
+    _, one = cached.fill([1, 1, 2, 2])
+    cached.match([1, 1, 2, 2])
+    _, two = cached.fill([3, 3, 4, 4])
+    assert_equal(cached.tree.evict(1), 1, name="evict(1)")
+    assert_equal(cached.found([1, 1, 2, 2]), one[:1], name="match of a text that was used before the other's insert")
+    assert_equal(cached.found([3, 3, 4, 4]), two, name="match of the text that was inserted last")
 
 
 @check("RadixTree", mistake="branches leave before the stem that they share")

@@ -5,7 +5,10 @@ Write a kernel as a function decorated with `@triton.jit` above or below the exe
 Without a GPU, Triton's interpreter runs the programs one after the other, and a
 `print` inside a kernel shows its tiles. On a GPU they are compiled, and the grader
 gives your functions tensors of the GPU. `linear` and its kernel are given: they show
-all of Triton that you need.
+most of the Triton that you need. The rest is `tl.exp` in `gate_up_silu`, `tl.rsqrt` in
+the norms, and in `rotate_and_store` and `split_k_linear` a grid of two dimensions,
+whose second index is `tl.program_id(1)`, the load of one number, as in
+`tl.load(slots + token)`, and an `if` on a number.
 
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own

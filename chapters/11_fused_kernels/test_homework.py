@@ -3,11 +3,12 @@
 import random
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from book.grading import Exercise, Homework, assert_close, assert_equal, check
+from book.grading import Exercise, Homework, assert_close, assert_equal, check, require
 from book.triton_lab import DEVICE, Watch, watch
 from mini_engine.rope import apply_rope
 
@@ -15,7 +16,7 @@ EXERCISES = [
     Exercise(
         "fuse",
         points=3,
-        minutes=15,
+        minutes=10,
         difficulty=1,
         hints=(
             "Walk through the kernels in order, and keep a set of the tensors that are on chip by now. What does that "
@@ -44,8 +45,8 @@ EXERCISES = [
     Exercise(
         "norm_linear",
         points=5,
-        minutes=40,
-        difficulty=3,
+        minutes=25,
+        difficulty=2,
         hints=(
             "Write the product of a normalized row and a row of the weight as a sum. Which factor does not depend on "
             "the column?",
@@ -58,7 +59,7 @@ EXERCISES = [
     Exercise(
         "gate_up_silu",
         points=4,
-        minutes=25,
+        minutes=20,
         difficulty=2,
         hints=(
             "An output needs one row of the gate and one of the up projection. Which program should have which rows?",
@@ -71,8 +72,8 @@ EXERCISES = [
     Exercise(
         "rotate_and_store",
         points=4,
-        minutes=35,
-        difficulty=2,
+        minutes=45,
+        difficulty=3,
         hints=(
             "Start with one program for each token and head. Where does the head begin in qkv? There are three kinds "
             "of heads: where does each kind go, and which kinds rotate?",
@@ -132,7 +133,7 @@ def unchanged(run: Callable[..., object], *inputs: Tensor | float) -> Watch:
     with watch() as found:
         run(*inputs)
     for now, then in zip(inputs, before, strict=True):
-        assert not isinstance(now, Tensor) or torch.equal(now, then), "an input was changed"  # type: ignore[arg-type]
+        require(not isinstance(now, Tensor) or torch.equal(now, then), "you changed an input")  # type: ignore[arg-type]
     return found
 
 
@@ -239,12 +240,19 @@ def test_eps(hw: Homework) -> None:
     assert_add_norm(hw, 2, 24, scale=0.01, eps=1e-2)
 
 
-@check("add_rms_norm", mistake="convert to float32 before you add and square")
+@check("add_rms_norm", mistake="convert to float32 before you add and square, and norm the sum before it is rounded")
 def test_add_norm_in_16_bits(hw: Homework) -> None:
     assert_add_norm(hw, 3, 576, SHORT)
     x, delta, weight = randn(8, 512, dtype=SHORT), randn(8, 512, dtype=SHORT), torch.ones(512).to(DEVICE, SHORT)
     want = x.double() + delta.double()
-    assert_rounded_once(hw.add_rms_norm(x, delta, weight, EPS)[0], want, "the sum")
+    total, normed = hw.add_rms_norm(x, delta, weight, EPS)
+    assert_rounded_once(total, want, "the sum")
+    assert_rounded_once(normed, F.rms_norm(want, (512,), None, EPS), "the norm")
+    # The sum of two 40,000s exceeds the range of float16, and its norm is 1.
+    large = torch.full((1, 512), 40_000.0).to(DEVICE, SHORT)
+    with np.errstate(over="ignore"):
+        _, normed = hw.add_rms_norm(large, large.clone(), weight, EPS)
+    assert_close(normed.double(), torch.ones_like(large).double(), atol=1e-2, name="the norm of sums of 80,000")
     # Squares of 300 exceed the range of float16.
     large = torch.full((1, 512), 300.0).to(DEVICE, SHORT)
     _, normed = hw.add_rms_norm(large, torch.zeros_like(large), weight, EPS)
@@ -527,6 +535,22 @@ def test_programs_of_the_splits(hw: Homework) -> None:
     if DEVICE == "cpu":
         programs = found.launches[0].programs
         assert programs >= 4 * 5, f"the first launch has {programs} programs for 4 blocks of 16 rows in 5 splits"
+
+
+@check("split_k_linear", mistake="the largest part has about as many columns as the others: cdiv(K, splits) at most")
+def test_parts_of_about_the_same_size(hw: Homework) -> None:
+    """With one row, a program reads its columns of the weight and of x, and perhaps all partial sums."""
+    found = unchanged(lambda *inputs: hw.split_k_linear(*inputs, 64), randn(4095), randn(1, 4095), randn(1))
+    if DEVICE == "cpu":
+        columns = found.launches[0].most_read // 8
+        assert columns <= 64 + 32 + 8, f"one of 64 parts of 4,095 columns has about {columns} columns"
+
+
+@check("split_k_linear", mistake="partial sums are float32, and the result is rounded once", costs=0.3)
+def test_split_k_in_16_bits(hw: Homework) -> None:
+    x, residual, weight = randn(512, dtype=SHORT), randn(256, dtype=SHORT), randn(256, 512, dtype=SHORT, scale=0.05)
+    want = residual.double() + weight.double() @ x.double()
+    assert_rounded_once(hw.split_k_linear(x, weight, residual, 4), want, "the result")
 
 
 @check("split_k_linear", mistake="the weight was read more than once", costs=0.3)

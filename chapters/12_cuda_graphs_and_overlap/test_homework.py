@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check
+from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check, require
 from mini_engine.batch import StepBatch
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
@@ -28,7 +28,7 @@ EXERCISES = [
     Exercise(
         "run_steps",
         points=3,
-        minutes=25,
+        minutes=20,
         difficulty=2,
         hints=(
             "Keep two clocks: when the host is free, and when the device is. Which of the two does a launch move, and "
@@ -42,7 +42,7 @@ EXERCISES = [
     Exercise(
         "update_tables",
         points=3,
-        minutes=20,
+        minutes=15,
         difficulty=2,
         hints=(
             "CSR lists the pages in the order of rows. In which order does numpy assign to the True entries of a mask?",
@@ -55,22 +55,22 @@ EXERCISES = [
     Exercise(
         "pad_decodes",
         points=3,
-        minutes=20,
-        difficulty=2,
+        minutes=15,
+        difficulty=1,
         part="pad_decodes",
         hints=(
             "What is the shortest request that a step can have? Which of the five arrays have an entry for each "
             "request, and which for each page?",
             "A row of padding has one key, hence one page. So all five arrays grow by the same number.",
-            "For each array that is not None: np.append(array, [number] * (size - B)), with the numbers 0, 1, page, "
-            "-1 and 0.",
+            "For each array that is not None: np.append(array, np.full(size - B, number, array.dtype)), with the "
+            "numbers 0, 1, page, -1 and 0.",
         ),
     ),
     Exercise(
         "graph_sizes",
         points=5,
-        minutes=45,
-        difficulty=3,
+        minutes=40,
+        difficulty=2,
         hints=(
             "Which sizes can be part of a best choice? And if you knew the largest size but one, what would be left to "
             "choose?",
@@ -222,13 +222,16 @@ def updated(
     kv_lens = np.array([len(own) * page_size - (0 if full else 3) for own in requests], dtype=np.int32)
     given = indices.copy(), indptr.copy(), kv_lens.copy()
     hw.update_tables(tables, lens, indices, indptr, kv_lens, page)
-    assert all(map(np.array_equal, given, (indices, indptr, kv_lens))), "you changed the step's own arrays"
+    require(all(map(np.array_equal, given, (indices, indptr, kv_lens))), "you changed the step's own arrays")
     assert tables is kept[0] and tables.shape == (num_rows, width)
     assert_equal(lens.tolist(), [*kv_lens.tolist(), *[1] * (num_rows - len(requests))], name="the lengths")
     for b, own in enumerate([*requests, *[[page]] * (num_rows - len(requests))]):
         assert_equal(tables[b, : len(own)].tolist(), list(own), name=f"what the kernel reads of row {b}")
     is_page = np.isin(tables, [77, 0, page, *indices])
-    assert is_page.all(), "an entry after the pages of a row is no page of the step, and none that was there before"
+    require(
+        is_page.all(),
+        f"an entry after the pages of a row is {tables[~is_page][:1]}: not what was there, and no page of the step",
+    )
     return tables, lens
 
 
@@ -359,7 +362,7 @@ def padded(hw: Homework, arrays: dict[str, Any], size: int, page: int = 40) -> S
     got = hw.pad_decodes(arrays, size, page)
     for name, array in given.items():
         same = (array is None and arrays[name] is None) or np.array_equal(array, arrays[name])
-        assert same, f"you changed {name}, which belongs to the caller"
+        require(same, f"you changed {name}, which belongs to the caller")
     assert_equal(sorted(got), sorted(arrays), name="the names of the arrays")
     count = len(arrays["kv_lens"])
     for name, array in arrays.items():
@@ -372,6 +375,8 @@ def padded(hw: Homework, arrays: dict[str, Any], size: int, page: int = 40) -> S
         assert_equal(len(got[name]), size, name=f"the length of {name}")
     assert_equal(got["kv_lens"][count:].tolist(), [1] * (size - count), name="keys of the rows of padding")
     assert_equal(got["pages"][len(arrays["pages"]) :].tolist(), [page] * (size - count), name="pages of the padding")
+    made_up = sorted({*got["token_ids"][count:].tolist()} - {*range(50)})
+    require(not made_up, f"a row of padding computes the token {made_up[:1]}, which a small vocabulary does not have")
     batch = StepBatch.build(**got, num_new=None, page_size=4)
     assert (batch.slot_mapping[count:] == page * 4).all(), "a row of padding writes its key to a page of a request"
     return batch
@@ -398,8 +403,7 @@ def test_rows_share_a_page(hw: Homework) -> None:
 def test_sources(hw: Homework) -> None:
     batch = padded(hw, decode_arrays([5, 9], sources=True), 4)
     assert_equal(batch.token_source.tolist(), [3, 4, -1, -1], name="token_source")
-    tokens = batch.feed(torch.arange(100, 110))
-    assert tokens[:2].tolist() == [103, 104] and int(tokens[2:].max()) < 100, "padding is fed a request's token"
+    assert_equal(batch.feed(torch.arange(100, 110))[:2].tolist(), [103, 104], name="the tokens that requests are fed")
 
 
 @check(
@@ -408,6 +412,12 @@ def test_sources(hw: Homework) -> None:
 def test_page_positions(hw: Homework) -> None:
     batch = padded(hw, decode_arrays([5, 9], positions=True), 4)
     assert_equal(batch.positions.tolist(), [4, 8, 0, 0], name="the positions")
+
+
+@check("pad_decodes", mistake="a step may be all padding: B is 0 when the engine captures a graph")
+def test_padding_alone(hw: Homework) -> None:
+    padded(hw, decode_arrays([]), 4)
+    padded(hw, decode_arrays([], sources=True), 1)
 
 
 @check("pad_decodes", mistake="for random steps, the padded step is not the step with padding after it")
@@ -448,6 +458,8 @@ def served(parts: Parts, device: str = "cpu", **options: Any) -> list[list[int]]
         requests.append(engine.add_request(str(i), [(7 * i + j) % 50 for j in range(2 + 3 * i)], params))
     while engine.has_unfinished:
         engine.step()
+    failed = engine.metrics.failed_steps
+    require(not failed, f"{failed} steps of the engine raised an error; the warnings of its log name it")
     return [list(request.output_token_ids) for request in requests]
 
 
@@ -729,6 +741,14 @@ def test_writes_in_place(hw: Homework) -> None:
     assert_equal(float(total), 27.0, name="its sum")
 
 
+@check("Graph", mistake="an operator without tensors, such as zeros, is called again: replays would add to its result")
+def test_new_tensors(hw: Homework) -> None:
+    def add_to_zeros(x: Tensor) -> Tensor:
+        return torch.zeros(3, dtype=torch.float64).add_(x)
+
+    captured(hw, add_to_zeros, *(numbers((3,), seed=seed) for seed in range(3)))
+
+
 @check("Graph", mistake="the output, and every intermediate, stays at the address that it had in the capture")
 def test_addresses(hw: Homework) -> None:
     graph, x = hw.Graph(), torch.ones(1000)
@@ -756,6 +776,8 @@ def test_reads_are_refused(hw: Homework) -> None:
     x = torch.tensor([1.0, -2.0])
     for function in (lambda x: x * x[0].item(), lambda x: x if x[0] > 0 else -x, lambda x: x[: int(x[0])]):
         assert_raises(RuntimeError, hw.Graph().capture, function, x)
+    equal = "torch.equal compares on the host: not all reads are `item`"
+    assert_raises(RuntimeError, hw.Graph().capture, lambda x: x if torch.equal(x, x) else -x, x, mistake=equal)
 
 
 @check("Graph", mistake="results whose shape depends on values must be refused; an index by numbers is none of them")

@@ -186,13 +186,19 @@ def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
     }
     assert grading.points == 8
     assert "stopped after 2 seconds of CPU time in line " in message(grading, "double")
-    assert message(grading, "quadruple") == "Your answer ended the Python process with SIGABRT in line 11."
+    assert message(grading, "quadruple").startswith("Your answer ended the Python process with SIGABRT in line 11.")
     assert message(grading, "Counter") == "Your answer ended the Python process with exit code 3."
     aborted = grading.results[1].failure
     assert aborted is not None and aborted[1].output == "before the end"
     *_, call, line = aborted[1].detail.splitlines()
     assert call.startswith("test_homework.py:") and call.endswith("assert_equal(hw.quadruple(3), 12)")
     assert line == "homework.py:11  os.abort()"
+
+
+def test_memory_outside_of_a_tensor_is_named(write: Write) -> None:
+    grading = graded(write("import ctypes\n\n\ndef double(x):\n    return ctypes.string_at(0)\n\n\n" + RIGHT_LAST))
+    assert statuses(grading)["double"] == "crashed"
+    assert "with SIGSEGV in line 5. Perhaps it used memory outside of its tensors" in message(grading, "double")
 
 
 def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from book.grading import assert_close, assert_equal, assert_raises, assert_values
+from book.grading import assert_close, assert_equal, assert_raises, assert_values, require
 from book.grading.assertions import CheckFailed
 
 ONES = torch.ones(2, 3)
@@ -82,6 +82,13 @@ def test_wrong_values_are_put_down_to_the_mistake(actual: Any, expected: Any, me
     with pytest.raises(CheckFailed) as failure:
         assert_close(actual, expected, mistake="the values")
     assert (str(failure.value), failure.value.mistake) == (message, "the values")
+
+
+def test_a_message_that_says_it_all() -> None:
+    require(True, "fine")
+    with pytest.raises(CheckFailed, match="you changed x") as failure:
+        require(False, "you changed x")
+    assert failure.value.mistake == ""
 
 
 def test_tolerances() -> None:

@@ -82,6 +82,20 @@ def test_right_parts_give_the_tokens_of_the_reference(run, model, tmp_path):
     assert (tmp_path / ".progress" / "speed.json").exists()
 
 
+def test_steps_that_fail_are_reported_although_every_token_is_right(run, model):
+    calls = []
+
+    def fails_once(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        calls.append(len(x))
+        if len(calls) == 1:
+            raise KeyError("page_positions")
+        return rms_norm(x, weight, eps)
+
+    code, out, _ = run("generate", "w5 w6", "--raw", "-n", "5", "-m", model, "--homework", rms_norm=fails_once)
+    assert code == 0
+    assert "raised an error: 1." in " ".join(out.split()) and "Every token equals" not in out
+
+
 def test_wrong_parts_do_not(run, model):
     code, out, _ = run("generate", "w5 w6", "w7", "--raw", "-n", "9", "-m", model, "--homework", rms_norm=wrong_norm)
     assert code == 0 and "Answer 1 differs from the reference's" in out and "Every token" not in out

@@ -22,7 +22,7 @@ def test_masked_elements_do_not_count(product):
     with watch() as found:
         product()
     # Two programs: each reads the three tokens, together they read the weight.
-    assert found.launches == [Launch("linear_kernel", 2, (2 * 30 + 200) * 4, 60 * 4)]
+    assert found.launches == [Launch("linear_kernel", 2, (2 * 30 + 200) * 4, 60 * 4, (30 + 160) * 4)]
     assert (found.operators, found.num_kernels) == ([], 1)
 
 

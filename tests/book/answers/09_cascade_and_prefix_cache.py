@@ -599,6 +599,18 @@ class TheOldestGoesFirst(Base):
         return found
 
 
+@wrong("RadixTree", fails="test_the_least_recently_used_goes_first")
+class AnInsertUsesNothing(Base):
+    """A new edge has never been used: it goes before edges that are older."""
+
+    def insert(self, token_ids, pages):
+        before = {edge: edge.last_use for edge in self.edges()}
+        super().insert(token_ids, pages)
+        for edge in self.edges():
+            if edge not in before and not edge.children:
+                edge.last_use = 0
+
+
 @wrong("RadixTree", fails="test_evict_from_the_end")
 class CountsWhatWasAsked(Base):
     def evict(self, num_pages):

@@ -79,6 +79,11 @@ def without_scaling(x, offsets, rope):
     return rotated(x, offsets, RopeConfig(rope.theta, rope.head_dim))
 
 
+@wrong("rotate_again", fails="test_in_float64")
+def always_in_float32(x, offsets, rope):
+    return rotated(x.float(), offsets, rope).to(x.dtype)
+
+
 @wrong("rotate_again", fails="test_in_bfloat16")
 def angles_in_the_dtype_of_x(x, offsets, rope):
     return rotated(x, offsets, rope, dtype=x.dtype)
@@ -664,3 +669,25 @@ def everything_behind_the_first_chosen(model, token_ids, keys, values, chosen):
         for layer, rows in enumerate(theirs):
             mine[layer][chosen] = rows[chosen]
     return out
+
+
+@wrong("recompute", fails="test_the_chosen_run_together_and_alone")
+def all_tokens_run(model, token_ids, keys, values, chosen):
+    """The keys of the tokens that are not chosen are computed, and dropped."""
+    new_k, new_v, everything = [k.clone() for k in keys], [v.clone() for v in values], torch.arange(len(token_ids))
+
+    def attend(layer, q, k, v):
+        new_k[layer][chosen], new_v[layer][chosen] = k[chosen], v[chosen]
+        mask, scale = everything <= everything[:, None], model.attention_specs[layer].scale
+        return masked_attention(q, new_k[layer], new_v[layer], scale=scale, mask=mask)
+
+    with torch.inference_mode():
+        model(token_ids, everything, attend)
+    return new_k, new_v
+
+
+@wrong("recompute", fails="test_the_chosen_run_together_and_alone")
+def one_call_for_each_token(model, token_ids, keys, values, chosen):
+    for token in chosen:
+        keys, values = again(model, token_ids, keys, values, token[None])
+    return [k.clone() for k in keys], [v.clone() for v in values]

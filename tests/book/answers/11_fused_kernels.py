@@ -70,7 +70,11 @@ def add_norm_kernel(x, delta, weight, eps, total, normed, D, rows, WIDTH: tl.con
     pad = 1.0 if BUG == "padding" else 0.0
     a = tl.load(x + start + column, mask=exists, other=pad)
     b = tl.load(delta + start + column, mask=exists, other=0.0)
-    both = a + b if BUG == "short" else a.to(tl.float32) + b.to(tl.float32)
+    both = a + b if BUG == "short" or BUG == "short sum" else a.to(tl.float32) + b.to(tl.float32)
+    if BUG == "rounded sum":
+        both = both.to(total.dtype.element_ty)
+    if BUG != "short":
+        both = both.to(tl.float32)
     squares = (both * both).to(tl.float32)
     mean = tl.sum(squares, 0) / (WIDTH if BUG == "width" else D)
     if BUG == "eps":
@@ -158,6 +162,16 @@ def eps_behind_the_root(*args):
 @wrong("add_rms_norm", fails="test_add_norm_in_16_bits")
 def squares_in_16_bits(*args):
     return add_norm(*args, bug="short")
+
+
+@wrong("add_rms_norm", fails="test_add_norm_in_16_bits")
+def added_in_16_bits(*args):
+    return add_norm(*args, bug="short sum")
+
+
+@wrong("add_rms_norm", fails="test_add_norm_in_16_bits")
+def norm_of_the_rounded_sum(*args):
+    return add_norm(*args, bug="rounded sum")
 
 
 @wrong("add_rms_norm", fails="test_one_launch_of_the_norm")
@@ -521,8 +535,10 @@ def arrival_kernel(
     row = block * ROWS + tl.arange(0, ROWS)
     start, has_row = split * columns, row < N
     end = tl.minimum(start + columns, K)
+    if BUG == "rest" and split == SPLITS - 1:
+        end = K
     total = tl.zeros((ROWS,), tl.float32)
-    for first in range(start, start + columns, COLUMNS):
+    for first in range(start, end, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         has = column < (K if BUG == "overlap" else end)
         w = tl.load(weight + row[:, None] * K + column[None, :], mask=has_row[:, None] & has[None, :], other=0.0)
@@ -530,7 +546,7 @@ def arrival_kernel(
     if BUG == "atomic":
         tl.atomic_add(partials + row, total, mask=has_row)
     else:
-        tl.store(partials + split * N + row, total, mask=has_row)
+        tl.store(partials + split * N + row, total.to(partials.dtype.element_ty), mask=has_row)
     before = tl.load(residual + row, mask=has_row).to(tl.float32)
     if tl.atomic_add(arrivals + block, 1) == SPLITS - 1:
         total = tl.zeros((ROWS,), tl.float32) if BUG == "no residual" else before
@@ -539,7 +555,7 @@ def arrival_kernel(
             tl.store(partials + row, tl.zeros((ROWS,), tl.float32), mask=has_row)
         else:
             for other in range(SPLITS):
-                total += tl.load(partials + other * N + row, mask=has_row)
+                total += tl.load(partials + other * N + row, mask=has_row).to(tl.float32)
         tl.store((residual if BUG == "in place" else out) + row, total.to(out.dtype.element_ty), mask=has_row)
         tl.store(arrivals + block, 0)
 
@@ -552,7 +568,8 @@ PARTIALS = torch.zeros(4096, device=DEVICE)
 def by_arrival(x, weight, residual, splits, bug="", columns=None):
     num_rows, num_columns = weight.shape
     columns = columns or triton.cdiv(num_columns, splits)
-    partials = PARTIALS if bug == "atomic" else x.new_empty(splits, num_rows, dtype=torch.float32)
+    dtype = x.dtype if bug == "short" else torch.float32
+    partials = PARTIALS if bug == "atomic" else x.new_empty(splits, num_rows, dtype=dtype)
     out = torch.empty_like(residual)
     arrival_kernel[(triton.cdiv(num_rows, 16), splits)](
         x, weight, residual, out, partials, ARRIVALS, num_rows, num_columns, columns, splits, 16, 32, bug
@@ -579,6 +596,16 @@ def splits_overlap(*args):
 @wrong("split_k_linear", fails="test_splits")
 def columns_are_left_over(x, weight, residual, splits):
     return by_arrival(x, weight, residual, splits, columns=max(len(x) // splits, 1))
+
+
+@wrong("split_k_linear", fails="test_parts_of_about_the_same_size")
+def the_rest_in_the_last_part(x, weight, residual, splits):
+    return by_arrival(x, weight, residual, splits, bug="rest", columns=len(x) // splits)
+
+
+@wrong("split_k_linear", fails="test_split_k_in_16_bits")
+def partial_sums_in_16_bits(*args):
+    return by_arrival(*args, bug="short")
 
 
 @wrong("split_k_linear", fails="test_the_inputs_stay")

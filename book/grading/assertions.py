@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_TOO_COARSE = "the right formula, computed in a dtype of too low precision"
-
-
 class CheckFailed(AssertionError):
     """A failed check. `mistake` replaces the one of the check: "" where the message itself says it all."""
 

@@ -202,7 +202,8 @@ def _a(value: Any) -> str:
 
 
 def _label(name: str) -> str:
-    return f"`{name}`" if name.isidentifier() else name
+    """Begin a message with a name: an identifier as code, a phrase without the comma that ends it."""
+    return f"`{name}`" if name.isidentifier() else name.removesuffix(",")
 
 
 def _compared(label: str, got: str, wanted: str) -> str:

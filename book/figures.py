@@ -324,7 +324,8 @@ def draw_bars_with_bound(
     ax.set_yticks(list(rows), list(labels))
     ax.invert_yaxis()
     ax.set(xlim=(0, furthest * 1.3), title=title)
-    ax.xaxis.set_major_formatter(lambda x, _: quantity(x, unit, 2) if x else "0")
+    is_share = unit.startswith("of ")  # the values name the whole
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}" if is_share else quantity(x, unit, 2) if x else "0")
     ax.locator_params(axis="x", nbins=4)
     if drawn:
         ax.legend(loc="lower right")

@@ -138,8 +138,7 @@ def test_the_recorded_cases_are_those_of_the_script(recorded):
         (row.case["workload"], row.case["engine"]) for row in recorded.rows if row.figure in ("throughput", "time")
     ]
     expected = {(w, f"mini_engine, {b}") for w in run.WORKLOADS for b in run.ENGINES}
-    # Experiment 07 has the cascade's `shared-prefix`.
-    assert sorted(served) == sorted(expected - {("shared-prefix", "mini_engine, cascade")})
+    assert sorted(served) == sorted(expected)
 
 
 def test_recorded_bounds_are_the_machines_rates(recorded):
@@ -149,7 +148,7 @@ def test_recorded_bounds_are_the_machines_rates(recorded):
     bandwidths = [row.bound for row in recorded.rows if row.unit == "B/s"]
     assert max(bandwidths) < 1.03 * min(bandwidths)
     # The bandwidth is that of a sum, which a kernel can exceed by a percent or two.
-    assert all(row.share_of_bound < 1.03 for row in recorded.rows)
+    assert all(row.share_of_bound < 1.03 for row in recorded.rows if row.bound is not None)
 
 
 def test_the_predictions_of_the_readme_follow_from_the_cases():

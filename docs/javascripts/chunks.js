@@ -55,7 +55,7 @@ class Figure {
     this.track.ariaLabel = "Chunks of the request, in order";
     this.picture = drawn("svg", { viewBox: `0 0 ${WIDTH} ${ROW}`, role: "img" });
     this.table = element("tbody");
-    const head = element("tr", {}, ...["chunk", "position", "computed at", "query offset", ""].map((text) => element("th", { textContent: text })));
+    const head = element("tr", {}, ...["chunk", "position", "computed at", "query offset", ""].map((text) => element(text ? "th" : "td", { textContent: text })));
     this.says = element("p", { className: "chunks-says" });
     this.says.setAttribute("aria-live", "polite");
     box.replaceChildren(

@@ -36,3 +36,10 @@ def test_modules_of_the_table_exist():
     table = README.split("<!-- chapters")[1].split("<!-- end of chapters -->")[0]
     for module in re.findall(r"`([^`]+)`", table):
         assert (ROOT / "mini_engine" / module).exists(), module
+
+
+def test_an_experiments_page_says_each_thing_once():
+    for file in (ROOT / "experiments").glob("*/README.md"):
+        text = file.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.startswith(("## ", "<!-- ", "- **"))]
+        assert len(set(lines)) == len(lines), file

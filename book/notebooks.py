@@ -290,7 +290,8 @@ def test(
     if not files:
         typer.echo("no notebooks yet")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=600"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "book.nbval_kernels"]
+    command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=600"]
     command += [f"--nbval-sanitize-with={root / 'nbval.cfg'}"]
     if min(workers, len(files)) > 1:
         command += ["-n", str(min(workers, len(files))), "--dist=loadfile"]  # a notebook's cells belong together

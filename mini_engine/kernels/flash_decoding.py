@@ -64,7 +64,7 @@ def share_tiles(
         - keys and first page of that request;
         - the range that has the first tile of that request;
         - the range that has the last tile of the request that this range ends with;
-        - nothing.
+        - zero.
     """
     requests = np.stack((kv_lens, page_indptr[:-1]), axis=1).astype(np.int32)
     tiles = -(-kv_lens.astype(np.int64) // TILE)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from book import notebooks
 from book.display import mermaid, show
+from book.nbval_kernels import start_again
 from book.predictions import Comparison, Question
 
 SOURCE = """\
@@ -240,3 +241,22 @@ def test_mermaid_is_a_fence() -> None:
             a --> b
     """)
     assert diagram.markdown == "```mermaid\nflowchart LR\n    a --> b\n```"
+
+
+def test_a_kernel_that_dies_while_it_starts_is_started_again() -> None:
+    deaths = iter([RuntimeError("Kernel died"), RuntimeError("Kernel died"), None])
+
+    def start(name: str) -> str:
+        if death := next(deaths):
+            raise death
+        return name
+
+    assert start_again(start)("python") == "python"
+
+
+def test_a_kernel_that_never_starts_is_an_error() -> None:
+    def start() -> None:
+        raise RuntimeError("Kernel died")
+
+    with pytest.raises(RuntimeError, match="Kernel died"):
+        start_again(start)()

@@ -39,10 +39,11 @@ def masked_attention(
 
     The scores q·k are multiplied by `scale`, then soft-capped, then the bias is added,
     and then the mask is applied: softcap * tanh(s / softcap) replaces a score s, a key
-    whose `mask` is False gets no weight, and None leaves out that operation. The output
-    is the sum of the values, weighted by the softmax of the scores over the keys. A
-    query without any visible key gets the output 0. Its keys may all be hidden by the
-    mask, by a bias of -inf, or by both together, and there may be no keys (m = 0).
+    whose `mask` is False gets no weight, and an option that is None is skipped. The
+    output is the sum of the values, weighted by the softmax of the scores over the
+    keys. A query without any visible key gets the output 0. Its keys may all be hidden
+    by the mask, by a bias of -inf, or by both together, and there may be no keys
+    (m = 0).
 
     Compute in float32 (in float64 for float64 inputs) and return the dtype of q. The
     bias may have a wider dtype than q. Do not modify any of the inputs.
@@ -72,14 +73,14 @@ def ragged_causal_attention(
     Sequence b owns the queries from qo_indptr[b] up to, but not including,
     qo_indptr[b + 1], and the keys and values from kv_indptr[b] up to kv_indptr[b + 1].
     It has at least as many keys as queries, because the first keys may come from
-    earlier steps: its queries belong to the last of its keys. Each query attends to the
-    keys of its own sequence up to and including its own. A sequence may have no queries
+    earlier steps: its queries belong to its last keys. Each query attends to the keys
+    of its own sequence up to and including its own. A sequence may have no queries
     in this step.
 
     Return one output row per query, in the order and the dtype of q, and leave q
     unchanged. You may call masked_attention. Compute no scores between sequences: no
-    tensor that you make may be larger than q, k or the scores [Hq, n, m] of the
-    sequence with the most of them.
+    tensor that you make may be larger than q, k or the largest [Hq, n, m] scores of
+    any single sequence.
 
     Example: two sequences. The first has 2 keys and a query for each, the second has 3
     keys and 1 query. All scores are 0, so each output is the mean of the visible
@@ -152,7 +153,7 @@ def attention_cost(
     head_dim: int,
     dtype_bytes: int,
 ) -> tuple[int, int]:
-    """Count the FLOPs and bytes of causal attention in one sequence, at the minimum.
+    """Count the minimum FLOPs and bytes of causal attention in one sequence.
 
     The queries belong to the last `num_queries` of `num_keys` positions. Count:
         FLOPs: for each query head and each visible (query, key) pair, one dot product
@@ -187,7 +188,7 @@ def attention_bias(
     window: int | None = None,
     slopes: Float[torch.Tensor, " H"] | None = None,
 ) -> Float[torch.Tensor, "H n m"]:
-    """Express causal mask, sliding window and ALiBi as one bias on the scores.
+    """Express a causal mask, a sliding window and ALiBi as one bias on the scores.
 
     The distance between a query and a key is the query's position minus the key's. The
     bias is -inf where the query must not attend to the key: where the distance is
@@ -220,7 +221,7 @@ def convert_rope_weights(
     Row h * head_dim + c of `weight` produces component c of head h. Reorder the rows so
     that a model with the other pairing computes the same scores: from half-split to
     interleaved, or, if `to_interleaved` is False, from interleaved to half-split.
-    `weight` is a matrix [H * head_dim, hidden] or the projection's additive term
+    `weight` is a matrix [H * head_dim, hidden] or the projection's bias
     [H * head_dim]. Some models rotate only the first `rotary_dim` components of each
     head (None: all of them), and their pairs lie within these; the other components
     stay where they are.

@@ -22,7 +22,7 @@ EXERCISES = [
             "Version 3 of the chapter is the core. Where do soft-cap and bias go, and which dtype should every "
             "operand have before the first product? For empty rows, do not look at the mask: a bias can hide keys too.",
             "Split the head axis of the bias as you split that of q. After the softmax, set the weights of all scores "
-            "that are -inf to 0, so an empty row has no NaN left. Compute in "
+            "that are -inf to 0, so that no NaN remains in an empty row. Compute in "
             "torch.promote_types(q.dtype, torch.float32), and convert only the output back.",
         ),
     ),
@@ -34,9 +34,9 @@ EXERCISES = [
         hints=(
             "A loop over the sequences is fine. What is the position of the first query of a sequence that has m keys "
             "and n queries?",
-            "Its position is m - n: query i attends to the keys 0 to m - n + i. The diagonal of the mask ends in the "
-            "bottom right corner, not in the top left one. A sequence without queries has an empty slice and needs no "
-            "special case.",
+            "Its position is m - n: query i attends to the keys 0 to m - n + i. The diagonal of the mask is aligned "
+            "with the bottom right corner, not with the top left. A sequence without queries has an empty slice and "
+            "needs no special case.",
             "tril takes the number of the diagonal as an argument: tril(m - n) for a mask of n rows and m columns. "
             "Slice q and the output by qo_indptr, and k and v by kv_indptr.",
         ),
@@ -102,8 +102,8 @@ EXERCISES = [
         difficulty=3,
         challenge=True,
         hints=(
-            "Work with one head of 6 rows numbered 0 to 5 on paper. Which row must come first, second, third so that "
-            "adjacent rows form the pairs (0, 3), (1, 4), (2, 5)? What undoes that order?",
+            "Work with one head of 6 rows numbered 0 to 5 on paper. In which order do "
+            "adjacent rows form the pairs (0, 3), (1, 4) and (2, 5)? What undoes that order?",
             "Split the row axis into heads and components, and set aside the components that are not rotated. The "
             "rotated ones are a table of 2 rows and pairs columns, or of pairs rows and 2 columns: one is the "
             "transpose of the other.",
@@ -213,7 +213,7 @@ def test_scale(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.3)
 
 
-@check("masked_attention", mistake="a head reads another head's keys, or the heads come back in another order")
+@check("masked_attention", mistake="a head reads another head's keys, or the heads come back in a different order")
 def test_heads_are_independent(hw: Homework) -> None:
     q, k, v = random_qkv(3, 4, 2, 2, 4)
     assert_attention(hw, q, k, v, 0.5)
@@ -293,7 +293,7 @@ def test_a_bias_that_hides_every_key(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5, bias=bias)
 
 
-@check("masked_attention", mistake="mask and bias may hide all keys of a query only together: its output is 0 as well")
+@check("masked_attention", mistake="mask and bias may together hide all keys of a query: its output is 0 then, too")
 def test_mask_and_bias_together_hide_every_key(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 2, 1, 4)
     mask, bias = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 2, 3)
@@ -302,7 +302,7 @@ def test_mask_and_bias_together_hide_every_key(hw: Homework) -> None:
 
 
 @check(
-    "masked_attention", mistake="you change a tensor of the caller's: `*=` and masked_fill_ write into q or the bias"
+    "masked_attention", mistake="you change one of the caller's tensors: `*=` and masked_fill_ write into q or the bias"
 )
 def test_the_inputs_are_unchanged(hw: Homework) -> None:
     mask, bias = torch.ones(3, 4, dtype=torch.bool).tril(1), torch.randn(2, 3, 4)
@@ -321,7 +321,7 @@ def test_bfloat16_is_rounded_once(hw: Homework) -> None:
     assert_close(got, exact.bfloat16(), atol=1e-6, rtol=2.0**-7)
     rounding = (got.double() - exact).abs() / exact.abs()
     assert rounding.max() < 2.0**-8 * 1.01, (
-        f"the largest relative error is {rounding.max():.4f}, one rounding is 0.0039"
+        f"the largest relative error is {rounding.max():.4f}; a single rounding adds at most 0.0039"
     )
 
 
@@ -332,7 +332,7 @@ def test_a_float32_bias_of_bfloat16_queries(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5, bias=bias, atol=0.02)
 
 
-@check("masked_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
+@check("masked_attention", mistake="float64 in, float64 out: somewhere along the way you cast to float32", costs=0.2)
 def test_float64_stays_float64(hw: Homework) -> None:
     for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         q, k, v = random_qkv(2, 5, 2, 1, 4, dtype)
@@ -357,7 +357,7 @@ def test_no_keys(hw: Homework) -> None:
     assert_attention(hw, q, k, v, 0.5)
 
 
-@check("masked_attention", mistake="a combination of sizes and options fails that the earlier checks did not try")
+@check("masked_attention", mistake="it fails for a combination of sizes and options that earlier checks did not try")
 def test_random_cases(hw: Homework) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
@@ -464,7 +464,7 @@ def test_ragged_dtypes(hw: Homework) -> None:
 
 @check(
     "ragged_causal_attention",
-    mistake="compute the scores of each sequence by themselves: most of a [T, S] matrix belongs to no sequence",
+    mistake="compute the scores of each sequence separately: most of a [T, S] matrix belongs to no sequence",
     costs=0.2,
 )
 def test_no_scores_between_sequences(hw: Homework) -> None:
@@ -611,7 +611,7 @@ def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
         assert share > 0.98, f"only {share:.0%} of the components equal those of float32, rounded once"
 
 
-@check("apply_rope", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
+@check("apply_rope", mistake="float64 in, float64 out: somewhere along the way you cast to float32", costs=0.2)
 def test_rope_of_float64_stays_float64(hw: Homework) -> None:
     for dtype, atol in ((torch.float64, 1e-14), (torch.float32, 1e-5)):
         x, angles = torch.randn(2, 1, 4, dtype=dtype), torch.rand(2, 2, dtype=dtype)
@@ -656,7 +656,7 @@ def test_every_query_head_computes(hw: Homework) -> None:
 
 @check(
     "attention_cost",
-    mistake="a causal kernel computes only visible pairs: the first query has one key here",
+    mistake="a causal kernel computes only visible pairs: here the first query has one key",
 )
 def test_a_prompt_is_a_triangle(hw: Homework) -> None:
     flops, _ = hw.attention_cost(3, 3, 1, 1, 1, 2)
@@ -749,7 +749,8 @@ def test_bias_follows_positions(hw: Homework) -> None:
 
 
 @check(
-    "attention_bias", mistake="positions may have gaps and any order: use each position, not the first one and a count"
+    "attention_bias",
+    mistake="positions may have gaps and come in any order: use each one, not just the first and a count",
 )
 def test_positions_with_gaps(hw: Homework) -> None:
     queries, keys = [9, 2, 30], [4, 29, 0, 2]
@@ -802,32 +803,32 @@ def assert_converted(hw: Homework, weight: Tensor, head_dim: int, *, check_dtype
 
 @check(
     "convert_rope_weights",
-    mistake="to interleaved, rows i and i + D/2 become rows 2i and 2i + 1; check which direction you convert",
+    mistake="in the direction to interleaved, rows i and i + D/2 become rows 2i and 2i + 1; check your direction",
 )
 def test_one_head_to_interleaved(hw: Homework) -> None:
     assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=True)
 
 
-@check("convert_rope_weights", mistake="to half-split is the inverse: rows 2i and 2i + 1 become rows i and i + D/2")
+@check("convert_rope_weights", mistake="to half-split, do the inverse: rows 2i and 2i + 1 become rows i and i + D/2")
 def test_one_head_to_half_split(hw: Homework) -> None:
     assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=False)
 
 
 @check(
-    "convert_rope_weights", mistake="only the rows are reordered: the columns are the hidden components of the input"
+    "convert_rope_weights", mistake="only the rows are reordered: the columns are the components of the hidden state"
 )
 def test_columns_stay_in_place(hw: Homework) -> None:
     for to_interleaved in (True, False):
         assert_converted(hw, torch.randn(6, 6), 6, to_interleaved=to_interleaved)
 
 
-@check("convert_rope_weights", mistake="each head is reordered by itself: rows never move to another head")
+@check("convert_rope_weights", mistake="each head is reordered separately: rows never move to another head")
 def test_several_heads(hw: Homework) -> None:
     for to_interleaved in (True, False):
         assert_converted(hw, torch.randn(18, 4), 6, to_interleaved=to_interleaved)
 
 
-@check("convert_rope_weights", mistake="the additive term of a projection has one axis and is reordered like the rows")
+@check("convert_rope_weights", mistake="a projection's bias has one axis and is reordered like the rows of its weight")
 def test_a_vector(hw: Homework) -> None:
     for to_interleaved in (True, False):
         assert_converted(hw, torch.randn(16), 8, to_interleaved=to_interleaved)
@@ -853,7 +854,7 @@ def test_the_weight_is_unchanged(hw: Homework) -> None:
         assert_equal(weight, before, name="the weight after your result has been set to 0")
 
 
-@check("convert_rope_weights", mistake="a reordering keeps every bit: do not change the dtype on the way", costs=0.2)
+@check("convert_rope_weights", mistake="a reordering keeps every bit: do not change the dtype along the way", costs=0.2)
 def test_weights_keep_their_dtype(hw: Homework) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert_converted(hw, torch.randn(12, 4).to(dtype), 6, to_interleaved=False, check_dtype=True)

@@ -1,4 +1,4 @@
-"""Homework of chapter 02: a safe softmax, attention in one pass, states that merge.
+"""Homework of chapter 02: safe softmax, one-pass attention, and states that merge.
 
 One of these functions is a part of the engine. Once its checks pass,
 `mini-engine generate --homework --attn-backend chunked` splits every conversation into
@@ -93,7 +93,7 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     A state holds `out` [n, Hq, D], the attention output over its keys, and `lse`
     [n, Hq], the natural logarithm of the sum of exp(score) over them. Every query and
     head is merged independently. A query without visible keys has out 0 and LSE -inf:
-    merging that changes nothing, and merging two of them gives out 0 and LSE -inf. An
+    merging it in changes nothing, and merging two such states gives out 0 and LSE -inf. An
     LSE may be as large as 1000 or as small as -1000, both within one state. Leave both
     states unchanged and keep their dtypes.
 

@@ -23,7 +23,7 @@ EXERCISES = [
             "you correct for it in the logarithm?",
             "The LSE is the row's maximum plus the logarithm of the sum of the shifted exponentials. In a row that is "
             "entirely -inf the maximum is -inf too, and -inf - (-inf) is NaN: which number can you subtract there?",
-            "amax with keepdim=True gives the maxima; replace those that are -inf by 0. Divide the exponentials by "
+            "amax with keepdim=True gives the maxima; replace those that are -inf with 0. Divide the exponentials by "
             "their sum, with sums of 0 replaced by 1. Convert the scores to "
             "torch.promote_types(scores.dtype, torch.float32) before all that.",
         ),
@@ -38,9 +38,9 @@ EXERCISES = [
             "values times these exponentials. What happens to the last two when the maximum rises?",
             "When the maximum rises, both sums are rescaled by exp(old - new). Then add the contribution of the tile, "
             "exponentiated relative to the new maximum. Divide once, after the loop.",
-            "Start with a maximum of -inf and sums of 0. As long as a query has no visible key, its maximum is -inf: "
-            "subtract 0 instead of it, both from the scores and from the old maximum, and no NaN appears. At the end, "
-            "replace sums of 0 by 1 before you divide; the LSE is the maximum plus the logarithm of the sum.",
+            "Start with a maximum of -inf and sums of 0. Until a query has seen a visible key, its maximum is -inf: "
+            "subtract 0 instead, both from the scores and from the old maximum, and no NaN appears. At the end, "
+            "replace sums of 0 with 1 before you divide; the LSE is the maximum plus the logarithm of the sum.",
         ),
     ),
     Exercise(
@@ -52,7 +52,7 @@ EXERCISES = [
         hints=(
             "merge_v1 of the chapter is nearly right. Which of its subtractions is NaN when both states are empty?",
             "An empty state has exp(lse) = 0, whatever finite number is subtracted from its LSE of -inf.",
-            "Where the merged LSE is -inf, subtract 0 instead of it; the LSE that you return stays -inf. For bfloat16 "
+            "Where the merged LSE is -inf, subtract 0 instead; the LSE that you return stays -inf. For bfloat16 "
             "outputs, convert the two shares to the dtype of out before you multiply.",
         ),
     ),
@@ -63,7 +63,7 @@ EXERCISES = [
         difficulty=2,
         hints=(
             "First find num_splits + 1 boundaries between 0 and m. Then you need only a slice per worker and the merge "
-            "that you have.",
+            "that you already have.",
             "m * i // num_splits for i from 0 to num_splits are such boundaries: adjacent ones are at most "
             "ceil(m / num_splits) apart, and the last one is m. Where two are equal, a worker receives no keys.",
             "itertools.pairwise turns the boundaries into slices. Collect the states of all workers in a list, and "
@@ -186,7 +186,7 @@ def assert_softmax(hw: Homework, scores: Tensor, *, atol: float = 1e-6, check_dt
     assert_pair(hw.softmax_with_lse(scores), weights, lse, atol=atol, check_dtype=check_dtype)
 
 
-@check("softmax_with_lse", mistake="exp(score) over its sum, and the natural logarithm of that sum")
+@check("softmax_with_lse", mistake="a weight is exp(score) over the row's sum; the LSE is the natural log of that sum")
 def test_two_scores(hw: Homework) -> None:
     assert_softmax(hw, torch.tensor([[0.0, -math.log(3.0)]]))
 
@@ -244,7 +244,7 @@ def test_half_precision_is_computed_in_float32(hw: Homework) -> None:
         assert_softmax(hw, torch.randn(2, 1000).to(dtype), atol=1e-5, check_dtype=True)
 
 
-@check("softmax_with_lse", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
+@check("softmax_with_lse", mistake="float64 in, float64 out: somewhere along the way you cast to float32", costs=0.2)
 def test_softmax_of_float64(hw: Homework) -> None:
     assert_softmax(hw, torch.randn(2, 5, dtype=torch.float64), atol=1e-12, check_dtype=True)
 
@@ -257,7 +257,9 @@ def test_the_pieces_are_your_own(hw: Homework) -> None:
     assert not ready, f"you call {', '.join(sorted(ready))}"
 
 
-@check("softmax_with_lse", mistake="a combination of shapes and magnitudes fails that the earlier checks did not try")
+@check(
+    "softmax_with_lse", mistake="it fails for a combination of shapes and magnitudes that earlier checks did not try"
+)
 def test_random_rows(hw: Homework) -> None:
     for shape in ((1, 1), (4, 7), (2, 3, 5)):
         for size in (1.0, 30.0, 400.0):
@@ -397,8 +399,8 @@ def test_a_tile_that_is_masked_for_all(hw: Homework) -> None:
 
 @check(
     "online_attention",
-    mistake="a masked score is -inf, not a large negative number, which a visible score may be below; or the maximum "
-    "includes hidden scores",
+    mistake="a masked score is -inf, not a large negative number, because a visible score may be lower; or the "
+    "maximum includes hidden scores",
 )
 def test_visible_scores_far_below_zero(hw: Homework) -> None:
     k, v = torch.tensor([[-1e12], [0.0], [0.0]]), torch.tensor([[3.0], [100.0], [100.0]])
@@ -407,7 +409,7 @@ def test_visible_scores_far_below_zero(hw: Homework) -> None:
         assert_online(hw, torch.ones(1, 1), cut(k, v, mask, lens), 1.0)
 
 
-@check("online_attention", mistake="you iterate over the tiles twice: the second time, an iterator is exhausted")
+@check("online_attention", mistake="you iterate over the tiles twice: the second time, the iterator is exhausted")
 def test_one_pass(hw: Homework) -> None:
     q, k, v = torch.randn(2, 4), torch.randn(6, 4), torch.randn(6, 4)
     tiles = cut(k, v, torch.rand(2, 6) < 0.8, [2, 1, 3])
@@ -439,7 +441,7 @@ def test_bfloat16_tiles(hw: Homework) -> None:
         assert_online(hw, q, cut(k, v, torch.ones(2, 60, dtype=torch.bool), [7] * 8 + [4]), 0.3, check_dtype=True)
 
 
-@check("online_attention", mistake="float64 in, float64 out: somewhere on the way you cast to float32", costs=0.2)
+@check("online_attention", mistake="float64 in, float64 out: somewhere along the way you cast to float32", costs=0.2)
 def test_float64_tiles(hw: Homework) -> None:
     q, k, v = (torch.randn(n, 4, dtype=torch.float64) for n in (2, 7, 7))
     tiles = cut(k, v, torch.ones(2, 7, dtype=torch.bool), [3, 4])
@@ -490,7 +492,9 @@ def test_each_query_and_head_on_its_own(hw: Homework) -> None:
     assert_state(hw.merge_states(a, b), state_over(scores, values, torch.float32))
 
 
-@check("merge_states", mistake="each query and head has its own maximum: relative to another row's, it underflows")
+@check(
+    "merge_states", mistake="each query and head has its own maximum: relative to another row's, exponentials underflow"
+)
 def test_rows_of_very_different_lse(hw: Homework) -> None:
     a = AttentionState(torch.tensor([[[6.0], [6.0]], [[6.0], [6.0]]]), torch.tensor([[1000.0, -1000.0], [0.0, -900.0]]))
     b = AttentionState(a.out / 2, a.lse + math.log(2.0))
@@ -514,7 +518,7 @@ def test_two_empty_states(hw: Homework) -> None:
 
 
 @check(
-    "merge_states", mistake="some queries are empty on one side, some on both, some on neither: treat each by itself"
+    "merge_states", mistake="some queries are empty on one side, some on both, some on neither: treat each separately"
 )
 def test_some_queries_are_empty(hw: Homework) -> None:
     scores = torch.zeros(4, 1, 2, dtype=torch.float64)
@@ -572,7 +576,7 @@ class Workers:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionState:
         assert q.shape == self.q.shape and torch.equal(q, self.q), "each worker receives the whole query, unchanged"
         assert k.shape == v.shape and k.shape[1:] == self.k.shape[1:], (
-            "a worker receives equally many keys and values, with all heads"
+            "a worker receives as many values as keys, with all heads"
         )
         keys = k[:, 0, 0].int().tolist()
         assert torch.equal(v, self.v[keys]), "the keys of a worker do not belong to its values"
@@ -615,7 +619,7 @@ def test_uneven_splits(hw: Homework) -> None:
     decode(hw, 11, 4)
 
 
-@check("split_kv_decode", mistake="the splits are not even: the longest share determines the run time")
+@check("split_kv_decode", mistake="the splits are uneven: the longest share determines the run time")
 def test_no_share_is_too_long(hw: Homework) -> None:
     for m, num_splits in ((11, 4), (10, 4), (95, 16)):
         longest = max(len(share) for share in decode(hw, m, num_splits).shares)
@@ -693,7 +697,7 @@ def test_rows_stay_apart(hw: Homework) -> None:
     assert_tree(hw, 4)
 
 
-@check("merge_tree", mistake="with an odd number of states one is left over in a level: it is lost, or merged twice")
+@check("merge_tree", mistake="with an odd number of states, a level leaves one over, which is lost or merged twice")
 def test_odd_numbers(hw: Homework) -> None:
     for num_states in (3, 5, 7, 11):
         assert_tree(hw, num_states, seed=num_states)

@@ -177,7 +177,7 @@ def load_weights(
 
     If the checkpoint does not fit the model exactly, raise ModelLoadError with the name
     of a tensor that is wrong in the message, and leave every destination as it was. The
-    engine must not start with a model that is partly someone else's.
+    engine must never run a model that is only partly loaded.
 
     Args:
         destinations: the model's tensors by their names in the checkpoint.
@@ -185,7 +185,7 @@ def load_weights(
 
     Raises:
         mini_engine.errors.ModelLoadError: if a tensor is missing, is one that the model
-            does not have, or has another shape than its destination.
+            does not have, or differs in shape from its destination.
 
     Example: two projections that are fused in the model.
 
@@ -202,9 +202,9 @@ def load_weights(
 def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Bring a GPT-2 checkpoint into the form of the other families.
 
-    In the result every name is without the prefix `transformer.`, every matrix is
-    [out, in], and nothing but weights and biases is left. The chapter prints such a
-    checkpoint, and names what is special about it.
+    In the result, no name has the prefix `transformer.`, every matrix is [out, in], and
+    nothing but weights and biases is left. The chapter prints such a checkpoint and
+    describes its peculiarities.
 
     A tensor whose name GPT-2 does not have is passed on unchanged, under its name
     without the prefix: the loader will report it. Transposing must not copy a tensor.

@@ -171,7 +171,7 @@ def assert_rounded_once(got: Tensor, exact: Tensor, dtype: torch.dtype = torch.b
     bound = torch.finfo(dtype).eps / 2
     assert_close(got, exact.to(dtype), atol=1e-6, rtol=2 * bound)
     error = ((got.double() - exact).abs() / exact.abs().clamp(min=1e-6)).max().item()
-    assert error < bound * 1.01, f"the largest relative error is {error:.2g}; rounding once makes at most {bound:.2g}"
+    assert error < bound * 1.01, f"the largest relative error is {error:.2g}; rounding once adds at most {bound:.2g}"
 
 
 # rms_norm -----------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_weight_wider_than_x(hw: Homework) -> None:
     assert_rounded_once(hw.rms_norm(x, weight, 1e-5), exact)
 
 
-@check("rms_norm", mistake="with a float64 weight, compute in float64, also where x is float32", costs=0.2)
+@check("rms_norm", mistake="with a float64 weight, compute in float64, even if x is float32", costs=0.2)
 def test_a_float64_weight(hw: Homework) -> None:
     x, weight = torch.randn(16, 64), torch.randn(64).double()
     exact = norm_in_float64(x, weight, 1e-5)
@@ -330,7 +330,7 @@ def test_swiglu_and_geglu(hw: Homework) -> None:
     assert_mlp(hw, 3, 5, 4, lambda gate: F.gelu(gate, approximate="tanh"))
 
 
-@check("gated_mlp", mistake="a combination of sizes fails that the earlier checks did not try")
+@check("gated_mlp", mistake="it fails for a combination of sizes that the earlier checks did not try")
 def test_mlp_sizes(hw: Homework) -> None:
     for tokens, hidden, inner in ((1, 1, 1), (7, 2, 9), (2, 9, 2), (0, 3, 3)):
         assert_mlp(hw, tokens, hidden, inner, F.silu)
@@ -557,7 +557,7 @@ def test_the_layer_leaves_its_input(hw: Homework) -> None:
     assert_equal(model.x, before, name="x")
 
 
-@check("decoder_layer", mistake="a combination of sizes fails that the earlier checks did not try")
+@check("decoder_layer", mistake="it fails for a combination of sizes that the earlier checks did not try")
 def test_layers_of_many_shapes(hw: Homework) -> None:
     for tokens, hidden, inner, heads, head_dim in ((1, 8, 3, (2, 2), 4), (5, 4, 9, (3, 1), 2), (4, 7, 5, (6, 3), 8)):
         layer(hw, tokens, hidden, inner, heads, head_dim).check(attend_causally)
@@ -636,7 +636,7 @@ def test_an_unknown_tensor(hw: Homework) -> None:
     assert_refused(hw, tensors | {"k.bias": torch.zeros(2)}, "k.bias")
 
 
-@check("load_weights", mistake="a tensor of another shape must be refused, whatever copy_ makes of it")
+@check("load_weights", mistake="a tensor of a different shape must be refused, even if copy_ accepts it")
 def test_a_wrong_shape(hw: Homework) -> None:
     _, tensors, _ = tiny_model()
     assert_refused(hw, tensors | {"k": torch.zeros(4, 3)}, "k")
@@ -664,7 +664,7 @@ def test_the_checkpoint_is_unchanged(hw: Homework) -> None:
     assert_close(tensors, before, atol=0, name="the checkpoint")
 
 
-@check("load_weights", mistake="a Llama of the engine is not filled as its own loader fills it")
+@check("load_weights", mistake="the engine's Llama is not filled the way its own loader fills it")
 def test_a_model_of_the_engine(hw: Homework) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 11}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
@@ -787,7 +787,7 @@ def test_the_same_name_twice(hw: Homework) -> None:
         assert_raises(ModelLoadError, hw.gpt2_weights, theirs | {"transformer.ln_f.bias": again})
         assert_raises(ModelLoadError, hw.gpt2_weights, {"transformer.ln_f.bias": again} | theirs)
     masks = {f"{prefix}h.0.attn.bias": torch.ones(1, 1, 7, 7) for prefix in ("", "transformer.")}
-    assert_close(hw.gpt2_weights(masks), {}, mistake="mask buffers get no name, so two of them are no error")
+    assert_close(hw.gpt2_weights(masks), {}, mistake="mask buffers get no name, so two of them are not an error")
 
 
 @check("gpt2_weights", mistake="a transposed view is enough: copying every weight doubles the memory", costs=0.2)
@@ -826,9 +826,7 @@ def test_the_minimum(hw: Homework) -> None:
     assert_values(hw.dequantize_q4_1(blocks_of(0.5, -3.0, [0] * 16)), torch.full((1, 32), -3.0))
 
 
-@check(
-    "dequantize_q4_1", mistake="a number is d * q + m, with d from bytes 0 and 1; q is between 0 and 15, without a sign"
-)
+@check("dequantize_q4_1", mistake="a number is d * q + m, with d from bytes 0 and 1; q is unsigned, between 0 and 15")
 def test_the_scale(hw: Homework) -> None:
     assert_values(hw.dequantize_q4_1(blocks_of(0.5, -3.0, [0xFF] * 16)), torch.full((1, 32), 4.5))
     assert_values(hw.dequantize_q4_1(blocks_of(0.25, 1.0, [0x99] * 16)), torch.full((1, 32), 3.25))
@@ -869,7 +867,7 @@ def random_blocks() -> Tensor:
 
 
 @check(
-    "dequantize_q4_1", mistake="a combination of scale, minimum and values fails that the earlier checks did not try"
+    "dequantize_q4_1", mistake="it fails for a combination of scale, minimum and values that earlier checks did not try"
 )
 def test_random_blocks(hw: Homework) -> None:
     blocks = random_blocks()

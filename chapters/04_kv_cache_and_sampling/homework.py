@@ -121,16 +121,16 @@ def generate_greedy(
     tokens in their slots, and returns one row of logits for each entry of
     `step.logit_rows`. Describe each step with `flat_step`. Prompt b owns page b.
 
-    The first step computes every prompt whole (prefill). After that, each token that
-    was generated is computed once, in the next step (decode). A request that has
-    finished takes part in no further step, while the others go on in their order.
-    `run` is the expensive part, so do not call it for logits that nothing reads.
+    The first step computes every whole prompt (prefill). After that, each generated
+    token is computed once, in the next step (decode). A request that has finished takes
+    part in no further steps, and the others continue in their order. `run` is the
+    expensive part, so do not call it for logits that nothing reads.
 
     Args:
         run: the model with its cache, empty at first.
         prompts: the token ids of each prompt, one or more. Do not modify them.
         eos_token_id: a request ends after generating this token, which is part of its
-            output. In a prompt it means nothing.
+            output. In a prompt it has no effect.
         max_tokens: a request ends after generating this many tokens, 1 or more.
         page_size: number of slots in a page, enough for every request.
 
@@ -156,7 +156,7 @@ def filter_logits(
 ) -> Float[Tensor, "R V"]:
     """Set the logits of tokens that must not be sampled to -inf, row by row.
 
-    The filters apply in this order, each to the tokens that the one before has kept:
+    The filters apply in this order, each to the tokens that the previous one kept:
         top_k: keep the k largest logits; 0 keeps all.
         top_p: renormalize the probabilities of what is left so that they sum to 1, and
             keep the smallest set of the most likely tokens whose sum is at least top_p;
@@ -205,9 +205,9 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
 
     A row's token depends on its logits, parameters, seed and position, and on nothing
     else: not on the other rows, not on its index in the batch, not on earlier calls.
-    Other seeds and other positions draw independently. `gumbel_noise(seeds, positions,
-    vocab_size)` keeps these promises. You may draw in another way that does, but
-    `--homework` then reports that sampled tokens differ from the reference's.
+    Different seeds and positions draw independently. `gumbel_noise(seeds, positions,
+    vocab_size)` keeps these promises. You may draw in a different way that keeps them,
+    but `--homework` then reports that sampled tokens differ from the reference's.
 
     Args:
         logits: one row for each token to choose. Do not modify them.
@@ -272,7 +272,7 @@ def tokens_per_second(
     Bytes, of numbers with dtype_bytes each: every matrix of the layers and the LM head,
     read once for the whole batch, and the keys and values of each sequence. FLOPs: two
     for each number of those matrices and each sequence; in attention, 4 * head_dim for
-    each query head, key and layer. Leave out the look-up in the embeddings,
+    each query head, key and layer. Leave out the lookup in the embeddings,
     activations, norms, biases, and writing the new key.
 
     Args:

@@ -30,7 +30,7 @@ EXERCISES = [
             "Each row of k has a row of k_cache to go to. Which kind of indexing takes a list of rows?",
             "A tensor of row numbers on the left of an assignment writes those rows, in any order, and leaves the "
             "others alone. Assigning to the name k_cache instead would only rebind the name.",
-            "k_cache[slot_mapping] = k, and the same for v. k_cache.index_copy_(0, slot_mapping, k) does it as well.",
+            "k_cache[slot_mapping] = k, and the same for v. k_cache.index_copy_(0, slot_mapping, k) also works.",
         ),
     ),
     Exercise(
@@ -105,7 +105,7 @@ EXERCISES = [
             "For each index of the text, from the left: is the rest of the text the beginning of a stop string? The "
             "first such index is where holding starts. Complete stop strings go first, and what counts is their end.",
             "found = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]; if found, cut at "
-            "min(found)[1]. Else the first start with any(s.startswith(text[start:]) for s in stop) splits the text.",
+            "min(found)[1]. If not, split at the first start with any(s.startswith(text[start:]) for s in stop).",
         ),
     ),
     Exercise(
@@ -217,7 +217,7 @@ def test_the_cache_is_not_copied(hw: Homework) -> None:
     assert largest <= 1024, f"some operation makes a tensor of {largest:,} bytes to store {k.nbytes}"
 
 
-@check("append_kv", mistake="a combination of slots fails that the earlier checks did not try")
+@check("append_kv", mistake="it fails for a combination of slots that the earlier checks did not try")
 def test_random_slots(hw: Homework) -> None:
     for count in (0, 1, 3, 10, 17):
         assert_appended(hw, 17, torch.randperm(17)[:count].tolist())
@@ -301,13 +301,13 @@ def test_a_full_page(hw: Homework) -> None:
     assert_raises(ValueError, hw.flat_step, [1, 1], [2, 5], [0, 1], 4)
 
 
-@check("flat_step", mistake="all four arrays are int64, which torch.tensor makes of Python integers", costs=0.2)
+@check("flat_step", mistake="all four arrays are int64, the dtype that torch.tensor gives Python integers", costs=0.2)
 def test_dtypes_of_a_step(hw: Homework) -> None:
     step = hw.flat_step([1, 3], [6, 7], [2, 0], 8)
     assert_equal([array.dtype for array in step], [torch.int64] * 4, name="the dtypes of the four arrays")
 
 
-@check("flat_step", mistake="a combination of sequences fails that the earlier checks did not try")
+@check("flat_step", mistake="it fails for a combination of sequences that the earlier checks did not try")
 def test_random_steps(hw: Homework) -> None:
     for batch_size in (1, 2, 5, 9):
         kv_lens = torch.randint(1, 17, (batch_size,)).tolist()
@@ -474,7 +474,9 @@ def test_the_prompts_are_unchanged(hw: Homework) -> None:
     assert_equal(prompts, TWO, name="the prompts after the call")
 
 
-@check("generate_greedy", mistake="a combination of prompts and limits fails that the earlier checks did not try")
+@check(
+    "generate_greedy", mistake="it fails for a combination of prompts and limits that the earlier checks did not try"
+)
 def test_random_prompts(hw: Homework) -> None:
     for _ in range(20):
         lengths = torch.randint(1, 6, (int(torch.randint(1, 5, ())),)).tolist()
@@ -497,7 +499,7 @@ def embedded_model() -> tuple[LLM, list[str]]:
     return llm, [output.text for output in outputs]
 
 
-@check("generate_greedy", mistake="the embedded model on your loop does not write what the engine writes", seconds=60)
+@check("generate_greedy", mistake="the embedded model in your loop does not write what the engine writes", seconds=60)
 def test_the_embedded_model_in_this_loop(hw: Homework) -> None:
     llm, expected = embedded_model()
     prompts = [llm.tokenizer.encode(text) for text in TEXTS]
@@ -566,7 +568,7 @@ def test_top_k(hw: Homework) -> None:
         assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [k], [1.0], [0.0])
 
 
-@check("filter_logits", mistake="a k larger than the vocabulary keeps all")
+@check("filter_logits", mistake="a k larger than the vocabulary keeps every token")
 def test_more_than_there_are(hw: Homework) -> None:
     assert_filtered(hw, logits_of(0.1, 0.4, 0.2, 0.3), [9], [1.0], [0.0])
 
@@ -661,7 +663,7 @@ def test_dtypes_of_the_logits(hw: Homework) -> None:
         assert_close(got, logits.masked_fill(logits < logits.topk(3).values[:, -1:], -math.inf), atol=0)
 
 
-@check("filter_logits", mistake="a combination of the three filters fails that the earlier checks did not try")
+@check("filter_logits", mistake="it fails for a combination of the three filters that the earlier checks did not try")
 def test_random_filters(hw: Homework) -> None:
     def pick(*values: float) -> list[Any]:
         return [values[int(i)] for i in torch.randint(0, len(values), (6,))]
@@ -762,7 +764,7 @@ def test_the_same_again(hw: Homework) -> None:
     assert_values(again, first, name="the second call")
 
 
-@check("sample", mistake="other seeds draw independently: use the seed, and all of its 64 bits")
+@check("sample", mistake="different seeds draw independently: use the seed, and all of its 64 bits")
 def test_seeds_are_independent(hw: Homework) -> None:
     probabilities = FIVE[0].softmax(-1)
     assert_follows(probabilities, draw(hw, FIVE, SamplingParams(), range(DRAWS), [9] * DRAWS))
@@ -790,7 +792,7 @@ def test_seed_and_position_are_not_added(hw: Homework) -> None:
     assert share < 0.6, f"seed + 1 at position - 1 repeats {share:.0%} of the tokens; by chance it is 29%"
 
 
-@check("sample", mistake="a row draws the same token alone and in a batch: its index must not choose its noise")
+@check("sample", mistake="a row draws the same token alone and in a batch: its index must not affect its noise")
 def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
     rows = 40
     logits = torch.randn(rows, 12)
@@ -878,7 +880,9 @@ def test_nothing_to_stop_at(hw: Homework) -> None:
     assert_scan(hw, "one two", [], ("one two", "", False))
 
 
-@check("scan_stop", mistake="hold only an ending that is the beginning of a stop string, not a number of characters")
+@check(
+    "scan_stop", mistake="hold only an ending that is the beginning of a stop string, not a fixed number of characters"
+)
 def test_nothing_to_hold(hw: Homework) -> None:
     assert_scan(hw, "one two", ["END"], ("one two", "", False))
     assert_scan(hw, "", ["END"], ("", "", False))
@@ -935,7 +939,7 @@ def test_complete_first(hw: Homework) -> None:
     assert_scan(hw, "abc", ["bc", "abc"], ("", "", True))
 
 
-@check("scan_stop", mistake="the same text, cut into other pieces, is shown differently")
+@check("scan_stop", mistake="the same text, cut into different pieces, is shown differently")
 def test_however_the_text_is_cut(hw: Homework) -> None:
     def letters(count: int) -> str:
         return "".join("abc"[int(i)] for i in torch.randint(0, 3, (count,)))

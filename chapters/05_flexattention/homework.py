@@ -88,7 +88,7 @@ def packed_prefix_lm(
 
 
 def capped_alibi(slopes: Float[Tensor, " H"], cap: float) -> ScoreMod:
-    """Return a change of scores: a soft-cap, followed by ALiBi.
+    """Return a score_mod that applies a soft-cap and then ALiBi.
 
     A score_mod(score, b, h, q_idx, kv_idx) takes a scaled score and returns the score
     to use instead. First, cap * tanh(score / cap) keeps it between -cap and cap. Then

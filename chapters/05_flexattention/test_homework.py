@@ -165,7 +165,7 @@ def test_a_window_counts_the_query(hw: Homework) -> None:
     assert_sees(mask_mod, [(5, 2), (5, 1), (5, 0)], False)
 
 
-@check("visible", mistake="a window extends only backwards: keys after the query stay hidden")
+@check("visible", mistake="a window extends only backward: keys after the query stay hidden")
 def test_a_window_hides_the_future(hw: Homework) -> None:
     mask_mod = called(hw.visible(3), "visible")
     assert_sees(mask_mod, [(5, 6), (5, 7), (5, 20)], False)
@@ -188,7 +188,7 @@ def test_traced(hw: Homework) -> None:
     assert_traced(hw.visible(2), decoder(2), 4)
 
 
-@check("visible", mistake="another window: compare the mask printed with one that you draw by hand")
+@check("visible", mistake="it fails for another window: compare the printed mask with one that you draw by hand")
 def test_random_windows(hw: Homework) -> None:
     for window in (1, 4, 7, 30):
         assert_mask(hw.visible(window), decoder(window), range(20), range(20))
@@ -261,7 +261,7 @@ def test_traced_with_tensors(hw: Homework) -> None:
     assert_traced(mask_mod, packed(bounds, prefixes), 6)
 
 
-@check("packed_prefix_lm", mistake="another batch: compare with a mask that you draw by hand")
+@check("packed_prefix_lm", mistake="it fails for another batch: compare with a mask that you draw by hand")
 def test_random_documents(hw: Homework) -> None:
     for count in (1, 3, 6):
         lengths = torch.randint(0, 6, (count,)).tolist()
@@ -410,7 +410,9 @@ def assert_blocks(
             assert_equal(mine[: len(chosen)], chosen, name=f"the list of {where},")
             rest = [block for block in mine[len(chosen) :] if not 0 <= block < columns]
             if tail and rest:
-                raise AssertionError(f"the list {name}_indices[{row}] contains {rest[0]}, which is no block index{of}")
+                raise AssertionError(
+                    f"the list {name}_indices[{row}] contains {rest[0]}, which is not a block index{of}"
+                )
 
 
 def drawn(*rows: str) -> Tensor:
@@ -488,7 +490,7 @@ def test_blocks_in_int32(hw: Homework) -> None:
     assert_blocks(hw.blocks_of_mask(mask, 2), mask, 2, check_dtype=True)
 
 
-@check("blocks_of_mask", mistake="another mask: list its blocks by hand")
+@check("blocks_of_mask", mistake="it fails for another mask: list its blocks by hand")
 def test_random_masks(hw: Homework) -> None:
     for queries, keys, size in ((1, 1, 1), (3, 5, 1), (9, 14, 3), (16, 16, 4), (5, 3, 8)):
         coarse = torch.rand(-(-queries // size), -(-keys // size)) < 0.4  # some blocks full, some hidden
@@ -578,7 +580,7 @@ def test_a_table_of_blocks(hw: Homework) -> None:
     assert torch.equal(first, torch.arange(0, 12, 3)), "your function changed the positions that it was given"
 
 
-@check("classify_blocks", mistake="another block: draw its pairs")
+@check("classify_blocks", mistake="it fails for another block: draw its pairs")
 def test_random_blocks(hw: Homework) -> None:
     for _ in range(60):
         q, k = torch.randint(0, 12, (2,)).tolist()
@@ -676,7 +678,7 @@ def test_documents_in_int32(hw: Homework) -> None:
     assert_blocks(hw.blocks_of_documents(torch.tensor([0, 6]), 2), mask, 2, check_dtype=True)
 
 
-@check("blocks_of_documents", mistake="another batch: compare with a mask that you draw by hand")
+@check("blocks_of_documents", mistake="it fails for another batch: compare with a mask that you draw by hand")
 def test_random_flat_batches(hw: Homework) -> None:
     for size in (1, 2, 3, 8):
         lengths = [1, *torch.randint(0, 9, (5,)).tolist()]

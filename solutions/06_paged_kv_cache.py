@@ -61,8 +61,8 @@ class PageTable(page_table.PageTable):
                         in order of position; the entries after those are stale
         counts          int64 [max_rows]: pages of each row
         refcounts       int32 [num_pages]: owners of each page
-        generation      int64 [num_pages]: how often each page has been taken from the
-                        pool
+        generation      int64 [num_pages]: how many times each page has been taken from
+                        the pool
         num_free_pages  int: pages without an owner
         _free_pages     int32 [num_pages]: _free_pages[:num_free_pages] are these pages,
                         in any order; the entries after them are stale
@@ -74,9 +74,9 @@ class PageTable(page_table.PageTable):
     being as described. Whichever methods are called, in whatever order, three
     invariants hold:
         - refcounts[p] is the number of rows that own page p;
-        - a page is free exactly if it has no owner, and is then listed once;
+        - a page is free exactly when it has no owner, and is then listed once;
         - generation[p] has grown by one each time that page p was taken from the pool,
-          and by nothing else: a page and its generation together name one content.
+          and otherwise never: a page and its generation together identify its contents.
 
     Example: two requests in a pool of four pages.
 
@@ -139,9 +139,9 @@ class PageTable(page_table.PageTable):
         self.refcounts[pages] += 1
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
-        """Replace one of a row's pages by a free page, which the row alone owns.
+        """Replace one of a row's pages with a free page, which the row alone owns.
 
-        The row can then write to it without harm to other owners, which keep the old
+        The row can then write to it without harming other owners, which keep the old
         page. The caller copies the keys and values.
 
         Args:

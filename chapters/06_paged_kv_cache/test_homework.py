@@ -184,7 +184,7 @@ def test_slots_without_a_loop(hw: Homework) -> None:
     assert_no_loop("slots", *counts)
 
 
-@check("slots", mistake="page sizes, rows and positions of all kinds: compare the slots printed with your own by hand")
+@check("slots", mistake="it fails for other page sizes, rows and positions: work out the printed slots by hand")
 def test_random_slots(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         rng = random.Random(seed)
@@ -220,7 +220,7 @@ class Pool:
         counted = {page: int(n) for page, n in enumerate(table.refcounts) if n}
         assert_equal(counted, dict(sorted(owners.items())), name=f"the field refcounts, as {{page: owners}}{after},")
         assert_equal(int(table.num_free_pages), len(self.free), name=f"the field num_free_pages{after},")
-        mistake = "generation counts how often a page was taken from the pool, by take or replace, and nothing else"
+        mistake = "generation counts how many times a page was taken from the pool, by take or replace, nothing else"
         assert_equal(table.generation.tolist(), self.generation, mistake=mistake, name=f"the field generation{after},")
         assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after},")
         listed = sorted(table._free_pages[: len(self.free)].tolist())
@@ -367,7 +367,7 @@ def test_release(hw: Homework) -> None:
     p.check()
 
 
-@check("PageTable", mistake="generation counts how often a page was taken, and must not change otherwise")
+@check("PageTable", mistake="generation counts how many times a page was taken, and must not change otherwise")
 def test_generation(hw: Homework) -> None:
     p = Pool(hw, 2, 2, 4)
     for row, num_pages in [(p.allocate(), n) for n in (1, 2, 1, 2)]:
@@ -634,7 +634,7 @@ def test_the_page_that_starts_at_0(hw: Homework) -> None:
     assert_mask(hw, everything, [[0]], 4, queries=4)
 
 
-@check("physical_mask", mistake="hand mask_mod the position of the key: the start of its page plus slot % page_size")
+@check("physical_mask", mistake="pass mask_mod the position of the key: the start of its page plus slot % page_size")
 def test_one_page_in_place(hw: Homework) -> None:
     assert_mask(hw, causal, [[0]], 4, queries=4)
 
@@ -676,7 +676,7 @@ def test_starts_that_are_no_multiples(hw: Homework) -> None:
 
 
 @check(
-    "physical_mask", mistake="the mask must be right wherever pages are: follow one slot of the pages printed by hand"
+    "physical_mask", mistake="the mask must be right wherever pages are: follow one slot of the printed pages by hand"
 )
 def test_random_placements(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 5]):
@@ -787,7 +787,7 @@ def test_the_mask_mod(hw: Homework) -> None:
 
 @check(
     "convert_block_mask",
-    mistake="the entries of the table after the first counts[b] are stale: no page of the sequence, and a start of -1",
+    mistake="the entries of the table after the first counts[b] are stale, not pages of the sequence: they start at -1",
 )
 def test_stale_entries(hw: Homework) -> None:
     assert_mask_mod(hw, [6, 8, 9])
@@ -830,7 +830,7 @@ def test_blocks_divide_pages(hw: Homework) -> None:
         assert_raises(ValueError, hw.convert_block_mask, logical, table, counts, 4, page_size)
 
 
-@check("convert_block_mask", mistake="a mask without lists of full blocks stays without")
+@check("convert_block_mask", mistake="a mask without lists of full blocks stays without them")
 def test_no_full_blocks(hw: Homework) -> None:
     logical = create_block_mask(causal, 1, 1, 1, 8, device="cpu", BLOCK_SIZE=(1, 4))
     only_partial = BlockMask.from_kv_blocks(
@@ -841,7 +841,7 @@ def test_no_full_blocks(hw: Homework) -> None:
     assert got.full_kv_indices is None and got.full_kv_num_blocks is None, "the result lists full blocks"
 
 
-@check("convert_block_mask", mistake="where pages landed changes the result of attention, and it must not")
+@check("convert_block_mask", mistake="the result of attention must not depend on where the pages are")
 def test_attention_wherever_pages_are(hw: Homework) -> None:
     lens, page_size, num_pages = [6, 11, 3], 4, 9
     q, k, v = torch.randn(3, 2, 3, 8), torch.randn(3, 2, 12, 8), torch.randn(3, 2, 12, 8)
@@ -948,7 +948,7 @@ def test_through_the_methods(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [8, 7, 1], 1: [8, 7], 4: [6, 3]}, guarded=True)
 
 
-@check("compact", mistake="follow the pages printed by hand: which of them should have moved, and where to?")
+@check("compact", mistake="follow the printed pages by hand: which of them should have moved, and where?")
 def test_random_pools(hw: Homework) -> None:
     for seed in range(30):
         rng = random.Random(seed)

@@ -39,10 +39,9 @@ def render(batch: StepBatch) -> str:
     ]
     if batch.page_positions is not None:
         rows.insert(-1, _row("page_positions", "P", batch.page_positions.tolist(), pages))
-    caption = (
-        f"{batch.num_tokens} tokens of {batch.num_sequences} requests, {batch.num_decodes} of them decodes; "
-        f"pages of {batch.page_size} tokens"
-    )
+    counts = {"token": batch.num_tokens, "request": batch.num_sequences, "decode": batch.num_decodes}
+    tokens_of, of_requests, decodes = (f"{n} {noun}{'s' * (n != 1)}" for noun, n in counts.items())
+    caption = f"{tokens_of} of {of_requests}, {decodes}; pages of {batch.page_size} tokens"
     legend = " ".join(_cell(f"request {b}", b, tag="span") for b in requests[: len(COLORS)])
     return (
         f'<div class="step-batch" style="overflow-x:auto"><p>{caption} &nbsp; {legend}</p>'

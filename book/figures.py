@@ -283,13 +283,14 @@ def draw_roofline(
     left, right = min(intensities) / 4, max(intensities) * 8
     x = np.array([left, ridge, right])
     ax.plot(x, np.minimum(x * bandwidth, flops), color=INK, zorder=1)
-    ax.text(right, flops * 1.15, quantity(flops, "FLOP/s"), ha="right", va="bottom", fontsize=11)
+    roof, slope = f"compute: {quantity(flops, 'FLOP/s')}", f"memory:\n{quantity(bandwidth, 'B/s')}"
+    ax.text(right, flops * 1.15, roof, ha="right", va="bottom", fontsize=11)
     middle = math.sqrt(left * ridge)
-    ax.text(middle, middle * bandwidth * 1.5, quantity(bandwidth, "B/s"), ha="right", va="bottom", fontsize=11)
+    ax.text(middle, middle * bandwidth * 1.5, slope, ha="right", va="bottom", fontsize=11)
     for i, (label, (cost, seconds)) in enumerate(points.items()):
         marker = _MARKERS[i % len(_MARKERS)]
         ax.plot(cost.intensity, cost.flops / seconds, marker, color=PALETTE[i % len(PALETTE)], label=label, zorder=2)
-    ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s", title=title)
+    ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="FLOP/s", title=title)
     ax.set_ylim(top=flops * 6)
     ax.xaxis.set_major_formatter(lambda x, _: number(x))
     ax.yaxis.set_major_formatter(lambda y, _: quantity(y, "FLOP/s", 1).removesuffix("FLOP/s"))

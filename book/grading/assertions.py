@@ -161,6 +161,8 @@ def _assert_tensor_close(
     where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
     count = int(wrong.sum())
     got, wanted = _two_numbers(left[where].item(), right[where].item())
+    if wrong.numel() == 1:
+        raise CheckFailed(_compared(label, got, wanted), mistake)
     raise CheckFailed(
         f"{label}: {count} of {_values(wrong)} {'differs' if count == 1 else 'differ'}, "
         f"the worst at {_index(where)}: {got}, expected {wanted}",

@@ -14,7 +14,7 @@ def test_it_shows_every_array_and_cuts_long_ones():
     for name in ("token_ids", "slot_mapping", "qo_indptr", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"):
         assert name in html
     assert "53 more" in html
-    assert "101 tokens of 2 requests, 1 of them decodes" in html
+    assert "101 tokens of 2 requests, 1 decode; pages of 4 tokens" in html
 
 
 def test_a_notebook_knows_it_after_setup():

@@ -68,6 +68,8 @@ def test_a_wrong_kind_of_result_speaks_for_itself(actual: Any, expected: Any, me
         (with_value(1.5), ONES, f"{DIFFERS} 1.5, expected 1"),
         (with_value(math.inf), ONES, f"{DIFFERS} inf, expected 1"),
         (with_value(-math.inf), with_value(math.inf), f"{DIFFERS} -inf, expected inf"),
+        (torch.tensor(1.5), torch.tensor(1.0), "your result: 1.5, expected 1"),
+        (torch.tensor([True]), torch.tensor([False]), "your result: True, expected False"),
         (math.nan, 1.0, "your result: nan, expected 1"),
         (with_value(-0.0), with_value(-math.inf), f"{DIFFERS} 0, expected -inf"),
         (with_value(1.00002), ONES, f"{DIFFERS} 1.00002, expected 1"),

@@ -1,6 +1,6 @@
 // A decode step of one request in one kernel: all layers and the LM head, for Llama and Qwen3.
 //
-// One thread block per SM stays for the whole step. In each block one warp streams the block's rows of every weight
+// At most one thread block per SM stays for the whole step. In each block one warp streams the block's rows of every weight
 // through a ring of buffers in shared memory, in the order in which they are needed and as fast as the memory delivers
 // them; eight warps multiply. So the memory never waits for a phase of the computation to end. Only a few buffers are on
 // their way at a time: values that blocks exchange would queue behind the others.

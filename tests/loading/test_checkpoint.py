@@ -173,7 +173,7 @@ def test_code_in_a_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
             auto_map={"AutoTokenizer": ["tokenization_x.T", "tokenization_x.T"]},
             tokenizer_class=name,
         )
-        with pytest.warns(UserWarning, match="code of its own"):
+        with pytest.warns(UserWarning, match="its own code"):
             checkpoint = open_checkpoint(folder)
         load_model(checkpoint, Parts(), torch.float32)
         try:

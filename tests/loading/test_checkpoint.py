@@ -187,7 +187,7 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> No
     secret = tmp_path / "secret.safetensors"
     (folder / "model.safetensors").rename(secret)
     (folder / "model.safetensors").symlink_to(secret)
-    with pytest.raises(WeightFileError, match="link out of its folder"):
+    with pytest.raises(WeightFileError, match="links out of its folder"):
         open_checkpoint(folder)
 
 
@@ -209,7 +209,7 @@ def test_a_linked_folder_of_chat_templates_is_refused_and_a_nested_link_not_open
     outside.mkdir()
     (outside / "default.jinja").write_text("a secret")
     templates.symlink_to(outside)
-    with pytest.raises(WeightFileError, match="link out of its folder"):
+    with pytest.raises(WeightFileError, match="links out of its folder"):
         open_checkpoint(folder)
     templates.unlink()
     templates.mkdir()

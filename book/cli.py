@@ -58,7 +58,7 @@ def chat(
     watch: cli.Watching = False,
     homework: Homework = False,
 ) -> None:
-    """Talk with the model. An empty line or Ctrl-D ends."""
+    """Chat with the model. An empty line or Ctrl-D ends the chat."""
     cli.chat(with_homework(make_console(), engine) if homework else engine, sampling, system, chat_template, watch)
 
 

@@ -50,7 +50,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     try:
         worker = subprocess.run(command, input=request.encode(), capture_output=True, timeout=WALL_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise RequestError(f"the chat template did not end in {WALL_SECONDS} s; use a simpler one") from error
+        raise RequestError(f"the chat template did not finish in {WALL_SECONDS} s; use a simpler one") from error
     except OSError as error:
         raise RequestError(
             f"cannot start a process for the chat template: {error}; free memory or processes"
@@ -58,14 +58,12 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     if worker.returncode:
         cause = worker.stderr.decode(errors="replace").splitlines()[-1:] or [f"exit code {worker.returncode}"]
         raise RequestError(
-            f"the chat template was stopped ({cause[0]}): it may use {CPU_SECONDS} s of processor time and "
+            f"the chat template was stopped ({cause[0]}): it may use {CPU_SECONDS} s of CPU time and "
             f"{MEMORY_BYTES >> 20} MiB of memory; use a simpler template or shorter messages"
         )
     answer = json.loads(worker.stdout)
     if "error" in answer:
-        raise RequestError(
-            f"the chat template does not take these messages: {answer['error']}; change them or the template"
-        )
+        raise RequestError(f"the chat template rejects these messages: {answer['error']}; change them or the template")
     return answer["text"]
 
 
@@ -79,7 +77,7 @@ def _check_messages(messages: object) -> list[dict[str, str]]:
             or not all(isinstance(text, str) for item in message.items() for text in item)
         ):
             raise RequestError(
-                f"{str(message)[:100]} is no message; pass mappings of texts with a 'role' and a 'content'"
+                f"{str(message)[:100]} is not a message; pass mappings of strings with a 'role' and a 'content'"
             )
     return [dict(message) for message in messages]
 

@@ -38,17 +38,17 @@ SMALL_POOL: dict[str, Any] = {"num_pages": 36, "page_size": 8, "max_num_batched_
 CHAT_TOKENS = 4096  # that the pool of a watched chat holds at most
 
 
-Prompts = Annotated[list[str] | None, typer.Argument(help="What to answer. Default four examples.")]
+Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts to answer; default four examples.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")]
 Template = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
 Watching = Annotated[bool, typer.Option("--watch", help="Draw the pages of the KV cache and the requests, live.")]
-System = Annotated[str | None, typer.Option(help="What the model should know or be before you speak.")]
+System = Annotated[str | None, typer.Option(help="System message: what the model should know or be.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace.")]
 
 
 def make_app() -> typer.Typer:
     """Return an app without commands, with the settings of ours."""
-    about = "An inference engine to read: generate text, chat, measure."
+    about = "An inference engine made to be read: generate text, chat, measure."
     return typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -79,7 +79,7 @@ def chat(
     chat_template: Template = None,
     watch: Watching = False,
 ) -> None:
-    """Talk with the model. An empty line or Ctrl-D ends."""
+    """Chat with the model. An empty line or Ctrl-D ends the chat."""
     console = make_console()
     template = _read_template(chat_template)
     llm = engine.load(console)
@@ -104,7 +104,7 @@ def chat(
 
 @command(app)
 def bench(engine: EngineOptions, bench: BenchOptions) -> None:
-    """Measure tokens/s beside the bound, and beside peers in the same run."""
+    """Measure tokens/s and compare with the bound, and with peers in the same run."""
     from mini_engine.bench.run import run_bench
 
     run_bench(make_console(), engine, bench)

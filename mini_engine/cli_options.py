@@ -84,7 +84,7 @@ class EngineOptions:
             config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "flash_decoding", "cascade")
             and not config.warm_up
         ):
-            show(console, "The first steps compile kernels, which takes up to a minute; they are kept.", "dim")
+            show(console, "The first steps compile kernels, which takes up to a minute; the kernels are cached.", "dim")
         return llm
 
 
@@ -150,7 +150,7 @@ def load_parts(path: str) -> "Parts":
         ) from error
     if not isinstance(parts, Parts):
         raise ConfigError(
-            f"{path!r} gives a {type(parts).__name__}; give MODULE:OBJECT, the object a mini_engine.Parts"
+            f"{path!r} is a {type(parts).__name__}; give MODULE:OBJECT, where the object is a mini_engine.Parts"
         )
     return parts
 
@@ -183,7 +183,7 @@ GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]
         EngineOptions.of,
         [
             _option("model", str, f"Embedded name, folder, GGUF file or hub id; default {DEFAULT_MODEL}."),
-            _option("config", Path, "YAML file of the engine's options; those of the command line override it."),
+            _option("config", Path, "YAML file of the engine's options; options on the command line override it."),
             _option("parts", str, "MODULE:OBJECT, a Parts whose functions replace the engine's own."),
             *_options_of(EngineConfig),
         ],

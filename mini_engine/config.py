@@ -37,27 +37,27 @@ class EngineConfig:
             "float16" or "float64".
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
         attn_backend: name of the attention backend.
-        max_batch_size: requests that run at once; more wait for their turn.
+        max_batch_size: requests that run at once; others wait.
         max_model_len: longest prompt and output together; default the model's own limit.
         num_pages: pages of the KV cache; default enough for `max_batch_size` of the longest requests, or as many as
-            the memory has room for.
+            fit in memory.
         page_size: tokens per page.
-        kv_layout: order of a page's axes: "NHD" (tokens, heads, numbers of a head) or "HND" (heads first).
-        kv_cache_dtype: dtype of keys and values in the cache: "auto" (the model's) or "fp8_e4m3" (half of the memory
+        kv_layout: order of a page's axes: "NHD" (tokens, heads, head size) or "HND" (heads first).
+        kv_cache_dtype: dtype of keys and values in the cache: "auto" (the model's) or "fp8_e4m3" (half the memory
             of bfloat16; rounded to 4 significant bits).
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
-        sliding_window: lets no layer see further back than this many keys; default the model's own windows.
-        prefix_sharing: let requests that begin with the same tokens share pages, and keep the pages of ended requests
-            for later ones until the space is needed.
+        sliding_window: no layer sees farther back than this many keys; default the model's own windows.
+        prefix_sharing: let requests that begin with the same tokens share pages, and keep the pages of finished
+            requests for later ones until the space is needed.
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
-        cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A step of fewer
-            is filled up to the next one; one of more is launched kernel by kernel. Default 1, 2, 4, and multiples of 8
-            up to `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
-        persistent_decode: compute a decode step of a single request in one CUDA kernel of our own, for Llama and Qwen3
+        cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A smaller step
+            is padded to the next of them; a larger one is launched kernel by kernel. Default 1, 2, 4, and multiples of
+            8 up to `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
+        persistent_decode: compute a decode step of a single request in one custom CUDA kernel, for Llama and Qwen3
             in bfloat16 on a Hopper GPU. It calls none of the engine's parts but the sampler.
-        warm_up: run steps of made-up requests before the first real one, so that no request waits for the compilation
-            of a common kernel.
+        warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
+            kernel to compile.
 
     Raises:
         ConfigError: for a value that is impossible whatever the model and the machine.

@@ -221,7 +221,7 @@ class LLMEngine:
         """
         with self.transaction():
             if pinned in self.pins_in_use:
-                raise RequestError("an unfinished request attends to these pages; wait for its end, or abort it")
+                raise RequestError("an unfinished request attends to these pages; wait until it ends, or abort it")
             if pinned in self._pinned:
                 self._pinned.remove(pinned)
                 self.scheduler.unpin(pinned.pages)
@@ -244,7 +244,7 @@ class LLMEngine:
         """
         with self.transaction():
             if self._requests:
-                raise RequestError(f"{len(self._requests)} requests are unfinished; wait for their ends, or abort them")
+                raise RequestError(f"{len(self._requests)} requests are unfinished; wait until they end, or abort them")
             self._recover()
 
     # --- before the first request --------------------------------------------------------------------------------
@@ -477,8 +477,8 @@ class LLMEngine:
         assert self.config.max_model_len
         if not PersistentDecode.accepts(self.model, self.cache):
             raise ConfigError(
-                "persistent_decode needs a Llama or Qwen3 in bfloat16, without biases, windows and soft-caps, with "
-                "rows of a multiple of 1,024 numbers, on a Hopper GPU; leave it out"
+                "persistent_decode needs a Llama or Qwen3 in bfloat16, without biases, windows or soft-caps, with "
+                "row lengths that are multiples of 1,024, on a Hopper GPU; leave it out"
             )
         return PersistentDecode(self.model, self.cache, -(-self.config.max_model_len // self.config.page_size))
 

@@ -408,7 +408,7 @@ class Inference(TextEngine):
         model: any causal language model whose attention goes through transformers' attention interface: Llama, Qwen3,
             Gemma 2, GPT-2 and most others. It stays where it is, in its dtype, and as it is.
         tokenizer: the model's.
-        max_batch_size: requests that run at once; more wait for their turn.
+        max_batch_size: requests that run at once; others wait.
         max_seq_length: longest prompt and output together; default the model's limit, or the pool's if it is smaller.
         n_pages: pages of the KV cache.
         page_size: tokens per page.

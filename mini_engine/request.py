@@ -228,9 +228,9 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
     if not token_ids:
         raise RequestError("the prompt is empty; give at least one token")
     if context_len + len(token_ids) >= max_model_len:
-        behind = f" behind {context_len} tokens of chunks" if context_len else ""
+        behind = f" after {context_len} tokens of chunks" if context_len else ""
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens{behind} and the model takes {max_model_len}, output included; "
+            f"the prompt has {len(token_ids)} tokens{behind}, but the model takes {max_model_len}, output included; "
             "shorten it, or raise max_model_len if the model allows more"
         )
     if not all(type(t) is int and 0 <= t < vocab_size for t in token_ids):

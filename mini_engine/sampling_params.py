@@ -15,7 +15,7 @@ NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "min_p": (float, lambda x: 0 <= x <= 1, "between 0 and 1"),
     "repetition_penalty": (float, lambda x: 0 < x < math.inf, "above 0 (1 does nothing)"),
     "max_tokens": (int, lambda x: x >= 1, "1 or more"),
-    "seed": (int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits"),
+    "seed": (int, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
     "stop_token_ids": (int, lambda x: x >= 0, "token ids, 0 or more"),
 }
 
@@ -25,15 +25,15 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
 
     Attributes:
-        temperature: divides the logits; 0, or next to it, takes the most likely token (greedy).
-        top_k: sample from the k most likely tokens only; 0 from all.
+        temperature: divides the logits; 0, or close to it, takes the most likely token (greedy).
+        top_k: sample only from the k most likely tokens; 0 samples from all.
         top_p: sample from the smallest set of most likely tokens whose probability reaches top_p.
         min_p: leave out tokens with less than min_p times the largest probability.
         repetition_penalty: above 1 makes tokens of the prompt and of the output so far less likely.
         max_tokens: end after this many tokens.
         seed: makes the output reproducible, whatever else is in the batch; None draws one.
         stop: end as soon as the text contains one of these; it is cut off.
-        stop_token_ids: end at one of these tokens, beside the model's own end-of-sequence tokens.
+        stop_token_ids: end at any of these tokens, in addition to the model's own end-of-sequence tokens.
         ignore_eos: do not end at the model's end-of-sequence tokens.
 
     Raises:
@@ -54,7 +54,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         if not all(isinstance(string, str) and string for string in stop):
-            raise RequestError(f"stop is {self.stop!r}; give strings that are not empty")
+            raise RequestError(f"stop is {self.stop!r}; give nonempty strings")
         ends = _listed("stop_token_ids", self.stop_token_ids)
         checked: dict[str, Any] = {"stop": stop, "stop_token_ids": tuple(_number("stop_token_ids", x) for x in ends)}
         for name in NUMBERS.keys() - {"stop_token_ids"}:

@@ -104,7 +104,7 @@ def test_a_long_conversation_fits(tokenizer):
     assert render_chat(tokenizer, messages, CHATML) == expected(tokenizer, messages, CHATML)
 
 
-STOPPED = "was stopped|did not end"
+STOPPED = "was stopped|did not finish"
 DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}{{ ns.x }}"
 LISTS = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}x"
 DEEP_IF = "{% if 1 %}" * 500 + "x" + "{% endif %}" * 500
@@ -188,7 +188,7 @@ def test_a_worker_that_does_not_run_is_given_up(tokenizer, monkeypatch, tmp_path
     asleep.write_text("import time; time.sleep(600)")
     monkeypatch.setattr(module, "WORKER", asleep)
     monkeypatch.setattr(module, "WALL_SECONDS", 0.1)
-    with pytest.raises(RequestError, match="did not end"):
+    with pytest.raises(RequestError, match="did not finish"):
         render_chat(tokenizer, [USER], None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
     with pytest.raises(RequestError, match="cannot start"):

@@ -126,7 +126,7 @@ def compare_with_reference(
     ]
     failed = mine.engine.metrics.failed_steps
     if wrong:
-        console.print(f"[bold red]Answer {wrong[0] + 1} differs from the reference's[/]: a part of yours is not right.")
+        console.print(f"[bold red]Answer {wrong[0] + 1} differs from the reference's[/]: one of your parts is wrong.")
     elif failed:
         console.print(
             f"[bold red]Steps with your parts that raised an error: {failed}.[/] The warnings name it. The engine "
@@ -165,9 +165,9 @@ def compare_over_chunks(console: Console, model: str, batch: Batch) -> None:
         both = chunked.generate([names, names[::-1]], [batch.prompts[-1]] * 2, batch.params)
         outputs.append([output.token_ids for output in both])
     if outputs[0] == outputs[1]:
-        console.print("[bold green]Behind two chunks, in both orders, every token equals the reference's.[/]")
+        console.print("[bold green]After two chunks, in both orders, every token equals the reference's.[/]")
     else:
-        console.print("[bold red]Behind two chunks the answer differs from the reference's[/]: look at chunk_levels.")
+        console.print("[bold red]After two chunks, the answer differs from the reference's[/]: look at chunk_levels.")
 
 
 def _decode_rate(engine: TextEngine, batch: Batch) -> float:

@@ -185,7 +185,7 @@ def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
 
 def _flash_decoding_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     if cache.page_size % 16:
-        return f"needs pages of a multiple of 16 tokens; page_size is {cache.page_size}", "page_size=16"
+        return f"needs pages of 16 tokens or a multiple; page_size is {cache.page_size}", "page_size=16"
     return _flashinfer_sizes(spec, cache)  # of the prompts
 
 

@@ -22,7 +22,7 @@ class BenchOptions:
         batch_size: number of requests of "batches". May be given several times.
         prompt_tokens: average tokens of a prompt of "batches"; lengths vary around it.
         max_tokens: tokens of each output of "batches".
-        rounds: timed runs of each engine, in turns; the median counts.
+        rounds: timed runs of each engine, alternating; the median is reported.
         json: print one JSON object per line instead of a table.
         out: also write the results to this file, in JSON, with date, device and versions.
 

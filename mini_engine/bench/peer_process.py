@@ -117,7 +117,7 @@ class PeerProcess:
             return answer
         self._log.seek(0)
         last = "\n".join(self._log.read().splitlines()[-LOG_LINES:])
-        raise PeerError(f"the peer {self._name} ended before it answered; leave it out, or mend what it says:\n{last}")
+        raise PeerError(f"the peer {self._name} ended before it answered; leave it out, or fix this:\n{last}")
 
 
 def check_installed(name: str) -> None:

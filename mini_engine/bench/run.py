@@ -119,7 +119,7 @@ def compare(
     shape = checkpoint.config
     if longest > shape.max_position_embeddings:
         raise ConfigError(
-            f"a prompt and its output may have {longest} tokens, and {engine.model} takes "
+            f"a prompt and its output may have {longest} tokens, but {engine.model} takes only "
             f"{shape.max_position_embeddings}: choose fewer prompt tokens, or fewer tokens to generate"
         )
     requests = [workload.requests(shape.vocab_size) for workload in workloads]

@@ -189,7 +189,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     hf = read_json(files["config.json"])
     tensors = _folder_tensors(folder, files)
     if "auto_map" in hf:
-        warnings.warn(f"{folder} contains code of its own (auto_map): it is not run.", stacklevel=3)
+        warnings.warn(f"{folder} contains its own code (auto_map), which is not run.", stacklevel=3)
     config = ModelConfig.from_hf(hf)
     generation = read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
     eos = token_ids(generation.get("eos_token_id")) or config.eos_token_ids
@@ -209,7 +209,7 @@ def _files_inside(folder: Path) -> dict[str, Path]:
     allowed = [root, root.parent.parent / "blobs"] if in_cache else [root]
     for path in folder.iterdir():
         if not any(Path(os.path.realpath(path)).is_relative_to(inside) for inside in allowed):
-            raise WeightFileError(f"{_short(str(path))} is a link out of its folder: put the file itself there.")
+            raise WeightFileError(f"{_short(str(path))} links out of its folder: put the file itself there.")
     return {path.name: path for path in folder.iterdir() if os.path.isfile(path)}
 
 
@@ -290,7 +290,7 @@ def open_safetensors(path: Path) -> StoredTensors:
 
     def read(name: str) -> Tensor:
         if path.stat().st_size != size:  # touching a mapped page that no longer exists would kill the process
-            raise WeightFileError(f"{path} changed its size while it was read: write it again.")
+            raise WeightFileError(f"{path} changed size while it was read: write it again.")
         return file.get_tensor(name)
 
     return StoredTensors(headers, read)

@@ -189,7 +189,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = read("embedding_length", int), read("attention.head_count", int)
     head_dim = read("attention.key_length", int, hidden // max(heads, 1))
     if read("rope.dimension_count", int, head_dim) != head_dim:
-        raise ModelLoadError(f"{file.path} rotates only a part of each head: use a model that rotates whole heads.")
+        raise ModelLoadError(f"{file.path} rotates only part of each head: use a model that rotates whole heads.")
     return {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,

@@ -108,13 +108,13 @@ def test_levels_of_chunks_serve_a_request_over_chunks(run, model):
 
     arguments = "generate", "w5 w6 w9", "w7 w3", "w8", "--raw", "-n", "12", "-m", model, "--homework"
     code, out, _ = run(*arguments, chunk_levels=lambda *args: chunk_levels(*args))
-    assert code == 0 and "Behind two chunks, in both orders, every token equals the reference's." in " ".join(
+    assert code == 0 and "After two chunks, in both orders, every token equals the reference's." in " ".join(
         out.split()
     )
     code, out, _ = run(*arguments, chunk_levels=moved)
     assert code == 0 and "Every token equals the reference's." in out and "look at chunk_levels" in out
     code, out, _ = run(*arguments, "--attn-backend", "torch", chunk_levels=moved)
-    assert code == 0 and "Behind two chunks" not in out and "not used by torch" in out
+    assert code == 0 and "After two chunks" not in out and "not used by torch" in out
 
 
 def test_without_parts_there_is_nothing_to_compare(run, model):

@@ -151,7 +151,7 @@ function button(label, picture, onclick) {
 
 const isDark = () => document.body.dataset.mdColorScheme === "slate";
 
-function colours(request) {
+function colors(request) {
   const hue = HUES[request.index % HUES.length];
   return isDark()
     ? { fill: `hsl(${hue} 42% 38%)`, rest: `hsl(${hue} 30% 20%)`, line: `hsl(${hue} 50% 58%)` }
@@ -396,7 +396,7 @@ class Player {
         : `page ${page}: free`;
       // A shared page has a stripe for each owner.
       const stripes = own.map(({ request, filled }, i) => {
-        const { fill, rest } = colours(request);
+        const { fill, rest } = colors(request);
         const part = `${(100 * i) / Math.max(1, own.length - 1)}% 0 / ${100 / own.length}% 100% no-repeat`;
         return `linear-gradient(to top, ${fill} ${filled * 100}%, ${rest} ${filled * 100}%) ${part}`;
       });
@@ -408,7 +408,7 @@ class Player {
 
   chip(request) {
     const made = element("span", { className: "trace-chip", textContent: label(request), title: `request ${request.name}` });
-    made.style.background = colours(request).fill;
+    made.style.background = colors(request).fill;
     return made;
   }
 
@@ -449,7 +449,7 @@ class Player {
     return `${doing} · ${plural(pages.length, "page")}`;
   }
 
-  // The picture changes with the trace, the width and the colours; a step only moves the cursor over it.
+  // The picture changes with the trace, the width and the colors; a step only moves the cursor over it.
   drawTimeline() {
     const { steps } = this.trace;
     const width = this.timeline.clientWidth;
@@ -485,13 +485,13 @@ class Player {
     pen.font = `600 11px ${style.fontFamily}`;
     const x = (index) => this.gutter + index * this.column;
     const wide = Math.max(1, this.column - (this.column > 4 ? 1 : 0));
-    const bar = (index, middle, thick, colour, width = wide) => {
-      pen.fillStyle = colour;
+    const bar = (index, middle, thick, color, width = wide) => {
+      pen.fillStyle = color;
       pen.fillRect(x(index), middle - thick / 2, width, thick);
     };
 
     const middles = new Map(requests.map((request, i) => [request.name, (i + 0.5) * row]));
-    const lines = new Map(requests.map((request) => [request.name, colours(request).line]));
+    const lines = new Map(requests.map((request) => [request.name, colors(request).line]));
     steps.forEach((step, index) => {
       for (const name of step.waiting) bar(index, middles.get(name), 1.5, muted, Math.max(1, wide / 2));
       for (const name of step.pages.keys()) {

@@ -22,7 +22,7 @@ TRACE = read_trace(FILE)
 pytestmark = needs_browser
 
 LABELS = "() => [...document.querySelectorAll('.trace-page')].map((cell) => cell.textContent)"
-# The share of each page that is coloured as written, out of its background; 0 for a free page.
+# The share of each page that is colored as written, out of its background; 0 for a free page.
 FILLED = r"""() => [...document.querySelectorAll(".trace-page")].map((cell) =>
     Number(cell.style.background.match(/\) (?:0%, \S.*?\) )?([\d.]+)%/)?.[1] ?? 0))"""
 

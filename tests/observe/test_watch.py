@@ -52,7 +52,7 @@ def test_it_shows_shared_pages_and_hits():
     assert "4 tokens shared" in text and "begins with 4 tokens" in text and "4 tokens shared" in trace.summary()
 
 
-def test_colours_columns_and_news_of_a_run_by_hand():
+def test_colors_columns_and_news_of_a_run_by_hand():
     """A runs and shares a page with B; B was preempted and admitted again; C has ended."""
     trace = Trace()
     trace.num_pages, trace.page_size = 8, 4

@@ -149,7 +149,7 @@ def _assert_tensor_close(
         raise CheckFailed(f"{label}: dtype {_dtype(actual)}, expected {_dtype(expected)}", "")
     left, right = actual.detach().cpu(), expected.detach().cpu()
     nans = left.isnan() & ~right.isnan()
-    if nans.any():
+    if nans.any() and left.ndim:
         where = tuple(nans.nonzero()[0].tolist())
         raise CheckFailed(
             f"{label}: NaN in {int(nans.sum())} of {_values(left)}, the first at {_index(where)}", mistake
@@ -161,6 +161,8 @@ def _assert_tensor_close(
     where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
     count = int(wrong.sum())
     got, wanted = _two_numbers(left[where].item(), right[where].item())
+    if not left.ndim:
+        raise CheckFailed(_compared(label, got, wanted), mistake)
     raise CheckFailed(
         f"{label}: {count} of {_values(wrong)} {'differs' if count == 1 else 'differ'}, "
         f"the worst at {_index(where)}: {got}, expected {wanted}",

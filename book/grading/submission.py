@@ -55,7 +55,7 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
         tree = ast.parse(source, filename)
     except (SyntaxError, ValueError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        text = (isinstance(error, SyntaxError) and error.text or "").strip()
+        text = (getattr(error, "text", None) or "").strip()
         if text.startswith(("%", "!")):
             raise SubmissionError(f"`{text}`{line} is a notebook command: leave it out of homework.py.") from error
         reason = error.msg if isinstance(error, SyntaxError) else str(error)

@@ -220,7 +220,7 @@ def results_page_markdown(root: Path) -> str:
             settings = ", ".join(f"{key} {value}" for key, value in result.parameters.items())
             parts += [
                 "",
-                '<details markdown="1">',
+                '<details class="nb-fold" markdown="1">',
                 f"<summary>{result.device}: {len(result.rows)} figures</summary>",
                 "",
                 *([f"With {settings}.", ""] if settings else []),

@@ -98,7 +98,6 @@ def _reset() -> None:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
 
 
 def _stopped_by(error: BaseException) -> str:

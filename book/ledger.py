@@ -59,12 +59,13 @@ def load(root: Path | None = None) -> list[Entry]:
 
 
 def markdown(root: Path | None = None) -> str:
-    """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain over the last."""
+    """For each device, a table for each kind of entry: what changed, the figure, its share of the bound, the gain."""
     kinds: dict[tuple[str, str], list[Entry]] = {}
     for entry in load(root):
         kinds.setdefault(entry.kind, []).append(entry)
-    parts = []
-    for (device, what), entries in kinds.items():
+    parts: list[str] = []
+    devices = list(dict.fromkeys(device for device, _ in kinds))
+    for (device, what), entries in sorted(kinds.items(), key=lambda item: devices.index(item[0][0])):
         rows, before = [], None
         for entry in entries:
             gain = "" if before is None else f"{_gain(before, entry.row):.2f}x"
@@ -74,7 +75,8 @@ def markdown(root: Path | None = None) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
         header = ["date", "what changed", "measured", "of the bound", "gain"]
         table = Table(header, rows, f"Versions of the last line: {versions}.")
-        parts.append(f"## {device}\n\n{what}\n\n{table.markdown()}")
+        heading = f"## {device}\n\n"
+        parts.append(f"{'' if any(heading in part for part in parts) else heading}{what}\n\n{table.markdown()}")
     return "\n\n".join(parts) or "Nothing is recorded yet."
 
 

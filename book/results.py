@@ -205,7 +205,8 @@ def results_page_markdown(root: Path) -> str:
     parts = [
         "# Results",
         "",
-        "Every figure stands beside the best its machine allows, and where that bound comes from.",
+        "Every figure stands beside the best its machine allows, and where that bound comes from. Each experiment's own"
+        " page says what was asked, how it was measured and what the figures mean.",
     ]
     for folder in sorted((root / "experiments").glob("*/results")):
         experiment, readme = folder.parent.name, folder.parent / "README.md"
@@ -214,15 +215,18 @@ def results_page_markdown(root: Path) -> str:
             continue
         lines = readme.read_text(encoding="utf-8").splitlines() if readme.exists() else []
         title = next((line[2:] for line in lines if line.startswith("# ")), experiment)
-        parts += ["", f"## {title}", "", f"`experiments/{experiment}`"]
+        parts += ["", f"## [{title}](experiments/{experiment}/README.md)"]
         for result in results:
             settings = ", ".join(f"{key} {value}" for key, value in result.parameters.items())
             parts += [
                 "",
-                f"### {result.device}",
+                '<details class="nb-fold" markdown="1">',
+                f"<summary>{result.device}: {len(result.rows)} figures</summary>",
                 "",
                 *([f"With {settings}.", ""] if settings else []),
                 result.table().markdown(),
+                "",
+                "</details>",
             ]
     if len(parts) == 3:
         parts += ["", "No result is recorded yet."]

@@ -47,6 +47,7 @@ WITH_TERMS = {"dataflow.md", "trace.md", "play.md"}  # besides the chapters and 
 NAVIGATION: set[str] = set()  # addresses of the pages in the navigation of this build
 DRAWING = re.compile(r'<p><img alt="([^"]*)" src="([^":]+\.svg)" ?/?></p>')
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+INTRODUCED_IN = re.compile(r"<em>(Chapter (\d+))")  # the line below a term of the glossary
 
 log = get_plugin_logger("book")
 
@@ -338,7 +339,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     elif path.startswith("experiments/"):
         html = DRAWING.sub(lambda found: _inlined(ROOT / posixpath.dirname(path) / found[2], unescape(found[1])), html)
     elif path == GLOSSARY:
-        html = add_anchors(html)
+        folders = {str(chapter.number): posixpath.dirname(chapter.notebook) for chapter in chapters()}
+        html = INTRODUCED_IN.sub(
+            lambda m: f'<em><a href="../{folders[m[2]]}/">{m[1]}</a>' if m[2] in folders else m[0], add_anchors(html)
+        )
     elif path in WITH_TERMS or path.startswith("part-"):
         content = BeautifulSoup(html, "html.parser")
         link_terms(content, TERMS, _glossary_from(page))

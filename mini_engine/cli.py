@@ -211,9 +211,9 @@ def stream(
             elif console.is_terminal:
                 live.update(watch.view(console.width, console.height - 1), refresh=True)
     print_new()
-    for output in outputs.values():
+    for index, output in sorted(outputs.items()):
         if output.error:
-            raise output.error
+            raise RequestError(f"prompt {index + 1}: {output.error}") from output.error
     return [outputs[index] for index in range(len(outputs))], metrics
 
 

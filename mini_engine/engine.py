@@ -70,6 +70,8 @@ class LLMEngine:
         on_step: OnStep | None = None,
     ) -> None:
         self.model, self.parts = model, parts or Parts()
+        if not isinstance(self.parts, Parts):
+            raise ConfigError(f"parts is a {type(parts).__name__}; give a mini_engine.Parts")
         self.config = config = resolve(config, model)
         assert config.num_pages and config.max_model_len and config.pipeline_depth is not None
         specs = specs_of(config, model)

@@ -47,6 +47,7 @@ for name, value in [
 ]:
     refused(ConfigError, f"{name} is {value!r}", make_engine, model, **pool | {name: value})
 refused(ConfigError, "choose one of", make_engine, model, **pool | {"attn_backend": ["torch"]})
+refused(ConfigError, "parts is a dict; give a mini_engine.Parts", make_engine, model, parts={"sample": 5}, **pool)
 
 llm = make_text_engine(model, **pool)
 want = llm.generate([5, 9], GREEDY)[0].token_ids

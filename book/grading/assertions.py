@@ -120,7 +120,7 @@ def lines_run(function: Callable[..., Any], *args: Any) -> int:
 
 def assert_no_loop(name: str, small: int, large: int) -> None:
     """Fail if `name` runs far more Python for an input that is eight times as large."""
-    assert large < 3 * small, f"{name} runs {large} lines of Python for 512 items, and {small} for 64"
+    assert large < 3 * small, f"`{name}` runs {large} lines of Python for 512 items, and {small} for 64"
 
 
 def _assert_number_close(actual: Any, expected: Any, atol: float, rtol: float, mistake: str | None, label: str) -> None:
@@ -149,7 +149,7 @@ def _assert_tensor_close(
         raise CheckFailed(f"{label}: dtype {_dtype(actual)}, expected {_dtype(expected)}", "")
     left, right = actual.detach().cpu(), expected.detach().cpu()
     nans = left.isnan() & ~right.isnan()
-    if nans.any():
+    if nans.any() and left.ndim:
         where = tuple(nans.nonzero()[0].tolist())
         raise CheckFailed(
             f"{label}: NaN in {int(nans.sum())} of {_values(left)}, the first at {_index(where)}", mistake

@@ -51,14 +51,16 @@ class Outcome:
 
 def run_check(chapter: Chapter, check: Check, submission: Homework, filename: str) -> Outcome:
     """Calls the check with the submission, which was read from `filename`. Whatever it raises becomes an outcome."""
-    _seed()
+    _reset()
     try:
         check.function(submission)
-    except SystemExit as error:
-        detail = _detail(chapter, error, filename)
-        return Outcome("raised", "Your answer called sys.exit(); raise an exception instead.", detail=detail)
     except Exception as error:
         return _explain(chapter, check, error, filename)
+    except BaseException as error:
+        if line_in(error, filename) is None:  # Ctrl-C
+            raise
+        message = f"Your answer {_stopped_by(error)}; raise an ordinary exception instead."
+        return Outcome("raised", message, detail=_detail(chapter, error, filename))
     return Outcome("passed")
 
 
@@ -86,17 +88,26 @@ _SLIPS = (NameError, ImportError, SyntaxError)
 """Exceptions that say more about the code than about the idea: the mistake that a check looks for is not it."""
 
 
-def _seed() -> None:
-    """The same random numbers for every check, whatever ran before it."""
+def _reset() -> None:
+    """The same random numbers and defaults for every check, whatever ran before it."""
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+
+
+def _stopped_by(error: BaseException) -> str:
+    """What an answer did that ends a process: `sys.exit()`, `pytest.skip()` or a KeyboardInterrupt."""
+    return "called sys.exit()" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
 
 
 def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) -> Outcome:
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
     line = line_in(error, filename)
     if isinstance(error, NotImplementedError) and last.filename == filename:
         return Outcome("unwritten", "Not written yet.")
@@ -110,11 +121,22 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
         return Outcome("raised", "Your answer asked for more memory than the grader allows.", check.mistake, detail)
     raised = f"{type(error).__name__}: {error}".removesuffix(": ")
     if line is None:
-        return Outcome(
-            "raised", _sentence(f"the check could not use what you returned: {raised}"), check.mistake, detail
-        )
-    mistake = "" if isinstance(error, _SLIPS) else check.mistake
-    return Outcome("raised", _sentence(f"your answer raised {raised} (line {line})"), mistake, detail)
+        message, mistake = _sentence(f"the check could not use what you returned: {raised}"), check.mistake
+        if "NoneType" in raised:
+            message, mistake = f"{message} Is a `return` missing?", ""
+        return Outcome("raised", message, mistake, detail)
+    message, mistake = f"Your answer raised {raised} (line {line}).", check.mistake
+    if isinstance(error, _SLIPS):
+        mistake = ""
+    elif isinstance(error, EOFError):
+        message, mistake = f"Your answer reads from the keyboard in line {line}, and a grader cannot type.", ""
+    elif (
+        last.filename == filename
+        and _code(last).startswith("raise")
+        and all(frame.name != "assert_raises" for frame in frames)
+    ):
+        message += " This input is valid: a right answer does not raise."
+    return Outcome("raised", message, mistake, detail)
 
 
 def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:

@@ -55,6 +55,9 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
         tree = ast.parse(source, filename)
     except (SyntaxError, ValueError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        text = (getattr(error, "text", None) or "").strip()
+        if text.startswith(("%", "!")):
+            raise SubmissionError(f"`{text}`{line} is a notebook command: leave it out of homework.py.") from error
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise SubmissionError(f"Your file has a syntax error{line}: {reason}.") from error
     tree.body = [statement for statement in tree.body if not set(defined_names(statement)) & set(others)]
@@ -65,11 +68,11 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
     namespace.update(others, __file__=filename)
     try:
         exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
-    except Exception as error:
-        line = f" in line {line_in(error, filename)}" if line_in(error, filename) else ""
-        raise SubmissionError(f"Your file cannot be imported{line}: {type(error).__name__}: {error}.") from error
     except SystemExit as error:
         raise SubmissionError("Your file calls sys.exit() outside its functions.") from error
+    except BaseException as error:  # pytest.skip() and KeyboardInterrupt, too
+        line = f" in line {line_in(error, filename)}" if line_in(error, filename) else ""
+        raise SubmissionError(f"Your file cannot be imported{line}: {type(error).__name__}: {error}.") from error
     namespace.update(others)  # also over an assignment such as `masked_attention = my_version`
     if exercise not in namespace:
         raise SubmissionError(f"Your file does not define {exercise} any more.")

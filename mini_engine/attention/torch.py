@@ -165,14 +165,14 @@ class PaddedTorchBackend(TorchBackend):
 
 
 def worth_padding(batch: StepBatch, max_keys: int) -> bool:
-    """Whether to pad a step's decodes: at least two, of which padding makes at most twice as many pages.
+    """Whether to pad a step's decodes: at least two of one token each, with at most twice as many pages when padded.
 
     Args:
         batch: the step.
         max_keys: longest sequence to pad to.
     """
     page_counts = torch.diff(batch.kv_page_indptr)[: batch.num_decodes]
-    if batch.num_decodes < 2:
+    if batch.num_decodes < 2 or int(batch.qo_indptr[batch.num_decodes]) > batch.num_decodes:
         return False
     longest = int(page_counts.max())
     return longest * batch.page_size <= max_keys and longest * batch.num_decodes <= 2 * int(page_counts.sum())

@@ -26,8 +26,8 @@ from mini_engine.parts import Parts
 from mini_engine.request import Context, PinnedPages, PlacedChunk
 from mini_engine.rope import RopeConfig
 from tests.attention import fake_flashinfer
+from tests.attention.prefix_steps import Step, in_pages, prefixed, steps
 from tests.attention.stepping import check_equal
-from tests.attention.test_cascade import Step, in_pages, prefixed, steps
 
 PLAIN = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
 SPECS = (

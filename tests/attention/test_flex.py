@@ -34,8 +34,8 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from tests.attention.stepping import full_cache, random_qkv, random_step, run_in_steps
+from tests.helpers import alone, make_engine, serve
 from tests.models.families import our_model, transformers_model
-from tests.test_engine import alone, make_engine, serve
 
 SLOPES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
 PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)

@@ -113,3 +113,27 @@ def test_long_sequences_are_attended_to_in_chunks(key_chunk: int) -> None:
     )
     for _, got, want in run_in_steps(backend, specs, [14, 9], [6, 1], range(8), 4, torch.float64):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+def test_decodes_of_several_tokens_are_not_padded() -> None:
+    """As a step has them that verifies drafted tokens."""
+    batch = StepBatch.build(
+        token_ids=[0] * 7,
+        num_new=[3, 2, 2],
+        kv_lens=[10, 7, 3],
+        pages=[5, 2, 7, 0, 3, 1],
+        page_size=4,
+        max_decode_tokens=4,
+    )
+    outs = []
+    for backend in (TorchBackend, PaddedTorchBackend):
+        cache = PagedKVCache([FULL], 8, 4, torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        for stored in cache.layers[0]:
+            stored.normal_(generator=generator)
+        q, k, v = (torch.randn(7, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+        attend = backend([FULL], cache, Parts())
+        attend.plan(batch)
+        outs.append(attend(0, q, k, v))
+    assert batch.num_decodes == 3
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)

@@ -247,6 +247,42 @@ def test_exceptions_are_explained(write: Write) -> None:
     assert "you take the first" not in panels, "a missing return says it all"
 
 
+def test_what_ends_a_process_costs_its_own_exercise(write: Write) -> None:
+    """KeyboardInterrupt and the outcomes of pytest are no `Exception`s."""
+    grading = graded(
+        write(
+            "import pytest\n\n\n"
+            "def double(x):\n    raise KeyboardInterrupt\n\n\n"
+            "def quadruple(x):\n    pytest.skip()\n\n\n"
+            "def Counter(start):\n    input()\n\n\n"
+            "def last(items):\n    raise ValueError('too short')\n"
+        )
+    )
+    assert set(statuses(grading).values()) == {"raised"}
+    assert "raised KeyboardInterrupt" in message(grading, "double")
+    assert "raised Skipped" in message(grading, "quadruple")
+    assert message(grading, "Counter") == "Your answer reads from the keyboard in line 13, and a grader cannot type."
+    assert message(grading, "last").endswith("(line 17). This input is valid: a right answer does not raise.")
+
+
+def test_a_missing_return_is_named_where_the_check_cannot_go_on(write: Write) -> None:
+    grading = graded(write("def Counter(start):\n    pass\n"))
+    assert message(grading, "Counter").endswith("has no attribute 'add'. Is a `return` missing?")
+
+
+def test_a_setting_of_torch_does_not_leak_into_another_exercise(write: Write) -> None:
+    change = "torch.set_default_dtype(torch.float64)\n"
+    chapter = write(
+        f"import torch\n\n{change}\n\n"
+        f"def double(x):\n    {change}    torch.set_grad_enabled(False)\n    return 2 * x\n\n\n"
+        "def last(items):\n    assert torch.is_grad_enabled() and torch.zeros(1).dtype == torch.float32\n"
+        "    return items[len(items) - 1]\n"
+    )
+    with Grading(chapter, chapter.homework, Limits()) as grading:  # importing torch takes seconds
+        grading.run_all()
+    assert statuses(grading)["double"] == statuses(grading)["last"] == "passed"
+
+
 def test_the_first_failing_check_names_the_mistake(write: Write) -> None:
     grading = graded(write("def double(x):\n    return x * x if x == 2 else 2 * x if x == 3 else 7\n"))
     failure = grading.results[0].failure
@@ -299,6 +335,8 @@ def test_other_exercises_are_replaced_before_the_file_runs(write: Write) -> None
         ("def double(x:\n    return x\n", "Your file has a syntax error in line 1: "),
         ("x = '\0'\n", "Your file has a syntax error"),
         ("import no_such_module\n", "Your file cannot be imported in line 1: ModuleNotFoundError: No module named"),
+        ("%matplotlib inline\n", "`%matplotlib inline` in line 1 is a notebook command"),
+        ("raise KeyboardInterrupt\n", "Your file cannot be imported in line 1: KeyboardInterrupt"),
         ("raise SystemExit\n", "Your file calls sys.exit() outside its functions."),
         ("import os\nos.abort()\n", "Your file ended the Python process with SIGABRT in line 2."),
         ("while True: pass\n", "Your file was stopped after 4 seconds of CPU time in line 1"),

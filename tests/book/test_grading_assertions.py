@@ -103,6 +103,12 @@ def test_tolerances() -> None:
     assert_close(ONES.double(), ONES, check_dtype=False)
 
 
+def test_a_single_number_has_no_index() -> None:
+    for value in (2.0, float("nan")):
+        with pytest.raises(CheckFailed, match=rf"^your result: {value:g}, expected 1$"):
+            assert_close(torch.tensor(value), torch.tensor(1.0))
+
+
 def test_names_appear() -> None:
     with pytest.raises(CheckFailed, match="the LSE: 2, expected 1"):
         assert_close(2.0, 1.0, name="the LSE")

@@ -54,6 +54,13 @@ def test_the_results_page_contains_all_results(hooks: ModuleType, config: MkDocs
     assert results_page_markdown(ROOT) in filled
 
 
+def test_the_glossary_links_the_chapters_that_exist(hooks: ModuleType, config: MkDocsConfig) -> None:
+    html = "<dd><em>Chapter 6. Also: block.</em></dd><dd><em>Chapter 99.</em></dd>"
+    found = hooks.on_page_content(html, page_of("glossary.md", config), config, Files([]))
+    assert '<em><a href="../chapters/06_paged_kv_cache/">Chapter 6</a>. Also: block.</em>' in found
+    assert "<em>Chapter 99.</em>" in found
+
+
 @pytest.mark.parametrize(("html", "problems"), [("<h1 id='a'>One</h1><h2>Two</h2>", 0), ("<h1>A</h1><h1>B ¶</h1>", 1)])
 def test_a_page_with_two_titles_fails_the_build(
     hooks: ModuleType, config: MkDocsConfig, caplog: pytest.LogCaptureFixture, html: str, problems: int

@@ -24,6 +24,16 @@ def test_entries_are_kept_and_compared_on_their_own_device(tmp_path: Path) -> No
     assert "2.50x" in text and text.count("x |") == 1 and "25%" in text and "torch 2.13.0" in text
 
 
+def test_a_device_has_one_heading(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for device, dtype in (("GPU X", "bfloat16"), ("CPU Y", "float32"), ("GPU X", "float32")):
+        row = Row("throughput", 100.0, "tokens/s", 1000.0, "all at once", {"engine": "ours", "dtype": dtype})
+        ledger.add(Result("05_x", device, "2026-01-31", {"torch": "2.13.0"}, {}, (row,)), row, "pages", tmp_path)
+    text = ledger.markdown(tmp_path)
+    assert text.count("## GPU X") == text.count("## CPU Y") == 1
+    assert text.index("ours, bfloat16") < text.index("ours, float32") < text.index("## CPU Y")
+
+
 def test_a_shorter_time_is_a_gain(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     for seconds in (2.0, 0.5):

@@ -113,8 +113,8 @@ def test_results_page_lists_experiments_and_devices(root: Path) -> None:
     results.write(result("01_first"))
     (root / "experiments" / "02_second" / "README.md").write_text("# Two passes\n\nWhy?\n", encoding="utf-8")
     page = results.results_page_markdown(root)
-    assert page.index("## 01_first") < page.index("## Two passes") < page.index("`experiments/02_second`")
-    assert page.count("### GPU X") == 2 and "With heads 8." in page
+    assert page.index("## [01_first]") < page.index("## [Two passes](experiments/02_second/README.md)")
+    assert page.count(f"<summary>GPU X: {len(result().rows)} figures</summary>") == 2 and "With heads 8." in page
     assert "No result is recorded yet." not in page
     assert "No result is recorded yet." in results.results_page_markdown(root / "chapters")
 

@@ -10,17 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.page_table import PageTable, Rows
-from mini_engine.request import Context
+
+if TYPE_CHECKING:
+    from mini_engine.attention.cascade import LevelPlanner
 
 
 @runtime_checkable
@@ -58,20 +59,6 @@ class AttentionParts(Protocol):
     def chunk_levels(self, *args: Any) -> Any: ...
 
 
-class StepPlanner(Protocol):
-    """Chooses the order of a step's requests and its levels; see `cascade.LevelPlanner`."""
-
-    def arrange(
-        self,
-        page_table: PageTable,
-        rows: Rows,
-        num_new: Rows,
-        num_computed: Rows,
-        admissions: Rows,
-        contexts: Sequence[Context] = (),
-    ) -> tuple[Rows, tuple[PrefixLevel, ...]]: ...
-
-
 class AttentionBackend(ABC):
     """One way to compute attention over the KV cache; an `Attend`, so the model calls it directly.
 
@@ -91,7 +78,7 @@ class AttentionBackend(ABC):
     """
 
     bypasses: ClassVar[frozenset[str]]
-    planner: StepPlanner | None = None
+    planner: "LevelPlanner | None" = None
     captures: ClassVar[bool] = False
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from mini_engine.attention.backend import AttentionParts, KVCache
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState
-from mini_engine.attention.torch import SequencePlan, TorchBackend
+from mini_engine.attention.torch import SequencePlan, TorchBackend, keys_of_pages
 from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.kv_cache.page_table import PageTable, Rows
 from mini_engine.request import Context, PinnedPages, PlacedChunk
@@ -636,7 +636,7 @@ class CascadeBackend(TorchBackend):
         out = torch.zeros_like(q, dtype=dtype)
         lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
         for group in level:
-            state = self._attend_in_chunks(spec, group, q[group.tokens])
+            state = self._state(spec, group, q[group.tokens])
             out[group.tokens], lse[group.tokens] = state.out, state.lse
         return AttentionState(out, lse)
 
@@ -660,8 +660,8 @@ def _plan_groups(batch: StepBatch, level: PrefixLevel, before: Int64[np.ndarray,
             continue
         num_keys = (entries.stop - entries.start - 1) * batch.page_size + last_page_len
         key_positions = torch.arange(starts[g], starts[g] + num_keys, device=batch.positions.device)
-        pages = level.kv_page_indices[entries]
-        plans.append(SequencePlan(tokens, pages, num_keys, batch.positions[tokens], key_positions, {None: None}))
+        slots = keys_of_pages(level.kv_page_indices[entries].long() * batch.page_size, batch.page_size, num_keys)
+        plans.append(SequencePlan(tokens, slots, batch.positions[tokens], key_positions, {None: None}))
     return plans
 
 

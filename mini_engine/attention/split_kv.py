@@ -14,13 +14,12 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
-from mini_engine.attention.naive import alibi_bias
+from mini_engine.attention.backend import AttentionParts, KVCache
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.attention.state import attention_state
+from mini_engine.attention.torch import SequencePlan, TorchBackend
 from mini_engine.batch import StepBatch
 from mini_engine.transfer import to_device
 
@@ -129,20 +128,7 @@ class LayerKind(NamedTuple):
         return cls(spec.window, spec.num_kv_heads, spec.num_qo_heads // spec.num_kv_heads)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Some queries of one sequence, and the work items of their keys.
-
-    Attributes:
-        tokens: rows of the step.
-        items: for each, its keys as a range of the step's keys, and [n, m] which of them each query sees.
-    """
-
-    tokens: slice
-    items: list[tuple[slice, Bool[Tensor, "n _"]]]
-
-
-class SplitKVBackend(AttentionBackend):
+class SplitKVBackend(TorchBackend):
     """Execute the work items one after the other, and merge their states with `merge_states`.
 
     A GPU would execute them at the same time, for each KV head. This is the reference of such kernels, in any dtype.
@@ -155,9 +141,7 @@ class SplitKVBackend(AttentionBackend):
         least_keys: smallest split of the keys.
     """
 
-    bypasses: ClassVar[frozenset[str]] = frozenset(
-        {"chunk_levels", "classify_blocks", "find_levels", "masked_attention", "physical_blocks", "physical_mask"}
-    )
+    bypasses: ClassVar[frozenset[str]] = (TorchBackend.bypasses | {"masked_attention"}) - {"plan_work"}
 
     def __init__(
         self,
@@ -172,48 +156,29 @@ class SplitKVBackend(AttentionBackend):
         self._kinds = [LayerKind.of(spec) for spec in specs]
 
     def plan(self, batch: StepBatch) -> None:
-        self._slot_mapping, self._query_positions = batch.slot_mapping, batch.positions
-        self._locate_keys(batch)
-        self._tiles = {kind: self._plan_tiles(batch, kind) for kind in set(self._kinds)}
-
-    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[self.specs[layer].kv_layer])
-        self.parts.append_kv(k_cache, v_cache, k.to(k_cache.dtype), v.to(v_cache.dtype), self._slot_mapping)
+        self._slot_mapping = batch.slot_mapping
+        slots, positions = _locate_keys(batch)
+        self._tiles = {kind: self._plan_tiles(batch, kind, slots, positions) for kind in set(self._kinds)}
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         spec, out = self.specs[layer], torch.empty_like(q)
-        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[spec.kv_layer])
-        slopes = None
-        if spec.alibi_slopes is not None:
-            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for tile in self._tiles[self._kinds[layer]]:
-            states = []
-            for keys, mask in tile.items:
-                slots, bias = self._key_slots[keys], None
-                if slopes is not None:
-                    bias = alibi_bias(slopes, self._query_positions[tile.tokens], self._key_positions[keys])
-                states.append(
-                    attention_state(
-                        q[tile.tokens], k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype),
-                        scale=spec.scale, mask=mask, bias=bias, softcap=spec.softcap,
-                    )
-                )  # fmt: skip
-            out[tile.tokens] = reduce(self.parts.merge_states, states).out.to(q.dtype)
+        for items in self._tiles[self._kinds[layer]]:
+            tokens = items[0].tokens
+            states = [self._state(spec, item, q[tokens]) for item in items]
+            out[tokens] = reduce(self.parts.merge_states, states).out.to(q.dtype)
         return out
 
-    def _locate_keys(self, batch: StepBatch) -> None:
-        """Find the slot and the position of each key of the step, one sequence after the other."""
-        kv_lens, page_indptr = batch.kv_lens.numpy(), batch.kv_page_indptr.numpy()
-        sequences, key = _expand(kv_lens)
-        entries, offsets = page_indptr[sequences] + key // batch.page_size, key % batch.page_size
-        slots = batch.host_page_indices.numpy()[entries].astype(np.int64) * batch.page_size + offsets
-        moved = to_device({"slots": slots, "keys": key, "entries": entries, "offsets": offsets}, batch.positions.device)
-        self._key_slots, self._key_positions = moved["slots"], moved["keys"]
-        if batch.page_positions is not None:
-            self._key_positions = batch.page_positions[moved["entries"]] + moved["offsets"]
+    def _plan_tiles(
+        self, batch: StepBatch, kind: LayerKind, slots: Int[Tensor, " keys"], positions: Int[Tensor, " keys"]
+    ) -> list[list[SequencePlan]]:
+        """Plan the work of one kind of layer, and evaluate the masks: for each tile of queries its work items.
 
-    def _plan_tiles(self, batch: StepBatch, kind: LayerKind) -> list[Tile]:
-        """Plan the work of one kind of layer, and evaluate the masks."""
+        Args:
+            batch: the step.
+            kind: the layers.
+            slots: slot of each key of the step.
+            positions: position of each.
+        """
         plan = self.parts.plan_work(
             batch.qo_indptr.numpy(),
             batch.kv_lens.numpy(),
@@ -222,7 +187,7 @@ class SplitKVBackend(AttentionBackend):
             least_keys=self._least_keys,
             window=kind.window,
         )
-        mask_mod = self.parts.mask_mod(kind.window)
+        mask_mod = self._mask_mods[kind.window]
         nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
         before = batch.kv_lens.numpy().cumsum() - batch.kv_lens.numpy()  # keys of the sequences in front
         first_keys = (plan.first_keys + before[plan.sequences]).tolist()
@@ -231,11 +196,24 @@ class SplitKVBackend(AttentionBackend):
         tiles = []
         for first, end in pairwise(plan.item_indptr.tolist()):
             tokens = slice(first_tokens[first], end_tokens[first])
-            queries = batch.positions[tokens, None]
-            ranges = [slice(first_keys[item], end_keys[item]) for item in range(first, end)]
-            items = [(keys, mask_mod(nothing, nothing, queries, self._key_positions[keys])) for keys in ranges]
-            tiles.append(Tile(tokens, items))
+            queries, items = batch.positions[tokens], []
+            for item in range(first, end):
+                keys = slice(first_keys[item], end_keys[item])
+                mask = mask_mod(nothing, nothing, queries[:, None], positions[keys])
+                items.append(SequencePlan(tokens, slots[keys], queries, positions[keys], {kind.window: mask}))
+            tiles.append(items)
         return tiles
+
+
+def _locate_keys(batch: StepBatch) -> tuple[Int[Tensor, " keys"], Int[Tensor, " keys"]]:
+    """Find the slot and the position of each key of the step, one sequence after the other."""
+    sequences, key = _expand(batch.kv_lens.numpy())
+    entries = batch.kv_page_indptr.numpy()[sequences] + key // batch.page_size
+    moved = to_device({"entries": entries, "keys": key, "offsets": key % batch.page_size}, batch.positions.device)
+    slots = batch.kv_page_indices[moved["entries"]].long() * batch.page_size + moved["offsets"]
+    if batch.page_positions is None:
+        return slots, moved["keys"]
+    return slots, batch.page_positions[moved["entries"]] + moved["offsets"]
 
 
 def _expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:

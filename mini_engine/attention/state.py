@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from jaxtyping import Bool, Float
@@ -92,14 +93,14 @@ def chunked_attention(
         chunk_size: keys per tile, at least 1; the last tile may be shorter.
         merge: combines two states; the other arguments are those of `masked_attention`.
     """
-    state = attention_state(q, k[:0], v[:0], scale=scale)
-    for start in range(0, k.shape[0], chunk_size):
+
+    def tile(start: int) -> AttentionState:
         keys = slice(start, start + chunk_size)
-        chunk_mask = None if mask is None else mask[:, keys]
-        chunk_bias = None if bias is None else bias[:, :, keys]
-        chunk = attention_state(q, k[keys], v[keys], scale=scale, mask=chunk_mask, bias=chunk_bias, softcap=softcap)
-        state = merge(state, chunk)
-    return state
+        own_mask = None if mask is None else mask[:, keys]
+        own_bias = None if bias is None else bias[:, :, keys]
+        return attention_state(q, k[keys], v[keys], scale=scale, mask=own_mask, bias=own_bias, softcap=softcap)
+
+    return reduce(merge, map(tile, range(0, max(len(k), 1), chunk_size)))
 
 
 def _finite(lse: Tensor) -> Tensor:

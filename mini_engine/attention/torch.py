@@ -25,20 +25,18 @@ from mini_engine.transfer import to_device
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """One sequence of a step, ready for attention.
+    """Queries of one sequence of a step, and keys of that sequence, ready for attention.
 
     Attributes:
-        tokens: the sequence's rows among the step's tokens.
-        pages: its pages; a slice if they follow one another in the pool, which makes a view instead of a copy.
-        num_keys: keys in those pages.
+        tokens: the queries, as rows of the step's tokens.
+        slots: slots of the keys in the pool; a slice if they follow one another, which makes a view instead of a copy.
         query_positions: [n] position of each query.
         key_positions: [m] position of each key.
         masks: for each window of the model's layers, [n, m] the keys that each query sees; None: all.
     """
 
     tokens: slice
-    pages: slice | Int[Tensor, " pages"]
-    num_keys: int
+    slots: slice | Int[Tensor, " m"]
     query_positions: Int[Tensor, " n"]
     key_positions: Int[Tensor, " m"]
     masks: dict[int | None, Bool[Tensor, "n m"] | None]
@@ -81,13 +79,11 @@ class TorchBackend(AttentionBackend):
     def _attend(
         self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
     ) -> Float[Tensor, "n Hq D"]:
-        if sequence.num_keys > self.KEY_CHUNK:
-            return self._attend_in_chunks(spec, sequence, q).out
+        if len(sequence.key_positions) > self.KEY_CHUNK:
+            return self._state(spec, sequence, q).out
         return self.parts.masked_attention(q, *self._gather(spec, sequence, q.dtype), **_options(spec, sequence, q))
 
-    def _attend_in_chunks(
-        self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
-    ) -> AttentionState:
+    def _state(self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]) -> AttentionState:
         k, v = self._gather(spec, sequence, q.dtype)
         options, merge = _options(spec, sequence, q), self.parts.merge_states
         return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=merge, **options)
@@ -96,15 +92,13 @@ class TorchBackend(AttentionBackend):
         self, spec: AttentionSpec, sequence: SequencePlan, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk D"]]:
         """Read a sequence's keys and values from their pages."""
-        k, v = self.cache.layers[spec.kv_layer]
-        pages, num_keys = sequence.pages, sequence.num_keys
-        return k[pages].flatten(0, 1)[:num_keys].to(dtype), v[pages].flatten(0, 1)[:num_keys].to(dtype)
+        k, v = (pages.flatten(0, 1)[sequence.slots].to(dtype) for pages in self.cache.layers[spec.kv_layer])
+        return k, v
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
         """Plan some sequences of a step, one after the other."""
         first_token, first_page = batch.qo_indptr.tolist(), batch.kv_page_indptr.tolist()
         kv_lens = batch.kv_lens.tolist()
-        offsets = torch.arange(batch.page_size, device=batch.positions.device)
         count_up = torch.arange(max(kv_lens), device=batch.positions.device)
         nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
         plans = []
@@ -112,8 +106,7 @@ class TorchBackend(AttentionBackend):
             tokens, entries = slice(*first_token[b : b + 2]), slice(*first_page[b : b + 2])
             query_positions, key_positions = batch.positions[tokens], count_up[: kv_lens[b]]
             if batch.page_positions is not None:
-                page_positions = batch.page_positions[entries]
-                key_positions = (page_positions[:, None] + offsets).flatten()[: kv_lens[b]]
+                key_positions = keys_of_pages(batch.page_positions[entries], batch.page_size, kv_lens[b])
             is_decode = tokens.stop - tokens.start == 1
             num_visible = kv_lens[b] if batch.page_positions is None else math.inf  # pages may be missing in between
             masks = {
@@ -122,8 +115,8 @@ class TorchBackend(AttentionBackend):
                 else mask_mod(nothing, nothing, query_positions[:, None], key_positions)
                 for window, mask_mod in self._mask_mods.items()
             }
-            pages = _page_index(batch, entries)
-            plans.append(SequencePlan(tokens, pages, kv_lens[b], query_positions, key_positions, masks))
+            slots = _slots(batch, entries, kv_lens[b])
+            plans.append(SequencePlan(tokens, slots, query_positions, key_positions, masks))
         return plans
 
 
@@ -254,9 +247,15 @@ def _options(spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq
     return {"scale": spec.scale, "mask": sequence.masks[spec.window], "bias": bias, "softcap": spec.softcap}
 
 
-def _page_index(batch: StepBatch, entries: slice) -> slice | Int[Tensor, " pages"]:
-    """An index of some entries of `kv_page_indices` into the pool: a slice if the pages follow one another in it."""
+def keys_of_pages(starts: Int[Tensor, " pages"], page_size: int, num_keys: int) -> Int[Tensor, " m"]:
+    """Count up from the start of each page: the slots, or the positions, of the first keys in some pages."""
+    return (starts[:, None] + torch.arange(page_size, device=starts.device)).flatten()[:num_keys]
+
+
+def _slots(batch: StepBatch, entries: slice, num_keys: int) -> slice | Int[Tensor, " m"]:
+    """Slots of the first keys in some pages of `kv_page_indices`: a slice if the pages follow one another."""
     pages = batch.host_page_indices.numpy()[entries]
     if (np.diff(pages) == 1).all():
-        return slice(int(pages[0]), int(pages[-1]) + 1)
-    return batch.kv_page_indices[entries]
+        first = int(pages[0]) * batch.page_size
+        return slice(first, first + num_keys)
+    return keys_of_pages(batch.kv_page_indices[entries].long() * batch.page_size, batch.page_size, num_keys)

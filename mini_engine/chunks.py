@@ -42,28 +42,11 @@ from mini_engine.loading.checkpoint import open_safetensors
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import Prompt, RequestOutput
 from mini_engine.request import Context, PinnedPages, PlacedChunk, check_prompt
-from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
 from mini_engine.sampling_params import SamplingParams
 
 FORMAT = "mini_engine chunk 1"
 KINDS = "keys", "values"
 MAX_SAMPLES = 64  # values of each weight that a model's identity depends on
-
-
-def rotate_keys(k: Float[Tensor, "n Hk D"], offset: int, rope: RopeConfig) -> Float[Tensor, "n Hk D"]:
-    """Move cached keys by `offset` positions: rotate them once more.
-
-    Rotations by two angles add up, so a key that was rotated to position p and then by `offset` is the key of position
-    p + `offset` (Su et al. 2021, section 3.2.2).
-
-    Args:
-        k: keys to which RoPE has been applied.
-        offset: how far they move; negative towards the front.
-        rope: the model's rotary embedding.
-    """
-    dtype = torch.promote_types(k.dtype, torch.float32)
-    offsets = torch.full((len(k),), offset, device=k.device)
-    return apply_rope(k, *rope_tables(offsets, inverse_frequencies(rope).to(k.device, dtype)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -498,7 +481,9 @@ class ChunkMemory:
         except WeightFileError as error:
             raise ChunkFileError(str(error)) from error
         if metadata.get("format") != FORMAT:
-            raise ChunkFileError(f"{path} holds no chunk of this engine; give a file that save_chunk has written")
+            raise ChunkFileError(
+                f"{path} holds no chunk of this engine; give a file that `ChunkMemory.save` has written"
+            )
         if metadata.get("model") != self.model_identity:
             raise ChunkFileError(f"the chunk in {path} was computed by another model; register its text with this one")
         vocab_size = self.engine.model.config.vocab_size
@@ -538,7 +523,7 @@ class ChunkedLLM:
 
     Attributes:
         llm: the front end, for requests without chunks.
-        memory: the chunks, by token ids.
+        memory: the chunks, by token ids: their memory and files, and `unregister`.
 
     Raises:
         ConfigError: for impossible options, or if the backend or the model cannot attend to chunks.
@@ -575,14 +560,6 @@ class ChunkedLLM:
         """
         return self.memory.register(self.llm.tokens_of(chunk, add_special_tokens=after is None), name, after)
 
-    def unregister(self, name: str) -> None:
-        """Forget a chunk and return its pages.
-
-        Raises:
-            ChunkError: if there is no such chunk, or an unfinished request attends to it.
-        """
-        self.memory.unregister(name)
-
     def generate(
         self,
         chunks: ListLike[str] | ListLike[ListLike[str]],
@@ -618,40 +595,6 @@ class ChunkedLLM:
             ChunkError: if a chunk is not registered, or cannot be used at its position.
         """
         return self.llm.stream(prompt, params, partial(self.memory.context, *_lists(chunks, 1)))
-
-    def is_exact(self, chunks: ListLike[str]) -> bool:
-        """Whether the output behind these chunks is that of a plain prompt: each was computed after the others.
-
-        Raises:
-            ChunkError: if one of them is not registered.
-        """
-        return self.memory.is_exact(chunks)
-
-    def save_chunk(self, name: str, path: str | Path) -> None:
-        """Write a chunk to a safetensors file.
-
-        Raises:
-            ChunkError: if there is no such chunk.
-            ChunkFileError: if the file cannot be written.
-        """
-        self.memory.save(name, path)
-
-    def load_chunk(self, path: str | Path, name: str | None = None, after: str | None = None) -> str:
-        """Register a chunk that `save_chunk` has written with the same model, in the same dtype. Nothing is computed.
-
-        Args:
-            path: the file.
-            name: how `generate` refers to it; default made up.
-            after: the registered chunk that it was computed after, if there was one.
-
-        Returns:
-            The name.
-
-        Raises:
-            ChunkFileError: if the file holds no chunk of this model, or is damaged.
-            ChunkError: if another chunk has the name, there is no chunk `after`, or there is no room.
-        """
-        return self.memory.load(path, name, after)
 
 
 def model_identity(model: LanguageModel) -> str:

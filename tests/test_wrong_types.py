@@ -90,8 +90,8 @@ check_nothing_leaked(engine)
 chunked = ChunkedLLM(make_text_engine(model, **pool, attn_backend="cascade"))
 for name in (7, None, ["a"], {}):
     refused(RequestError, "there is no chunk", chunked.register_chunk, [5], "b", after=name or 0)
-    refused(RequestError, "there is no chunk", chunked.unregister, name)
-    refused(RequestError, "there is no chunk", chunked.is_exact, [name])
+    refused(RequestError, "there is no chunk", chunked.memory.unregister, name)
+    refused(RequestError, "there is no chunk", chunked.memory.is_exact, [name])
 refused(RequestError, "the name of a chunk is 7", chunked.register_chunk, [5], 7)
 for chunk in (None, 5, b"ab", [1.5]):
     refused(RequestError, "list of token ids", chunked.register_chunk, chunk)

@@ -12,7 +12,7 @@ from book.grading.chapter import ROOT
 from book.grading.parts import PARTS, Part, changed_since, finished_parts
 from book.grading.progress import Progress
 from mini_engine import LLM, Parts, RequestOutput
-from mini_engine.attention.backend import bypassed_parts
+from mini_engine.attention.torch import TorchBackend
 from mini_engine.chunks import ChunkedLLM
 from mini_engine.cli import Batch
 from mini_engine.llm import TextEngine
@@ -54,7 +54,7 @@ def homework_options(parts: Parts) -> dict[str, Any]:
         options["attn_backend"] = "cascade"
     elif "plan_work" in mine:
         options["attn_backend"] = "split_kv"
-    elif mine & bypassed_parts("torch"):
+    elif mine & TorchBackend.bypasses:
         options["attn_backend"] = "flex"
     elif "merge_states" in mine:
         options["attn_backend"] = "chunked"  # others merge states only in sequences of thousands of tokens
@@ -84,7 +84,7 @@ def print_parts(console: Console, llm: LLM) -> None:
 
 
 def _runs_on(part: Part, llm: LLM) -> str:
-    if part.name in bypassed_parts(llm.config.attn_backend):
+    if part.name in llm.engine.backend.bypasses:
         return f"[dim]not used by {llm.config.attn_backend}[/]"
     classes = {cls for layer in llm.model.layers for cls in type(layer).__mro__}
     modules = {cls.__module__.replace(".", "/") + ".py" for cls in classes}

@@ -5,7 +5,7 @@ cache. In each step the engine calls `plan(batch)`, and then the model calls the
 Explained in chapter 04.
 """
 
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -242,28 +242,14 @@ def create_backend(
         others = [other for other, info in BACKENDS.items() if not _refusal(info, specs, cache)]
         ways_out = ([f"set {option}"] if option else []) + [f"use attn_backend={other!r}" for other in others[:1]]
         raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
-    return _class_of(BACKENDS[name].on(cache.device.type))(specs, cache, parts)
+    backend: type[AttentionBackend] = pkgutil.resolve_name(BACKENDS[name].on(cache.device.type).path)
+    return backend(specs, cache, parts)
 
 
 def check_backend(name: str) -> None:
     """Raise ConfigError if there is no backend of that name."""
     if name not in list(BACKENDS):  # compared, not looked up: a name that is not a string may not be hashable
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
-
-
-def bypassed_parts(name: str) -> frozenset[str]:
-    """Return the names of the parts that a backend does not use, or not everywhere.
-
-    Raises:
-        ConfigError: if there is no such backend.
-    """
-    check_backend(name)
-    return _class_of(BACKENDS[name]).bypasses
-
-
-def _class_of(info: BackendInfo) -> type[AttentionBackend]:
-    module, _, attribute = info.path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> Refusal | None:

@@ -368,18 +368,29 @@ def context_levels(
     Returns:
         The index of each request in the new order, decodes first, and the levels.
     """
-    order, levels = find(contexts, num_new, page_size)
-    pages = {f"pages {i}": level.kv_page_indices.astype(np.int32) for i, level in enumerate(levels)}
-    offsets = {f"offsets {i}": level.query_offsets for i, level in enumerate(levels)}
-    moved = to_device(pages | offsets, device)
-    return order, tuple(
+    order, found = find(contexts, num_new, page_size)
+    levels = [
         PrefixLevel(
             qo_indptr=_host(level.qo_indptr),
             kv_page_indptr=_host(level.kv_page_indptr),
-            kv_page_indices=moved[f"pages {i}"],
+            kv_page_indices=_host(level.kv_page_indices),
             kv_last_page_len=_host(level.kv_last_page_len),
-            query_offsets=moved[f"offsets {i}"],
+            query_offsets=torch.from_numpy(level.query_offsets),
         )
+        for level in found
+    ]
+    return order, upload(levels, device)
+
+
+def upload(levels: Sequence[PrefixLevel], device: torch.device) -> tuple[PrefixLevel, ...]:
+    """Move the pages and the query offsets of levels to a device, in one copy."""
+    arrays = {f"pages {i}": level.kv_page_indices.numpy() for i, level in enumerate(levels)}
+    for i, level in enumerate(levels):
+        if level.query_offsets is not None:
+            arrays[f"offsets {i}"] = level.query_offsets.numpy()
+    moved = to_device(arrays, device)
+    return tuple(
+        replace(level, kv_page_indices=moved[f"pages {i}"], query_offsets=moved.get(f"offsets {i}"))
         for i, level in enumerate(levels)
     )
 
@@ -471,13 +482,9 @@ class LevelPlanner:
             if longest:
                 pages = page_table.table[rows, :longest]
                 self._order, levels = plan_levels(pages, limits, num_new, self._page_size, self._costs, self._find)
-        of_levels = [level.kv_page_indices.numpy() for level in levels]
-        self._pages = np.concatenate(of_levels) if levels else self._order[:0]
+        self._pages = np.concatenate([self._order[:0], *(level.kv_page_indices.numpy() for level in levels)])
         self._generations = page_table.generation[self._pages]
-        moved = to_device({str(i): pages for i, pages in enumerate(of_levels)}, self._device) if levels else {}
-        self._levels = tuple(
-            replace(level, kv_page_indices=pages) for level, pages in zip(levels, moved.values(), strict=True)
-        )
+        self._levels = upload(levels, self._device) if levels else ()
 
 
 # --- attention over levels -------------------------------------------------------------------------------------------

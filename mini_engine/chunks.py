@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -299,7 +299,7 @@ class ChunkMemory:
             tensors = {tensor: pages[slots].cpu() for tensor, pages in self._cache_tensors().items()}
         metadata = {
             "format": FORMAT,
-            "model": self.model_identity,
+            "model": model_identity(self.engine.model),
             "token_ids": json.dumps(chunk.token_ids),
             "before": json.dumps(chunk.before),
         }
@@ -337,11 +337,6 @@ class ChunkMemory:
                     f"{after!r}; register or load the chunks that come before it, and name the last of them by after="
                 )
             return self._add(token_ids, name, after, fill)
-
-    @cached_property
-    def model_identity(self) -> str:
-        """A digest of the model's layers and of samples of its weights."""
-        return model_identity(self.engine.model)
 
     # --- details -------------------------------------------------------------------------------------------------
 
@@ -484,7 +479,7 @@ class ChunkMemory:
             raise ChunkFileError(
                 f"{path} holds no chunk of this engine; give a file that `ChunkMemory.save` has written"
             )
-        if metadata.get("model") != self.model_identity:
+        if metadata.get("model") != model_identity(self.engine.model):
             raise ChunkFileError(f"the chunk in {path} was computed by another model; register its text with this one")
         vocab_size = self.engine.model.config.vocab_size
         token_ids, before = (_stored_tokens(path, metadata.get(key), vocab_size) for key in ("token_ids", "before"))

@@ -632,7 +632,7 @@ def saved(tmp_path: Path) -> tuple[ChunkMemory, Path, dict[str, Tensor], dict[st
     memory.save("a", path)
     metadata = {
         "format": "mini_engine chunk 1",
-        "model": memory.model_identity,
+        "model": model_identity(memory.engine.model),
         "token_ids": json.dumps(A),
         "before": "[]",
     }

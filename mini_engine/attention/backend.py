@@ -165,8 +165,8 @@ def _flashinfer_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
 def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     if cache.page_size not in (16, 32, 64, 128):
         return f"needs pages of 16, 32, 64 or 128 tokens; page_size is {cache.page_size}", "page_size=16"
-    if (group := spec.num_qo_heads // spec.num_kv_heads) > 32:
-        return f"takes up to 32 query heads for each KV head, not {group}", None
+    if spec.group > 32:
+        return f"takes up to 32 query heads for each KV head, not {spec.group}", None
     return _flashinfer_sizes(spec, cache)  # of the prompts
 
 

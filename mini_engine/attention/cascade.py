@@ -29,6 +29,7 @@ from mini_engine.attention.state import AttentionState
 from mini_engine.attention.torch import SequencePlan, TorchBackend, keys_of_pages
 from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.kv_cache.page_table import PageTable, Rows
+from mini_engine.ragged import members
 from mini_engine.request import Context, PinnedPages, PlacedChunk
 from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
 from mini_engine.transfer import to_device
@@ -369,16 +370,7 @@ def context_levels(
         The index of each request in the new order, decodes first, and the levels.
     """
     order, found = find(contexts, num_new, page_size)
-    levels = [
-        PrefixLevel(
-            qo_indptr=_host(level.qo_indptr),
-            kv_page_indptr=_host(level.kv_page_indptr),
-            kv_page_indices=_host(level.kv_page_indices),
-            kv_last_page_len=_host(level.kv_last_page_len),
-            query_offsets=torch.from_numpy(level.query_offsets),
-        )
-        for level in found
-    ]
+    levels = [PrefixLevel(**{name: _host(array) for name, array in level._asdict().items()}) for level in found]
     return order, upload(levels, device)
 
 
@@ -674,8 +666,8 @@ def _plan_groups(batch: StepBatch, level: PrefixLevel, before: Int64[np.ndarray,
 
 def _ranges(starts: Int64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " sum"]:
     """Concatenate the ranges that begin at `starts` and have `counts` numbers each."""
-    ends = counts.cumsum()
-    return np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
+    group, index = members(counts)
+    return starts[group] + index
 
 
 def _indptr(counts: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n+1"]:

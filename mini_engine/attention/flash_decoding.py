@@ -89,12 +89,10 @@ class FlashDecodingBackend(FlashInferBackend):
         if kernel.num_ranges not in self._work:  # kinds of layers with as many share it
             self._work[kernel.num_ranges] = self._upload(batch, count, kernel.num_ranges)
         work = self._work[kernel.num_ranges]
-        key = kind, "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"
-        if key not in self._wrappers:
-            self._log(key[1], kind)
-            self._wrappers[key] = PlannedDecode(kernel, kind, work)
-        self._wrappers[key].work = work
-        return self._wrappers[key]
+        name = "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"
+        decode = self._wrapper(kind, name, lambda: PlannedDecode(kernel, kind, work))
+        decode.work = work
+        return decode
 
     def _upload(self, batch: StepBatch, count: int, num_ranges: int) -> DecodeWork:
         """Share out the first sequences of the step; a CUDA graph finds the result at the same addresses every time."""

@@ -7,7 +7,8 @@ the same in PyTorch. Explained in chapter 08.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -162,10 +163,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         """Plan the first sequences of the step, which have one query each."""
-        if batch.page_capacity is None:
-            wrapper = self._wrapper(kind, algorithm)
-        else:
-            wrapper = self._graph_wrapper(kind, algorithm, count, batch.page_capacity)
+        wrapper = self._decode_wrapper(kind, algorithm, count, batch.page_capacity)
         wrapper.plan(
             batch.kv_page_indptr[: count + 1],
             batch.kv_page_indices,
@@ -181,7 +179,9 @@ class FlashInferBackend(AttentionBackend):
         mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
         # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrow keys with queries of the same dtype only.
         use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
-        wrapper = self._wrapper(kind, "fa3" if use_fa3 else "fa2")
+        algorithm, prefill = "fa3" if use_fa3 else "fa2", self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        make = partial(prefill, self._workspace, self.cache.layout, backend=algorithm)
+        wrapper = self._wrapper(kind, algorithm, make)
         wrapper.plan(
             batch.qo_indptr[first:] - first,
             batch.kv_page_indptr[first:],
@@ -194,53 +194,43 @@ class FlashInferBackend(AttentionBackend):
         )
         return wrapper
 
-    def _wrapper(self, kind: LayerKind, algorithm: str) -> Any:
-        """FlashInfer's wrapper that plans and runs a kind of layer; made when needed, as each takes 8 MiB on the GPU.
+    def _decode_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int | None) -> Any:
+        """FlashInfer's wrapper of decodes; that of a CUDA graph plans into memory that the captured kernels read.
+
+        On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal ones.
 
         Args:
             kind: the layers.
-            algorithm: "decode" on tensor cores, "decode on CUDA cores", or for prompts "fa2" or "fa3"
-                (FlashAttention-2 or 3).
+            algorithm: "decode" on tensor cores, or "decode on CUDA cores".
+            count: requests.
+            page_capacity: the most pages that they can have in a graph; None without a graph.
+        """
+        decode, cores = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper, algorithm == "decode"
+        make = partial(decode, self._workspace, self.cache.layout, use_tensor_cores=cores, backend="fa2")
+        if page_capacity is None:
+            return self._wrapper(kind, algorithm, make)
+        sizes = {"indptr": count + 1, "indices": page_capacity, "last_page_len": count}
+        buffers = {f"paged_kv_{name}_buffer": size for name, size in sizes.items()}
+        return self._wrapper(kind, f"{algorithm}, graph of {count}", make, buffers)
+
+    def _wrapper(
+        self, kind: LayerKind, algorithm: str, make: Callable[..., Any], buffers: Mapping[str, int] | None = None
+    ) -> Any:
+        """What plans and runs a kind of layer; made when needed, as a wrapper of FlashInfer takes 8 MiB on the GPU.
+
+        Args:
+            kind: the layers.
+            algorithm: the name of what computes them, unique among those of a kind.
+            make: makes it.
+            buffers: arguments of `make` for a CUDA graph, and the sizes of the arrays that they are.
         """
         key = kind, algorithm
         if key not in self._wrappers:
-            self._log(algorithm, kind)
-            if algorithm.startswith("decode"):
-                # On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal
-                # ones.
-                self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                    self._workspace, self.cache.layout, use_tensor_cores=algorithm == "decode", backend="fa2"
-                )
-            else:
-                self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                    self._workspace, self.cache.layout, backend=algorithm
-                )
+            keys, _ = self.cache.layers[0]
+            logger.debug("%s for %s; keys %s %s, %s", algorithm, kind, list(keys.shape), self.cache.layout, keys.dtype)
+            arrays = {name: keys.new_empty(size, dtype=torch.int32) for name, size in (buffers or {}).items()}
+            self._wrappers[key] = make(use_cuda_graph=True, **arrays) if arrays else make()
         return self._wrappers[key]
-
-    def _graph_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int) -> Any:
-        """The wrapper of a CUDA graph: `plan` writes into memory that the captured kernels read."""
-        key = kind, f"{algorithm}, graph of {count}"
-        if key not in self._wrappers:
-            self._log(key[1], kind)
-            sizes = {"indptr": count + 1, "indices": page_capacity, "last_page_len": count}
-            buffers = {
-                f"paged_kv_{name}_buffer": torch.empty(size, dtype=torch.int32, device=self.cache.device)
-                for name, size in sizes.items()
-            }
-            self._wrappers[key] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                self.cache.layout,
-                use_cuda_graph=True,
-                use_tensor_cores=algorithm == "decode",
-                **buffers,
-                backend="fa2",
-            )
-        return self._wrappers[key]
-
-    def _log(self, algorithm: str, kind: LayerKind) -> None:
-        """Log, at level DEBUG, what computes a kind of layer: once for each, when it is first needed."""
-        keys, _ = self.cache.layers[0]
-        logger.debug("%s for %s; keys %s %s, %s", algorithm, kind, list(keys.shape), self.cache.layout, keys.dtype)
 
     def _options(self, kind: LayerKind) -> dict[str, Any]:
         """What both kinds of plans take by name. FlashInfer's window does not count the query's own key."""

@@ -6,6 +6,7 @@ meet the keys of chunks. Explained in chapters 09 and 10.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -132,19 +133,15 @@ class FlashInferCascadeBackend(FlashInferBackend):
         A level has few groups. FlashInfer's FlashAttention-2 splits the keys of each over many thread blocks; its
         FlashAttention-3 does not.
         """
-        capacity, groups = batch.page_capacity, level.padded_groups
-        key = kind, f"level {index}" + (f" of {groups} groups, graph of {batch.num_sequences}" if capacity else "")
-        if key not in self._wrappers:
-            sizes = {"qo_indptr": groups + 1, "paged_kv_indptr": groups + 1, "paged_kv_last_page_len": groups}
-            buffers = {
-                f"{name}_buf": torch.empty(size, dtype=torch.int32, device=self.cache.device)
-                for name, size in (sizes | {"paged_kv_indices": capacity or 0}).items()
-                if capacity
-            }
-            self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, self.cache.layout, backend="fa2", use_cuda_graph=bool(capacity), **buffers
-            )
-        return self._wrappers[key]
+        prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        make = partial(prefill, self._workspace, self.cache.layout, backend="fa2")
+        if batch.page_capacity is None:
+            return self._wrapper(kind, f"level {index}", make)
+        groups = level.padded_groups
+        sizes = {"qo_indptr": groups + 1, "paged_kv_indptr": groups + 1, "paged_kv_last_page_len": groups}
+        buffers = {f"{name}_buf": size for name, size in (sizes | {"paged_kv_indices": batch.page_capacity}).items()}
+        name = f"level {index} of {groups} groups, graph of {batch.num_sequences}"
+        return self._wrapper(kind, name, make, buffers)
 
 
 def _may_share(kind: LayerKind) -> bool:

@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, no_type_check
+from typing import ClassVar, no_type_check
 
 import numpy as np
 import torch
@@ -32,24 +32,12 @@ from mini_engine.attention.block_mask import first_keys, list_blocks
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
+from mini_engine.ragged import members
 from mini_engine.transfer import to_device
 
 QUERY_BLOCK = 128  # rows of a BlockMask's query block; no tile has more
 # torch allows 8 kernels per function by default. A process needs one for each kind of layer and number of tiles.
 MAX_KERNELS = 256
-
-
-class LayerKind(NamedTuple):
-    """The fields of AttentionSpec that a kernel depends on: layers of one kind share mask and kernel."""
-
-    window: int | None
-    softcap: float | None
-    alibi_slopes: tuple[float, ...] | None
-    group: int  # query heads for each KV head
-
-    @classmethod
-    def of(cls, spec: AttentionSpec) -> "LayerKind":
-        return cls(spec.window, spec.softcap, spec.alibi_slopes, spec.num_qo_heads // spec.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class QueryTiles:
 
 
 # Tiles, and the mask and change of scores of the kernel for each kind of layer.
-TilePlan = tuple[QueryTiles, dict[LayerKind, tuple[BlockMask, masks.ScoreMod | None]]]
+TilePlan = tuple[QueryTiles, dict[AttentionSpec, tuple[BlockMask, masks.ScoreMod | None]]]
 
 
 class FlexBackend(AttentionBackend):
@@ -117,15 +105,13 @@ class FlexBackend(AttentionBackend):
         super().__init__(specs, cache, parts)
         keys = cache.layers[0][0]
         on_gpu = cache.device.type == "cuda"
-        self._device = cache.device
-        self._page_size = cache.page_size
         self._num_pages = keys.shape[0]
         self._kv_block = kv_block_size(cache.page_size, on_gpu)
         self._tile_len = 128 if on_gpu else 32  # on a CPU short tiles waste less of the diagonal (measured)
         self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
         # The same memory as FlexAttention reads it, [1, heads, slots, head_dim]. Made once: a view costs host time.
         self._attended = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in self._layers]
-        self._kinds = [LayerKind.of(spec) for spec in specs]
+        self._kinds = [spec.kind for spec in specs]
         self._score_mods = {kind: _score_mod(kind, keys) for kind in set(self._kinds)}
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, MAX_KERNELS)
@@ -136,11 +122,11 @@ class FlexBackend(AttentionBackend):
         else:
             for _, values in cache.layers:
                 values.zero_()  # plain PyTorch multiplies every slot of the cache by its weight, even if that is 0
-        self._num_blocks = self._num_pages * (self._page_size // self._kv_block)
+        self._num_blocks = self._num_pages * (self.cache.page_size // self._kv_block)
         self._decodes: TilePlan | None = None
         self._decodes_key: tuple[bytes, bytes] | None = None
         # On a CPU torch would split a decode's keys by their place in the cache and search every part for them.
-        self._kernel_options = None if on_gpu else {"PARTITION_SIZE": self._num_pages * self._page_size}
+        self._kernel_options = None if on_gpu else {"PARTITION_SIZE": self._num_pages * self.cache.page_size}
 
     def plan(self, batch: StepBatch) -> None:
         """Cut the step's queries into tiles, and build or reuse their masks.
@@ -170,7 +156,11 @@ class FlexBackend(AttentionBackend):
 
     def _plan(self, batch: StepBatch, sequences: range, tile_len: int) -> TilePlan:
         tiles = cut_into_tiles(batch, sequences, tile_len, self._num_pages)
-        return tiles, {kind: (self.block_mask(tiles, kind), self.score_mod(tiles, kind)) for kind in self._score_mods}
+        mods = {}
+        for kind, score_mod in self._score_mods.items():
+            score_mod = score_mod and physical_score(score_mod, tiles, self.cache.page_size, kind.group)
+            mods[kind] = self.block_mask(tiles, kind), score_mod
+        return tiles, mods
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         k_cache, v_cache = self._layers[self.specs[layer].kv_layer]
@@ -203,10 +193,10 @@ class FlexBackend(AttentionBackend):
             parts.append(result.reshape(-1, *q.shape[1:]).index_select(0, tiles.slot_of_token))
         return parts[0] if len(parts) == 1 else torch.cat(parts)  # decodes come first, as in the step
 
-    def block_mask(self, tiles: QueryTiles, kind: LayerKind) -> BlockMask:
+    def block_mask(self, tiles: QueryTiles, kind: AttentionSpec) -> BlockMask:
         """The physical BlockMask of one kind of layer: row b lists the blocks of the cache that tile b visits."""
-        blocks_per_page = self._page_size // self._kv_block
-        offsets = torch.arange(blocks_per_page, device=self._device)
+        blocks_per_page = self.cache.page_size // self._kv_block
+        offsets = torch.arange(blocks_per_page, device=self.cache.device)
         # The page table of each tile's sequence, in blocks: a block is a page or an equal part of one.
         table = (tiles.pages[:, :, None] * blocks_per_page + offsets).flatten(1)
         first_key = (tiles.page_positions[:, :, None] + offsets * self._kv_block).flatten(1)
@@ -217,7 +207,7 @@ class FlexBackend(AttentionBackend):
         visited, full = visited & owned, full & owned
         # The GPU's decode kernel divides a row's keys among thread blocks by its number of partial blocks: all full
         # ones would go to the last thread block. The CPU's kernel does not compile without full block indices.
-        only_partial = self._device.type == "cuda" and tiles.length == 1
+        only_partial = self.cache.device.type == "cuda" and tiles.length == 1
         partial_count, partial = self._physical_indices(visited if only_partial else visited & ~full, table)
         full_count, full_blocks = (None, None) if only_partial else self._physical_indices(full, table)
         mask_mod = tiled_mask(self.parts.mask_mod(kind.window), tiles)
@@ -228,8 +218,8 @@ class FlexBackend(AttentionBackend):
             full_count,
             full_blocks,
             BLOCK_SIZE=(QUERY_BLOCK, self._kv_block),
-            mask_mod=self.parts.physical_mask(mask_mod, tiles.first_keys, self._page_size),
-            seq_lengths=(rows, self._num_pages * self._page_size),
+            mask_mod=self.parts.physical_mask(mask_mod, tiles.first_keys, self.cache.page_size),
+            seq_lengths=(rows, self._num_pages * self.cache.page_size),
             compute_q_blocks=False,
         )
 
@@ -239,13 +229,6 @@ class FlexBackend(AttentionBackend):
         """The number of chosen blocks of each tile, and their physical indices."""
         counts, blocks = list_blocks(chosen[:, None, None])
         return counts, self.parts.physical_blocks(blocks, table, self._num_blocks)
-
-    def score_mod(self, tiles: QueryTiles, kind: LayerKind) -> masks.ScoreMod | None:
-        """The change of scores of one kind of layer, over rows of tiles and slots of the cache; None: no change."""
-        score_mod = self._score_mods[kind]
-        if score_mod is None:
-            return None
-        return physical_score(score_mod, tiles, self._page_size, kind.group)
 
 
 def tiled_mask(mask_mod: masks.MaskMod, tiles: QueryTiles) -> masks.MaskMod:
@@ -296,17 +279,15 @@ def cut_into_tiles(batch: StepBatch, sequences: range, tile_len: int, num_pages:
     device = batch.positions.device
     qo_indptr, page_indptr = batch.qo_indptr.numpy(), batch.kv_page_indptr.numpy()
     tiles_per_sequence = -(-np.diff(qo_indptr)[sequences.start : sequences.stop] // tile_len)
-    num_filled = int(tiles_per_sequence.sum())
+    own, index_in_sequence = members(tiles_per_sequence)
+    num_filled = len(own)
     num_tiles = padded_tile_count(num_filled, on_gpu=device.type == "cuda")
     # Padding tiles are spread evenly: a CPU's threads take equal runs of tiles, so each thread gets equal work.
     filled_tile = np.arange(num_filled) * num_tiles // num_filled
-    index_in_sequence = np.arange(num_filled) - np.repeat(
-        np.cumsum(tiles_per_sequence) - tiles_per_sequence, tiles_per_sequence
-    )
     sequence = np.full(num_tiles, sequences.start)
     first_token = np.zeros(num_tiles, dtype=np.int64)
     num_tokens = np.zeros(num_tiles, dtype=np.int64)
-    sequence[filled_tile] = np.repeat(np.arange(sequences.start, sequences.stop), tiles_per_sequence)
+    sequence[filled_tile] = sequences.start + own
     first_token[filled_tile] = qo_indptr[sequence[filled_tile]] + index_in_sequence * tile_len
     num_tokens[filled_tile] = np.minimum(tile_len, qo_indptr[sequence[filled_tile] + 1] - first_token[filled_tile])
 
@@ -402,8 +383,7 @@ def unwritten_slots(batch: StepBatch, block_size: int) -> Int[Tensor, " n"] | No
     num_slots = np.where(opened, block_size - in_block, 0)
     if not num_slots.any():
         return None
-    owner = np.repeat(np.arange(len(kv_lens)), num_slots)
-    index = np.arange(len(owner)) - np.repeat(np.cumsum(num_slots) - num_slots, num_slots)
+    owner, index = members(num_slots)
     moved = to_device(
         {
             "entry": page_indptr[owner + 1] - 1,
@@ -414,7 +394,7 @@ def unwritten_slots(batch: StepBatch, block_size: int) -> Int[Tensor, " n"] | No
     return batch.kv_page_indices[moved["entry"]].long() * batch.page_size + moved["offset"]
 
 
-def _score_mod(kind: LayerKind, keys: Tensor) -> masks.ScoreMod | None:
+def _score_mod(kind: AttentionSpec, keys: Tensor) -> masks.ScoreMod | None:
     """The change of scores of one kind of layer, over positions; None: no change."""
     score_mods = [] if kind.softcap is None else [masks.soft_cap(kind.softcap)]
     if kind.alibi_slopes is not None:

@@ -1,6 +1,6 @@
 """The attention of one layer, and the call by which a model asks for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,6 +43,16 @@ class AttentionSpec:
     rope: RopeConfig | None = None
     kv_dtype: torch.dtype | None = None
     kv_scales: tuple[float, float] | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def kind(self) -> "AttentionSpec":
+        """The spec without its place in the model: layers of one kind share a plan."""
+        return replace(self, layer=0, kv_layer=0)
 
 
 @runtime_checkable

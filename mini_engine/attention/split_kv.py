@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from mini_engine.attention.backend import AttentionParts, KVCache
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import SequencePlan, TorchBackend
 from mini_engine.batch import StepBatch
+from mini_engine.ragged import members
 from mini_engine.transfer import to_device
 
 THREAD_BLOCKS = 264  # two for each of the 132 multiprocessors of an H200, shared among the KV heads
@@ -74,7 +75,7 @@ def plan_work(
         window: keys that a query sees, its own included; None: all keys up to its own.
     """
     tiles_of = -(-np.diff(qo_indptr) // tile_len)
-    sequences, index = _expand(tiles_of)
+    sequences, index = members(tiles_of)
     first_tokens = qo_indptr[sequences] + index * tile_len
     end_tokens = np.minimum(first_tokens + tile_len, qo_indptr[sequences + 1])
     key_of_first_token = kv_lens[sequences] - qo_indptr[sequences + 1] + first_tokens
@@ -83,7 +84,7 @@ def plan_work(
 
     chunk_size = smallest_chunk(end_keys - first_keys, num_workers, least_keys)
     items_of = -(-(end_keys - first_keys) // chunk_size)
-    tiles, index = _expand(items_of)
+    tiles, index = members(items_of)
     first_keys = first_keys[tiles] + index * chunk_size
     return WorkPlan(
         chunk_size,
@@ -116,18 +117,6 @@ def smallest_chunk(num_keys: Int[np.ndarray, " tiles"], num_workers: int, least:
     return low
 
 
-class LayerKind(NamedTuple):
-    """The fields of AttentionSpec that a plan depends on: layers of one kind share it."""
-
-    window: int | None
-    num_kv_heads: int
-    group: int  # query heads for each KV head
-
-    @classmethod
-    def of(cls, spec: AttentionSpec) -> "LayerKind":
-        return cls(spec.window, spec.num_kv_heads, spec.num_qo_heads // spec.num_kv_heads)
-
-
 class SplitKVBackend(TorchBackend):
     """Execute the work items one after the other, and merge their states with `merge_states`.
 
@@ -153,7 +142,7 @@ class SplitKVBackend(TorchBackend):
     ) -> None:
         super().__init__(specs, cache, parts)
         self._thread_blocks, self._least_keys = thread_blocks, least_keys
-        self._kinds = [LayerKind.of(spec) for spec in specs]
+        self._kinds = [spec.kind for spec in specs]
 
     def plan(self, batch: StepBatch) -> None:
         self._slot_mapping = batch.slot_mapping
@@ -169,13 +158,13 @@ class SplitKVBackend(TorchBackend):
         return out
 
     def _plan_tiles(
-        self, batch: StepBatch, kind: LayerKind, slots: Int[Tensor, " keys"], positions: Int[Tensor, " keys"]
+        self, batch: StepBatch, kind: AttentionSpec, slots: Int[Tensor, " keys"], positions: Int[Tensor, " keys"]
     ) -> list[list[SequencePlan]]:
         """Plan the work of one kind of layer, and evaluate the masks: for each tile of queries its work items.
 
         Args:
             batch: the step.
-            kind: the layers.
+            kind: the layers' spec.
             slots: slot of each key of the step.
             positions: position of each.
         """
@@ -207,16 +196,10 @@ class SplitKVBackend(TorchBackend):
 
 def _locate_keys(batch: StepBatch) -> tuple[Int[Tensor, " keys"], Int[Tensor, " keys"]]:
     """Find the slot and the position of each key of the step, one sequence after the other."""
-    sequences, key = _expand(batch.kv_lens.numpy())
+    sequences, key = members(batch.kv_lens.numpy())
     entries = batch.kv_page_indptr.numpy()[sequences] + key // batch.page_size
     moved = to_device({"entries": entries, "keys": key, "offsets": key % batch.page_size}, batch.positions.device)
     slots = batch.kv_page_indices[moved["entries"]].long() * batch.page_size + moved["offsets"]
     if batch.page_positions is None:
         return slots, moved["keys"]
     return slots, batch.page_positions[moved["entries"]] + moved["offsets"]
-
-
-def _expand(counts: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " total"], Int[np.ndarray, " total"]]:
-    """Number the members of groups of these sizes: the group of each, and its index in the group."""
-    groups = np.repeat(np.arange(len(counts)), counts)
-    return groups, np.arange(len(groups)) - np.repeat(counts.cumsum() - counts, counts)

@@ -133,13 +133,16 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         if self._tables is None:  # all kinds of layers share them
             self._tables = self._upload(batch, count)
-        key = kind, self._kernel if batch.page_capacity is None else f"{self._kernel}, graph of {count}"
-        if key not in self._wrappers:
-            self._log(key[1], kind)
-            logger.debug("table of pages %s, lengths [%d]", list(self._tables.pages.shape), count)
-            self._wrappers[key] = TRTLLMDecode(self._decode, kind, self.cache.page_size, self._tables)
-        self._wrappers[key].tables = self._tables
-        return self._wrappers[key]
+        tables = self._tables
+
+        def make() -> TRTLLMDecode:
+            logger.debug("table of pages %s, lengths [%d]", list(tables.pages.shape), count)
+            return TRTLLMDecode(self._decode, kind, self.cache.page_size, tables)
+
+        name = self._kernel if batch.page_capacity is None else f"{self._kernel}, graph of {count}"
+        decode = self._wrapper(kind, name, make)
+        decode.tables = tables
+        return decode
 
     def _upload(self, batch: StepBatch, count: int) -> DecodeTables:
         """Make the tables of the first sequences of the step; those of a CUDA graph are always the same tensors."""

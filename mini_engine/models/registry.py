@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -15,11 +15,8 @@ from mini_engine.models.layers import ModelParts
 from mini_engine.models.llama import LlamaForCausalLM
 from mini_engine.models.qwen3 import Qwen3ForCausalLM
 
-FAMILIES: Mapping[str, Callable[[ModelConfig, ModelParts], CausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "GPT2LMHeadModel": GPT2LMHeadModel,
+FAMILIES: Mapping[str, type[CausalLM]] = {
+    family.__name__: family for family in (LlamaForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel)
 }
 
 

@@ -18,7 +18,6 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.block_mask import classify_blocks
 from mini_engine.attention.flex import (
     FlexBackend,
-    LayerKind,
     QueryTiles,
     cut_into_tiles,
     kv_block_size,
@@ -73,7 +72,7 @@ def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObje
         if not sequences:
             continue
         tiles = cut_into_tiles(batch, sequences, tile_len, pool)
-        mask = backend.block_mask(tiles, LayerKind.of(spec))
+        mask = backend.block_mask(tiles, spec.kind)
         block = mask.BLOCK_SIZE[1]
         assert block <= page_size
         assert page_size % block == 0
@@ -258,7 +257,7 @@ def test_each_kind_of_layer_keeps_lists_of_its_own() -> None:
     cache = PagedKVCache(specs, 8, 8, torch.float64)
     kept = FlexBackend(specs, cache, Parts())
 
-    def lists(backend: FlexBackend, batch: StepBatch) -> dict[LayerKind, Tensor]:
+    def lists(backend: FlexBackend, batch: StepBatch) -> dict[AttentionSpec, Tensor]:
         backend.plan(batch)
         [(_, planned)] = backend._tile_plans
         return {kind: block_lists(mask) for kind, (mask, _) in planned.items()}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -92,8 +93,7 @@ class PeerProcess:
         params = [{"temperature": own.temperature, "max_tokens": own.max_tokens} for _, own in requests]
         served = self._ask({"prompts": [prompt for prompt, _ in requests], "params": params})
         self.seconds = served["seconds"]
-        outputs: list[list[int]] = served["outputs"]
-        return outputs
+        return served["outputs"]
 
     def close(self) -> None:
         """End the process."""
@@ -106,15 +106,10 @@ class PeerProcess:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._child.stdin and self._child.stdout
-        try:
+        with suppress(BrokenPipeError):  # the child has ended, and there is no answer to read either
             print(json.dumps(question), file=self._child.stdin, flush=True)
-        except BrokenPipeError:
-            line = ""
-        else:
-            line = self._child.stdout.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+        if line := self._child.stdout.readline():
+            return json.loads(line)
         self._log.seek(0)
         last = "\n".join(self._log.read().splitlines()[-LOG_LINES:])
         raise PeerError(f"the peer {self._name} ended before it answered; leave it out, or fix this:\n{last}")

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,7 +196,7 @@ class Trace:
                 break
             new.add(request)
         self._last_arrival = max((request.arrival for request in new), default=self._last_arrival)
-        return sorted(new, key=_arrival)
+        return sorted(new, key=attrgetter("arrival"))
 
     def _text(self, request: Request, token_id: int) -> str:
         detokenizer = self._unfinished.get(request)
@@ -228,10 +229,6 @@ def tokens_per_second(steps: Sequence[TraceStep]) -> float:
     return sum(len(step.outputs) for step in steps) / seconds if seconds else 0.0
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
-
-
 def _works(report: StepReport) -> list[Work]:
     if report.batch is None:
         return []
@@ -260,7 +257,7 @@ def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
             request: indices[first:last].tolist()
             for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding comes behind
         }
-    return {request.request_id: pages[request] for request in sorted(pages, key=_arrival)}
+    return {request.request_id: pages[request] for request in sorted(pages, key=attrgetter("arrival"))}
 
 
 # --- the file --------------------------------------------------------------------------------------------------------

@@ -28,12 +28,10 @@ def linear(
     """
     if x.is_cuda or x.dtype != torch.float32:  # a GPU first: there each question costs as much as a small kernel
         return F.linear(x, weight, bias)
-    few = len(x) <= FEW_ROWS
-    if not (few or ONEDNN):
-        return F.linear(x, weight, bias)
-    if not few:
-        # The operator that torch.compile substitutes for a linear layer on a CPU.
+    if len(x) <= FEW_ROWS:
+        blocks = weight.unflatten(0, (math.gcd(weight.shape[0], torch.get_num_threads()), -1))
+        out = torch.bmm(blocks, x.T.expand(blocks.shape[0], -1, -1)).flatten(0, 1).T.contiguous()
+        return out if bias is None else out + bias
+    if ONEDNN:  # the operator that torch.compile substitutes for a linear layer on a CPU
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    blocks = weight.unflatten(0, (math.gcd(weight.shape[0], torch.get_num_threads()), -1))
-    out = torch.bmm(blocks, x.T.expand(blocks.shape[0], -1, -1)).flatten(0, 1).T.contiguous()
-    return out if bias is None else out + bias
+    return F.linear(x, weight, bias)

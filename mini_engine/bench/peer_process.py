@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 from mini_engine.bench.peer_child import LOADERS
@@ -46,7 +45,7 @@ class PeerOptions:
 
 
 class PeerProcess:
-    """An engine in a process of its own, which ends with the `with` block.
+    """An engine in a process of its own, which `close` ends.
 
     Args:
         name: of the engine; `check_installed` has accepted it.
@@ -75,14 +74,6 @@ class PeerProcess:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "PeerProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __call__(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
         """Serve requests, without the seeds that they have: a sampler of another engine draws other noise.

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -138,7 +138,7 @@ def compare(
             else:
                 with console.status(f"starting {peer}", spinner="line"):
                     options = peer_options(str(checkpoint.path), llm, longest)
-                    serve[peer] = processes.enter_context(PeerProcess(peer, options))
+                    serve[peer] = processes.enter_context(closing(PeerProcess(peer, options)))
         for workload, own in zip(workloads, requests, strict=True):
             with console.status(f"{len(own)} requests", spinner="line"):
                 measured = measure(serve, own, rounds)

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_a_peer_serves_our_requests_from_our_folder(installed, model):
 
 def test_the_seconds_are_those_of_the_other_process(installed, model):
     installed(FAKE)
-    with PeerProcess("vllm", replace(OPTIONS, model=model)) as peer:
+    with closing(PeerProcess("vllm", replace(OPTIONS, model=model))) as peer:
         outputs = peer(FEW.requests(61))
         assert [len(tokens) for tokens in outputs] == [params.max_tokens for _, params in FEW.requests(61)]
         assert peer.seconds > 0

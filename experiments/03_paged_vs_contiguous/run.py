@@ -292,9 +292,7 @@ def draw_memory(result: results.Result) -> Figure:
     figure, axes = figures.new(3.6)
     ax, left = axes[0, 0], np.zeros(len(names))
     parts = {"keys": "slots with keys", "reserved, empty": "slots reserved, empty", "free": "slots free, of no use"}
-    for (label, part), color in zip(
-        parts.items(), (figures.PALETTE[0], figures.PALETTE[1], figures.GRID), strict=True
-    ):
+    for (label, part), color in zip(parts.items(), (figures.PALETTE[0], figures.PALETTE[1], figures.GRID), strict=True):
         share = np.array([result.find(part, memory=name).value for name in names]) / int(result.parameters["pool"])
         ax.barh(range(len(names)), share, left=left, color=color, label=label, height=0.65)
         left += share

@@ -30,7 +30,7 @@ SETTINGS = {
     "startOnLoad": False,
     "theme": "base",
     "fontFamily": "'Source Sans 3', sans-serif",
-    "flowchart": {"useMaxWidth": True, "curve": "basis", "padding": 12},
+    "flowchart": {"useMaxWidth": True, "curve": "basis", "padding": 12, "wrappingWidth": 280},
     "themeVariables": {
         "fontSize": "15px",
         "primaryColor": "#eef4f5",

@@ -10,7 +10,14 @@ NAVIGATION = re.compile(r"<(/?)nav\b([^>]*)>")
 EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
 NESTED = re.compile(r' data-md-level="[1-9]"')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
+INLINE_CODE = re.compile(r"(?<!<pre>)<code>([^<\n]+)</code>")
+BEFORE_UNIT = re.compile(  # and, before it, what is to stay as it is: code, drawings, tags
+    r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]+>"
+    r"|(?<=\d) (?=(?:%|[mµn]?s|[kMGT]?i?B(?:/s)?|[GT]?FLOPs?(?:/s)?|tokens?/s)(?!\w))",
+    re.DOTALL,
+)
 MOST_CHARACTERS = 200
+SHORT_CODE, SHORT_WORD = 12, 32  # characters
 
 
 def describe(content: str) -> str:
@@ -18,6 +25,23 @@ def describe(content: str) -> str:
     found = FIRST_PARAGRAPH.search(content)
     text = " ".join(unescape(re.sub(r"<[^>]+>", "", found[1])).split()) if found else ""
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition(" ")[0] + " …"
+
+
+def keep_together(html: str) -> str:
+    """Keep on one line what a browser would break: `h // G`, `--homework`, a number and its unit."""
+
+    def words(code: re.Match[str]) -> str:
+        text = code[1]
+        if len(unescape(text)) <= SHORT_CODE:
+            return f'<code class="whole">{text}</code>' if re.search(r"[ -]", text) else code[0]
+        parts = [
+            f'<span class="whole">{word}</span>' if "-" in word and len(unescape(word)) <= SHORT_WORD else word
+            for word in text.split(" ")
+        ]
+        return f"<code>{' '.join(parts)}</code>"
+
+    html = INLINE_CODE.sub(words, html)
+    return BEFORE_UNIT.sub(lambda found: "\N{NO-BREAK SPACE}" if found[0] == " " else found[0], html)
 
 
 def one_landmark(html: str) -> str:

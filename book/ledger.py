@@ -63,8 +63,8 @@ def markdown(root: Path | None = None) -> str:
     kinds: dict[tuple[str, str], list[Entry]] = {}
     for entry in load(root):
         kinds.setdefault(entry.kind, []).append(entry)
-    parts = []
-    for (device, what), entries in kinds.items():
+    parts, last_device = [], ""
+    for (device, what), entries in sorted(kinds.items(), key=lambda kind: kind[0][0]):  # stable: else the oldest first
         rows, before = [], None
         for entry in entries:
             gain = "" if before is None else f"{_gain(before, entry.row):.2f}x"
@@ -74,7 +74,9 @@ def markdown(root: Path | None = None) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
         header = ["date", "what changed", "measured", "of the bound", "gain"]
         table = Table(header, rows, f"Versions of the last line: {versions}.")
-        parts.append(f"## {device}\n\n{what}\n\n{table.markdown()}")
+        heading = "" if device == last_device else f"## {device}\n\n"
+        parts.append(f"{heading}### {what}\n\n{table.markdown()}")
+        last_device = device
     return "\n\n".join(parts) or "Nothing is recorded yet."
 
 

@@ -30,7 +30,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import describe_figure, inline_figure, tidy
-from page_frame import complete, describe, keep_together
+from page_frame import complete, describe, keep_together, span_rows
 from search_index import shrink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -343,6 +343,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     elif path in WITH_TERMS or path.startswith("part-"):
         content = BeautifulSoup(html, "html.parser")
         link_terms(content, TERMS, _glossary_from(page))
+        html = str(content)
+    if ">where the bound comes from<" in html:
+        content = BeautifulSoup(html, "html.parser")
+        for head in content.find_all("th", string="where the bound comes from"):
+            table = head.find_parent("table")
+            table["class"] = "book-table results"
+            span_rows(table)
         html = str(content)
     html = keep_together(html)
     page.meta.setdefault("description", cards.lesson(_chapter_number(path)) or describe(html))

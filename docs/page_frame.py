@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from html import escape, unescape
 
+from bs4 import Tag
+
 FIRST_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 NAVIGATION = re.compile(r"<(/?)nav\b([^>]*)>")
 EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
 NESTED = re.compile(r' data-md-level="[1-9]"')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
 INLINE_CODE = re.compile(r"(?<!<pre>)<code>([^<\n]+)</code>")
-BEFORE_UNIT = re.compile(  # and, before it, what is to stay as it is: code, drawings, tags
+SPLIT_BY_BROWSERS = re.compile(  # dates, spaces before units; and, ahead of these, what stays as it is
     r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]+>"
+    r"|\b\d{4}-\d\d-\d\d\b"
     r"|(?<=\d) (?=(?:%|[mµn]?s|[kMGT]?i?B(?:/s)?|[GT]?FLOPs?(?:/s)?|tokens?/s)(?!\w))",
     re.DOTALL,
 )
@@ -28,7 +31,7 @@ def describe(content: str) -> str:
 
 
 def keep_together(html: str) -> str:
-    """Keep on one line what a browser would break: `h // G`, `--homework`, a number and its unit."""
+    """Keep on one line what a browser would break: `h // G`, `--homework`, a date, a number and its unit."""
 
     def words(code: re.Match[str]) -> str:
         text = code[1]
@@ -40,8 +43,26 @@ def keep_together(html: str) -> str:
         ]
         return f"<code>{' '.join(parts)}</code>"
 
-    html = INLINE_CODE.sub(words, html)
-    return BEFORE_UNIT.sub(lambda found: "\N{NO-BREAK SPACE}" if found[0] == " " else found[0], html)
+    def joined(found: re.Match[str]) -> str:
+        if found[0] == " ":
+            return "\N{NO-BREAK SPACE}"
+        return f'<span class="whole">{found[0]}</span>' if found[0][0].isdigit() else found[0]
+
+    return SPLIT_BY_BROWSERS.sub(joined, INLINE_CODE.sub(words, html))
+
+
+def span_rows(table: Tag) -> None:
+    """Say once what the first and the last cell of successive rows of a table repeat."""
+    rows = [row.find_all("td") for row in table.find_all("tr")]
+    for column in (0, -1):
+        above = None
+        for row in filter(None, rows):
+            cell = row[column]
+            if above is not None and cell.decode_contents() == above.decode_contents():
+                above["rowspan"] = str(int(str(above.get("rowspan", 1))) + 1)
+                cell.decompose()
+            else:
+                above = cell
 
 
 def one_landmark(html: str) -> str:

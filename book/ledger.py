@@ -60,11 +60,18 @@ def load(root: Path | None = None) -> list[Entry]:
 
 def markdown(root: Path | None = None) -> str:
     """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain over the last."""
-    kinds: dict[tuple[str, str], list[Entry]] = {}
+    devices: dict[str, dict[str, list[Entry]]] = {}
     for entry in load(root):
-        kinds.setdefault(entry.kind, []).append(entry)
-    parts, last_device = [], ""
-    for (device, what), entries in sorted(kinds.items(), key=lambda kind: kind[0][0]):  # stable: else the oldest first
+        device, what = entry.kind
+        devices.setdefault(device, {}).setdefault(what, []).append(entry)
+    parts = [f"## {device}\n\n{_series(kinds)}" for device, kinds in devices.items()]
+    return "\n\n".join(parts) or "Nothing is recorded yet."
+
+
+def _series(kinds: Mapping[str, list[Entry]]) -> str:
+    """The tables of one device."""
+    parts = []
+    for what, entries in kinds.items():
         rows, before = [], None
         for entry in entries:
             gain = "" if before is None else f"{_gain(before, entry.row):.2f}x"
@@ -74,10 +81,8 @@ def markdown(root: Path | None = None) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
         header = ["date", "what changed", "measured", "of the bound", "gain"]
         table = Table(header, rows, f"Versions of the last line: {versions}.")
-        heading = "" if device == last_device else f"## {device}\n\n"
-        parts.append(f"{heading}### {what}\n\n{table.markdown()}")
-        last_device = device
-    return "\n\n".join(parts) or "Nothing is recorded yet."
+        parts.append(f"### {what}\n\n{table.markdown()}")
+    return "\n\n".join(parts)
 
 
 def _gain(before: Row, after: Row) -> float:

@@ -236,7 +236,7 @@ def _source_page(path: str, language: str) -> str:
     chapter = next((c for c in chapters() if c.homework == path), None)
     if chapter is None:
         module = ".".join(Path(path).with_suffix("").parts[1:])
-        api = f" The [API page]({posixpath.relpath('api', posixpath.dirname(path))}/{module}.md) explains it."
+        api = f", explained on its [API page]({posixpath.relpath('api', posixpath.dirname(path))}/{module}.md)"
         about = f"# {name}\n\n`{path}`{api if module in modules() else ''}"
         return f'---\nhide: [navigation, toc]\n---\n\n{about}\n\n<div class="source" markdown>\n{listing}</div>\n'
     return (

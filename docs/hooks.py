@@ -347,9 +347,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if ">where the bound comes from<" in html:
         content = BeautifulSoup(html, "html.parser")
         for head in content.find_all("th", string="where the bound comes from"):
-            table = head.find_parent("table")
-            table["class"] = "book-table results"
-            span_rows(table)
+            span_rows(head.find_parent("table"))
         html = str(content)
     html = keep_together(html)
     page.meta.setdefault("description", cards.lesson(_chapter_number(path)) or describe(html))

@@ -59,7 +59,7 @@ def span_rows(table: Tag) -> None:
         for row in filter(None, rows):
             cell = row[column]
             if above is not None and cell.decode_contents() == above.decode_contents():
-                above["rowspan"] = str(int(str(above.get("rowspan", 1))) + 1)
+                above["rowspan"] = str(int(str(above.get("rowspan", "1"))) + 1)
                 cell.decompose()
             else:
                 above = cell

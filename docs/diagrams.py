@@ -40,6 +40,7 @@ SETTINGS = {
         "primaryBorderColor": "#2b6f77",
         "lineColor": "#52606d",
         "textColor": "#1f2933",
+        "titleColor": "#1f2933",
         "clusterBkg": "#f7f5f0",
         "clusterBorder": "#52606d",
         "edgeLabelBackground": "#f7f5f0",

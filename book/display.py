@@ -2,8 +2,10 @@
 
 import html
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 
@@ -29,8 +31,8 @@ def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Sh
     module = inspect.getmodule(thing)
     if module is None:
         raise ValueError(f"{thing!r} has no module to read its source from")
-    path = module.__name__.replace(".", "/")
-    path += "/__init__.py" if getattr(module, "__path__", None) else ".py"
+    file, root = Path(str(inspect.getsourcefile(module))).resolve(), Path(__file__).resolve().parents[1]
+    path = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
     source = inspect.getsource(thing).rstrip()
     where = path if isinstance(thing, ModuleType) else f"{getattr(thing, '__qualname__', thing)} in {path}"
     title = f"`{path}`" if isinstance(thing, ModuleType) else f"`{getattr(thing, '__qualname__', thing)}` in `{path}`"
@@ -45,6 +47,12 @@ def mermaid(diagram: str) -> Shown:
     """A mermaid diagram that code has computed. A fixed one belongs in a ```mermaid fence of a Markdown cell."""
     diagram = inspect.cleandoc(diagram)
     return Shown(f"```mermaid\n{diagram}\n```", diagram)
+
+
+def caption_html(caption: str) -> str:
+    """The caption of a table or a figure, in which backticks stand around code."""
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption))
+    return f'<p class="figure-caption"><em>{text}</em></p>'
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Table:
             return "<tr>" + "".join(f'<{tag} style="text-align:left">{html.escape(c)}</{tag}>' for c in cells) + "</tr>"
 
         body = "".join(line("td", row) for row in self.rows)
-        caption = f'<p class="figure-caption"><em>{html.escape(self.caption)}</em></p>' if self.caption else ""
+        caption = caption_html(self.caption) if self.caption else ""
         return f'<table class="book-table"><thead>{line("th", self.head)}</thead><tbody>{body}</tbody></table>{caption}'
 
     def __repr__(self) -> str:

@@ -11,7 +11,6 @@ yellow darkened. Grays are translucent. Text on a color of `PALETTE` is in `text
 """
 
 import hashlib
-import html
 import io
 import itertools
 import math
@@ -30,6 +29,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.typing import ColorType
 from torch import Tensor
 
+from book.display import caption_html
 from book.units import number, quantity
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ def show(drawn: Axes | Figure, caption: str) -> None:
     """
     data = {"image/svg+xml": to_svg(drawn), "image/png": to_png(drawn), "text/plain": f"Figure: {caption}"}
     display(data, raw=True, metadata={"image/png": {"width": _PIXELS, "alt": caption}})
-    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption))
-    text = f'<p class="figure-caption"><em>{escaped}</em></p>'
-    display({"text/html": text, "text/plain": caption}, raw=True)
+    display({"text/html": caption_html(caption), "text/plain": caption}, raw=True)
 
 
 def text_on(color: ColorType) -> str:
@@ -324,12 +322,13 @@ def draw_bars_with_bound(
         ax.text(end + furthest * 0.015, row, quantity(value, unit), va="center", ha="left", fontsize=11)
     ax.set_yticks(list(rows), list(labels))
     ax.invert_yaxis()
-    ax.set(xlim=(0, furthest * 1.3), title=title)
+    ax.set(xlim=(0, furthest * 1.3))
+    ax.set_title(title, loc="left" if drawn else "center")
     is_share = unit.startswith("of ")  # the values name the whole
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}" if is_share else quantity(x, unit, 2) if x else "0")
     ax.locator_params(axis="x", nbins=4)
     if drawn:
-        ax.legend(loc="lower right")
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # above the axes, where no bar ends
     return ax
 
 

@@ -59,13 +59,19 @@ def load(root: Path | None = None) -> list[Entry]:
 
 
 def markdown(root: Path | None = None) -> str:
-    """For each device, a table for each kind of entry: what changed, the figure, its share of the bound, the gain."""
-    kinds: dict[tuple[str, str], list[Entry]] = {}
+    """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain over the last."""
+    devices: dict[str, dict[str, list[Entry]]] = {}
     for entry in load(root):
-        kinds.setdefault(entry.kind, []).append(entry)
-    parts: list[str] = []
-    devices = list(dict.fromkeys(device for device, _ in kinds))
-    for (device, what), entries in sorted(kinds.items(), key=lambda item: devices.index(item[0][0])):
+        device, what = entry.kind
+        devices.setdefault(device, {}).setdefault(what, []).append(entry)
+    parts = [f"## {device}\n\n{_series(kinds)}" for device, kinds in devices.items()]
+    return "\n\n".join(parts) or "Nothing is recorded yet."
+
+
+def _series(kinds: Mapping[str, list[Entry]]) -> str:
+    """The tables of one device."""
+    parts = []
+    for what, entries in kinds.items():
         rows, before = [], None
         for entry in entries:
             gain = "" if before is None else f"{_gain(before, entry.row):.2f}x"
@@ -75,9 +81,8 @@ def markdown(root: Path | None = None) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
         header = ["date", "what changed", "measured", "of the bound", "gain"]
         table = Table(header, rows, f"Versions of the last line: {versions}.")
-        heading = f"## {device}\n\n"
-        parts.append(f"{'' if any(heading in part for part in parts) else heading}{what}\n\n{table.markdown()}")
-    return "\n\n".join(parts) or "Nothing is recorded yet."
+        parts.append(f"### {what}\n\n{table.markdown()}")
+    return "\n\n".join(parts)
 
 
 def _gain(before: Row, after: Row) -> float:

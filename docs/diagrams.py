@@ -20,6 +20,8 @@ from bs4 import BeautifulSoup
 from fetch_assets import CACHE, package_folder
 
 DIAGRAM = re.compile(r'<pre class="diagram"><code>(.*?)</code></pre>', re.DOTALL)
+WIDTH = re.compile(r"max-width: ([\d.]+)px")
+SMALLEST = 0.6  # of a drawing's own size: there its text has 9 px
 DRAWINGS = CACHE.parent / "diagrams"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Mermaid computes with colors, so it gets some that stand for the properties.
@@ -30,7 +32,7 @@ SETTINGS = {
     "startOnLoad": False,
     "theme": "base",
     "fontFamily": "'Source Sans 3', sans-serif",
-    "flowchart": {"useMaxWidth": True, "curve": "basis", "padding": 12},
+    "flowchart": {"useMaxWidth": True, "curve": "basis", "padding": 12, "wrappingWidth": 280},
     "themeVariables": {
         "fontSize": "15px",
         "primaryColor": "#eef4f5",
@@ -38,6 +40,7 @@ SETTINGS = {
         "primaryBorderColor": "#2b6f77",
         "lineColor": "#52606d",
         "textColor": "#1f2933",
+        "titleColor": "#1f2933",
         "clusterBkg": "#f7f5f0",
         "clusterBorder": "#52606d",
         "edgeLabelBackground": "#f7f5f0",
@@ -127,9 +130,16 @@ def insert(html: str) -> str:
 
     def drawing(match: re.Match[str]) -> str:
         file = _file(unescape(match[1]))
-        return f'<div class="diagram">{file.read_text(encoding="utf-8")}</div>' if file.exists() else match[0]
+        if not file.exists():
+            return match[0]
+        return f'<div class="diagram">{WIDTH.sub(_at_least, file.read_text(encoding="utf-8"), count=1)}</div>'
 
     return DIAGRAM.sub(drawing, html)
+
+
+def _at_least(width: re.Match[str]) -> str:
+    """A drawing's own width, and the width below which it is scrolled and not made smaller."""
+    return f"max-width: {width[1]}px; min-width: {SMALLEST * float(width[1]):.0f}px"
 
 
 def _with_properties(svg: str) -> str:

@@ -12,6 +12,8 @@ from bs4 import NavigableString, Tag
 
 ENTRY = re.compile(r"^(?P<name>[^\s:#|<-][^\n]*)\n+:   (?P<text>.+(?:\n    .+)*)", re.MULTILINE)
 NOT_HERE = {"a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "button", "svg"}
+# Where a word of the glossary means something else.
+OTHER_MEANINGS = re.compile(r"page faults?|this page|checks guard|rotary embedding|language model programs", re.I)
 NOT_IN = {"prediction", "comparison", "arithmatex", "nb-out", "chapter-card", "trace-player"}
 
 
@@ -74,7 +76,9 @@ def _is_within(tag: Tag, page: Tag) -> bool:
 def _link(text: NavigableString, left: dict[str, Entry], glossary: str) -> None:
     while left:
         names = "|".join(re.escape(name) for name in sorted(left, key=len, reverse=True))
-        found = re.search(rf"(?<![\w-])(?:{names})(?=s?(?![\w-]))", str(text), re.IGNORECASE)
+        others = [span.span() for span in OTHER_MEANINGS.finditer(str(text))]
+        uses = re.finditer(rf"(?<![\w-])(?:{names})(?=s?(?![\w-]))", str(text), re.IGNORECASE)
+        found = next((use for use in uses if not any(a <= use.start() < b for a, b in others)), None)
         if found is None:
             return
         entry = next(entry for name, entry in left.items() if name.lower() == found[0].lower())

@@ -30,7 +30,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import describe_figure, inline_figure, tidy
-from page_frame import complete, describe
+from page_frame import complete, describe, keep_together, span_rows
 from search_index import shrink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -237,8 +237,9 @@ def _source_page(path: str, language: str) -> str:
     chapter = next((c for c in chapters() if c.homework == path), None)
     if chapter is None:
         module = ".".join(Path(path).with_suffix("").parts[1:])
-        api = f" The [API page]({posixpath.relpath('api', posixpath.dirname(path))}/{module}.md) explains it."
-        return f"# {name}\n\n`{path}`{api if module in modules() else ''}\n\n{listing}"
+        api = f", explained on its [API page]({posixpath.relpath('api', posixpath.dirname(path))}/{module}.md)"
+        about = f"# {name}\n\n`{path}`{api if module in modules() else ''}"
+        return f'---\nhide: [navigation, toc]\n---\n\n{about}\n\n<div class="source" markdown>\n{listing}</div>\n'
     return (
         f"# Homework {chapter.number}\n\n"
         f"Write your answers into `{path}`, in any editor. Then grade them:\n\n"
@@ -347,6 +348,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         content = BeautifulSoup(html, "html.parser")
         link_terms(content, TERMS, _glossary_from(page))
         html = str(content)
+    if ">where the bound comes from<" in html:
+        content = BeautifulSoup(html, "html.parser")
+        for head in content.find_all("th", string="where the bound comes from"):
+            span_rows(head.find_parent("table"))
+        html = str(content)
+    html = keep_together(html)
     page.meta.setdefault("description", cards.lesson(_chapter_number(path)) or describe(html))
     titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
     if len(titles) > 1:

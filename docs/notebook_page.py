@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable
-from html import escape
+from html import escape, unescape
 
 from bs4 import BeautifulSoup, Tag
 from cell_folds import SETUP, fold_title, is_output_only
@@ -33,8 +33,16 @@ def tidy(html: str, resolve: Callable[[str], str]) -> tuple[Tag, TableOfContents
         if cell.find_parent(class_="jp-Cell") is not None:
             continue  # a code cell is wrapped into a second one
         page.append(_code_cell(soup, cell) if _has_class(cell, "jp-CodeCell") else _text_cell(soup, cell))
+    _merge_folds(page)
     for diagram in page.find_all(class_="jp-Mermaid"):
-        diagram.replace_with(_pre(soup, diagram.get_text().strip(), "diagram"))
+        # The notebook's HTML holds mermaid's text as it is, so the parser takes a line break in it for an element.
+        text = unescape(diagram.pre.decode_contents()) if diagram.pre is not None else diagram.get_text()
+        diagram.replace_with(_pre(soup, text.strip(), "diagram"))
+    for box in page.find_all("div", class_="highlight"):
+        if box.pre is not None and box.pre.find("code") is None:  # of a listing, which the notebook's HTML leaves bare
+            code = soup.new_tag("code")
+            code.extend(list(box.pre.children))
+            box.pre.append(code)
     for corner in page.find_all("th"):
         if corner.find(True) is None and not corner.get_text().strip():
             corner.name = "td"
@@ -85,6 +93,20 @@ def _folded(soup: BeautifulSoup, title: str, content: Tag) -> Tag:
     summary.string = title
     details.extend([summary, content])
     return details
+
+
+def _merge_folds(page: Tag) -> None:
+    """Put code that is folded under the same words, cell after cell, under one fold."""
+    for cell in page.find_all("div", class_="nb-cell", recursive=False):
+        following = cell.find_next_sibling()
+        if following is None or not _has_class(following, "nb-cell"):
+            continue
+        first, second = (part.find("details", class_="nb-fold", recursive=False) for part in (cell, following))
+        if first is None or second is None or len(cell.find_all(recursive=False)) > 1:
+            continue
+        if first.summary.get_text() == second.summary.get_text():
+            second.summary.insert_after(*first.find_all(class_="nb-in", recursive=False))
+            cell.decompose()
 
 
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 from html import escape, unescape
 
+from bs4 import Tag
+
 FIRST_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 NAVIGATION = re.compile(r"<(/?)nav\b([^>]*)>")
 EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
 NESTED = re.compile(r' data-md-level="[1-9]"')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
+INLINE_CODE = re.compile(r"(?<!<pre>)<code>([^<\n]+)</code>")
+SPLIT_BY_BROWSERS = re.compile(  # dates, spaces before units; and, ahead of these, what stays as it is
+    r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]+>"
+    r"|\b\d{4}-\d\d-\d\d\b"
+    r"|(?<=\d) (?=(?:%|[mµn]?s|[kMGT]?i?B(?:/s)?|[GT]?FLOPs?(?:/s)?|tokens?/s)(?!\w))",
+    re.DOTALL,
+)
 MOST_CHARACTERS = 200
+SHORT_CODE, SHORT_WORD = 12, 32  # characters
 
 
 def describe(content: str) -> str:
@@ -18,6 +28,41 @@ def describe(content: str) -> str:
     found = FIRST_PARAGRAPH.search(content)
     text = " ".join(unescape(re.sub(r"<[^>]+>", "", found[1])).split()) if found else ""
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition(" ")[0] + " …"
+
+
+def keep_together(html: str) -> str:
+    """Keep on one line what a browser would break: `h // G`, `--homework`, a date, a number and its unit."""
+
+    def words(code: re.Match[str]) -> str:
+        text = code[1]
+        if len(unescape(text)) <= SHORT_CODE:
+            return f'<code class="whole">{text}</code>' if re.search(r"[ -]", text) else code[0]
+        parts = [
+            f'<span class="whole">{word}</span>' if "-" in word and len(unescape(word)) <= SHORT_WORD else word
+            for word in text.split(" ")
+        ]
+        return f"<code>{' '.join(parts)}</code>"
+
+    def joined(found: re.Match[str]) -> str:
+        if found[0] == " ":
+            return "\N{NO-BREAK SPACE}"
+        return f'<span class="whole">{found[0]}</span>' if found[0][0].isdigit() else found[0]
+
+    return SPLIT_BY_BROWSERS.sub(joined, INLINE_CODE.sub(words, html))
+
+
+def span_rows(table: Tag) -> None:
+    """Say once what the first and the last cell of successive rows of a table repeat."""
+    rows = [row.find_all("td") for row in table.find_all("tr")]
+    for column in (0, -1):
+        above = None
+        for row in filter(None, rows):
+            cell = row[column]
+            if above is not None and cell.decode_contents() == above.decode_contents():
+                above["rowspan"] = str(int(str(above.get("rowspan", "1"))) + 1)
+                cell.decompose()
+            else:
+                above = cell
 
 
 def one_landmark(html: str) -> str:

@@ -10,6 +10,7 @@ const DELIMITERS = [
   { left: "$", right: "$", display: false },
   { left: "\\(", right: "\\)", display: false },
 ];
+const SHORT = 24; // characters of TeX
 
 document$.subscribe(async () => {
   const places = [...document.querySelectorAll(".arithmatex, .nb-text, .prediction")].filter((place) =>
@@ -20,5 +21,9 @@ document$.subscribe(async () => {
   await vendor("katex/dist/katex.min.js");
   await vendor("katex/dist/contrib/auto-render.min.js");
   for (const place of places) renderMathInElement(place, { delimiters: DELIMITERS, throwOnError: false });
+  for (const formula of document.querySelectorAll("p .katex, li .katex")) {
+    const text = formula.querySelector("annotation")?.textContent ?? "";
+    formula.classList.toggle("whole", text.length <= SHORT); // one line, if it is short enough for a phone
+  }
   document.body.dataset.math = "done";
 });

@@ -20,7 +20,7 @@ def test_entries_are_kept_and_compared_on_their_own_device(tmp_path: Path) -> No
         ledger.add(*run(float(rate), device), change, tmp_path)
     assert [entry.change for entry in ledger.load(tmp_path)] == ["pages", "pages", "graphs"]
     text = ledger.markdown(tmp_path)
-    assert text.count("## ") == 2 and text.index("GPU X") < text.index("CPU Y")
+    assert text.count("\n### ") == 2 and text.index("GPU X") < text.index("CPU Y")
     assert "2.50x" in text and text.count("x |") == 1 and "25%" in text and "torch 2.13.0" in text
 
 

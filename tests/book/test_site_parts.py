@@ -27,6 +27,8 @@ def docs_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ax.bar(1, 2)", True, "Code of the figure"),
         ("def draw_tree(ax):\n    pass", False, "Code of the figure"),
         ("def softmax(x):\n    pass", False, None),
+        ("import a\nimport b\n\nprint(1)", False, None),
+        ("import a\nimport b\n\ndef f():\n    pass", False, None),
         ("$ pytest", False, None),
         ("# only a comment", False, None),
     ],
@@ -39,12 +41,64 @@ def test_the_plumbing_of_a_chapter_is_folded(source: str, draws: bool, title: st
 
 @pytest.mark.parametrize(
     ("source", "is_hidden"),
-    [("predict('a', None)", True), ("book.show(f)", True), ("predict('a')\nx = 1", False), ("print(1)", False)],
+    [
+        ("predict('a', None)", True),
+        ("book.show(f)", True),
+        ("from a import f\n\nbook.show(f)", True),
+        ("title = 'closed'\nbook.show(f, fold=title)", True),
+        ("import a", False),
+        ("predict('a')\nx = 1", False),
+        ("print(1)", False),
+    ],
 )
 def test_cells_that_only_show_something_are_hidden(source: str, is_hidden: bool) -> None:
     from cell_folds import is_output_only
 
     assert is_output_only(source) is is_hidden
+
+
+def test_equal_folds_of_successive_cells_are_one_and_a_diagram_keeps_its_line_breaks() -> None:
+    from notebook_page import tidy
+
+    def cell(source: str) -> str:
+        return f'<div class="jp-Cell jp-CodeCell"><div class="highlight-ipynb"><pre>{source}</pre></div></div>'
+
+    diagram = '<div class="jp-Mermaid"><pre class="mermaid">a["one<br/>two &amp; three"]</pre></div>'
+    text = f'<div class="jp-Cell"><div class="jp-MarkdownOutput">{diagram}</div></div>'
+    page, _ = tidy(f'<div class="jupyter-wrapper">{cell("import a")}{cell("import b")}{text}</div>', str)
+
+    (fold,) = page.select("details.nb-fold")
+    assert [box.get_text().strip() for box in fold.select(".nb-in")] == ["import a", "import b"]
+    assert page.select_one("pre.diagram").get_text() == 'a["one<br/>two & three"]'
+
+
+@pytest.mark.parametrize(
+    ("html", "kept"),
+    [
+        ("<p><code>h // G</code></p>", '<p><code class="whole">h // G</code></p>'),
+        ("<p><code>run now --homework</code></p>", '<p><code>run now <span class="whole">--homework</span></code></p>'),
+        ("<p>36 % in 3 ms, 2 of 3</p>", "<p>36\N{NO-BREAK SPACE}% in 3\N{NO-BREAK SPACE}ms, 2 of 3</p>"),
+        ("<td>2026-11-22</td>", '<td><span class="whole">2026-11-22</span></td>'),
+        ('<pre><code>a --b 1 ms</code></pre><i title="1 ms">', '<pre><code>a --b 1 ms</code></pre><i title="1 ms">'),
+    ],
+)
+def test_what_belongs_together_stays_on_one_line(html: str, kept: str) -> None:
+    from page_frame import keep_together
+
+    assert keep_together(html) == kept
+
+
+def test_a_bound_that_rows_repeat_is_said_once() -> None:
+    from page_frame import span_rows
+
+    rows = [("a", "1", "x"), ("a", "2", "x"), ("b", "2", "x")]
+    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    table = BeautifulSoup(f"<table><tr><th>f</th><th>v</th><th>w</th></tr>{cells}</table>", "html.parser").table
+    assert table is not None
+    span_rows(table)
+
+    spans = [[(cell.get_text(), cell.get("rowspan")) for cell in row.find_all("td")] for row in table.find_all("tr")]
+    assert spans == [[], [("a", "2"), ("1", None), ("x", "3")], [("2", None)], [("b", None), ("2", None)]]
 
 
 def test_every_card_has_a_lesson_and_a_recorded_number() -> None:

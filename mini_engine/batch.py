@@ -143,7 +143,8 @@ class StepBatch:
         """
         lens = np.asarray(kv_lens, dtype=np.int64)
         num_tokens, num_requests, num_decodes = len(token_ids), len(lens), len(lens)
-        key_index = lens - 1  # of the last key, which is in the last page
+        # The last key of each request is in its last page. It is the only new one, unless `num_new` says otherwise.
+        key_index = lens - 1
         full_pages = key_index // page_size
         page_ends = (full_pages + 1).cumsum()
         offset = last_offset = key_index - full_pages * page_size
@@ -161,7 +162,6 @@ class StepBatch:
             num_decodes = int(np.count_nonzero(new <= max_decode_tokens))
             if new[:num_decodes].max(initial=0) > max_decode_tokens:
                 raise ValueError("decodes must come first")
-            # The new keys are the last ones of each request.
             key_index = np.arange(num_tokens) + (lens - new.cumsum()).repeat(new)
             page = key_index // page_size
             entry, offset = (entry - full_pages).repeat(new) + page, key_index - page * page_size

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,6 +55,7 @@ class LLMEngine:
 
     Attributes:
         config: the options, with every default resolved.
+        requests: the unfinished requests by their names, in order of arrival. Read them, but do not change them.
         metrics: totals so far.
 
     Raises:
@@ -96,7 +97,7 @@ class LLMEngine:
         self._depth = config.pipeline_depth
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_step: OnStep | None = None
-        self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
+        self.requests: dict[str, Request] = {}
         self._in_flight: deque[Launched] = deque()
         # Requests that have to compute a token alone, one after the other, because a step with all of them has failed.
         self._suspects: list[Request] = []
@@ -151,7 +152,7 @@ class LLMEngine:
             )
         prompt = in_front + prompt
         with self.transaction():
-            if request_id in self._requests:
+            if request_id in self.requests:
                 raise RequestError(f"a request named {request_id!r} is still running; give each its own name")
             if not self._pinned.issuperset(chunk.pinned for chunk in context):
                 raise RequestError("a chunk of the request has been unregistered or evicted; register it again")
@@ -168,14 +169,14 @@ class LLMEngine:
             self.scheduler.add(request)
             if self._suspects:  # `_recover` queues it when they are done
                 self.scheduler.remove(request)
-            self._requests[request_id] = request
+            self.requests[request_id] = request
             self._arrivals += 1
         return request
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages. An unknown name is ignored: the request may just have ended."""
         with self.transaction():
-            if isinstance(request_id, str) and (request := self._requests.get(request_id)):
+            if isinstance(request_id, str) and (request := self.requests.get(request_id)):
                 self._end(request, "abort")
 
     def finish(self, request: Request, reason: FinishReason, error: MiniEngineError | None = None) -> None:
@@ -193,12 +194,7 @@ class LLMEngine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._requests)
-
-    @property
-    def request_ids(self) -> KeysView[str]:
-        """Names of the unfinished requests, in order of arrival."""
-        return self._requests.keys()
+        return bool(self.requests)
 
     @property
     def page_table(self) -> PageTable:
@@ -213,7 +209,7 @@ class LLMEngine:
             RequestError: if these are more than `num_pinnable`.
         """
         with self.transaction():
-            pinned = PinnedPages(self.scheduler.pin(num_pages, self._requests.values()))
+            pinned = PinnedPages(self.scheduler.pin(num_pages, self.requests.values()))
             self._pinned.add(pinned)
         return pinned
 
@@ -233,12 +229,12 @@ class LLMEngine:
     @property
     def num_pinnable(self) -> int:
         """Pages that `pin` can take now, such that every unfinished request can still run to its end."""
-        return self.scheduler.num_pinnable(self._requests.values())
+        return self.scheduler.num_pinnable(self.requests.values())
 
     @property
     def pins_in_use(self) -> set[PinnedPages]:
         """The pinned pages that unfinished requests attend to."""
-        return {chunk.pinned for request in self._requests.values() for chunk in request.context}
+        return {chunk.pinned for request in self.requests.values() for chunk in request.context}
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys of ended requests, so that the next request with the same prompt computes it again.
@@ -247,8 +243,8 @@ class LLMEngine:
             RequestError: if requests are unfinished.
         """
         with self.transaction():
-            if self._requests:
-                raise RequestError(f"{len(self._requests)} requests are unfinished; wait for their ends, or abort them")
+            if self.requests:
+                raise RequestError(f"{len(self.requests)} requests are unfinished; wait for their ends, or abort them")
             self._recover()
 
     # --- before the first request --------------------------------------------------------------------------------
@@ -319,7 +315,7 @@ class LLMEngine:
                 sampled.append(self._collect())
             schedule = self.scheduler.schedule()
         assert schedule is not None, "no token is on the device"
-        if not len(schedule.rows) and self._requests and not self._in_flight:
+        if not len(schedule.rows) and self.requests and not self._in_flight:
             raise ScheduleError(
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
@@ -361,7 +357,7 @@ class LLMEngine:
         request.finish_reason = reason
         self.scheduler.remove(request)
         self._finished.append(request)
-        self._requests.pop(request.request_id, None)
+        self.requests.pop(request.request_id, None)
 
     def _report(
         self, schedule: Schedule, launched: Launched | None, sampled: list[Sampled], start: float
@@ -426,15 +422,15 @@ class LLMEngine:
         self._in_flight.clear()
         self._runner.reset()
         running, self.scheduler = self.scheduler.running, self._new_scheduler()
-        for request in list(self._requests.values()):
+        for request in list(self.requests.values()):
             request.token_ids = running.known_tokens(request)
             request.finish_reason = request.finish_reason or request.end_of(request.token_ids)
             if request.finish_reason is not None:
                 if request not in self._finished:
                     self._finished.append(request)
-                self._requests.pop(request.request_id)
+                self.requests.pop(request.request_id)
         self._suspects = [request for request in self._suspects if request.finish_reason is None]
-        self.scheduler.waiting.update(dict.fromkeys(self._suspects[:1] or self._requests.values()))
+        self.scheduler.waiting.update(dict.fromkeys(self._suspects[:1] or self.requests.values()))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

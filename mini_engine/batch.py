@@ -40,7 +40,7 @@ class PrefixLevel:
         return 1 << len(self.kv_last_page_len).bit_length()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepBatch:
     """One step of the engine: B requests, T new tokens, no padding.
 
@@ -75,7 +75,7 @@ class StepBatch:
             `decode_graphs.py`) and have no pages in it.
         page_capacity: the most pages that any step of as many requests can have, if a CUDA graph replays the step: the
             graph's kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
-        device_tokens: [6, T] on the device: the memory of the arrays with T entries, see `StepBuffers.tokens`.
+        device_tokens: [6, T] on the device: the memory of the arrays with T entries, see `TOKEN_ROWS`.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -136,79 +136,84 @@ class StepBatch:
             into: buffers that receive the arrays; default new ones on `device`.
 
         Returns:
-            The step. If `into` held a step of the same sizes before, it is the same object over new numbers.
+            The step.
 
         Raises:
             ValueError: if the arrays contradict each other.
         """
         lens = np.asarray(kv_lens, dtype=np.int64)
-        num_tokens, num_requests = len(token_ids), len(lens)
-        buffers = into or StepBuffers(device)
-        buffers.reset(num_tokens, len(pages), num_requests)
-        ids, positions, slots, sources, rows_out, predicted = buffers.tokens
-        lens_out, qo_indptr, page_indptr, last_page_len, logits_out = buffers.requests
-        np.cumsum(-(-lens // page_size), out=page_indptr[1:])
+        num_tokens, num_requests, num_decodes = len(token_ids), len(lens), len(lens)
+        # The last key of each request is in its last page. It is the only new one, unless `num_new` says otherwise.
+        key_index = lens - 1
+        full_pages = key_index // page_size
+        page_ends = (full_pages + 1).cumsum()
+        offset = last_offset = key_index - full_pages * page_size
+        entry = page_ends - 1
         if num_new is None:
-            new, num_decodes = np.ones(1, dtype=np.int64), num_requests
-            _check(num_tokens, len(pages), num_requests, lens, new, page_indptr)
-            qo_indptr[:] = np.arange(num_requests + 1)
-            key_index, entry = lens - 1, page_indptr[1:] - 1  # the last key, in the last page
+            new = ONE
+            _check(num_tokens, len(pages), num_requests, lens, new, page_ends)
         else:
             new = np.asarray(num_new, dtype=np.int64)
             if np.count_nonzero(new < 1):
                 raise ValueError("every request of a step needs at least one new token")
             if len(new) != num_requests:
                 raise ValueError(f"num_new has {len(new)} requests, kv_lens {num_requests}")
-            _check(num_tokens, len(pages), int(new.sum()), lens, new, page_indptr)
+            _check(num_tokens, len(pages), int(new.sum()), lens, new, page_ends)
             num_decodes = int(np.count_nonzero(new <= max_decode_tokens))
             if new[:num_decodes].max(initial=0) > max_decode_tokens:
                 raise ValueError("decodes must come first")
-            np.cumsum(new, out=qo_indptr[1:])
-            # The new keys are the last ones of each request.
-            key_index = np.arange(num_tokens) + np.repeat(lens - qo_indptr[1:], new)
-            entry = np.repeat(page_indptr[:-1], new) + key_index // page_size
-        logits_of: np.ndarray | int = 1
-        logit_rows = qo_indptr[1:] - 1
+            key_index = np.arange(num_tokens) + (lens - new.cumsum()).repeat(new)
+            page = key_index // page_size
+            entry, offset = (entry - full_pages).repeat(new) + page, key_index - page * page_size
+        num_rows, logits_of = num_requests, ONE
         if num_logits is not None:
             logits_of = np.asarray(num_logits, dtype=np.int64)
             if np.count_nonzero(logits_of > new):
                 raise ValueError("num_logits asks for logits of more tokens than a request has in the step")
-            ends = logits_of.cumsum()
-            logit_rows = np.arange(ends[-1]) + np.repeat(qo_indptr[1:] - ends, logits_of)
-        num_rows = len(logit_rows)
+            num_rows = int(logits_of.sum())
 
-        offset = key_index % page_size
-        ids[:] = token_ids
-        buffers.pages[:] = pages
-        np.multiply(buffers.pages[entry], page_size, out=slots)
-        slots += offset
-        positions[:], has_gaps = key_index, False
+        buffers = into or StepBuffers(device)
+        is_new = buffers.resize(num_tokens, num_requests, num_rows, len(pages))
+        ids, positions, slots, sources, logit_rows, predicted = buffers.tokens
+        lens_out, qo_indptr, page_indptr, last_page_len, logits_out = buffers.requests
+        if is_new or num_new is not None or num_logits is not None:  # otherwise as in the last step of these sizes
+            qo_indptr[1:] = np.broadcast_to(new, num_requests).cumsum()
+            logits_out[:num_requests] = logits_of
+            after = logits_out[:num_requests].cumsum()
+            logit_rows[:num_rows] = np.arange(num_rows) + (qo_indptr[1:] - after).repeat(logits_out[:num_requests])
+        ids[:], buffers.pages[:], positions[:] = token_ids, pages, key_index
+        slots[:] = buffers.pages[entry] * np.int64(page_size) + offset
+        sources[:] = -1 if token_source is None else token_source
+        lens_out[:num_requests], page_indptr[1:], last_page_len[:num_requests] = lens, page_ends, last_offset + 1
+        has_gaps, first_keys = False, None
         if page_positions is not None:
-            first_keys = buffers.page_positions
-            first_keys[:] = page_positions
-            np.add(first_keys[entry], offset, out=positions)
-            follows = np.diff(first_keys) == page_size
+            on_host, first_keys = buffers.page_positions()
+            on_host[:] = page_positions
+            np.add(on_host[entry], offset, out=positions)
+            follows = np.diff(on_host) == page_size
             follows[page_indptr[1:-1] - 1] = True  # the first page of a request follows none
             has_gaps = not follows.all()
-        sources[:] = -1 if token_source is None else token_source
-        rows_out[:num_rows] = logit_rows
         # A row of logits is the distribution of the token behind the one that it belongs to.
-        np.add(positions[logit_rows], 1, out=predicted[:num_rows])
-        lens_out[:num_requests], logits_out[:num_requests] = lens, logits_of
-        np.add((lens - 1) % page_size, 1, out=last_page_len[:num_requests])
-        num_sources = 0 if token_source is None else int(np.count_nonzero(sources >= 0))
+        predicted[:num_rows] = positions[logit_rows[:num_rows]] + 1
         buffers.upload()
-        return buffers.batch(
-            num_rows, num_decodes, page_size, num_sources, page_positions is not None, has_gaps, levels, page_capacity
+        return cls(
+            **buffers.views,
+            page_positions=first_keys,
+            num_decodes=num_decodes,
+            page_size=page_size,
+            num_sources=0 if token_source is None else int(np.count_nonzero(sources >= 0)),
+            has_gaps=has_gaps,
+            levels=levels,
+            page_capacity=page_capacity,
         )
 
     @property
     def num_sequences(self) -> int:
-        return len(self.kv_lens)
+        return self.kv_lens.shape[0]  # `len` of a tensor takes ten times as long
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return self.token_ids.shape[0]
 
     def feed(self, last_token: Int[Tensor, " rows"]) -> Int[Tensor, " T"]:
         """Return the token ids, with those that earlier steps sampled read on the device.
@@ -225,6 +230,9 @@ class StepBatch:
         return torch.where(self.token_source >= 0, last_token[self.token_source], self.token_ids)
 
 
+TOKEN_ROWS = "token_ids", "positions", "slot_mapping", "token_source", "logit_rows", "sampled_positions"
+REQUEST_ROWS = "kv_lens", "qo_indptr", "kv_page_indptr", "kv_last_page_len", "num_logits"
+ONE = np.ones(1, dtype=np.int64)
 ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, for the vector loads of kernels
 
 
@@ -239,105 +247,79 @@ class StepBuffers:
         device: where the model runs.
 
     Attributes:
-        tokens: [6, T] host. Rows: token_ids, positions, slot_mapping, token_source, logit_rows, sampled_positions.
+        tokens: [6] times [T] host. The arrays of TOKEN_ROWS.
         pages: [P] host. `kv_page_indices`.
-        page_positions: [P] host.
-        requests: [5, B+1] host. Rows: kv_lens, qo_indptr, kv_page_indptr, kv_last_page_len, num_logits.
+        requests: [5] times [B+1] host. The arrays of REQUEST_ROWS.
+        views: the fields of a `StepBatch` that are views of this memory.
     """
 
-    tokens: Int64[np.ndarray, "6 T"]
+    tokens: list[Int64[np.ndarray, " T"]]
     pages: Int32[np.ndarray, " P"]
-    page_positions: Int64[np.ndarray, " P"]
-    requests: Int32[np.ndarray, "5 B+1"]
+    requests: list[Int32[np.ndarray, " B+1"]]
+    views: dict[str, Tensor]
+    _sizes: tuple[int, int, int]
+    _on_host: Int64[Tensor, " size"]
+    _on_device: Int64[Tensor, " size"]
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._sizes: tuple[int, int, int] = (-1, -1, -1)
-        self._fields: tuple = ()
-        self._batch: StepBatch | None = None
         self._allocate(0)
 
-    def reset(self, num_tokens: int, num_pages: int, num_requests: int) -> None:
-        """Begin a step of this size. Views of the previous one are overwritten from now on."""
-        if self._sizes == (num_tokens, num_pages, num_requests):
-            return
-        if num_requests == 0:
-            raise ValueError("a step of 0 requests")
-        self._sizes, self._batch = (num_tokens, num_pages, num_requests), None
-        self._stride = -(-num_tokens // ALIGNMENT) * ALIGNMENT
-        self._first_page = 6 * self._stride
-        self._first_position = self._first_page + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
+    def resize(self, num_tokens: int, num_requests: int, num_rows: int, num_pages: int) -> bool:
+        """Begin a step of this size. Views of the previous one are overwritten from now on.
+
+        Returns:
+            Whether the number of tokens, requests or rows of logits is another one than before.
+        """
+        stride, sizes = -(-num_tokens // ALIGNMENT) * ALIGNMENT, (num_tokens, num_requests, num_rows)
+        self._first_position = 6 * stride + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
         self._used = self._first_position + num_pages
-        if self._used > len(self._on_host):
+        if 2 * self._used > len(self._host_pages):
             self._allocate(2 * self._used)
-        memory = self._on_host.numpy()
-        self.tokens = memory[: self._first_page].reshape(6, -1)[:, :num_tokens]
-        self.pages = memory[self._first_page : self._first_position].view(np.int32)[:num_pages]
-        self.page_positions = memory[self._first_position : self._used]
-        self.requests = np.zeros((5, num_requests + 1), dtype=np.int32)
+        if is_new := self._sizes != sizes:
+            self._sizes, self._num_pages = sizes, -1
+            self.tokens = list(self._on_host.numpy()[: 6 * stride].reshape(6, -1)[:, :num_tokens])
+            self.requests = list(np.zeros((5, num_requests + 1), dtype=np.int32))
+            device_tokens = self._on_device.as_strided((6, num_tokens), (stride, 1))
+            self.views = dict(zip(TOKEN_ROWS, device_tokens.unbind(), strict=True), device_tokens=device_tokens)
+            self.views |= zip(REQUEST_ROWS, map(torch.from_numpy, self.requests), strict=True)
+            for name in ("logit_rows", "sampled_positions"):
+                self.views[name] = self.views[name][:num_rows]
+            for name in ("kv_lens", "kv_last_page_len", "num_logits"):
+                self.views[name] = self.views[name][:num_requests]
+        if self._num_pages != num_pages:
+            self._num_pages, span = num_pages, slice(12 * stride, 12 * stride + num_pages)
+            self.pages = self._host_pages[span]
+            self.views["host_page_indices"] = torch.from_numpy(self.pages)
+            self.views["kv_page_indices"] = self._device_pages[span]
+        return is_new
+
+    def page_positions(self) -> tuple[Int64[np.ndarray, " P"], Int64[Tensor, " P"]]:
+        """The memory of `page_positions`, on the host and on the device."""
+        span = slice(self._first_position, self._used)
+        return self._on_host.numpy()[span], self._on_device[span]
 
     def upload(self) -> None:
         """Start copying the arrays to the device."""
         if self._on_device is not self._on_host:
             self._on_device[: self._used].copy_(self._on_host[: self._used], non_blocking=True)
 
-    def batch(
-        self,
-        num_rows: int,
-        num_decodes: int,
-        page_size: int,
-        num_sources: int,
-        has_positions: bool,
-        has_gaps: bool,
-        levels: tuple[PrefixLevel, ...],
-        page_capacity: int | None,
-    ) -> StepBatch:
-        """The arrays as a step, whose fields the arguments are; the last step's object if all sizes are the same."""
-        fields = num_rows, num_decodes, page_size, num_sources, has_positions, has_gaps, levels, page_capacity
-        if self._batch is not None and self._fields == fields:
-            return self._batch
-        self._fields = fields
-        num_tokens, num_pages, num_requests = self._sizes
-        device_tokens = self._on_device.as_strided((6, num_tokens), (self._stride, 1))
-        tokens = device_tokens.unbind()
-        lens, qo_indptr, page_indptr, last_page_len, num_logits = torch.from_numpy(self.requests).unbind()
-        self._batch = StepBatch(
-            token_ids=tokens[0],
-            positions=tokens[1],
-            slot_mapping=tokens[2],
-            token_source=tokens[3],
-            logit_rows=tokens[4][:num_rows],
-            sampled_positions=tokens[5][:num_rows],
-            kv_page_indices=self._on_device[self._first_page :].view(torch.int32)[:num_pages],
-            page_positions=self._on_device[self._first_position : self._used] if has_positions else None,
-            kv_lens=lens[:num_requests],
-            qo_indptr=qo_indptr,
-            kv_page_indptr=page_indptr,
-            host_page_indices=torch.from_numpy(self.pages),
-            kv_last_page_len=last_page_len[:num_requests],
-            num_logits=num_logits[:num_requests],
-            num_decodes=num_decodes,
-            page_size=page_size,
-            num_sources=num_sources,
-            has_gaps=has_gaps,
-            levels=levels,
-            page_capacity=page_capacity,
-            device_tokens=device_tokens,
-        )
-        return self._batch
-
     def _allocate(self, size: int) -> None:
         on_gpu = self._device.type == "cuda"
-        self._on_host: Int64[Tensor, " size"] = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
+        self._sizes = -1, -1, -1
+        self._on_host = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
         self._on_device = torch.empty_like(self._on_host, device=self._device) if on_gpu else self._on_host
+        self._host_pages, self._device_pages = self._on_host.numpy().view(np.int32), self._on_device.view(torch.int32)
 
 
 def _check(
-    num_tokens: int, num_pages: int, num_new: int, lens: np.ndarray, new: np.ndarray, page_indptr: np.ndarray
+    num_tokens: int, num_pages: int, num_new: int, lens: np.ndarray, new: np.ndarray, page_ends: np.ndarray
 ) -> None:
+    if len(lens) == 0:
+        raise ValueError("a step of 0 requests")
     if np.count_nonzero(lens < new):
         raise ValueError("a request has more new tokens than keys after the step")
     if num_tokens != num_new:
         raise ValueError(f"{num_tokens} tokens given, num_new adds up to {num_new}")
-    if num_pages != page_indptr[-1]:
-        raise ValueError(f"{num_pages} pages given, kv_lens needs {page_indptr[-1]}")
+    if num_pages != page_ends[-1]:
+        raise ValueError(f"{num_pages} pages given, kv_lens needs {page_ends[-1]}")

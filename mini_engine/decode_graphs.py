@@ -20,6 +20,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.config import EngineConfig
+from mini_engine.errors import ConfigError
 from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
@@ -49,6 +51,29 @@ def pad_decodes(arrays: DecodeArrays, size: int, page: int) -> DecodeArrays:
         name: None if array is None else np.append(array, np.full(more, padding[name]))
         for name, array in arrays.items()
     }
+
+
+def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> Sequence[int]:
+    """The numbers of requests for which decode steps are captured: those of the options, or the default ones.
+
+    Args:
+        config: the options.
+        device: where steps are computed.
+        captures: whether the kernels of the attention backend can be captured.
+
+    Raises:
+        ConfigError: if the options ask for graphs of kernels that cannot be captured.
+    """
+    sizes, on_gpu = config.cuda_graph_batch_sizes, device.type == "cuda"
+    if sizes and on_gpu and not captures:
+        raise ConfigError(
+            f"the kernels of the {config.attn_backend} backend cannot be captured as a CUDA graph; leave "
+            "cuda_graph_batch_sizes out, or use attn_backend='flashinfer'"
+        )
+    if sizes is None and on_gpu and captures:
+        most = config.max_batch_size
+        return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
+    return sizes or ()
 
 
 @dataclass

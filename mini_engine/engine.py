@@ -10,10 +10,11 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
+from mini_engine.decode_graphs import graph_sizes
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
@@ -53,6 +55,7 @@ class LLMEngine:
 
     Attributes:
         config: the options, with every default resolved.
+        requests: the unfinished requests by their names, in order of arrival. Read them, but do not change them.
         metrics: totals so far.
 
     Raises:
@@ -83,10 +86,8 @@ class LLMEngine:
             model,
             self.backend,
             self.cache,
-            max_rows=config.max_batch_size,
-            num_buffers=config.pipeline_depth + 1,
-            graph_sizes=self._graph_sizes(),
-            pages_per_row=-(-config.max_model_len // config.page_size),
+            config,
+            graph_sizes=graph_sizes(config, model.device, self.backend.captures),
             persistent=self._persistent_decode(),
             parts=self.parts,
         )
@@ -98,8 +99,10 @@ class LLMEngine:
         self._depth = config.pipeline_depth
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_step: OnStep | None = None
-        self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
+        self.requests: dict[str, Request] = {}
         self._in_flight: deque[Launched] = deque()
+        # Requests that have to compute a token alone, one after the other, because a step with all of them has failed.
+        self._suspects: list[Request] = []
         self._finished: list[Request] = []  # not reported yet
         self._arrivals = 0
         self._lock = threading.RLock()
@@ -151,7 +154,7 @@ class LLMEngine:
             )
         prompt = in_front + prompt
         with self.transaction():
-            if request_id in self._requests:
+            if request_id in self.requests:
                 raise RequestError(f"a request named {request_id!r} is still running; give each its own name")
             if not self._pinned.issuperset(chunk.pinned for chunk in context):
                 raise RequestError("a chunk of the request has been unregistered or evicted; register it again")
@@ -166,14 +169,16 @@ class LLMEngine:
                 context=context,
             )
             self.scheduler.add(request)
-            self._requests[request_id] = request
+            if self._suspects:  # `_recover` queues it when they are done
+                self.scheduler.remove(request)
+            self.requests[request_id] = request
             self._arrivals += 1
         return request
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages. An unknown name is ignored: the request may just have ended."""
         with self.transaction():
-            if isinstance(request_id, str) and (request := self._requests.get(request_id)):
+            if isinstance(request_id, str) and (request := self.requests.get(request_id)):
                 self._end(request, "abort")
 
     def finish(self, request: Request, reason: FinishReason, error: MiniEngineError | None = None) -> None:
@@ -191,12 +196,7 @@ class LLMEngine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._requests)
-
-    @property
-    def request_ids(self) -> KeysView[str]:
-        """Names of the unfinished requests, in order of arrival."""
-        return self._requests.keys()
+        return bool(self.requests)
 
     @property
     def page_table(self) -> PageTable:
@@ -211,7 +211,7 @@ class LLMEngine:
             RequestError: if these are more than `num_pinnable`.
         """
         with self.transaction():
-            pinned = PinnedPages(self.scheduler.pin(num_pages))
+            pinned = PinnedPages(self.scheduler.pin(num_pages, self.requests.values()))
             self._pinned.add(pinned)
         return pinned
 
@@ -231,12 +231,12 @@ class LLMEngine:
     @property
     def num_pinnable(self) -> int:
         """Pages that `pin` can take now, such that every unfinished request can still run to its end."""
-        return self.scheduler.num_pinnable
+        return self.scheduler.num_pinnable(self.requests.values())
 
     @property
     def pins_in_use(self) -> set[PinnedPages]:
         """The pinned pages that unfinished requests attend to."""
-        return {chunk.pinned for request in self._requests.values() for chunk in request.context}
+        return {chunk.pinned for request in self.requests.values() for chunk in request.context}
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys of ended requests, so that the next request with the same prompt computes it again.
@@ -245,8 +245,8 @@ class LLMEngine:
             RequestError: if requests are unfinished.
         """
         with self.transaction():
-            if self._requests:
-                raise RequestError(f"{len(self._requests)} requests are unfinished; wait until they end, or abort them")
+            if self.requests:
+                raise RequestError(f"{len(self.requests)} requests are unfinished; wait until they end, or abort them")
             self._recover()
 
     # --- before the first request --------------------------------------------------------------------------------
@@ -291,15 +291,16 @@ class LLMEngine:
             sampled: list[Sampled] = []
             launched = None
             try:
+                if self._suspects:
+                    self._check_suspect()
                 schedule = self._schedule(sampled)
                 try:
                     if len(schedule.rows):
                         launched = self._runner.launch(schedule, self.scheduler.running, self.page_table)
                         self._in_flight.append(launched)
-                    ahead = self._depth if len(schedule.rows) and self.scheduler.suspect is None else 0
+                    ahead = self._depth if len(schedule.rows) and not self._suspects else 0
                     while len(self._in_flight) > ahead:
                         sampled.append(self._collect())
-                    self._clear_suspect(sampled)
                 except Exception as error:
                     schedule, launched = replace(NOTHING, preempted=self._isolate(error)), None
             except BaseException:
@@ -316,7 +317,7 @@ class LLMEngine:
                 sampled.append(self._collect())
             schedule = self.scheduler.schedule()
         assert schedule is not None, "no token is on the device"
-        if not len(schedule.rows) and self._requests and not self._in_flight:
+        if not len(schedule.rows) and self.requests and not self._in_flight:
             raise ScheduleError(
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
@@ -326,21 +327,13 @@ class LLMEngine:
             metrics.shared_tokens += schedule.num_shared
         if tree:
             metrics.evicted_pages += tree.num_evicted - num_evicted
-        count = len(schedule.rows)
-        worth_planning = count > 1 or (count and self.scheduler.running.num_contexts)
-        return self._with_levels(schedule) if self.backend.planner and worth_planning else schedule
-
-    def _with_levels(self, schedule: Schedule) -> Schedule:
-        """Let the backend choose the order of the step's requests, and the pages that it reads once for several."""
-        assert self.backend.planner is not None
-        rows, num_new, running = schedule.rows, schedule.num_new, self.scheduler.running
-        order, levels = self.backend.planner.arrange(
-            self.page_table,
-            rows,
-            num_new,
-            running.num_computed[rows],
-            running.admission[rows],
-            running.contexts if running.num_contexts else (),
+        running, planner = self.scheduler.running, self.backend.planner
+        if planner is None or len(schedule.rows) < (1 if running.num_contexts else 2):
+            return schedule
+        # The backend chooses the order of the step's requests, and the pages that it reads once for several.
+        rows, num_new, contexts = schedule.rows, schedule.num_new, running.contexts if running.num_contexts else ()
+        order, levels = planner.arrange(
+            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows], contexts
         )
         return replace(schedule, rows=rows[order], num_new=num_new[order], levels=levels)
 
@@ -356,7 +349,7 @@ class LLMEngine:
         live = running.admission[rows] == launched.admissions
         if np.count_nonzero(live) < len(rows):
             rows, token_ids = rows[live], token_ids[live]
-            requests = [request for request, is_live in zip(requests, live.tolist(), strict=True) if is_live]
+            requests = list(compress(requests, live.tolist()))
         self._in_flight.popleft()
         for request in running.requests_of(running.append(rows, token_ids)):
             self._end(request, request.end_of(running.known_tokens(request)) or "length")
@@ -366,7 +359,7 @@ class LLMEngine:
         request.finish_reason = reason
         self.scheduler.remove(request)
         self._finished.append(request)
-        self._requests.pop(request.request_id, None)
+        self.requests.pop(request.request_id, None)
 
     def _report(
         self, schedule: Schedule, launched: Launched | None, sampled: list[Sampled], start: float
@@ -375,17 +368,12 @@ class LLMEngine:
         sampled_by, token_ids = sampled[0] if sampled else ([], NOTHING.rows)
         for more_requests, more_token_ids in sampled[1:]:
             sampled_by, token_ids = sampled_by + more_requests, np.append(token_ids, more_token_ids)
+        requests, num_computed, batch = [], NOTHING.rows, None
+        if launched:
+            requests, num_computed, batch = launched.requests, launched.num_computed, launched.batch
+        seconds, size = time.perf_counter() - start, self.cache.bytes_per_token
         report = StepReport(
-            schedule,
-            launched.requests if launched else [],
-            launched.num_computed if launched else NOTHING.rows,
-            launched.batch if launched else None,
-            sampled_by,
-            token_ids,
-            finished,
-            start,
-            time.perf_counter() - start,
-            self.cache.bytes_per_token,
+            schedule, requests, num_computed, batch, sampled_by, token_ids, finished, start, seconds, size
         )
         try:
             if self._on_step:
@@ -393,13 +381,7 @@ class LLMEngine:
         except BaseException:
             self._finished = finished + self._finished  # the next report has them
             raise
-        metrics = self.metrics
-        metrics.steps += launched is not None
-        metrics.seconds += report.seconds
-        metrics.computed_tokens += report.num_tokens
-        metrics.output_tokens += len(report.token_ids)
-        metrics.preemptions += len(schedule.preempted)
-        metrics.finished += len(finished)
+        self.metrics.add(report)
         return report
 
     # --- when a step fails ---------------------------------------------------------------------------------------
@@ -407,31 +389,34 @@ class LLMEngine:
     def _isolate(self, error: Exception) -> list[Request]:
         """After an error in a step: start over, and let its requests compute their next tokens one by one.
 
-        A request that fails alone ends with the error.
+        The request that causes the error then fails alone and ends with it, and the others go on.
 
         Returns:
             The requests that lost their pages.
         """
         logger.warning("a step failed; its requests are computed again, one at a time", exc_info=error)
         self.metrics.failed_steps += 1
-        scheduler = self.scheduler
-        running = scheduler.running.requests_of(scheduler.running.order)
-        suspect, suspects = scheduler.suspect, scheduler.suspects or running
-        if suspect:
+        running = self.scheduler.running.requests_of(self.scheduler.running.order)
+        if self._suspects:
+            suspect = self._suspects[0]
             suspect.error = RequestError(f"computing the request failed: {type(error).__name__}: {error}")
             suspect.error.__cause__ = error
             suspect.finish_reason = "error"
+        self._suspects = self._suspects or running
         self._recover()
-        self.scheduler.isolate([request for request in suspects if request.finish_reason is None])
         return running
 
-    def _clear_suspect(self, sampled: list[Sampled]) -> None:
-        suspect = self.scheduler.suspect
-        if suspect and any(suspect in requests for requests, _ in sampled):
-            self.scheduler.clear(suspect)
+    def _check_suspect(self) -> None:
+        """Let the next suspect run once the first one has computed a token alone, or has ended."""
+        suspect = self._suspects[0]
+        if suspect.finish_reason or len(self.tokens_of(suspect)) > len(suspect.token_ids):
+            del self._suspects[0]
+            self._recover()
 
     def _recover(self) -> None:
-        """Start over with the tokens that the host knows: every unfinished request waits again, no page is in use.
+        """Start over with the tokens that the host knows: no page is in use, and every unfinished request waits again.
+
+        While there are suspects, the first of them waits alone.
 
         Whatever was interrupted, nothing is lost: a token counts from the moment that `Running.append` has stored it,
         and the tokens that were still on the device are computed again.
@@ -439,15 +424,15 @@ class LLMEngine:
         self._in_flight.clear()
         self._runner.reset()
         running, self.scheduler = self.scheduler.running, self._new_scheduler()
-        for request in list(self._requests.values()):
+        for request in list(self.requests.values()):
             request.token_ids = running.known_tokens(request)
             request.finish_reason = request.finish_reason or request.end_of(request.token_ids)
-            if request.finish_reason is None:
-                self.scheduler.waiting[request] = None
-                continue
-            if request not in self._finished:
-                self._finished.append(request)
-            self._requests.pop(request.request_id)
+            if request.finish_reason is not None:
+                if request not in self._finished:
+                    self._finished.append(request)
+                self.requests.pop(request.request_id)
+        self._suspects = [request for request in self._suspects if request.finish_reason is None]
+        self.scheduler.waiting.update(dict.fromkeys(self._suspects[:1] or self.requests.values()))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -460,18 +445,6 @@ class LLMEngine:
             except BaseException:
                 self._recover()
                 raise
-
-    def _graph_sizes(self) -> ListLike[int]:
-        sizes, captures = self.config.cuda_graph_batch_sizes, self.backend.captures or self.model.device.type == "cpu"
-        if sizes and not captures:
-            raise ConfigError(
-                f"the kernels of the {self.config.attn_backend} backend cannot be captured as a CUDA graph; leave "
-                "cuda_graph_batch_sizes out, or use attn_backend='flashinfer'"
-            )
-        if sizes is None and self.model.device.type == "cuda" and captures:
-            most = self.config.max_batch_size
-            return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
-        return sizes or ()
 
     def _persistent_decode(self) -> PersistentDecode | None:
         if not self.config.persistent_decode:

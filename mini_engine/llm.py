@@ -271,7 +271,7 @@ class TextEngine:
         if params.stop:
             self._tokenizer()
         with self._lock:
-            name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.request_ids)
+            name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
             params_without_stop = replace(params, stop=()) if params.stop else params
             request = self.engine.add_request(name, token_ids, params_without_stop, context)
             detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)

@@ -6,9 +6,10 @@ between, the device needs nothing from the host: a token that one step samples a
 the device still computes this one. Explained in chapter 07.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.batch import StepBatch, StepBuffers
-from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
+from mini_engine.config import EngineConfig
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
@@ -27,19 +29,10 @@ from mini_engine.scheduler import Schedule
 
 if TYPE_CHECKING:
     from mini_engine.kernels.persistent_decode import PersistentDecode
+    from mini_engine.parts import Parts
 
 
-@runtime_checkable
-class RunnerParts(Protocol):
-    """The replaceable parts that the runner calls; `mini_engine.parts.Parts` has them."""
-
-    @property
-    def pad_decodes(self) -> Callable[[DecodeArrays, int, int], DecodeArrays]: ...
-    @property
-    def sample(self) -> Callable[[Tensor, SamplingBatch], Tensor]: ...
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Launched:
     """A step on its way.
 
@@ -71,11 +64,8 @@ class ModelRunner:
         model: the model.
         backend: its attention.
         cache: its KV cache.
-        max_rows: rows of the page table.
-        num_buffers: steps whose arrays are needed at the same time: one, and one more for each step that is launched
-            ahead.
+        config: the engine's options, with every default resolved.
         graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
-        pages_per_row: the most pages that a request can have.
         persistent: computes a captured step of one request in the place of the model; None if the model does.
         parts: the engine's replaceable parts.
     """
@@ -85,35 +75,36 @@ class ModelRunner:
         model: LanguageModel,
         backend: AttentionBackend,
         cache: PagedKVCache,
+        config: EngineConfig,
         *,
-        max_rows: int,
-        num_buffers: int,
         graph_sizes: Sequence[int],
-        pages_per_row: int,
         persistent: "PersistentDecode | None",
-        parts: RunnerParts,
+        parts: "Parts",
     ) -> None:
+        assert config.max_model_len and config.pipeline_depth is not None
         self.model, self.backend, self.cache = model, backend, cache
         self._sample, self._persistent = parts.sample, persistent
         self._device = model.device
-        self._last_token = torch.zeros(max_rows + 1, dtype=torch.long, device=self._device)  # one for padding
+        # The last entry is for padding.
+        self._last_token = torch.zeros(config.max_batch_size + 1, dtype=torch.long, device=self._device)
         self._graphs = DecodeGraphs(
             graph_sizes,
             self._decode,
             self._plan_decode,
             page_size=cache.page_size,
-            pages_per_row=pages_per_row,
+            pages_per_row=-(-config.max_model_len // config.page_size),
             padding_page=cache.num_pages - 1,
-            padding_row=max_rows,
+            padding_row=config.max_batch_size,
             device=self._device,
             pad=parts.pad_decodes,
         )
-        self._buffers = [StepBuffers(self._device) for _ in range(num_buffers)]
+        # The arrays of a step are needed until it is collected, while those of the next one are written.
+        self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
         # Kept from step to step for as long as the same requests sample.
         self._sampling: SamplingBatch | None = None
         self._sampling_rows: Tensor = self._last_token
-        self._sampling_admissions = np.zeros(0, dtype=np.int64)
+        self._sampling_admissions = b""
         self._seen: SeenTokens | None = None
 
     @torch.inference_mode()
@@ -127,17 +118,16 @@ class ModelRunner:
         """
         if schedule.copies:
             self.cache.copy_pages(schedule.copies)
-        rows, start = schedule.rows, running.num_computed[schedule.rows]
-        num_computed = start + schedule.num_new
+        rows = schedule.rows
+        num_computed = running.num_computed[rows] + schedule.num_new
         # A request in the middle of its prompt has computed fewer tokens than it has, and samples none.
         samples = num_computed == running.num_scheduled[rows]
-        sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
-        num_logits = None if sampling_rows is rows else samples
-        if len(sampling_rows) and not np.array_equal(running.admission[sampling_rows], self._sampling_admissions):
-            self._sampling = self._sampling_of(sampling_rows, running)
-        sampling = self._sampling if len(sampling_rows) else None
+        num_logits = None if np.count_nonzero(samples) == len(rows) else samples
+        sampling_rows = rows if num_logits is None else rows[samples]
+        admissions = running.admission[sampling_rows]
+        sampling = self._sampling_of(sampling_rows, admissions, running) if len(sampling_rows) else None
         size = self._graph_size(schedule, sampling, running.has_evicted) if num_logits is None else None
-        batch = self._build(schedule, start, num_computed, num_logits, running, page_table, size)
+        batch = self._build(schedule, num_computed, num_logits, running, page_table, size)
         if size and sampling:
             tokens = self._graphs.run(size, batch, sampling, self._sampling_rows)[: len(rows)]
         else:
@@ -149,8 +139,7 @@ class ModelRunner:
         running.num_computed[rows] = num_computed
         running.num_scheduled[sampling_rows] += 1
         requests = running.requests_of(rows)
-        sampled_by = requests if num_logits is None else running.requests_of(sampling_rows)
-        admissions = running.admission[sampling_rows]
+        sampled_by = requests if num_logits is None else list(compress(requests, samples.tolist()))
         return Launched(batch, requests, num_computed, sampling_rows, admissions, sampled_by, host_tokens, done)
 
     def collect(self, launched: Launched) -> Int64[np.ndarray, " R"]:
@@ -168,8 +157,8 @@ class ModelRunner:
         """Forget the requests of earlier steps, after waiting for the device to finish those."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._sampling, self._seen = None, None
-        self._sampling_admissions = np.zeros(0, dtype=np.int64)
+        self._sampling = self._seen = None
+        self._buffers = [StepBuffers(self._device) for _ in self._buffers]  # one of them may be filled halfway
 
     def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None, has_evicted: bool) -> int | None:
         """The size of the graph that can run a step; None if none can.
@@ -177,40 +166,35 @@ class ModelRunner:
         Every request decodes one token. Filters and penalties have shapes of their own, and so have queries that are
         rotated for chunks, and levels of many groups. Requests that have lost pages make no use of levels.
         """
-        if schedule.num_tokens > len(schedule.rows) or sampling is None:
+        if schedule.num_tokens > len(schedule.rows) or (schedule.levels and has_evicted):
             return None
-        if schedule.levels and has_evicted:
+        if sampling is None or sampling.filters or sampling.seen is not None:
             return None
         if any(level.query_offsets is not None or level.padded_groups > MAX_GROUPS for level in schedule.levels):
             return None
-        return None if sampling.filters or sampling.seen is not None else self._graphs.size_for(len(schedule.rows))
+        return self._graphs.size_for(len(schedule.rows))
 
     def _build(
         self,
         schedule: Schedule,
-        start: Int64[np.ndarray, " B"],
-        kv_lens: Int64[np.ndarray, " B"],
-        num_logits: np.ndarray | None,
+        num_computed: Int64[np.ndarray, " B"],
+        num_logits: Bool[np.ndarray, " B"] | None,
         running: Running,
         page_table: PageTable,
         graph_size: int | None,
     ) -> StepBatch:
-        rows, size = schedule.rows, page_table.page_size
-        if schedule.num_tokens == len(rows):
-            num_new, token_rows, positions = None, rows, start
-        else:
+        rows, size, num_new = schedule.rows, page_table.page_size, None
+        kv_lens, token_rows, positions, page_positions = num_computed, rows, num_computed - 1, None
+        if schedule.num_tokens > len(rows):
             num_new = schedule.num_new
-            first = np.cumsum(num_new) - num_new
-            token_rows = np.repeat(rows, num_new)
-            positions = np.arange(schedule.num_tokens) + np.repeat(start - first, num_new)
-        evicted = running.num_evicted[rows] if running.has_evicted else None
-        if evicted is not None:
-            kv_lens = kv_lens - evicted
-        page_counts = -(-kv_lens // size)
-        page_positions = None
-        if evicted is not None and np.count_nonzero(evicted):
-            first_page = np.repeat(np.cumsum(page_counts) - page_counts, page_counts)
-            page_positions = np.repeat(evicted, page_counts) + (np.arange(len(first_page)) - first_page) * size
+            token_rows = rows.repeat(num_new)
+            positions = np.arange(schedule.num_tokens) + (num_computed - num_new.cumsum()).repeat(num_new)
+        if running.has_evicted:
+            kv_lens = num_computed - running.num_evicted[rows]
+        page_counts = (kv_lens + (size - 1)) // size
+        if running.has_evicted and np.count_nonzero(kv_lens < num_computed):
+            index = np.arange(page_counts.sum()) - (page_counts.cumsum() - page_counts).repeat(page_counts)
+            page_positions = (num_computed - kv_lens).repeat(page_counts) + index * size
         on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
         arrays = {
             "token_ids": running.tokens[token_rows, positions],
@@ -251,7 +235,7 @@ class ModelRunner:
 
     def _sample_tokens(self, hidden: Tensor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " R"]:
         """Sample one token for each row and make it the row's last one."""
-        if len(batch.logit_rows) < batch.num_tokens:
+        if batch.logit_rows.shape[0] < batch.num_tokens:
             hidden = hidden[batch.logit_rows]
         logits = self.model.compute_logits(hidden)
         sampling.positions = batch.sampled_positions
@@ -263,9 +247,13 @@ class ModelRunner:
             self._seen.add(self._sampling_rows, tokens)
         return tokens
 
-    def _sampling_of(self, rows: Int64[np.ndarray, " R"], running: Running) -> SamplingBatch:
-        """Upload what the sampler needs to know of these rows, and remember for which requests that was."""
-        columns, admissions = running.sampling[rows], running.admission[rows]
+    def _sampling_of(
+        self, rows: Int64[np.ndarray, " R"], admissions: Int64[np.ndarray, " R"], running: Running
+    ) -> SamplingBatch:
+        """Upload what the sampler needs to know of these rows, unless the last step had the same requests."""
+        if self._sampling is not None and self._sampling_admissions == admissions.tobytes():
+            return self._sampling
+        columns = running.sampling[rows]
         penalized = rows[columns["repetition_penalty"] != 1]
         seen = None
         if len(penalized):
@@ -274,12 +262,10 @@ class ModelRunner:
             for row in penalized.tolist():
                 self._seen.enter(row, int(running.admission[row]), running.tokens[row, : running.num_known[row]])
             seen = self._seen.of(torch.from_numpy(penalized).to(self._device))
-        sampling = SamplingBatch.build(
-            columns, running.seed[rows], np.zeros(len(rows), dtype=np.int64), seen, self._device
-        )
+        self._sampling = SamplingBatch.build(columns, running.seed[rows], np.zeros_like(rows), seen, self._device)
         self._sampling_rows = torch.from_numpy(rows).to(self._device)
-        self._sampling_admissions = admissions
-        return sampling
+        self._sampling_admissions = admissions.tobytes()
+        return self._sampling
 
     def _read(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
         """Start copying sampled tokens to the host, and return an event behind the copy."""

@@ -47,6 +47,15 @@ class EngineMetrics:
         """Share of the prompt tokens that were not computed."""
         return self.shared_tokens / max(self.prompt_tokens, 1)
 
+    def add(self, report: "StepReport") -> None:
+        """Count what a step did."""
+        self.steps += report.batch is not None
+        self.seconds += report.seconds
+        self.computed_tokens += report.num_tokens
+        self.output_tokens += len(report.token_ids)
+        self.preemptions += len(report.schedule.preempted)
+        self.finished += len(report.finished)
+
 
 @dataclass(frozen=True)
 class StepReport:

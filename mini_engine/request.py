@@ -124,7 +124,7 @@ class Running:
             of registered chunks hold them.
         has_evicted: whether any request has ever had such tokens.
         max_len: where each request ends.
-        end_tokens: [rows, n] end tokens of each request, filled up with -1.
+        end_tokens: [n] times [rows]: end tokens of each request, filled up with -1.
         sampling: parameters of the sampler.
         seed: seed of each request.
         admission: serial number of the admission that filled the row, so that what was launched for an earlier
@@ -143,7 +143,7 @@ class Running:
         self.num_known, self.num_scheduled, self.num_computed = column(), column(), column()
         self.num_evicted, self.max_len = column(), column()
         self.has_evicted = False
-        self.end_tokens = np.full((max_rows, 1), -1, dtype=np.int64)
+        self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
         self.seed, self.admission = column(), column()
         self.requests: list[Request | None] = [None] * max_rows
@@ -166,11 +166,9 @@ class Running:
             self.num_contexts += 1
             self.has_evicted = True
         self.max_len[row] = request.max_len
-        if len(ends) > self.end_tokens.shape[1]:
-            more = ((0, 0), (0, len(ends) - self.end_tokens.shape[1]))
-            self.end_tokens = np.pad(self.end_tokens, more, constant_values=-1)
-        self.end_tokens[row] = -1
-        self.end_tokens[row, : len(ends)] = ends
+        self.end_tokens += [np.full_like(self.seed, -1) for _ in range(len(ends) - len(self.end_tokens))]
+        for i, of_rows in enumerate(self.end_tokens):
+            of_rows[row] = ends[i] if i < len(ends) else -1
         self.sampling[row], self.seed[row] = sampling_columns([request.params])[0], request.seed
         self._admissions += 1
         self.admission[row] = self._admissions
@@ -218,8 +216,9 @@ class Running:
         known = self.num_known[rows]
         self.tokens[rows, known] = token_ids
         self.num_known[rows] = known = known + 1  # from here on the tokens count, whatever interrupts the step
-        ended = (token_ids[:, None] == self.end_tokens[rows]).any(1)
-        ended |= known >= self.max_len[rows]
+        ended = known >= self.max_len[rows]
+        for of_rows in self.end_tokens:
+            ended |= token_ids == of_rows[rows]
         return rows[ended]
 
 

@@ -7,9 +7,9 @@ decisions are in `policy.py`; this module keeps the queues and the page bookkeep
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -20,29 +20,12 @@ from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.request import Request, Running
 
+if TYPE_CHECKING:
+    from mini_engine.parts import Parts
+
 Rows = Int[np.ndarray, " B"]
 Tokens = Int32[np.ndarray, " n"]
 EVICTION_BATCHES = 64  # a 64th of the pool is evicted at a time, so that most steps evict nothing
-
-
-@runtime_checkable
-class SchedulingParts(Protocol):
-    """The replaceable parts that the scheduler calls; `mini_engine.parts.Parts` has them all."""
-
-    @property
-    def schedule(self) -> Callable[["Scheduler"], "Schedule | None"]: ...
-    @property
-    def share_budget(self) -> Callable[..., np.ndarray]: ...
-    @property
-    def admit(self) -> Callable[..., int]: ...
-    @property
-    def preempt(self) -> Callable[..., Request]: ...
-    @property
-    def match_prefix(self) -> Callable[..., list[int]]: ...
-    @property
-    def copy_on_write(self) -> Callable[..., list[tuple[int, int]]]: ...
-    @property
-    def pages_to_evict(self) -> Callable[..., np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -89,8 +72,6 @@ class Scheduler:
         running: the columns of the running requests.
         budget: most tokens in one step.
         prefix_tree: pages that requests can share; None without prefix sharing.
-        suspects: requests that have to compute a token alone, one after the other, because a step with all of them
-            failed.
         num_pinned: pages of the pool that no request can have.
 
     Raises:
@@ -105,7 +86,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         window: int | None,
         prefix_sharing: bool,
-        parts: SchedulingParts,
+        parts: "Parts",
     ) -> None:
         check_positive(max_num_batched_tokens=max_num_batched_tokens)
         if max_num_batched_tokens < page_table.max_rows:
@@ -116,7 +97,6 @@ class Scheduler:
         self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len)
-        self.suspects: list[Request] = []
         self.num_pinned = 0
         self._window = window
         self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
@@ -139,25 +119,23 @@ class Scheduler:
             )
         self.waiting[request] = None
 
-    @property
-    def num_pinnable(self) -> int:
-        """Pages that can be taken out of the pool now, such that every unfinished request can still run to its end."""
-        requests = [*self.waiting, *self.running.requests_of(self.running.order)]
+    def num_pinnable(self, requests: Iterable[Request]) -> int:
+        """Pages that can be taken out of the pool now, such that each of some requests can still run to its end."""
         needed = max(map(self._most_pages, requests), default=0)
         num_cached = self.prefix_tree.num_evictable if self.prefix_tree else 0
         num_free = self.page_table.num_free_pages + num_cached
         return min(num_free, self.page_table.num_pages - self.num_pinned - needed)
 
-    def pin(self, num_pages: int) -> Pages:
+    def pin(self, num_pages: int, requests: Iterable[Request]) -> Pages:
         """Take pages out of the pool.
 
         Raises:
-            RequestError: if these are more than `num_pinnable`.
+            RequestError: if these are more than `num_pinnable` for the unfinished requests.
         """
-        if num_pages > self.num_pinnable:
+        if num_pages > (most := self.num_pinnable(requests)):
             raise RequestError(
                 f"{num_pages} pages are needed, and of the {self.page_table.num_pages} of the KV cache the requests "
-                f"can spare {max(self.num_pinnable, 0)}; wait until some have ended, or give the engine more pages"
+                f"can spare {max(most, 0)}; wait until some have ended, or give the engine more pages"
             )
         self._make_room(num_pages)
         self.num_pinned += num_pages
@@ -182,39 +160,17 @@ class Scheduler:
             still on the device: collect those first, because they may end requests, and a request can only be
             preempted once all its tokens are known.
         """
-        return self._schedule_alone() if self.suspects else self.parts.schedule(self)
+        return self.parts.schedule(self)
 
-    def remove(self, request: Request) -> bool:
-        """Remove a waiting or running request and free its pages. Return False if it was neither."""
+    def remove(self, request: Request) -> None:
+        """Free the row and the pages of a running request, and take a waiting one out of the queue."""
         row = self.running.row_of(request)
-        if row is not None:
-            self._cache_pages(row)
-            self.running.leave(row)
-            self.page_table.release(row)
-        elif request in self.waiting:
-            del self.waiting[request]
-        else:
-            return False
-        if request in self.suspects:
-            self._drop_suspect(request)
-        return True
-
-    @property
-    def suspect(self) -> Request | None:
-        """The request that computes alone because a step with it has failed; None in normal operation."""
-        return self.suspects[0] if self.suspects and len(self.running) else None
-
-    def isolate(self, suspects: list[Request]) -> None:
-        """Let each of some waiting requests compute its next token alone, after a step with all of them has failed.
-
-        The request that causes the error then fails alone, and the others go on.
-        """
-        self.suspects = suspects
-
-    def clear(self, suspect: Request) -> None:
-        """End the isolation of a request that has computed a token alone."""
-        self.preempt()
-        self._drop_suspect(suspect)
+        if row is None:
+            self.waiting.pop(request, None)
+            return
+        self._cache_pages(row)
+        self.running.leave(row)
+        self.page_table.release(row)
 
     # --- what the scheduling loop is made of ---------------------------------------------------------------------
 
@@ -407,28 +363,6 @@ class Scheduler:
             self.page_table.drop_front(int(rows[b]), int(counts[b]))
         running.num_evicted[rows] += counts * size
         running.has_evicted = True
-
-    def _drop_suspect(self, suspect: Request) -> None:
-        self.suspects.remove(suspect)
-        if not self.suspects:
-            self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda request: request.arrival))
-
-    def _schedule_alone(self) -> Schedule | None:
-        """A step of the first suspect; every other request waits, so the whole pool is free for it."""
-        running, copies = self.running, list[tuple[int, int]]()
-        if running.has_tokens_in_flight:
-            return None
-        if len(running):
-            rows, pending = self.pending()
-            num_new = np.minimum(pending, self.budget)
-            reserved = self.reserve(rows, num_new)
-            assert reserved, "a request that cannot run alone is refused"
-            return Schedule(rows, num_new, int(num_new[0]))
-        suspect = self.suspects[0]
-        del self.waiting[suspect]
-        share = min(len(suspect.token_ids) - suspect.context_len, self.budget)
-        self._enter(suspect, np.zeros(0, dtype=np.int32), 0, share, copies)
-        return Schedule(running.order, np.array([share]), share, admitted=[suspect])
 
     def _most_pages(self, request: Request) -> int:
         """Pages that a request fills at its end, its context not counted."""

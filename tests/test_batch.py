@@ -21,7 +21,7 @@ ON_DEVICE = ("token_ids", "positions", "slot_mapping", "token_source", "logit_ro
 def steps(draw: st.DrawFn) -> Step:
     """The arguments of a step: decodes first, pages in any order, and each optional array present or absent."""
     page_size, max_decode_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    new = draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
+    new = draw(st.lists(st.integers(1, draw(st.sampled_from([1, 7]))), min_size=1, max_size=6))
     new.sort(key=lambda count: count > max_decode_tokens)
     kv_lens = [count + draw(st.integers(0, 12)) for count in new]
     num_pages = sum(-(-length // page_size) for length in kv_lens)
@@ -39,13 +39,20 @@ def steps(draw: st.DrawFn) -> Step:
         step["token_source"] = draw(st.lists(st.integers(-1, NUM_ROWS - 1), min_size=sum(new), max_size=sum(new)))
     if draw(st.booleans()):
         step["page_positions"] = draw(st.lists(st.integers(0, 99), min_size=num_pages, max_size=num_pages))
+    if max(new) == 1 and draw(st.booleans()):
+        step["num_new"] = None
     return step
+
+
+def new_of(step: Step) -> list[int]:
+    return step["num_new"] or [1] * len(step["kv_lens"])
 
 
 def arrays_of(step: Step) -> dict[str, list[int] | None]:
     """Every array of a step, one request, one page and one token at a time."""
     page_size, first_positions = step["page_size"], step.get("page_positions")
-    num_requests = len(step["num_new"])
+    new = new_of(step)
+    num_requests = len(new)
     num_logits = step.get("num_logits", [1] * num_requests)
     arrays: dict[str, list[int]] = {
         "positions": [], "slot_mapping": [], "logit_rows": [], "sampled_positions": [], "qo_indptr": [0],
@@ -59,7 +66,7 @@ def arrays_of(step: Step) -> dict[str, list[int] | None]:
             keys_in_page = min(page_size, step["kv_lens"][b] - len(own_slots))
             own_slots += [step["pages"][entry] * page_size + offset for offset in range(keys_in_page)]
             own_positions += range(first, first + keys_in_page)
-        first_new = step["kv_lens"][b] - step["num_new"][b]
+        first_new = step["kv_lens"][b] - new[b]
         arrays["positions"] += own_positions[first_new:]
         arrays["slot_mapping"] += own_slots[first_new:]
         arrays["kv_page_indptr"].append(entry + 1)
@@ -83,8 +90,8 @@ def check(batch: StepBatch, step: Step) -> None:
     for name, expected in arrays_of(step).items():
         got = getattr(batch, name)
         assert (None if got is None else got.tolist()) == expected, name
-    assert batch.num_decodes == sum(count <= step["max_decode_tokens"] for count in step["num_new"])
-    assert batch.num_sequences == len(step["num_new"])
+    assert batch.num_decodes == sum(count <= step["max_decode_tokens"] for count in new_of(step))
+    assert batch.num_sequences == len(step["kv_lens"])
     assert batch.num_tokens == len(step["token_ids"])
     assert batch.page_size == step["page_size"]
 

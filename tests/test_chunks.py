@@ -558,7 +558,7 @@ class ChunkMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.has_unfinished)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.request_ids))))
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.requests))))
 
     @rule()
     def recover(self) -> None:

@@ -394,6 +394,45 @@ def test_a_step_that_runs_out_of_memory_once_loses_nothing(depth):
     assert next(failures, None) is None
 
 
+def work_of(report: StepReport) -> list[tuple[str, int]]:
+    names = [request.request_id for request in report.requests]
+    return list(zip(names, report.schedule.num_new.tolist(), strict=True))
+
+
+@DEPTHS
+def test_after_an_error_the_requests_of_the_step_compute_a_token_each_alone(depth):
+    """In order, and in chunks if they are long; one that waited and one that arrives meanwhile join afterwards."""
+    failures = iter([False, True])
+    parts = failing_sampler(lambda batch: OSError() if next(failures, False) else None)
+    engine = roomy(parts=parts, max_num_batched_tokens=8, pipeline_depth=depth)
+    prompts = [[5 + i] * n for i, n in enumerate((3, 12, 2))]
+    requests = [engine.add_request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    assert work_of(engine.step()) == [("0", 3), ("1", 5)]
+    assert engine.step().schedule.preempted == requests[:2] and engine.metrics.failed_steps == 1
+    requests.append(engine.add_request("late", [9], GREEDY))
+    steps = [work_of(engine.step()) for _ in range(4)]
+    known = 4 - depth  # a token that was on the device is computed again
+    assert steps == [[("0", known)], [("1", 8)], [("1", 4)], [("0", known + 1), ("1", 7 - known)]]
+    serve(engine, {})
+    for request, prompt in zip(requests, [*prompts, [9]], strict=True):
+        assert request.output_token_ids == alone(engine.model, prompt, GREEDY)
+
+
+@DEPTHS
+def test_a_suspect_that_is_aborted_makes_room_for_the_next(depth):
+    failures = iter([False, True])
+    parts = failing_sampler(lambda batch: OSError() if next(failures, False) else None)
+    engine = roomy(parts=parts, pipeline_depth=depth)
+    for name in "abc":
+        engine.add_request(name, [5, 6], GREEDY)
+    engine.step()
+    engine.step()
+    engine.abort("a")
+    engine.abort("c")
+    assert [name for name, _ in work_of(engine.step())] == ["b"]
+    assert serve(engine, {0: [("a", [5, 6], GREEDY)]})["a"] == alone(engine.model, [5, 6], GREEDY)
+
+
 @DEPTHS
 def test_a_step_whose_tokens_cannot_be_read_counts_as_not_launched(depth, monkeypatch):
     engine = roomy(pipeline_depth=depth)

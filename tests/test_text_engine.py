@@ -303,8 +303,8 @@ def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
             llm.engine.step()
         elif action == "generate":
             assert result(llm.generate(PROMPTS[1], GREEDY)[0]) == expected(PROMPTS[1], GREEDY)
-        elif action == "abort" and llm.engine.request_ids:
-            aborted.add(name := data.draw(st.sampled_from(sorted(llm.engine.request_ids))))
+        elif action == "abort" and llm.engine.requests:
+            aborted.add(name := data.draw(st.sampled_from(sorted(llm.engine.requests))))
             llm.engine.abort(name)
         elif open_streams:
             chosen = data.draw(st.sampled_from(open_streams))
@@ -331,11 +331,11 @@ def test_closing_a_stream_ends_its_own_requests_and_no_other():
     llm = front_end()
     kept, closed = llm.stream_batch([PROMPTS[0]], GREEDY), llm.stream_batch(PROMPTS[:2], GREEDY)
     piece = next(kept)
-    (name,) = llm.engine.request_ids
+    (name,) = llm.engine.requests
     next(closed)
-    assert len(llm.engine.request_ids) == 3
+    assert len(llm.engine.requests) == 3
     closed.close()
-    assert list(llm.engine.request_ids) == [name]
+    assert list(llm.engine.requests) == [name]
     closed.close()
     assert result(collect(chain([piece], kept))[0]) == expected(PROMPTS[0], GREEDY)
     check_idle(llm)
@@ -345,12 +345,12 @@ def test_closing_a_stream_whose_request_has_ended_spares_a_new_one_of_its_name()
     llm = front_end()
     stream = llm.stream_batch([PROMPTS[0]], GREEDY)
     next(stream)
-    (name,) = llm.engine.request_ids
-    while llm.engine.request_ids:
+    (name,) = llm.engine.requests
+    while llm.engine.requests:
         llm.engine.step()
     llm.engine.add_request(name, PROMPTS[1], GREEDY)
     stream.close()
-    assert list(llm.engine.request_ids) == [name]
+    assert list(llm.engine.requests) == [name]
 
 
 def test_an_output_that_another_s_step_completed_is_delivered():

@@ -299,7 +299,7 @@ def device_seconds(engine: LLMEngine, vocab_size: int, steps: int = 20) -> tuple
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    for request_id in list(engine.request_ids):
+    for request_id in list(engine.requests):
         engine.abort(request_id)
     return wall, sum(event.device_time_total for event in profile.key_averages()) / 1e6 / steps
 

@@ -68,10 +68,10 @@ class PageTable:
 
     def missing(self, rows: Rows, num_tokens: Int[np.ndarray, " B"]) -> tuple[Int64[np.ndarray, " B"], int]:
         """Pages that each row lacks to hold `num_tokens` tokens in all, and their sum."""
-        lacking = num_tokens - self.counts[rows] * self.page_size
-        if np.count_nonzero(lacking > 0) == 0:
-            return np.zeros_like(lacking), 0
-        missing = -(-np.maximum(lacking, 0) // self.page_size)
+        lacking = np.maximum(num_tokens - self.counts[rows] * self.page_size, 0)
+        if np.count_nonzero(lacking) == 0:
+            return lacking, 0
+        missing = -(-lacking // self.page_size)
         return missing, int(missing.sum())
 
     def take(self, rows: Rows, num_pages: Int[np.ndarray, " B"]) -> None:
@@ -88,9 +88,9 @@ class PageTable:
         if total == 0:
             return
         pages = self._pop(total)
-        owner = np.repeat(rows, num_pages)
+        owner = rows.repeat(num_pages)
         # Index of each new page among those that its row gets.
-        index = np.arange(total) - np.repeat(np.cumsum(num_pages) - num_pages, num_pages)
+        index = np.arange(total) - (num_pages.cumsum() - num_pages).repeat(num_pages)
         self.table[owner, self.counts[owner] + index] = pages
         self.counts[rows] += num_pages
 

@@ -191,7 +191,7 @@ class Trace:
     def _arrivals(self, engine: LLMEngine, report: StepReport) -> list[Request]:
         """Requests that this step sees for the first time, in order of arrival."""
         new = {request for request in report.schedule.admitted if request.arrival > self._last_arrival}
-        for request in reversed(engine.scheduler.waiting):  # new requests are at the end
+        for request in reversed(engine.requests.values()):  # new requests are at the end
             if request.arrival <= self._last_arrival:
                 break
             new.add(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import ValuesView
 from dataclasses import replace
 
 import pytest
@@ -112,26 +113,30 @@ def test_the_queue_is_the_schedulers():
 
 
 def test_recording_does_not_read_the_queue():
-    """Of 1,000 waiting requests a step looks at the new ones, and at the first that it has seen before."""
+    """Of 1,000 requests a step looks at the new ones, and at the first that it has seen before."""
     trace, looks = Trace(), Counter()
 
-    class Watched(dict):
+    class Watched(ValuesView):
         def __reversed__(self):
-            for request in super().__reversed__():
+            for name in reversed(self._mapping):
                 looks[len(trace.steps)] += 1
-                yield request
+                yield self._mapping[name]
+
+    class Requests(dict):
+        def values(self):
+            return Watched(self)
 
     def on_step(engine, report):
-        waiting, engine.scheduler.waiting = engine.scheduler.waiting, Watched(engine.scheduler.waiting)
+        requests, engine.requests = engine.requests, Requests(engine.requests)
         trace.record(engine, report)
-        engine.scheduler.waiting = waiting
+        engine.requests = requests
 
     engine = make_engine(double_model("llama"), num_pages=8, max_batch_size=1, on_step=on_step)
     for index in range(1000):
         engine.add_request(str(index), [5], GREEDY)
     for _ in range(4):
         engine.step()
-    assert looks == {0: 999, 1: 1, 2: 1, 3: 1}
+    assert looks == {0: 1000, 1: 1, 2: 1, 3: 1}
     assert len(trace.steps[0].arrived) == 1000 and [len(queue) for queue in trace.queues()] == [999] * 4
 
 

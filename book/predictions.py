@@ -30,6 +30,7 @@ from book.paths import progress_folder, repository_root
 from book.units import number
 
 _BOX = "border-left:4px solid #0072B2;padding:0.4em 1em;margin:0.5em 0"
+_FOLD = "Show the numbers without a prediction"
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Comparison:
         return "\n".join([self.question.question, *rows, self._verdict(), f"Why: {self.question.why}"])
 
     def _repr_html_(self) -> str:
+        """The numbers are folded as long as nothing is predicted."""
         q = self.question
         data = {"name": q.key, "measured": repr(float(self.measured)), "answer": repr(q.answer), "unit": q.unit}
         data["tolerance"] = repr(q.tolerance_factor)
@@ -151,10 +153,12 @@ class Comparison:
             + "</tr>"
             for name, row in zip(classes, self._rows(), strict=True)
         )
+        is_open = "" if self.predicted is None else " open"
         return (
             f'<div class="comparison" {attributes} style="{_BOX}"><p>{html.escape(q.question)}</p>'
+            f'<details class="comparison-answer"{is_open}><summary>{_FOLD}</summary><div>'
             f'<table><tbody>{rows}</tbody></table><p class="comparison-verdict">{html.escape(self._verdict())}</p>'
-            f"<p><em>Why:</em> {html.escape(q.why)}</p></div>"
+            f"<p><em>Why:</em> {html.escape(q.why)}</p></div></details></div>"
         )
 
 

@@ -114,8 +114,9 @@ def _output(soup: BeautifulSoup, output: Tag) -> Tag:
     if prediction is not None:
         prediction["data-search-exclude"] = ""
         return prediction.extract()
-    if comparison is not None:
-        return _closed(soup, comparison.extract())
+    if comparison is not None:  # predict.js opens its fold once the reader has given a number
+        comparison["data-search-exclude"] = ""
+        return comparison.extract()
     image = output.select_one('img[src^="data:image/svg+xml;base64,"]')
     if image is not None:
         return inline_figure(base64.b64decode(str(image["src"]).partition(",")[2]).decode())
@@ -124,18 +125,6 @@ def _output(soup: BeautifulSoup, output: Tag) -> Tag:
         box["class"] = "nb-out nb-stderr"
     box.extend(list(output.children))
     return box
-
-
-def _closed(soup: BeautifulSoup, comparison: Tag) -> Tag:
-    """Put the numbers of a comparison behind a fold, which predict.js opens once the reader has given a number."""
-    question, *answer = comparison.find_all(recursive=False)
-    content = soup.new_tag("div")
-    content.extend(answer)
-    details = _folded(soup, "Show the numbers without a prediction", content)
-    details["class"] = "comparison-answer"
-    question.insert_after(details)
-    comparison["data-search-exclude"] = ""
-    return comparison
 
 
 def inline_figure(svg: str) -> Tag:

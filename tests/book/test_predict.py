@@ -121,6 +121,12 @@ def test_comparison_shows_all_three_numbers(chapter: Path) -> None:
         assert "× 0.500 of the measurement" in text and "× 0.625 of the measurement" in text
 
 
+def test_the_numbers_are_folded_until_there_is_a_prediction(chapter: Path) -> None:
+    assert '<details class="comparison-answer"><summary>' in compare("bytes", 20.0)._repr_html_()
+    predict("bytes", 10)
+    assert '<details class="comparison-answer" open>' in compare("bytes", 20.0)._repr_html_()
+
+
 def test_one_is_not_many(chapter: Path) -> None:
     predict("cells", 1)
     text = repr(compare("cells", 1))

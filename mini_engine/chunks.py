@@ -278,7 +278,7 @@ class ChunkMemory:
                 raise ChunkError(
                     f"{num_pages} pages of registered chunks would have to be evicted, and unfinished requests or the "
                     f"new chunk need {missing} of them; wait until these requests have ended, raise max_chunk_pages, "
-                    "or give the engine more pages"
+                    "or raise num_pages"
                 )
             for name in evicted:
                 self.unregister(name)
@@ -388,7 +388,7 @@ class ChunkMemory:
         if num_pages > self.max_pages:
             raise ChunkError(
                 f"the chunk fills {num_pages} pages and chunks may take {self.max_pages} together; shorten it, raise "
-                "max_chunk_pages, or give the engine more pages"
+                "max_chunk_pages, or raise num_pages"
             )
         self.evict(num_pages - min(self.max_pages - self.num_pages, self.engine.num_pinnable), keep)
         return self.engine.pin(num_pages)

@@ -170,7 +170,7 @@ def test_the_predictions_of_the_readme_follow_from_the_workload(recorded):
     assert f"For B = {requests}, S = {shared:,} and U = {own}\n  that is {flat:,} against {levels:,} keys" in readme
     assert f"a factor of {flat / levels:.0f}." in readme
     page_bytes = fit.Kind.of(recorded).amounts.reread_seconds
-    assert f"{shared // 16 * page_bytes / 2**20:.0f} MB" in readme
+    assert f"{shared // 16 * page_bytes / 1e6:.0f} MB" in readme
 
 
 def test_the_readme_shows_the_fit_of_the_recorded_times(recorded):

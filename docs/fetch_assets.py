@@ -63,10 +63,15 @@ def fetch_assets() -> None:
                 raise AssetError(
                     f"npm could not fetch {name}@{version}; is there a network? {packed.stderr.strip()[-300:]}"
                 )
-            _unpack(Path(scratch, packed.stdout.split()[-1]), Path(scratch, "unpacked"), PACKAGES[name][1])
             target = package_folder(name)
+            unpacked = Path(scratch, target.name)
+            _unpack(Path(scratch, packed.stdout.split()[-1]), unpacked, PACKAGES[name][1])
             target.parent.mkdir(parents=True, exist_ok=True)
-            Path(scratch, "unpacked").rename(target)  # in one step: an interrupted fetch leaves no half of a package
+            try:
+                unpacked.rename(target)  # in one step: an interrupted fetch leaves no half of a package
+            except OSError:
+                if not target.is_dir():  # another build was faster
+                    raise
 
 
 def _unpack(archive_file: Path, folder: Path, patterns: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -301,6 +302,30 @@ def test_fetching_the_libraries_says_when_npm_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(fetch_assets.AssetError, match="npm is not installed"):
         fetch_assets.fetch_assets()
+
+
+def test_two_builds_may_fetch_the_libraries_at_the_same_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import fetch_assets
+
+    monkeypatch.setattr(fetch_assets, "CACHE", tmp_path / "cache")
+    npm = tmp_path / "npm"  # while it packs, another build ends
+    npm.write_text(
+        f"#!{sys.executable}\n"
+        "import pathlib, sys, tarfile\n"
+        f"theirs = pathlib.Path({str(fetch_assets.CACHE)!r}, sys.argv[2])\n"
+        "theirs.mkdir(parents=True)\n"
+        "(theirs / 'LICENSE').write_text('theirs')\n"
+        "with tarfile.open('a.tgz', 'w') as archive:\n"
+        "    archive.add(theirs, 'package')\n"
+        "print('a.tgz')\n",
+        encoding="utf-8",
+    )
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fetch_assets.fetch_assets()
+    for name in fetch_assets.PACKAGES:
+        assert [file.name for file in fetch_assets.package_folder(name).iterdir()] == ["LICENSE"]
 
 
 def test_the_outline_gives_every_module_a_chapter() -> None:

@@ -26,6 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.typing import ColorType
 from torch import Tensor
 
@@ -350,6 +351,11 @@ def draw_lines(
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_xticks(list(x), [number(value) for value in x], minor=False)
+        low, high = ax.get_ylim()
+        if high < 100 * low:  # powers of ten alone would leave most of the axis without a number
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter(lambda y, _: number(y))
+        ax.yaxis.set_minor_formatter(NullFormatter())
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     ax.grid(True)
     if len(lines) > 1:

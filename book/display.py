@@ -1,4 +1,4 @@
-"""Small things a notebook shows: source code from the package, diagrams, tables."""
+"""Small things that a notebook displays: source code of the package, diagrams, and tables."""
 
 import html
 import inspect
@@ -24,9 +24,9 @@ class Shown:
 
 
 def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Shown:
-    """The source of a module, class or function as it stands in the package, highlighted.
+    """Show the source of a module, class or function as it stands in the package, highlighted.
 
-    With `fold` it stays closed under these words until the reader opens it: an answer to the homework, for one.
+    `fold` is the title of a box that hides the source, such as an answer to the homework, until the reader opens it.
     """
     module = inspect.getmodule(thing)
     if module is None:
@@ -36,7 +36,7 @@ def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Sh
     source = inspect.getsource(thing).rstrip()
     where = path if isinstance(thing, ModuleType) else f"{getattr(thing, '__qualname__', thing)} in {path}"
     title = f"`{path}`" if isinstance(thing, ModuleType) else f"`{getattr(thing, '__qualname__', thing)}` in `{path}`"
-    # Four backticks: a docstring may hold a fence of three.
+    # Four backticks: a docstring may contain a fence of three.
     markdown = f"{title}\n\n````python\n{source}\n````"
     if fold:
         markdown = f"<details>\n<summary>{html.escape(fold)}</summary>\n\n{markdown}\n\n</details>"
@@ -44,20 +44,20 @@ def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Sh
 
 
 def mermaid(diagram: str) -> Shown:
-    """A mermaid diagram that code has computed. A fixed one belongs in a ```mermaid fence of a Markdown cell."""
+    """Show a mermaid diagram that code has generated. A fixed one belongs in a ```mermaid fence of a Markdown cell."""
     diagram = inspect.cleandoc(diagram)
     return Shown(f"```mermaid\n{diagram}\n```", diagram)
 
 
 def caption_html(caption: str) -> str:
-    """The caption of a table or a figure, in which backticks stand around code."""
+    """Return the caption of a table or a figure as HTML; text in backticks becomes code."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption))
     return f'<p class="figure-caption"><em>{text}</em></p>'
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head, with an optional one-line caption."""
+    """A table: a header, rows of text, and an optional one-line caption."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -1,13 +1,13 @@
-"""The one look of the book's figures, and the drawings it uses again and again.
+"""The style of the book's figures, and the drawings that several chapters use.
 
 Every helper draws on the axes it is given, or on a new figure, and returns the axes:
 
     figures.show(figures.draw_mask(mask, title="causal"), "Each token sees itself and what came before.")
 
-Figures are SVG. In a page of the site they take its ink, paper, and font; alone, on GitHub or in Jupyter, they are
-black on a white card. Only ink and paper follow the color scheme, so the colors of `PALETTE` have a contrast of at
-least 3:1 on both papers. They are Okabe and Ito's, which color-blind readers can tell apart, with orange, sky blue, and
-yellow darkened. Grays are translucent. Text on a color of `PALETTE` is in `text_on(color)`.
+Figures are SVG. On a page of the site they use the page's ink, paper, and font; on their own, on GitHub or in Jupyter,
+they are black on a white card. Only ink and paper follow the color scheme, so the colors of `PALETTE` have a contrast
+of at least 3:1 on both papers. They are Okabe and Ito's, which color-blind readers can tell apart, with orange, sky
+blue, and yellow darkened. Grays are translucent. Text on a color of `PALETTE` is in `text_on(color)`.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ SIGNED = LinearSegmentedColormap.from_list("signed", _SIGNS).with_extremes(bad=H
 _WIDTH, _DPI, _PIXELS = 6.0, 160, 600
 _FONTS = "'Source Sans 3', 'DejaVu Sans', sans-serif"  # text is laid out in the second, which is wider
 _MARKERS = "osD^vPX*"
-# Cells smaller than this many per row carry text and borders; larger pictures would be a blur of both.
+# Up to this many cells per row, cells have text and borders; with more, both would blur.
 _READABLE_CELLS = 24
 
 Values = Tensor | np.ndarray | Sequence[Sequence[float]]
@@ -101,17 +101,17 @@ def to_png(drawn: Axes | Figure) -> bytes:
 
 
 def to_svg(drawn: Axes | Figure) -> str:
-    """The figure as SVG whose text is text, the same each time, with ids that no other figure of a page has."""
+    """The figure as SVG, the same each time. Its text stays text, and no other figure of a page has its ids."""
     file = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "book"}):
         _figure(drawn).savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue().partition("<svg")[2].partition(">")[2]
-    # matplotlib's style sheet would hold for the whole page; comments repeat formulas.
+    # matplotlib's style sheet would apply to the whole page; comments repeat formulas.
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*\n\s*", "\n", svg)
     svg = re.sub(r' (?:d|x|y)="[^"]+"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), svg)
     svg = re.sub(r"font-family: [^;\"]+;? ?", "", svg).replace(INK, "currentColor")
-    # White text stands on a color; all else that is white is paper.
+    # White text is on a color; everything else that is white is paper.
     svg = re.sub(r"<(?!text|tspan)\w+ [^>]*", lambda tag: tag[0].replace(PAPER, f"var(--figure-paper, {PAPER})"), svg)
     name, used = hashlib.sha256(svg.encode()).hexdigest()[:8], set(re.findall(r'(?:url\(|href=")#(\w+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: f' id="f{name}-{found[1]}"' if found[1] in used else "", svg)
@@ -125,9 +125,9 @@ def to_svg(drawn: Axes | Figure) -> str:
 
 
 def show(drawn: Axes | Figure, caption: str) -> None:
-    """Display a figure with one line under it that says what it shows.
+    """Display a figure, with one line below it that states what the figure shows.
 
-    The PNG is for JupyterLab, which shows no SVG of a notebook that was not run on the reader's machine.
+    The PNG is for JupyterLab, which does not show the SVG of a notebook that was run on another machine.
     """
     data = {"image/svg+xml": to_svg(drawn), "image/png": to_png(drawn), "text/plain": f"Figure: {caption}"}
     display(data, raw=True, metadata={"image/png": {"width": _PIXELS, "alt": caption}})
@@ -210,7 +210,7 @@ def draw_matrix(
 ) -> Axes:
     """A matrix with its values in the cells: blue grows with the value; where some are negative, orange is below 0.
 
-    `vmax` is the value of the strongest blue (default: the largest), for matrices that are to be compared. A cell that
+    `vmax` is the value of the strongest blue (default: the largest), for matrices that the reader compares. A cell that
     is False in `visible` is gray.
     """
     matrix = np.atleast_2d(_array(values))
@@ -272,7 +272,7 @@ def draw_roofline(
     ax: Axes | None = None,
     title: str = "",
 ) -> Axes:
-    """The roofline of a machine, and what was reached under it: label -> (cost, measured seconds).
+    """The roofline of a machine, and measured points under it: label -> (cost, measured seconds).
 
     Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009.
     """
@@ -318,7 +318,7 @@ def draw_bars_with_bound(
         if bound is not None:
             ax.plot([bound, bound], [row - 0.42, row + 0.42], color=INK, linewidth=2.5, label=drawn or bound_label)
             drawn = "_"  # matplotlib leaves labels that begin with an underscore out of the legend
-        # The value stands right of bar and bound, where neither crosses it.
+        # The value is to the right of bar and bound, so neither crosses it.
         end = max(value, bound) if bound is not None and bound < value * 1.35 else value
         ax.text(end + furthest * 0.015, row, quantity(value, unit), va="center", ha="left", fontsize=11)
     ax.set_yticks(list(rows), list(labels))

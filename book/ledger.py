@@ -1,4 +1,4 @@
-"""The engine's ledger: what each change gained on one workload. Entries are added by the experiment, never edited."""
+"""The engine's ledger: what each change gained on one workload. Experiments add entries; no entry is edited."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from book.units import quantity
 
 @dataclass(frozen=True)
 class Entry:
-    """One recorded run: what had changed in the engine, where it ran, and the figure beside its bound."""
+    """One recorded run: what had changed in the engine, where it ran, and the figure with its bound."""
 
     change: str
     device: str
@@ -86,7 +86,7 @@ def _series(kinds: Mapping[str, list[Entry]]) -> str:
 
 
 def _gain(before: Row, after: Row) -> float:
-    """How many times as good a figure is: a rate grows, a time or a size shrinks."""
+    """The factor by which a figure improved: a rate by growing, a time or a size by shrinking."""
     return before.value / after.value if after.unit in ("s", "B") else after.value / before.value
 
 

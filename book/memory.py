@@ -1,4 +1,4 @@
-"""Measuring memory: the tensors that a function makes, and how many of them live at once."""
+"""Measuring memory: the tensors that a function makes, and how many bytes of them are alive at once."""
 
 import weakref
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def measure_memory(fn: Callable[[], object]) -> Memory:
 
 
 class _Allocations(TorchDispatchMode):
-    """Follows every operator's results; views and results in place belong to a storage that is known already."""
+    """Tracks the results of every operator; views and in-place results use a storage that is tracked already."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ GEMMA2_2B = Gemma2Config(
     max_position_embeddings=8192,
     architectures=["Gemma2ForCausalLM"],
 )
-# An engine turns tokens into text. Random weights have nothing to say: every token is the same word.
+# An engine turns tokens into text. The text of random weights means nothing, so every token is the same word.
 NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
 
 
@@ -51,9 +51,9 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     """Our model of this shape.
 
     Args:
-        config: as transformers has it.
+        config: the shape, as transformers configures it.
         dtype: of the weights.
-        device: where they are made.
+        device: of the weights.
     """
     model = build_model(ModelConfig.from_hf(config.to_dict()), default_parts(device), dtype, device)
     with torch.no_grad():
@@ -63,6 +63,6 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def random_transformers_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """transformers' model of this shape; its weights are others."""
+    """transformers' model of this shape; its weights differ from ours."""
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -1,7 +1,7 @@
 """Recorded results of experiments: what was measured, where, with which versions, and against which bound.
 
 An experiment writes one file for each device, `experiments/NN_slug/results/<device>.json`. Notebooks and the site's
-results page read them; nobody types a number.
+results page read these files, so no number is typed by hand.
 """
 
 import datetime
@@ -124,7 +124,7 @@ def new_result(
 def with_recorded(result: Result, root: Path | None = None) -> Result:
     """Add the rows that the same device recorded on the same day with the same versions, for the cases not in it.
 
-    So an experiment of several sections can run them one after the other.
+    This lets an experiment run its sections one at a time.
     """
     measured = [(row.figure, row.case) for row in result.rows]
     for other in load(result.experiment, root):
@@ -149,7 +149,7 @@ RESULTS, END_OF_RESULTS = "<!-- results -->", "<!-- end of results -->"
 def fill_readme(experiment: str, figures: Collection[str], root: Path | None = None) -> None:
     """Write the recorded rows of some figures into the experiment's README, between its two marks, device by device.
 
-    So that no number of a README is typed: `run.py` calls this after `write`.
+    `run.py` calls this after `write`, so no number in a README's tables is typed by hand.
     """
     base = root or repository_root()
     tables = [
@@ -160,7 +160,7 @@ def fill_readme(experiment: str, figures: Collection[str], root: Path | None = N
 
 
 def fill(readme: Path, marks: tuple[str, str], parts: Sequence[str]) -> None:
-    """Replace what stands between two marks of a README.
+    """Replace the text between two marks of a README.
 
     Args:
         readme: the file.
@@ -242,8 +242,8 @@ SPEEDS = (
 def so_far(chapter: int) -> Table:
     """The table "engine so far" up to `chapter`: what each chapter adds, and the engine's bytes and speeds with it.
 
-    `docs/engine_so_far.toml` holds the words; the figures are those that each chapter's experiment recorded, the speeds
-    on every device.
+    The words come from `docs/engine_so_far.toml`, and the figures from each chapter's experiment; speeds are shown for
+    every device.
     """
     root = repository_root()
     words = tomllib.loads((root / "docs" / "engine_so_far.toml").read_text(encoding="utf-8"))["chapter"]

@@ -71,7 +71,7 @@ class StepBatch:
         has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
         levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
             this order. A backend without cascade ignores them. Or, if any request of the step has a context, a level
-            for each chunk of the longest context. Requests behind the last group of a level are padding (see
+            for each chunk of the longest context. Requests after the last group of a level are padding (see
             `decode_graphs.py`) and have no pages in it.
         page_capacity: the most pages that any step of as many requests can have, if a CUDA graph replays the step: the
             graph's kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
@@ -193,7 +193,7 @@ class StepBatch:
             follows = np.diff(on_host) == page_size
             follows[page_indptr[1:-1] - 1] = True  # the first page of a request follows none
             has_gaps = not follows.all()
-        # A row of logits is the distribution of the token behind the one that it belongs to.
+        # A row of logits is the distribution of the token after the one that it belongs to.
         predicted[:num_rows] = positions[logit_rows[:num_rows]] + 1
         buffers.upload()
         return cls(
@@ -221,12 +221,12 @@ class StepBatch:
         Args:
             last_token: [rows] last token that each page-table row sampled.
         """
-        if self.page_capacity is None:  # a graph takes the same way in every step
+        if self.page_capacity is None:  # a graph takes the same path in every step
             if not self.num_sources:
                 return self.token_ids
             if self.num_sources == self.num_tokens:
                 return last_token.index_select(0, self.token_source)
-        # An index of -1 reads the last entry, which is not taken.
+        # An index of -1 reads the last entry, which is then discarded.
         return torch.where(self.token_source >= 0, last_token[self.token_source], self.token_ids)
 
 
@@ -269,7 +269,7 @@ class StepBuffers:
         """Begin a step of this size. Views of the previous one are overwritten from now on.
 
         Returns:
-            Whether the number of tokens, requests or rows of logits is another one than before.
+            Whether the number of tokens, requests or rows of logits has changed.
         """
         stride, sizes = -(-num_tokens // ALIGNMENT) * ALIGNMENT, (num_tokens, num_requests, num_rows)
         self._first_position = 6 * stride + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT

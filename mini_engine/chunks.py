@@ -2,9 +2,9 @@
 
 A registered chunk keeps its keys and values in pages of the KV cache that no request owns. A request names the chunks
 that come before its prompt. Each is one level of a cascade: the request's queries attend to the chunk's keys, to those
-of the other chunks, and to the request's own, and the states are merged. There are two modes, and they mix:
+of the other chunks, and to the request's own, and the states are merged. There are two modes, which can be mixed:
 
-- *Exact.* The keys of a chunk depend on the tokens before it. A chunk that is computed `after` others, and used behind
+- *Exact.* The keys of a chunk depend on the tokens before it. A chunk that is computed `after` others, and used after
   the same tokens, has the keys that a plain prompt would have, so the output is that of the plain prompt.
 - *Composed.* A chunk that was computed on its own, or after other tokens, is used at another position. RoPE makes
   attention depend on distances only, so the queries are rotated by the distance that the chunk has been moved, and its
@@ -136,15 +136,15 @@ class ChunkMemory:
 
         Args:
             token_ids: its tokens.
-            name: how requests refer to it; default made up.
+            name: how requests refer to it; default a new one.
             after: a chunk whose tokens, and those that it was computed after, come before this chunk's tokens.
 
         Returns:
             The name. Nothing is computed if the same chunk has that name already.
 
         Raises:
-            ChunkError: if the tokens are no prompt for the model, another chunk has the name, `after` is unknown, or
-                there is no room.
+            ChunkError: if the tokens are not a valid prompt for the model, another chunk has the name, `after` is
+                unknown, or there is no room.
         """
 
         def fill(chunk: Chunk, chain: list[Chunk]) -> None:
@@ -168,7 +168,7 @@ class ChunkMemory:
             del self._chunks[name]
 
     def context(self, names: ListLike[str]) -> Context:
-        """Place chunks one behind the other, for `LLMEngine.add_request`.
+        """Place chunks one after the other, for `LLMEngine.add_request`.
 
         Args:
             names: registered chunks, in the order in which their tokens come.
@@ -206,7 +206,7 @@ class ChunkMemory:
         return True
 
     def hidden_states(self, token_ids: ListLike[int], context: Context = ()) -> Float[Tensor, "n hidden"]:
-        """Run the model over the tokens behind a context, for example to compute the likelihood of a given text.
+        """Run the model over tokens that follow a context, for example to compute the likelihood of a given text.
 
         Args:
             token_ids: the tokens, the last of which is at most at the model's last position.
@@ -216,7 +216,7 @@ class ChunkMemory:
             The final hidden state of each token; `LanguageModel.compute_logits` takes it.
 
         Raises:
-            RequestError: if the tokens are no prompt for the model, or too few pages are free.
+            RequestError: if the tokens are not a valid prompt for the model, or too few pages are free.
         """
         with self.engine.transaction():
             self._check(token_ids, sum(len(chunk.token_ids) for chunk in context))
@@ -421,7 +421,7 @@ class ChunkMemory:
     def _compute(
         self, token_ids: ListLike[int], pinned: PinnedPages, context: Context
     ) -> Iterator[Float[Tensor, "n hidden"]]:
-        """Compute tokens behind a context, as many at a time as a step may have, and yield their hidden states.
+        """Compute tokens that follow a context, as many at a time as a step may have, and yield their hidden states.
 
         Args:
             token_ids: the tokens.
@@ -509,7 +509,7 @@ class ChunkedLLM:
     """A language model with chunk memory: texts that are computed once, and used in any request at any position.
 
     A text gets the special tokens of the tokenizer, such as a beginning-of-sequence token, where nothing comes before
-    it: as a chunk that is not computed `after` another. A prompt behind chunks gets none.
+    it: as a chunk that is not computed `after` another. A prompt after chunks gets none.
 
     Args:
         llm: a front end with `attn_backend="cascade"`, or what `LLM` takes as its model.
@@ -544,14 +544,14 @@ class ChunkedLLM:
         Args:
             chunk: a text, or token ids.
             name: how `generate` refers to it; default made up.
-            after: a registered chunk. This one is computed as what follows it, so behind it the chunk is exact.
+            after: a registered chunk. This one is computed as its continuation, so it is exact there.
 
         Returns:
             The name. Nothing is computed if the same chunk has that name already.
 
         Raises:
-            ChunkError: if the tokens are no prompt for the model, another chunk has the name, `after` is unknown, or
-                there is no room.
+            ChunkError: if the tokens are not a valid prompt for the model, another chunk has the name, `after` is
+                unknown, or there is no room.
         """
         return self.memory.register(self.llm.tokens_of(chunk, add_special_tokens=after is None), name, after)
 
@@ -561,7 +561,7 @@ class ChunkedLLM:
         prompt: Prompt | ListLike[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate one output for each prompt, behind registered chunks.
+        """Generate one output for each prompt, after registered chunks.
 
         Args:
             chunks: names of chunks, in the order in which they come before the prompt; or such a list for each prompt.
@@ -583,7 +583,7 @@ class ChunkedLLM:
     def stream(
         self, chunks: ListLike[str], prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[str, None, None]:
-        """Generate one output behind registered chunks, and yield its text as it is generated.
+        """Generate one output after registered chunks, and yield its text as it is generated.
 
         Raises:
             RequestError: if the prompt cannot be served.
@@ -607,7 +607,7 @@ def model_identity(model: LanguageModel) -> str:
 
 
 def _place(chunks: ListLike[Chunk]) -> Context:
-    """Place chunks one behind the other, from position 0."""
+    """Place chunks one after the other, from position 0."""
     starts = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
     return tuple(
         PlacedChunk(chunk.pinned, chunk.token_ids, len(chunk.before) - start)

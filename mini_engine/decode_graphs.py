@@ -3,7 +3,7 @@
 A decode step of a small model takes the GPU less time than the host needs to launch its several hundred kernels one by
 one. A CUDA graph records them once. A replay runs the same kernels with the same arguments, so it reads its inputs at
 the same addresses and for the same number of requests. Hence there is a graph for each of a few sizes, and a step is
-filled up to the next one with rows of padding: they compute one token over one key, on a page that no request has.
+padded to the next size. A row of padding computes one token over one key, on a page that belongs to no request.
 
 On a CPU nothing is captured, and a replay calls the function again: the same padding, to be tested anywhere. Explained
 in chapter 12.
@@ -31,10 +31,10 @@ DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
 
 
 def pad_decodes(arrays: DecodeArrays, size: int, page: int) -> DecodeArrays:
-    """Fill a step of one token for each request up to a number of requests, with rows of padding behind them.
+    """Pad a step of one token for each request to a number of requests, with rows of padding after them.
 
-    A row of padding computes token 0, which the host gives, over one key in a page that no request has. All rows of
-    padding share the page and write the same slot.
+    A row of padding computes token 0, which the host gives, over one key in a page that belongs to no request. All rows
+    of padding share the page and write the same slot.
 
     Args:
         arrays: of B requests: `token_ids` [B], `kv_lens` [B], `pages` [P], and `token_source` [B] and `page_positions`
@@ -95,7 +95,7 @@ class DecodeGraph:
     loaded: SamplingBatch | None = None
 
     def load(self, sampling: SamplingBatch, rows: Int[Tensor, " R"], padding_row: int) -> None:
-        """Fill in the requests of a step, which are those of the step before most of the time."""
+        """Fill in the requests of a step, which are usually those of the step before."""
         if self.loaded is sampling:
             return
         self.sampling.temperature[: len(rows)] = sampling.temperature
@@ -117,7 +117,7 @@ class DecodeGraphs:
         padding_page: the page of the padding.
         padding_row: the row of `last_token` that gets the tokens of the padding.
         device: where the step is computed.
-        pad: fills up a step with rows of padding, as `pad_decodes` does.
+        pad: pads a step to a size, as `pad_decodes` does.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DecodeGraphs:
         return size * self._pages_per_row
 
     def pad(self, arrays: DecodeArrays, size: int) -> DecodeArrays:
-        """The arguments of `StepBatch.build` for a decode step, filled up to a size."""
+        """The arguments of `StepBatch.build` for a decode step, padded to a size."""
         return self._pad(arrays, size, self._padding_page)
 
     def get(self, size: int, groups: tuple[int, ...] = ()) -> DecodeGraph:
@@ -164,12 +164,12 @@ class DecodeGraphs:
         return self._graphs[size, groups]
 
     def run(self, size: int, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " n"]:
-        """Launch a step that is filled up to a size.
+        """Launch a step that has been padded to a size.
 
         Args:
             size: requests of the batch.
-            batch: the step, with padding behind its requests.
-            sampling: what the sampler needs to know of the requests that are no padding.
+            batch: the step, with padding after its requests.
+            sampling: what the sampler needs to know about the requests, without the padding.
             rows: [R] their rows.
 
         Returns:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
+REPLACEMENT = "\ufffd"  # the text of bytes that are not a character
 MAX_BYTES = 4  # of a character in UTF-8
 MAX_PENDING = 2 * MAX_BYTES  # tokens whose text is not complete
 
@@ -19,7 +19,7 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     Returns:
         (safe, held, stopped): the text that can be shown now; the text that has to wait, because it is the beginning of
         a stop string; and whether a stop string was found, in which case nothing is held and what follows is dropped.
-        Of several, the one that is complete first counts, and the longer of two that end together.
+        If there are several, the one that is complete first counts, or the longer of two that end together.
     """
     # Where each is complete and where it begins. The one that is complete first counts, however the text was cut.
     found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]

@@ -17,7 +17,7 @@ class ChunkError(RequestError):
 
 
 class ChunkFileError(MiniEngineError):
-    """A file that holds no chunk, a damaged one, or one that another model has computed."""
+    """A file that is damaged, holds no chunk, or holds a chunk that another model has computed."""
 
 
 class ConfigError(MiniEngineError, ValueError):
@@ -41,7 +41,7 @@ class PeerError(MiniEngineError):
 
 
 class TraceFileError(MiniEngineError):
-    """A file that is no trace of this engine, or a damaged one."""
+    """A file that is damaged, or is not a trace of this engine."""
 
 
 def check_positive(**options: int | None) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Launched:
-    """A step on its way.
+    """A step that has been launched and not collected.
 
     Attributes:
         batch: the step.
@@ -44,7 +44,7 @@ class Launched:
         admissions: [R] the admission that filled each of them: if another one has since, the request has left.
         sampled_by: [R] request of each of them.
         tokens: [R] the sampled tokens on the host, valid after `done`.
-        done: recorded behind the step on a GPU; None on a CPU, where the step is over.
+        done: recorded after the step on a GPU; None on a CPU, where the step is over.
     """
 
     batch: StepBatch
@@ -149,7 +149,7 @@ class ModelRunner:
         return launched.tokens.numpy()
 
     def capture(self) -> None:
-        """Capture all CUDA graphs now, and not when a step needs them."""
+        """Capture all CUDA graphs now, rather than when a step first needs them."""
         for size in reversed(self._graphs.sizes):  # smaller ones fit into the memory of the largest
             self._graphs.get(size)
 
@@ -163,8 +163,8 @@ class ModelRunner:
     def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None, has_evicted: bool) -> int | None:
         """The size of the graph that can run a step; None if none can.
 
-        Every request decodes one token. Filters and penalties have shapes of their own, and so have queries that are
-        rotated for chunks, and levels of many groups. Requests that have lost pages make no use of levels.
+        Every request decodes one token. No graph runs a step with filters or penalties, with queries that are rotated
+        for chunks, or with a level of many groups. Levels are not used for requests that have lost pages.
         """
         if schedule.num_tokens > len(schedule.rows) or (schedule.levels and has_evicted):
             return None
@@ -268,7 +268,7 @@ class ModelRunner:
         return self._sampling
 
     def _read(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
-        """Start copying sampled tokens to the host, and return an event behind the copy."""
+        """Start copying sampled tokens to the host, and return an event that is recorded after the copy."""
         if not tokens.is_cuda:
             return tokens, None
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

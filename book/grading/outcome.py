@@ -1,4 +1,4 @@
-"""Runs one check in this process, and says in words what came of it."""
+"""Runs one check in this process, and describes the outcome in words."""
 
 import linecache
 import random
@@ -17,7 +17,7 @@ Status = Literal["passed", "failed", "raised", "unwritten", "unreadable", "timeo
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check. All texts are for the reader."""
+    """The outcome of a check. All texts are written for the reader."""
 
     status: Status
     message: str = ""
@@ -85,7 +85,7 @@ def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> t
 
 
 _SLIPS = (NameError, ImportError, SyntaxError)
-"""Exceptions that say more about the code than about the idea: the mistake that a check looks for is not it."""
+"""Exceptions that point to the code, not to the idea: the mistake that the check looks for is not their cause."""
 
 
 def _reset() -> None:
@@ -101,7 +101,7 @@ def _reset() -> None:
 
 
 def _stopped_by(error: BaseException) -> str:
-    """What an answer did that ends a process: `sys.exit()`, `pytest.skip()` or a KeyboardInterrupt."""
+    """What an answer did to end a process: `sys.exit()`, `pytest.skip()` or a KeyboardInterrupt."""
     return "called sys.exit()" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
 
 
@@ -140,7 +140,7 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
 
 
 def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:
-    """The lines of the grader and of the reader's file on the way to the error; libraries are of no help here."""
+    """The lines of the grader and of the reader's file on the way to the error; frames of libraries are left out."""
     shown = {filename, str(chapter.folder / "test_homework.py")}
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{Path(f.filename).name}:{f.lineno}  {_code(f)}" for f in frames if f.filename in shown]
@@ -148,7 +148,7 @@ def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:
 
 
 def _code(frame: traceback.FrameSummary) -> str:
-    """The statement that a frame stands at, in one line."""
+    """The statement that a frame is executing, on one line."""
     first = frame.lineno or 1
     lines = [linecache.getline(frame.filename, number) for number in range(first, (frame.end_lineno or first) + 1)]
     code = " ".join(line.strip() for line in lines)

@@ -1,14 +1,14 @@
 """The `cascade` backend: keys that several requests share are read once for all of them.
 
-In a flat step each request reads all its pages, also those that it shares with others. Cascade attention computes the
-attention of all sharers over their common pages in one call, the attention of each request over its remaining pages in
-another, and merges the two states. With a tree of prefixes there are several such levels (Ye et al. 2024, "Cascade
+In a flat step each request reads all its pages, including those that it shares with others. Cascade attention computes
+the attention of all sharers over their common pages in one call, the attention of each request over its remaining pages
+in another, and merges the two states. With a tree of prefixes there are several such levels (Ye et al. 2024, "Cascade
 Inference"; Ye et al. 2025, section 3.1.2; Juravsky et al. 2024, "Hydragen").
 
-A `LevelPlanner` finds the levels of a step in the page table. It keeps those that `CascadeCosts` predicts to pay, so a
-step without long common prefixes is flat: no levels. Explained in chapter 09.
+A `LevelPlanner` finds the levels of a step in the page table. It keeps the levels that pay according to `CascadeCosts`,
+so a step without long common prefixes is flat: it has no levels. Explained in chapter 09.
 
-The chunks in front of a request (chunk memory) are levels, too. Their keys were computed at other positions, so the
+The chunks before a request's prompt (chunk memory) are levels, too. Their keys were computed at other positions, so the
 queries are rotated before they meet these keys. Explained in chapter 10.
 """
 
@@ -308,11 +308,11 @@ class ChunkLevel(NamedTuple):
 def chunk_levels(
     contexts: Sequence[Context], num_new: Int64[np.ndarray, " B"], page_size: int
 ) -> tuple[Int64[np.ndarray, " B"], list[ChunkLevel]]:
-    """Order the requests of a step, and write the chunks in front of them as levels.
+    """Order the requests of a step, and write the chunks before their prompts as levels.
 
     Attention to a request's chunks can be merged in any order. So each request lists its chunks in the order of their
-    pages, and level i holds the i-th chunk of every list: requests with the same chunks share them at whatever
-    positions they have them.
+    pages, and level i holds the i-th chunk of every list: requests with the same chunks share them, even if they have
+    them at different positions.
 
     Args:
         contexts: the chunks in front of each request.
@@ -500,7 +500,7 @@ def usable_levels(batch: StepBatch) -> tuple[PrefixLevel, ...]:
 
 
 def own_pages(batch: StepBatch) -> StepBatch:
-    """Return the last level of a step: the same tokens, each request with the pages that no level holds of it."""
+    """Return the last level of a step: the same tokens, each request with those of its pages that no level holds."""
     if all(level.query_offsets is not None for level in batch.levels):  # chunks are in pages of their own
         return batch
     shared = np.zeros(batch.num_sequences, dtype=np.int64)
@@ -545,7 +545,7 @@ def level_planner(
 class QueryRotation:
     """Rotates the queries of a step to meet the keys of a level, which were computed at other positions.
 
-    RoPE makes a score depend on the distance of a query and a key only. So rotating a query by the offset of a level
+    With RoPE, a score depends only on the distance between query and key. So rotating a query by the offset of a level
     has the effect of rotating all the keys of the level back by it. Layers without RoPE are left alone.
 
     Args:
@@ -573,7 +573,7 @@ class QueryRotation:
         ]
 
     def __call__(self, spec: AttentionSpec, level: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Rotate a layer's queries for one of the levels; those for a prefix of their own pages stay as they are."""
+        """Rotate a layer's queries for one of the levels; a shared prefix leaves them unchanged."""
         tables = self._tables[level].get(spec.rope)
         return q if tables is None else apply_rope(q, *tables)
 

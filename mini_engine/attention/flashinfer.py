@@ -68,11 +68,11 @@ class LayerKind(NamedTuple):
 class FlashInferBackend(AttentionBackend):
     """FlashInfer over the paged cache, on a GPU, for both layouts, with windows, soft-cap and ALiBi.
 
-    Decodes and prompts of a step are planned apart, because the kernels choose one tile size for all queries of a plan.
-    The kernels mask, normalize, merge and append, so no part of the engine's attention is called.
+    Decodes and prompts of a step are planned separately, because the kernels choose one tile size for all queries of a
+    plan. The kernels mask, normalize, merge and append, so no part of the engine's attention is called.
 
-    Keys count from the first page that a request still has. That is right for windows and ALiBi, which depend on
-    distances only, if pages were evicted in front. It is not if pages are missing in between.
+    Keys are counted from the first page that a request still has. For windows and ALiBi, which depend only on
+    distances, that is right if only the first pages have been evicted, but not if pages are missing in between.
 
     Args:
         specs: one for each layer of the model, in order.

@@ -37,9 +37,9 @@ class WorkPlan:
         chunk_size: most keys of an item.
         sequences: [N] sequence of each item.
         first_tokens: [N] first of its queries, as a row of the step.
-        end_tokens: [N] the row behind its queries.
+        end_tokens: [N] one past the last of them.
         first_keys: [N] first of its keys, counted within the sequence.
-        end_keys: [N] the key behind them.
+        end_keys: [N] one past the last of them.
         item_indptr: [tiles + 1] first item of each tile of queries, and N. The states of a tile's items are merged.
     """
 
@@ -63,11 +63,12 @@ def plan_work(
 ) -> WorkPlan:
     """Split a step into as many work items as there are workers, each of about the same number of keys.
 
-    The queries of each sequence are cut into tiles. A tile needs the keys from its first query's window to its last
-    query, and these are cut into chunks. The chunk size is the smallest one that does not make more items than workers.
+    The queries of each sequence are cut into tiles. A tile needs the keys from the start of its first query's window to
+    its last query, and these keys are cut into chunks. The chunk size is the smallest one that does not make more items
+    than workers.
 
     Args:
-        qo_indptr: [B+1] first query of each sequence, and the number of all.
+        qo_indptr: [B+1] first query of each sequence, and the number of queries.
         kv_lens: [B] keys of each sequence; its queries belong to the last of them.
         num_workers: items that run at the same time. There are more items only if there are more tiles.
         tile_len: most queries of a tile.
@@ -126,7 +127,7 @@ class SplitKVBackend(TorchBackend):
         specs: one for each layer of the model, in order.
         cache: where keys and values are kept, in layout NHD.
         parts: the engine's replaceable parts.
-        thread_blocks: how many of them the plan is made for, in all KV heads together.
+        thread_blocks: number of thread blocks that the plan is made for, over all KV heads.
         least_keys: smallest split of the keys.
     """
 
@@ -178,7 +179,7 @@ class SplitKVBackend(TorchBackend):
         )
         mask_mod = self._mask_mods[kind.window]
         nothing = torch.zeros((), dtype=torch.long, device=batch.positions.device)  # no mask depends on row or head
-        before = batch.kv_lens.numpy().cumsum() - batch.kv_lens.numpy()  # keys of the sequences in front
+        before = batch.kv_lens.numpy().cumsum() - batch.kv_lens.numpy()  # keys of the sequences before this one
         first_keys = (plan.first_keys + before[plan.sequences]).tolist()
         end_keys = (plan.end_keys + before[plan.sequences]).tolist()
         first_tokens, end_tokens = plan.first_tokens.tolist(), plan.end_tokens.tolist()

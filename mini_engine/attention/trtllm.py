@@ -33,7 +33,7 @@ def block_tables(
 ) -> Int32[np.ndarray, "B width"]:
     """Turn lists of pages from CSR into a dense table, without a loop over requests.
 
-    Page 0 is a page like any other and also fills up the rows, because a kernel can read it without harm. So a table
+    Page 0 is a page like any other and also pads the rows, because a kernel can read it without harm. So a table
     does not say where a row ends: the lengths do.
 
     Args:
@@ -55,7 +55,7 @@ class DecodeTables:
     """What the kernels read of a step's decodes, on the device.
 
     Attributes:
-        pages: [B, width] table of pages; columns behind a request's last page hold any pages.
+        pages: [B, width] table of pages; columns after a request's last page may hold any page.
         kv_lens: [B] keys of each request.
     """
 

@@ -17,7 +17,7 @@ Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[list[int]]]
 
 
 def load_vllm(options: dict[str, Any]) -> Generate:
-    """vLLM with its own defaults, but for what the comparison fixes."""
+    """vLLM with its own defaults, except for what the comparison fixes."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
@@ -40,7 +40,7 @@ def load_vllm(options: dict[str, Any]) -> Generate:
 
 
 def load_sglang(options: dict[str, Any]) -> Generate:
-    """SGLang with its own defaults, but for what the comparison fixes."""
+    """SGLang with its own defaults, except for what the comparison fixes."""
     from sglang.srt.entrypoints.engine import Engine  # type: ignore[import-not-found]
 
     engine = Engine(

@@ -41,7 +41,7 @@ from mini_engine.roofline import device_name, measure_machine
 
 PAGE_SIZE = 128  # of ours: every backend takes it on every device
 GPU_STEP_TOKENS = 8192  # most tokens of a step of ours on a GPU: a prompt's products need some thousand rows there
-SPARE_CACHE = 1.1  # what a peer's KV cache has more than ours: it rounds requests to blocks of its own
+SPARE_CACHE = 1.1  # extra space of a peer's KV cache, which rounds requests up to blocks of its own
 SHARE_OF_FREE = 0.95  # of the device's free memory, that a peer may take
 PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")
 # The columns that fit into 80 characters; JSON has all.
@@ -261,10 +261,10 @@ def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -
 
 
 def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:
-    """What was measured, where, with which versions and options, and beside which bound.
+    """What was measured, where, with which versions and options, and against which bound.
 
     Returns:
-        An object of JSON. Every row has a figure, its unit, its bound, and the lowest and the highest of the rounds.
+        A JSON object. Every row has a figure, its unit, its bound, and the lowest and the highest of the rounds.
     """
     ours = f"mini_engine, {EngineConfig.of(engine.options).attn_backend}"
     source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
@@ -322,7 +322,7 @@ def write(file: Path, found: Mapping[str, Any]) -> None:
 
 
 def rounded(rate: float) -> int | float:
-    """A rate as it is shown: in full from a thousand on, with one digit behind the point below."""
+    """Format a rate: without decimals from 1,000 on, with one decimal below."""
     return round(rate) if rate >= 1000 else round(rate, 1)
 
 

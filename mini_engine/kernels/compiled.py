@@ -1,10 +1,10 @@
-"""A decoder layer compiled by `torch.compile`: all that is in front of attention, and all that is behind it.
+"""A decoder layer compiled by `torch.compile`: everything before attention, and everything after it.
 
 The compiler (Ansel et al. 2024) writes the elementwise operations between two matrix products as one kernel: norms,
 rotation, activation and additions. The products themselves stay those of cuBLAS, and a norm is not fused into the
-product behind it, because its sum runs over the whole row. So a layer has its four products, and one or two kernels
-between them. Each pair of operations that becomes one saves 4 bytes per token and element in 16 bit, which would be
-written and read between them, and a launch.
+product after it, because its sum runs over the whole row. So a layer has its four products, and one or two kernels
+between them. Fusing two operations saves a launch, and in 16-bit dtypes the 4 bytes per token and element that would be
+written and read between them.
 
 `attend` stays outside: its metadata change at every step, and the compiler cannot trace it.
 
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 class CompiledLayer:
     """`models.llama.decoder_layer` as two compiled graphs with `attend` between them, for Llama and Qwen3.
 
-    They compute norms, rotation and gated MLP themselves: of the layer's parts none is called.
+    They compute norms, rotation and gated MLP themselves, so none of the layer's parts is called.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class CompiledLayer:
 def before_attention(kind: Kind) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Return a function from the residual stream to queries, keys and values: norm, projection, QK-norm, rotation.
 
-    The compiler cannot trace a type checker's wrapper: so the functions that it traces have none and call none.
+    The compiler cannot trace a type checker's wrapper, so no function that it traces has or calls one.
     """
 
     @no_type_check
@@ -106,7 +106,7 @@ def before_attention(kind: Kind) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def after_attention(kind: Kind) -> Callable[..., Tensor]:
-    """Return a function from the output of attention to the residual stream behind the layer, MLP included."""
+    """Return a function from the output of attention to the residual stream after the layer, MLP included."""
 
     @no_type_check
     def run(x, attended, o_weight, o_bias, norm, gate_up_weight, down_weight):

@@ -1,11 +1,11 @@
-"""FlashInfer's samplers in the place of the engine's own: `--parts mini_engine.kernels.flashinfer_sampling:parts`.
+"""FlashInfer's samplers in place of the engine's own: `--parts mini_engine.kernels.flashinfer_sampling:parts`.
 
 They sample from probabilities and not from logits: softmax, a renormalization for each filter, then one uniform number
 per row, looked up in the cumulative sum. Top-k and top-p search their thresholds without sorting.
 
-What is lost: FlashInfer's random numbers depend on the row of the batch too (it is Philox's subsequence). With the
-engine's own sampler a request's draw depends on its seed and position only; with this one, the same request draws other
-tokens in another row, and so in other company. Therefore this is not the default.
+They have a cost: FlashInfer's random numbers also depend on the row of the batch (it is Philox's subsequence). With the
+engine's own sampler a request's draw depends on its seed and position only; with this one, the same request draws
+different tokens in a different row, so they depend on the rest of the batch. Therefore this is not the default.
 """
 
 from dataclasses import replace

@@ -1,10 +1,11 @@
 """A decoder layer in seven launches, four of them matrix products, for Llama and Qwen3 over FlashInfer's attention.
 
-The parts of a layer, each as good as it can be alone, take fourteen. Fused here are what one part hands to the next:
-QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product in
-front of it, as its C in C + A B. The two norms take no launch. A norm multiplies a token by one number, 1 / rms, which
-the kernel behind the product applies (`rotate_and_append`, `swiglu`), and each of its columns by a weight, which the
-layer's matrices contain (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). Explained in chapter 11.
+The parts of a layer take fourteen launches, even if each of them is as fast as it can be on its own. Here neighboring
+parts are fused: QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the
+matrix product before it, as the C of C + A B. The two norms take no launch. A norm multiplies a token by one number,
+1 / rms, which the kernel after the product applies (`rotate_and_append`, `swiglu`), and each of its columns by a
+weight, which the layer's matrices contain (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). Explained in
+chapter 11.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def decoder_layer(
     sin: Float[Tensor, "T half"],
     attend: Attend,
 ) -> Float[Tensor, "T hidden"]:
-    """Compute `llama.decoder_layer`, and overwrite `x` with the result; other layers than it can fuse are left to that.
+    """Compute `llama.decoder_layer`, and overwrite `x` with the result; layers that cannot be fused are left to it.
 
     Args:
         layer: its weights, attention and MLP.
@@ -60,7 +61,7 @@ def decoder_layer(
 
 
 def _fuses(layer: LlamaLayer) -> bool:
-    """Whether a layer computes what the kernels do, with parts that nobody has replaced.
+    """Whether a layer computes what the kernels do, with parts that have not been replaced.
 
     In float16 the products of tokens that have not been normalized could overflow.
     """

@@ -3,9 +3,9 @@
 `sampling.gumbel_argmax` is the reference. The noise is computed from the same random bits, so both draw the same token
 unless the two largest sums of logit and noise are closer than the rounding errors of float32.
 
-For many rows the arithmetic of the noise takes longer than reading the logits. Most of it is only needed where a block
-of tokens may have a better one than those before it, and an upper bound of the scores, at half the price, tells where.
-Of n blocks in random order that is the case for about 1 + 1/2 + ... + 1/n.
+For many rows the arithmetic of the noise takes longer than reading the logits. Most of it is needed only for blocks of
+tokens that may hold a better token than all earlier blocks, and an upper bound on the scores, which costs half as much,
+finds those blocks. Of n blocks in random order, about 1 + 1/2 + ... + 1/n are such blocks.
 """
 
 from typing import no_type_check

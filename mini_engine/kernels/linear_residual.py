@@ -5,10 +5,10 @@ half of a GPU would read the weight. So several programs share a block: each tak
 partial sums. The program that finishes last adds all of them to the residual. Which one that is changes from run to
 run; the order in which the sums are added does not, so the result is the same bit for bit. (Adding each partial sum
 to the output with an atomic instruction, as split-K is often written, gives the order of arrival.) Stream-K (Osama et
-al. 2023) describes splits of any size, and the fix-up behind them.
+al. 2023) describes splits of any size, and the fix-up that they require.
 
-Compared with a product and an addition of its own this saves 4 T hidden bytes in 16 bit, the product written and read,
-and a launch.
+Compared with a product and a separate addition, this saves a launch, and in 16-bit dtypes 4 T hidden bytes: the
+product, written and read.
 """
 
 from typing import no_type_check
@@ -69,7 +69,7 @@ class LinearResidual:
             x: [T, K] contiguous.
             weight: [N, K] contiguous, in the dtype of x.
             residual: [T, N] contiguous; not changed.
-            pdl: launch before the kernel in front has ended; needs a GPU of compute capability 9.0 or higher.
+            pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
             tile: what a program computes; None: chosen by the shapes.
         """
         num_tokens, num_columns = x.shape

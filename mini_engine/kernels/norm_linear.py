@@ -1,4 +1,4 @@
-"""RMSNorm and the projection behind it in one launch, and the gated activation with them, for few tokens.
+"""RMSNorm and the projection after it in one launch, optionally with the gated activation, for few tokens.
 
 The norm of a row multiplies all of it by one number, 1 / rms(x), and a factor that is common to a row can be applied
 after the product: norm(x) W^T = (x * norm_weight) W^T / rms(x). So one pass over x computes the product and the sum of
@@ -10,7 +10,7 @@ the time between kernels.
 That time shrinks further with programmatic dependent launch, available from Hopper on (CUDA C++ Programming Guide,
 "Programmatic Dependent Launch and Synchronization"): a kernel starts while the one before it still runs, loads its
 first weights, which that kernel does not change, and only then waits for x. FlashNorm (Graef et al. 2024) describes
-moving the norm's factor behind the product.
+moving the norm's factor after the product.
 """
 
 from typing import no_type_check
@@ -44,7 +44,7 @@ def norm_linear(
         norm_weight: [K] factors of the norm.
         eps: of the norm.
         weight: [N, K] contiguous, in the dtype of x.
-        pdl: launch before the kernel in front has ended; needs a GPU of compute capability 9.0 or higher.
+        pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
         tile: what a program computes; None: chosen by the shapes.
     """
     if len(x) > MAX_TOKENS:
@@ -143,7 +143,7 @@ def _norm_linear_kernel(
     token = tl.arange(0, TOKENS)
     is_token = (token < num_tokens)[:, None]
     w = load_tile(weight, row, column, num_rows, K)
-    if GATED:  # the up projection's rows stand behind the gate's
+    if GATED:  # the up projection's rows follow the gate's
         up_w = load_tile(weight, num_rows + row, column, 2 * num_rows, K)
     factors = tl.load(norm_weight + column, mask=column < K, other=0.0)
     if PDL:

@@ -1,9 +1,10 @@
 """A decode step of one request as one CUDA kernel: all layers and the LM head.
 
 A single request leaves a GPU with little work: each weight is multiplied by one vector, so reading the weights takes
-most of the time. Kernel by kernel the memory waits: at every launch, and while the threads of one kernel exchange
-sums, nobody reads the weights of the next. Here at most one thread block stays on each SM for the whole step and reads
-ahead, whatever it waits for (the idea of "megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").
+most of the time. Launched kernel by kernel, a step leaves the memory idle: at every launch, and while the threads of
+one kernel exchange sums, no thread reads the weights of the next kernel. Here at most one thread block stays on each SM
+for the whole step and reads ahead, whatever it waits for (the idea of "megakernels": Spector et al. 2025, "Look Ma, No
+Bubbles!").
 
 The kernel is in `persistent_decode.cu`, which nvcc compiles for a model's sizes when they are first used. Its reference
 is the model's own `forward` and `compute_logits`. Explained in chapter 12.

@@ -4,8 +4,8 @@ One by one these are five kernels that read and write the same few kilobytes of 
 queries and keys, a store of keys and one of values. Here a program loads the heads of one token, and writes queries to
 the tensor that attention reads, and keys and values to their slot.
 
-It can also finish the norm in front of the projection. The norm multiplies a token by one number, 1 / rms, which can as
-well multiply the product (`norm_linear.py` explains it): the program reads the token again and computes the number.
+It can also finish the norm before the projection. The norm multiplies a token by one number, 1 / rms, which can
+multiply the product instead (`norm_linear.py` explains why): the program reads the token again and computes the number.
 """
 
 from typing import no_type_check
@@ -46,7 +46,7 @@ def rotate_and_append(
         layout: "NHD" or "HND".
         slot_mapping: where each token's key and value go.
         tokens: what `qkv` is the product of, if they have not been normalized: contiguous. None: they have been.
-        pdl: launch before the kernel in front has ended; needs a GPU of compute capability 9.0 or higher.
+        pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
     """
     keys, values = pages
     head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)

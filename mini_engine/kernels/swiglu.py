@@ -1,8 +1,8 @@
-"""SwiGLU (Shazeer 2020) behind a product whose tokens have not been normalized, in one launch.
+"""SwiGLU (Shazeer 2020) after a product whose tokens have not been normalized, in one launch.
 
-The norm in front of the product multiplies a token by one number, 1 / rms, which can as well multiply the product
-(`norm_linear.py` explains it). Here a program reads the token again, computes the number, and multiplies gate and up.
-A launch of its own for the norm would write the normalized tokens, and read them again.
+The norm before the product multiplies a token by one number, 1 / rms, which can multiply the product instead
+(`norm_linear.py` explains why). Here a program reads the token again, computes the number, and multiplies gate and up.
+A separate launch for the norm would write the normalized tokens, and the product would read them again.
 """
 
 from typing import no_type_check
@@ -29,7 +29,7 @@ def swiglu(
         gate_up: contiguous, the product of the tokens: for each the gate's I numbers, then the up projection's.
         tokens: contiguous, not normalized.
         eps: of their norm.
-        pdl: launch before the kernel in front has ended; needs a GPU of compute capability 9.0 or higher.
+        pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
     """
     num_tokens, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)

@@ -27,8 +27,8 @@ class PageTable:
         max_pages_per_row: pages that one request can hold; default the whole pool.
 
     Attributes:
-        table: [max_rows, max_pages_per_row] row b owns `table[b, :counts[b]]`, in order of position. Entries behind
-            those are stale.
+        table: [max_rows, max_pages_per_row] row b owns `table[b, :counts[b]]`, in order of position. Later entries are
+            stale.
         counts: [max_rows] pages of each row.
         refcounts: [num_pages] owners of each page.
         generation: [num_pages] how often each page has been taken from the pool. A page id together with its
@@ -142,7 +142,7 @@ class PageTable:
         self.drop(dropped)
 
     def truncate(self, row: int, num_pages: int) -> None:
-        """Return all pages of a row behind its first `num_pages`."""
+        """Return all pages of a row after its first `num_pages`."""
         dropped = self.table[row, num_pages : self.counts[row]].copy()
         self.counts[row] = min(num_pages, self.counts[row])
         self.drop(dropped)

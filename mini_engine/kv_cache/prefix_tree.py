@@ -70,7 +70,7 @@ class Node:
         self.num_pages = end
 
     def split(self, depth: int) -> "Node":
-        """Split the edge behind the page `depth - 1`, and return the front part. This node stays the part behind."""
+        """Split the edge after the page `depth - 1`, and return the front part. This node keeps the rest."""
         front = Node(self.parent, self.start, self._tokens, self._pages, self._size)
         front.num_pages = depth - self.start
         self._tokens, self._pages = self.tokens(depth, self.end).copy(), self.pages[front.num_pages :].copy()
@@ -153,7 +153,7 @@ class PrefixTree:
             after: the result of the previous call for the same request; the tokens before it are not read again.
 
         Returns:
-            The place behind the last full page.
+            The place after the last full page.
         """
         size = self._table.page_size
         num_full = len(token_ids) // size
@@ -187,7 +187,7 @@ class PrefixTree:
             num_kept = _length_up_to_last(refcounts > 1)
             if not node.children and num_kept < node.num_pages:
                 num_kept = max(num_kept, node.num_pages - (num_pages - num_freed))
-            elif node.children or num_passed < len(order):  # in use, or something behind it is
+            elif node.children or num_passed < len(order):  # in use, or an edge after it is
                 order.move_to_end(node)
                 num_passed += 1
                 continue
@@ -229,7 +229,7 @@ class PrefixTree:
     def _resume(self, place: Place | None) -> Place:
         """Where a place is now; the root if it has been evicted."""
         node, depth = place or (self._root, 0)
-        while node.start > depth and node.parent is not None:  # the edge has been split behind it
+        while node.start > depth and node.parent is not None:  # the edge has been split after it
             node = node.parent
         return (node, depth) if node.start < depth <= node.end else (self._root, 0)
 

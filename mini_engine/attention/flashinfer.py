@@ -25,9 +25,8 @@ from mini_engine.kv_cache.paged import round_kv
 logger = logging.getLogger(__name__)
 # Partial results of sequences whose keys are split over several thread blocks; all plans share it.
 WORKSPACE_BYTES = 256 * 2**20
-# FlashAttention-3 needs long prompts: on an H200 it reaches 482 TFLOP/s on 4 prompts of 4,096 tokens, where
-# FlashAttention-2 reaches 298, but it takes 1.9 times as long for 64 decodes of 1,024 keys (experiment 06). It is used
-# if the prompts of a step have at least this many new tokens on average.
+# On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of at least this many tokens, and slower for
+# decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
 FA3_MIN_TOKENS = 512
 
 

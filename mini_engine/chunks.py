@@ -88,7 +88,7 @@ class ChunkUsage:
 
 
 class ChunkMemory:
-    """The registered chunks of an engine, by token ids. `ChunkedLLM` puts text in front.
+    """The registered chunks of an engine, by token ids. `ChunkedLLM` is its front end for text.
 
     When a new chunk needs room, the least recently used chunks that no unfinished request attends to are evicted.
 
@@ -426,7 +426,7 @@ class ChunkMemory:
         Args:
             token_ids: the tokens.
             pinned: pages that get their keys and values.
-            context: the chunks in front of them.
+            context: the chunks before them.
         """
         engine = self.engine
         size, budget, start = engine.config.page_size, engine.config.max_num_batched_tokens, len(_tokens(context))

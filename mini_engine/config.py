@@ -126,7 +126,7 @@ class EngineConfig:
 def read_options(path: Path) -> dict[str, Any]:
     """Read the options that a YAML file sets, under the names of `EngineConfig`'s fields. The values are not checked.
 
-    A file may also name the `model`, which is no option of the engine but the first argument of `LLM`.
+    A file may also name the `model`, which is not an option of the engine but the first argument of `LLM`.
 
     Raises:
         ConfigError: if the file cannot be read, is not YAML, or holds anything but options.

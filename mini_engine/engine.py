@@ -126,7 +126,7 @@ class LLMEngine:
             request_id: a name that no unfinished request has.
             prompt_token_ids: the prompt.
             params: default `SamplingParams()`.
-            context: registered chunks in front of the prompt, from `ChunkMemory.context`.
+            context: registered chunks before the prompt, from `ChunkMemory.context`.
 
         Returns:
             The request. Read it, but do not change it.

@@ -33,7 +33,7 @@ from mini_engine.parts import Parts, default_parts
 from mini_engine.request import Context, Request
 from mini_engine.sampling_params import SamplingParams
 
-ContextOf = Callable[[], Context]  # looks up the chunks in front of a prompt at the moment when it is queued
+ContextOf = Callable[[], Context]  # looks up the chunks before a prompt at the moment when it is queued
 NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
 MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
 
@@ -109,7 +109,7 @@ class TextEngine:
         Args:
             prompts: a text or a list of token ids, or several of them.
             params: for all prompts, or one for each; default `default_params`.
-            contexts: the registered chunks in front of each prompt (see `mini_engine.chunks`); default none.
+            contexts: the registered chunks before each prompt (see `mini_engine.chunks`); default none.
 
         Returns:
             One output for each prompt, in order. Where several prompts are given, one that cannot be served has
@@ -136,7 +136,7 @@ class TextEngine:
         Args:
             prompt: a text or a list of token ids.
             params: default `default_params`.
-            context: the registered chunks in front of the prompt; default none.
+            context: the registered chunks before the prompt; default none.
 
         Raises:
             RequestError: if the prompt cannot be served.
@@ -161,7 +161,7 @@ class TextEngine:
         Args:
             prompts: texts or lists of token ids.
             params: for all prompts, or one for each; default `default_params`.
-            contexts: the registered chunks in front of each prompt; default none.
+            contexts: the registered chunks before each prompt; default none.
 
         Raises:
             RequestError: if the numbers of prompts, params and contexts differ.

@@ -67,8 +67,8 @@ class StepReport:
         schedule: the step that was launched.
         requests: [B] its requests, in the order of `schedule.rows`.
         num_computed: [B] tokens of each request whose keys are in the cache after the step.
-        batch: the step as the model got it, with padding behind the requests if a CUDA graph ran it; None if nothing
-            was launched. Valid until the next call.
+        batch: the step as the model got it, with padding after the requests if a CUDA graph ran it; None if nothing was
+            launched. Valid until the next call.
         sampled_by: [R] requests whose tokens were collected.
         token_ids: [R] those tokens.
         finished: requests that ended since the previous report, whatever the reason.

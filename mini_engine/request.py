@@ -33,7 +33,7 @@ class PinnedPages:
 
 @dataclass(frozen=True, eq=False)
 class PlacedChunk:
-    """Keys that exist already, at a position in front of a request's own tokens (chunk memory, chapter 10).
+    """Keys that exist already, at a position before a request's own tokens (chunk memory, chapter 10).
 
     Attributes:
         pinned: the pages that hold the keys, from the start of the first page.
@@ -223,7 +223,7 @@ class Running:
 
 
 def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, context_len: int = 0) -> None:
-    """Raise RequestError for a prompt that the model cannot process, `context_len` tokens of chunks in front of it."""
+    """Raise RequestError for a prompt that the model cannot process after `context_len` tokens of chunks."""
     if not token_ids:
         raise RequestError("the prompt is empty; give at least one token")
     if context_len + len(token_ids) >= max_model_len:

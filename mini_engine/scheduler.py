@@ -327,7 +327,7 @@ class Scheduler:
             request: a waiting request.
             earlier: rows that were admitted before this step.
         """
-        if self.prefix_tree is None or request.context:  # keys behind a context are those of no other prompt
+        if self.prefix_tree is None or request.context:  # keys after a context are those of no other prompt
             return np.zeros(0, dtype=np.int32), 0
         table, running = self.page_table, self.running
         if self._next is None or self._next[0] is not request:

@@ -56,7 +56,7 @@ class Edge:
     Attributes:
         tokens: [m * page_size] the tokens of its pages.
         pages: [m] its pages.
-        parent: the edge in front of it; None for the root, which has no pages.
+        parent: the edge before it; None for the root, which has no pages.
         children: the edges below it, by the bytes of the tokens in the first page of
             each.
         last_use: when it was last used; see `Tree.use`.
@@ -196,8 +196,8 @@ def shared_prefixes(
         >>> order.tolist(), prefixes.tolist()
         ([0, 2, 3, 1], [0, 2, 0, 0])
     """
-    # -1 is no page, and sorts before all of them: a short request stands in front of
-    # those that it is a prefix of.
+    # -1 is not a page, and sorts before all pages: a short request comes before those
+    # that it is a prefix of.
     known = np.where(np.arange(pages.shape[1]) < limits[:, None], pages, -1)
     order = np.lexsort(known.T[::-1]) if known.size else np.arange(len(limits))
     known = known[order]

@@ -159,7 +159,7 @@ def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
         - A row of padding computes a token that every vocabulary has, such as 0, over
           as few keys as possible, and touches no page and no row of a request.
         - B may be 0: the engine captures a step of padding alone.
-        - The arrays of the requests are in front, unchanged, and None stays None. Of
+        - The arrays of the requests come first, unchanged, and None stays None. Of
           two arrays, `token_source` and `page_positions`, each may be None.
         - The arguments belong to the caller: leave them as they are.
 
@@ -292,7 +292,7 @@ def serve_ahead(
 
     A request ends when its text contains a stop string, or at `max_tokens` tokens. What
     must hold:
-        - A request's output is its text in front of the first place where any stop
+        - A request's output is its text before the first place where any stop
           string begins; without one, the text of its `max_tokens` tokens. A stop string
           may begin in one token and end in a later one.
         - Each step is launched before the previous one is collected, if any row has a

@@ -146,7 +146,7 @@ def compare_with_reference(
 
 
 def compare_over_chunks(console: Console, model: str, batch: Batch) -> None:
-    """Register the first two prompts as chunks, and serve the last one behind them, in both orders.
+    """Register the first two prompts as chunks, and serve the last one after them, in both orders.
 
     Without the reader's `chunk_levels`, or on another backend than `cascade`, there is nothing to compare.
 

@@ -156,7 +156,7 @@ def _code(frame: traceback.FrameSummary) -> str:
 
 
 def code_line(filename: str, number: int) -> str:
-    """A line of a file, behind the file's name and its number."""
+    """A line of a file, after the file's name and the line's number."""
     return f"{Path(filename).name}:{number}  {linecache.getline(filename, number).strip()}"
 
 

@@ -239,7 +239,7 @@ def _limit_memory() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported; nobody wants its core file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported; a core file is of no use
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Edge:
     Attributes:
         tokens: [m * page_size] the tokens of its pages.
         pages: [m] its pages.
-        parent: the edge in front of it; None for the root, which has no pages.
+        parent: the edge before it; None for the root, which has no pages.
         children: the edges below it, by the bytes of the tokens in the first page of
             each.
         last_use: when it was last used; see `Tree.use`.

@@ -140,7 +140,7 @@ def common_prefixes(pages: Int32[np.ndarray, "B W"], limits: Int64[np.ndarray, "
     """Count the pages that each request shares with the one before it: their longest common prefix.
 
     Args:
-        pages: the first W pages of each request; those behind its limit may be anything.
+        pages: the first W pages of each request; entries beyond its limit may be anything.
         limits: [B] pages of each request that may be shared.
     """
     differs = pages[1:] != pages[:-1]
@@ -227,7 +227,7 @@ def plan_levels(
     """Order the requests of a step and find the levels that pay.
 
     Args:
-        pages: the first pages of each request; those behind its limit may be anything.
+        pages: the first pages of each request; entries beyond its limit may be anything.
         limits: [B] pages of each request that may be shared.
         num_new: [B] new tokens of each.
         page_size: keys per page.
@@ -315,7 +315,7 @@ def chunk_levels(
     them at different positions.
 
     Args:
-        contexts: the chunks in front of each request.
+        contexts: the chunks before the prompt of each request.
         num_new: new tokens of each.
         page_size: keys per page.
 
@@ -357,10 +357,10 @@ def context_levels(
     device: torch.device,
     find: ChunkLevels = chunk_levels,
 ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
-    """Order the requests of a step, and move the levels of the chunks in front of them to where they are needed.
+    """Order the requests of a step, and move the levels of the chunks before their prompts to where they are needed.
 
     Args:
-        contexts: the chunks in front of each request.
+        contexts: the chunks before the prompt of each request.
         num_new: [B] new tokens of each.
         page_size: keys per page.
         device: where the backend needs the pages and the query offsets.
@@ -439,7 +439,7 @@ class LevelPlanner:
             num_new: new tokens of each.
             num_computed: tokens of each whose keys are in the cache.
             admissions: number of the admission that filled each row.
-            contexts: the chunks in front of the request of each row; nothing if no running request has any.
+            contexts: the chunks before the prompt of each row's request; nothing if no running request has any.
 
         Returns:
             For each request of the step its index in `rows`, decodes first, and the levels, outermost first. The order

@@ -127,7 +127,7 @@ class FlashInferBackend(AttentionBackend):
         if int(batch.qo_indptr[num_decodes]) > num_decodes:  # a decode with several tokens is planned as a prompt
             num_decodes = 0
         # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the
-        # next plan. The copy was queued in front of the last step: with a pipeline depth of 1 it has ended by now.
+        # next plan. The copy was queued before the last step: with a pipeline depth of 1 it has ended by now.
         self._copied.synchronize()
         self._planned: dict[LayerKind, list[tuple[slice, Any]]] = {kind: [] for kind in self._kinds}
         for kind, planned in self._planned.items():

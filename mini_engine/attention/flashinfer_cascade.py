@@ -1,4 +1,4 @@
-"""The `cascade` backend on a GPU: levels of shared pages in front of the `flashinfer` backend.
+"""The `cascade` backend on a GPU: levels of shared pages before the `flashinfer` backend.
 
 Without levels it is the `flashinfer` backend. With levels, that backend gets the pages that no level holds, and each
 level is one more launch over all queries, without a mask, whose state is merged into the output. Queries are rotated to

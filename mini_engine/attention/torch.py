@@ -177,7 +177,7 @@ class PaddedDecodes:
 
     Attributes:
         pages: [D, W] pages of each decode; its last page is repeated up to the longest decode's count.
-        padding: decode and key index of each slot behind a sequence's last key. Such a slot may hold anything, NaN
+        padding: decode and key index of each slot after a sequence's last key. Such a slot may hold anything, NaN
             included.
         visible: for each window, [D, 1, 1, m] which of the longest sequence's m keys each decode sees.
     """

@@ -46,7 +46,7 @@ def copy_on_write(table: PageTable, row: int, first: int, end: int) -> list[tupl
         table: the page table, with a free page for each page that the row shares and writes to.
         row: the row that writes.
         first: index of the first token to be written, counted from the start of the row's first page.
-        end: index behind the last one; the row has pages for it.
+        end: one past the index of the last one; the row has pages for it.
 
     Returns:
         Pairs (shared page, own page) whose contents must be copied before anything is written.

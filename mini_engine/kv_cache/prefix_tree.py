@@ -192,9 +192,9 @@ class PrefixTree:
                 num_passed += 1
                 continue
             elif self.num_evictable:
-                # Every path ends with pages in use, and the cached pages are in front of them: a window has passed
-                # those, or a request computed pages for itself that the tree had already. The end of a path leaves the
-                # tree, though not its request.
+                # Every path ends with pages in use, and the cached pages come before them: a window has passed those,
+                # or a request computed pages for itself that the tree had already. The end of a path leaves the tree,
+                # though not its request.
                 num_kept = _length_up_to_last(refcounts == 1)
             else:
                 break

@@ -143,7 +143,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         return checkpoint.build_tokenizer()
     except ModelLoadError:
         raise
-    except BaseException as error:  # the libraries raise anything, down to a Rust panic, which is no Exception
+    except BaseException as error:  # the libraries raise anything, down to a Rust panic, which is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         problem = " ".join(str(error).split())[:200] or type(error).__name__
@@ -220,7 +220,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        WeightFileError: if the file is too large, is not UTF-8 or JSON, is nested too deeply, or is no object.
+        WeightFileError: if the file is too large, is not UTF-8 or JSON, is nested too deeply, or is not an object.
     """
     try:
         parsed = json.loads(_read_bytes(path, MAX_JSON_BYTES).decode())

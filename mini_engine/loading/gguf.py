@@ -113,7 +113,7 @@ class _BoundedReader(gguf.GGUFReader):
         return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:
-        self.limit = self.data.size  # the header ends here; tensors may be anywhere behind it
+        self.limit = self.data.size  # the header ends here; tensors may be anywhere after it
         super()._build_tensors(start_offs, fields)
 
 
@@ -121,7 +121,7 @@ def read_gguf(path: Path) -> GGUFFile:
     """Read and check the metadata and the list of tensors of a GGUF file; no tensor is read.
 
     Raises:
-        WeightFileError: if the file is no little-endian GGUF of version 2 or 3, is truncated, or contradicts itself.
+        WeightFileError: if the file is not a little-endian GGUF of version 2 or 3, is truncated, or contradicts itself.
         ModelLoadError: if it holds tensors of an unsupported type.
     """
     try:
@@ -131,7 +131,7 @@ def read_gguf(path: Path) -> GGUFFile:
     except OSError:
         raise
     except Exception as error:  # the library raises whatever numpy or an enumeration raises
-        raise _damaged(path, f"it is no GGUF file of version 2 or 3 that can be parsed ({str(error)[:200]})") from error
+        raise _damaged(path, f"it cannot be parsed as GGUF of version 2 or 3 ({str(error)[:200]})") from error
     tensors: dict[str, GGUFTensor] = {}
     end = int(reader.data_offset)
     for found in sorted(reader.tensors, key=lambda tensor: int(tensor.field.parts[-1][0])):

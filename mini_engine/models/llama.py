@@ -52,7 +52,7 @@ class LlamaLayer(DecoderLayer):
         self.norms_are_folded = False
 
     def fold_norms(self) -> None:
-        """Multiply the weight of each norm into the matrix behind it, once, and set it to one.
+        """Multiply the weight of each norm into the matrix after it, once, and set the weight to one.
 
         (x / rms * norm) W^T = (x / rms) (W * norm)^T: the layer computes the same as before, up to a rounding of each
         number of W. Weights must have been loaded.

@@ -255,7 +255,7 @@ def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
         indices, bounds = report.batch.host_page_indices, pairwise(report.batch.kv_page_indptr.tolist())
         pages |= {
             request: indices[first:last].tolist()
-            for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding comes behind
+            for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding comes last
         }
     return {request.request_id: pages[request] for request in sorted(pages, key=attrgetter("arrival"))}
 

@@ -49,6 +49,6 @@ def page(browser: Browser) -> Iterator[Page]:
     from tests.book.site_under_test import DESKTOP
 
     page = browser.new_page(viewport=DESKTOP, color_scheme="light")
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(60_000)  # a busy machine takes its time
     yield page
     page.close()

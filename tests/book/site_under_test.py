@@ -161,7 +161,7 @@ class Tab:
 
     def report(self) -> list[str]:
         try:
-            self.page.wait_for_function(RENDERED, timeout=20_000)
+            self.page.wait_for_function(RENDERED, timeout=60_000)
         except sync_api.TimeoutError:
             self.problems.append("a diagram or a formula stays text")
         return self.problems + self.page.evaluate(PROBLEMS)

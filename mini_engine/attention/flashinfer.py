@@ -196,7 +196,7 @@ class FlashInferBackend(AttentionBackend):
     def _decode_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int | None) -> Any:
         """FlashInfer's wrapper of decodes; that of a CUDA graph plans into memory that the captured kernels read.
 
-        On an H200 tensor cores are as fast as CUDA cores for equal lengths, and a third faster for unequal ones.
+        On an H200, tensor cores are as fast as CUDA cores for equal lengths, and faster for unequal ones.
 
         Args:
             kind: the layers.

@@ -91,8 +91,8 @@ class FlashInferCascadeBackend(FlashInferBackend):
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         if not (self._levels and _may_share(kind)):
             return super()._plan_decodes(batch, count, kind)
-        # Few keys are left for each request. On an H200 CUDA cores read 128 of them for 256 requests in 41 us, and
-        # tensor cores, which fill tiles of queries with padding, in 62.
+        # Few keys are left for each request. On an H200, CUDA cores read them faster than tensor cores, which fill
+        # their tiles of queries with padding.
         if kind.num_qo_heads // kind.num_kv_heads in CUDA_CORE_GROUPS:
             algorithm = "decode on CUDA cores"
         return super()._plan_decodes(self._own, count, kind, algorithm)

@@ -31,7 +31,7 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import describe_figure, inline_figure, tidy
 from page_frame import complete, describe, keep_together, span_rows
-from search_index import shrink
+from search_index import defer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
@@ -334,7 +334,7 @@ def _unwritten() -> str:
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
     if page.url not in NAVIGATION:
-        page.meta["search"] = {"exclude": True}  # `shrink` would drop what the search plugin reads there
+        page.meta["search"] = {"exclude": True}  # `defer` would drop what the search plugin reads there
     if path.endswith(".ipynb"):
         html = _chapter_content(html, page, files)
     elif path.startswith("experiments/"):
@@ -385,7 +385,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 @event_priority(-100)  # after the search plugin
 def on_post_build(config: MkDocsConfig) -> None:
-    shrink(Path(config.site_dir, "search", "search_index.json"), NAVIGATION, TERMS)
+    defer(Path(config.site_dir), NAVIGATION, TERMS)
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:

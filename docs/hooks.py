@@ -30,7 +30,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import describe_figure, inline_figure, tidy
-from page_frame import complete, describe, keep_together, span_rows
+from page_frame import break_after_dots, complete, describe, keep_together, span_rows
 from search_index import defer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -339,6 +339,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         html = _chapter_content(html, page, files)
     elif path.startswith("experiments/"):
         html = DRAWING.sub(lambda found: _inlined(ROOT / posixpath.dirname(path) / found[2], unescape(found[1])), html)
+    elif path.startswith("api/"):
+        html = break_after_dots(html)
     elif path == GLOSSARY:
         folders = {str(chapter.number): posixpath.dirname(chapter.notebook) for chapter in chapters()}
         html = INTRODUCED_IN.sub(

@@ -88,6 +88,14 @@ def test_what_belongs_together_stays_on_one_line(html: str, kept: str) -> None:
     assert keep_together(html) == kept
 
 
+def test_the_title_of_a_module_breaks_after_dots_and_underscores() -> None:
+    from page_frame import break_after_dots
+
+    title = '<h1 id="kernelsnorm_linear"><code>kernels.norm_linear</code></h1><h2><code>a_b</code></h2>'
+    broken = '<h1 id="kernelsnorm_linear"><code>kernels.<wbr>norm_<wbr>linear</code></h1><h2><code>a_b</code></h2>'
+    assert break_after_dots(title) == broken
+
+
 def test_a_bound_that_rows_repeat_is_said_once() -> None:
     from page_frame import span_rows
 

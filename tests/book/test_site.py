@@ -197,6 +197,14 @@ def test_a_phone_lists_the_chapters_sections_and_says_which_is_read(browser: syn
         "title => document.querySelector('.chapter-contents summary').textContent === title", arg=title
     )
     assert contents.get_attribute("open") is None and contents.locator("summary").is_visible()
+
+    contents.locator("summary").click()
+    contents.locator("a[href='#how-large-is-a-page']").click()
+    page.wait_for_function("""() => {
+        const [bar, heading] = [".chapter-contents", "#how-large-is-a-page"].map(
+            (selector) => document.querySelector(selector).getBoundingClientRect());
+        return heading.top >= bar.bottom && heading.bottom <= bar.bottom + 100;
+    }""")  # the heading is not behind the bar
     context.close()
 
 

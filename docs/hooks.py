@@ -30,8 +30,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_page import describe_figure, inline_figure, tidy
-from page_frame import complete, describe, keep_together, span_rows
-from search_index import shrink
+from page_frame import break_after_dots, complete, describe, keep_together, span_rows
+from search_index import defer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
@@ -334,11 +334,13 @@ def _unwritten() -> str:
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
     if page.url not in NAVIGATION:
-        page.meta["search"] = {"exclude": True}  # `shrink` would drop what the search plugin reads there
+        page.meta["search"] = {"exclude": True}  # `defer` would drop what the search plugin reads there
     if path.endswith(".ipynb"):
         html = _chapter_content(html, page, files)
     elif path.startswith("experiments/"):
         html = DRAWING.sub(lambda found: _inlined(ROOT / posixpath.dirname(path) / found[2], unescape(found[1])), html)
+    elif path.startswith("api/"):
+        html = break_after_dots(html)
     elif path == GLOSSARY:
         folders = {str(chapter.number): posixpath.dirname(chapter.notebook) for chapter in chapters()}
         html = INTRODUCED_IN.sub(
@@ -385,7 +387,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 @event_priority(-100)  # after the search plugin
 def on_post_build(config: MkDocsConfig) -> None:
-    shrink(Path(config.site_dir, "search", "search_index.json"), NAVIGATION, TERMS)
+    defer(Path(config.site_dir), NAVIGATION, TERMS)
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:

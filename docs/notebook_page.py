@@ -43,6 +43,8 @@ def tidy(html: str, resolve: Callable[[str], str]) -> tuple[Tag, TableOfContents
             code = soup.new_tag("code")
             code.extend(list(box.pre.children))
             box.pre.append(code)
+    for plain in page.find_all("span", class_=["n", "w"]):  # names and spaces, which have the color of the text
+        plain.unwrap()
     for corner in page.find_all("th"):
         if corner.find(True) is None and not corner.get_text().strip():
             corner.name = "td"

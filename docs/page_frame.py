@@ -12,6 +12,7 @@ NAVIGATION = re.compile(r"<(/?)nav\b([^>]*)>")
 EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
 NESTED = re.compile(r' data-md-level="[1-9]"')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
+TITLE_OF_MODULE = re.compile(r"<h1[^>]*><code>([^<]+)")
 INLINE_CODE = re.compile(r"(?<!<pre>)<code>([^<\n]+)</code>")
 SPLIT_BY_BROWSERS = re.compile(  # dates, spaces before units; and, ahead of these, what stays as it is
     r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]+>"
@@ -49,6 +50,11 @@ def keep_together(html: str) -> str:
         return f'<span class="whole">{found[0]}</span>' if found[0][0].isdigit() else found[0]
 
     return SPLIT_BY_BROWSERS.sub(joined, INLINE_CODE.sub(words, html))
+
+
+def break_after_dots(html: str) -> str:
+    """Let the title of a module's page break after a dot or an underscore, where a phone is too narrow for it."""
+    return TITLE_OF_MODULE.sub(lambda title: re.sub(r"(?<=[._])(?=[^>]+$)", "<wbr>", title[0]), html)
 
 
 def span_rows(table: Tag) -> None:

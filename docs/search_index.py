@@ -1,4 +1,4 @@
-"""The site's search index: chapters first, each term of the glossary at its entry, no source code."""
+"""The search index: chapters first, each term of the glossary at its entry, no source code; fetched with a query."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from glossary_terms import Entry
 
 # Beginnings of addresses: what they weigh against one another in the order of the answers.
 WEIGHTS = {"chapters/": 8.0, "glossary/": 6.0, "part-": 2.0, "api/": 0.5, "experiments/": 0.7, "results/": 0.5}
+WORKER = Path(__file__).resolve().parent / "javascripts" / "search_worker.js"
 CODE = re.compile(r"<pre.*?</pre>", re.DOTALL)
 PROSE = re.compile(r"<(?:p|li)>.*?</(?:p|li)>", re.DOTALL)  # and not the cells of tables
 
@@ -26,17 +27,24 @@ class Section(TypedDict, total=False):
     boost: float
 
 
-def shrink(file: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
-    """Rewrite the index that the search plugin wrote; every page of the site fetches it.
+def defer(site: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
+    """Keep the search index away from readers who do not search.
+
+    Every page fetches search_index.json, so that file keeps the settings alone. The sections go to sections.json, which
+    docs/javascripts/search_worker.js, put in front of the theme's worker here, fetches with the first query.
 
     Args:
-        file: the plugin's search_index.json.
+        site: the folder of a finished build.
         pages: the addresses of the pages in the navigation; no others are found.
         entries: the glossary's terms, each of which becomes an entry of its own.
     """
-    index = json.loads(file.read_text(encoding="utf-8"))
-    index["docs"] = [*_sections(index["docs"], pages), *_terms(entries)]
-    file.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    sections = [*_sections(index["docs"], pages), *_terms(entries)]
+    for name, content in {"search_index": {**index, "docs": []}, "sections": sections}.items():
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        (site / "search" / f"{name}.json").write_text(text, encoding="utf-8")
+    [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
+    worker.write_text(WORKER.read_text(encoding="utf-8") + worker.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:

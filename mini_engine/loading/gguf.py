@@ -45,7 +45,8 @@ class GGUFTensor:
     Attributes:
         type: name of its type, one of `TENSOR_TYPES`.
         shape: outermost dimension first, as in PyTorch; the file has the opposite order.
-        begin, end: byte offsets into the file.
+        begin: offset of its first byte in the file.
+        end: offset of the byte after its last one.
     """
 
     type: str

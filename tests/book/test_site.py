@@ -49,9 +49,6 @@ def test_every_page_renders_without_a_network_and_fits_a_phone(
 ) -> None:
     """Every written page is loaded, and one page of each template, which then shows the articles of the others."""
     context = browser.new_context(viewport=PHONE)
-    # What each page does in the background, to search. The tests of the search do it with the site's own index.
-    index = {"config": {"lang": ["en"], "separator": r"\s+", "pipeline": [], "fields": {}}, "docs": []}
-    context.route("**/search_index.json", lambda route: route.fulfill(json=index))
     tabs = [Tab(context, address) for _ in range(4)]
     report: dict[str, list[str]] = {}
     first = {kind(path): path for path in reversed(pages_of(site))}
@@ -200,6 +197,14 @@ def test_a_phone_lists_the_chapters_sections_and_says_which_is_read(browser: syn
         "title => document.querySelector('.chapter-contents summary').textContent === title", arg=title
     )
     assert contents.get_attribute("open") is None and contents.locator("summary").is_visible()
+
+    contents.locator("summary").click()
+    contents.locator("a[href='#how-large-is-a-page']").click()
+    page.wait_for_function("""() => {
+        const [bar, heading] = [".chapter-contents", "#how-large-is-a-page"].map(
+            (selector) => document.querySelector(selector).getBoundingClientRect());
+        return heading.top >= bar.bottom && heading.bottom <= bar.bottom + 100;
+    }""")  # the heading is not behind the bar
     context.close()
 
 
@@ -241,6 +246,17 @@ def test_search_finds_a_glossary_term(address: str, page: sync_api.Page) -> None
     page.locator(".md-search__input").click()
     page.keyboard.type("FlashInferScheduler")
     page.wait_for_selector(".md-search-result__item a[href*=glossary]")
+
+
+@needs_browser
+def test_the_sections_to_search_are_fetched_with_the_first_query(address: str, page: sync_api.Page) -> None:
+    fetched: list[str] = []
+    page.on("request", lambda request: fetched.append(request.url.removeprefix(address)))
+    page.goto(address, wait_until="networkidle")
+    page.locator(".md-search__input").click()
+    assert "search/search_index.json" in fetched and "search/sections.json" not in fetched
+    with page.expect_request("**/search/sections.json"):
+        page.keyboard.type("page")
 
 
 # --- how pages are made ----------------------------------------------------------------------------------------------

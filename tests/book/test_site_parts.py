@@ -88,6 +88,14 @@ def test_what_belongs_together_stays_on_one_line(html: str, kept: str) -> None:
     assert keep_together(html) == kept
 
 
+def test_the_title_of_a_module_breaks_after_dots_and_underscores() -> None:
+    from page_frame import break_after_dots
+
+    title = '<h1 id="kernelsnorm_linear"><code>kernels.norm_linear</code></h1><h2><code>a_b</code></h2>'
+    broken = '<h1 id="kernelsnorm_linear"><code>kernels.<wbr>norm_<wbr>linear</code></h1><h2><code>a_b</code></h2>'
+    assert break_after_dots(title) == broken
+
+
 def test_a_bound_that_rows_repeat_is_said_once() -> None:
     from page_frame import span_rows
 
@@ -147,17 +155,21 @@ def test_the_first_use_of_a_term_is_linked(tmp_path: Path) -> None:
     assert page.get_text() == BeautifulSoup(html, "html.parser").get_text()
 
 
-def test_the_search_index_has_prose_of_listed_pages_and_the_terms(tmp_path: Path) -> None:
+def test_the_search_index_has_prose_of_listed_pages_and_the_terms_apart_from_its_settings(tmp_path: Path) -> None:
     from glossary_terms import Entry
-    from search_index import shrink
+    from search_index import defer
 
-    file = tmp_path / "index.json"
+    index, worker = tmp_path / "search/search_index.json", tmp_path / "assets/javascripts/workers/search.0.min.js"
     sections = [
         {"location": "chapters/01/", "title": "One", "text": "<p>Text.</p><pre>code</pre> cell <li>Item.</li>"},
         {"location": "mini_engine/x/", "title": "x.py", "text": "<p>Source.</p>"},
     ]
-    file.write_text(json.dumps({"config": {}, "docs": sections}), encoding="utf-8")
-    shrink(file, {"chapters/01/"}, {"KV cache": Entry("term-kv-cache", "Keys & values.")})
-    chapter, term = json.loads(file.read_text(encoding="utf-8"))["docs"]
+    for file, text in (index, json.dumps({"config": {"lang": ["en"]}, "docs": sections})), (worker, "theirs()"):
+        file.parent.mkdir(parents=True)
+        file.write_text(text, encoding="utf-8")
+    defer(tmp_path, {"chapters/01/"}, {"KV cache": Entry("term-kv-cache", "Keys & values.")})
+    assert json.loads(index.read_text(encoding="utf-8")) == {"config": {"lang": ["en"]}, "docs": []}
+    assert worker.read_text(encoding="utf-8").endswith("}\n\ntheirs()")
+    chapter, term = json.loads((tmp_path / "search/sections.json").read_text(encoding="utf-8"))
     assert chapter["text"] == "<p>Text.</p><li>Item.</li>" and chapter["boost"] > 1
     assert term["location"] == "glossary/#term-kv-cache" and "Keys &amp; values." in term["text"]

@@ -57,8 +57,8 @@ def attention_state(
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     """Merge the states of two disjoint sets of keys into the state of their union.
 
-    Each state is weighted in proportion to exp(its lse). Associative and commutative up to rounding. An empty state
-    (lse -inf, out 0) is the identity element.
+    Each state is weighted in proportion to exp(its lse). Merging is associative and commutative up to rounding, and an
+    empty state (lse -inf, out 0) is its identity element.
     """
     lse = torch.logaddexp(a.lse, b.lse)
     weight_a = torch.exp(a.lse - _finite(lse))[..., None].to(a.out.dtype)

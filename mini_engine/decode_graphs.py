@@ -95,7 +95,7 @@ class DecodeGraph:
     loaded: SamplingBatch | None = None
 
     def load(self, sampling: SamplingBatch, rows: Int[Tensor, " R"], padding_row: int) -> None:
-        """Fill in the requests of a step, which are usually those of the step before."""
+        """Copy the inputs of a step's requests into the graph, unless they are the same as in the previous step."""
         if self.loaded is sampling:
             return
         self.sampling.temperature[: len(rows)] = sampling.temperature

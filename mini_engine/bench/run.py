@@ -261,7 +261,7 @@ def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -
 
 
 def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:
-    """What was measured, where, with which versions and options, and against which bound.
+    """Collect the results: measurements and bounds, with the device, the date, the versions and the options.
 
     Returns:
         A JSON object. Every row has a figure, its unit, its bound, and the lowest and the highest of the rounds.

@@ -133,7 +133,7 @@ class StepBatch:
             max_decode_tokens: most new tokens of a decode: 1, or more if drafted tokens are verified.
             levels: see the class.
             page_capacity: see the class.
-            device: where the model runs, if `into` is not given.
+            device: the model's device, if `into` is not given.
             into: buffers that receive the arrays; default new ones on `device`.
 
         Returns:
@@ -245,7 +245,7 @@ class StepBuffers:
     views of the memory are reused while the sizes of the steps are unchanged: making them costs more than filling them.
 
     Args:
-        device: where the model runs.
+        device: the model's device.
 
     Attributes:
         tokens: [6] times [T] host. The arrays of TOKEN_ROWS.

@@ -109,14 +109,14 @@ class ChunkMemory:
         specs, num_pages = engine.backend.specs, engine.page_table.num_pages
         if windows := [spec for spec in specs if spec.window is not None]:
             raise ConfigError(
-                f"layer {windows[0].layer} sees the last {windows[0].window} keys only, and a chunk is seen by all "
+                f"layer {windows[0].layer} sees only the last {windows[0].window} keys, but a chunk is seen by all "
                 "queries or none; use a model, or options, without a sliding window"
             )
         if any(spec.alibi_slopes is not None for spec in specs):
-            raise ConfigError("the model's scores depend on positions by ALiBi, which chunks do not support: use RoPE")
+            raise ConfigError("the model uses ALiBi, which chunks do not support; use a model with RoPE")
         if engine.backend.planner is None:
             raise ConfigError(
-                f"the {engine.config.attn_backend} backend attends to a request's own pages only; use "
+                f"the {engine.config.attn_backend} backend attends only to a request's own pages; use "
                 'attn_backend="cascade" for chunk memory'
             )
         self.engine, self.max_pages = engine, max(num_pages // 2, 1) if max_pages is None else max_pages
@@ -257,7 +257,7 @@ class ChunkMemory:
         """Unregister the least recently used chunks that no unfinished request attends to.
 
         Args:
-            num_pages: how many pages they must have together, at least.
+            num_pages: fewest pages that they must have together.
             keep: names of chunks that are not evicted.
 
         Returns:
@@ -276,7 +276,7 @@ class ChunkMemory:
                     missing -= len(chunk.pinned.pages)
             if missing > 0:
                 raise ChunkError(
-                    f"{num_pages} pages of registered chunks would have to be evicted, and unfinished requests or the "
+                    f"{num_pages} pages of registered chunks would have to be evicted, but unfinished requests or the "
                     f"new chunk need {missing} of them; wait until these requests have ended, raise max_chunk_pages, "
                     "or raise num_pages"
                 )
@@ -533,7 +533,9 @@ class ChunkedLLM:
         **options: Any,
     ) -> None:
         if isinstance(llm, TextEngine) and options:
-            raise ConfigError(f"the engine is built already; give {', '.join(options)} to it, or the name of a model")
+            raise ConfigError(
+                f"the engine already exists; pass {', '.join(options)} when you build it, or give the name of a model"
+            )
         if not isinstance(llm, TextEngine):
             llm = LLM(llm, **({} if "config" in options else {"attn_backend": "cascade"}) | options)
         self.llm, self.memory = llm, ChunkMemory(llm.engine, max_chunk_pages)
@@ -626,7 +628,9 @@ def _lists(chunks: ListLike[str] | ListLike[ListLike[str]], num_prompts: int) ->
     if all(isinstance(name, str) for name in chunks):
         return [chunks] * num_prompts  # type: ignore[list-item]
     if len(chunks) != num_prompts or any(isinstance(names, str) for names in chunks):
-        raise RequestError(f"{num_prompts} prompts but {len(chunks)} lists of chunks; give one for all, or as many")
+        raise RequestError(
+            f"{num_prompts} prompts but {len(chunks)} lists of chunks; give one list for all, or one for each"
+        )
     return list(chunks)
 
 

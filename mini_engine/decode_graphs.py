@@ -58,7 +58,7 @@ def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> S
 
     Args:
         config: the options.
-        device: where steps are computed.
+        device: device that computes the steps.
         captures: whether the kernels of the attention backend can be captured.
 
     Raises:
@@ -116,7 +116,7 @@ class DecodeGraphs:
         pages_per_row: the most pages that one request can have.
         padding_page: the page of the padding.
         padding_row: the row of `last_token` that gets the tokens of the padding.
-        device: where the step is computed.
+        device: device that computes the steps.
         pad: pads a step to a size, as `pad_decodes` does.
     """
 

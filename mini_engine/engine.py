@@ -149,7 +149,7 @@ class LLMEngine:
         check_prompt(prompt, self.model.config.vocab_size, self.config.max_model_len, len(in_front))
         if context and self.backend.planner is None:
             raise RequestError(
-                f"the {self.config.attn_backend} backend attends to a request's own pages only; use "
+                f"the {self.config.attn_backend} backend attends only to a request's own pages; use "
                 'attn_backend="cascade" for requests over chunks'
             )
         prompt = in_front + prompt

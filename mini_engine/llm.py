@@ -236,7 +236,7 @@ class TextEngine:
             raise RequestError(f"params is {str(params)[:80]}; give SamplingParams, or a list of them")
         for what, given in {"SamplingParams": of_each, "contexts": contexts}.items():
             if given is not None and len(given) != len(prompts):
-                raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give as many")
+                raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give one for each prompt")
         inbox: deque[Piece] = deque()
         unfinished: dict[int, TextRequest] = {}
         try:

@@ -98,7 +98,7 @@ class ModelRunner:
             device=self._device,
             pad=parts.pad_decodes,
         )
-        # The arrays of a step are needed until it is collected, while those of the next one are written.
+        # The arrays of a step are needed until it is collected, while the arrays of the next step are being written.
         self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
         # Kept from step to step for as long as the same requests sample.
@@ -279,12 +279,12 @@ class ModelRunner:
 
 
 class SeenTokens:
-    """Which tokens each row has seen, prompt and output, for requests with a repetition penalty.
+    """The tokens of prompt and output that each row has seen, for requests with a repetition penalty.
 
     Args:
         max_rows: rows of the page table.
         vocab_size: tokens of the vocabulary.
-        device: where the logits are.
+        device: device of the logits.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:

@@ -73,7 +73,7 @@ class StepReport:
         token_ids: [R] those tokens.
         finished: requests that ended since the previous report, whatever the reason.
         start: when the call began, by `time.perf_counter`.
-        seconds: how long it took.
+        seconds: its duration.
         bytes_per_token: bytes of one token's keys and values, over all layers.
     """
 
@@ -130,7 +130,7 @@ class Piece:
     """The new text of one of several prompts after one step.
 
     Attributes:
-        index: which prompt it belongs to.
+        index: index of its prompt.
         text: new text, possibly empty.
         num_tokens: new tokens.
         output: the whole output, once the request has ended.

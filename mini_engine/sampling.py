@@ -116,7 +116,7 @@ class SamplingBatch:
             seeds: [R] any 64-bit integers.
             positions: [R] position of the token that each row samples.
             seen: see the class.
-            device: where the logits are.
+            device: device of the logits.
 
         Raises:
             ValueError: if `seen` does not have one row for each row with a repetition penalty.

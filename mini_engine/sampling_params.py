@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
+    """The options that determine how a request's tokens are chosen and when it ends. Names and meanings are vLLM's.
 
     Attributes:
         temperature: divides the logits; 0, or close to it, takes the most likely token (greedy).

@@ -114,8 +114,8 @@ class Scheduler:
         if needed > available:
             pinned = f", besides {self.num_pinned} that hold chunks" if self.num_pinned else ""
             raise RequestError(
-                f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, and "
-                f"there are {available}{pinned}; shorten it, lower max_tokens, or raise num_pages"
+                f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, but "
+                f"there are only {available}{pinned}; shorten it, lower max_tokens, or raise num_pages"
             )
         self.waiting[request] = None
 
@@ -134,8 +134,8 @@ class Scheduler:
         """
         if num_pages > (most := self.num_pinnable(requests)):
             raise RequestError(
-                f"{num_pages} pages are needed, and of the {self.page_table.num_pages} of the KV cache the requests "
-                f"can spare {max(most, 0)}; wait until some have ended, or raise num_pages"
+                f"{num_pages} pages are needed, but the requests can spare only {max(most, 0)} of the "
+                f"{self.page_table.num_pages} pages of the KV cache; wait until some have ended, or raise num_pages"
             )
         self._make_room(num_pages)
         self.num_pinned += num_pages

@@ -32,7 +32,7 @@ class KVCache(Protocol):
         layers: for each KV layer its (k, v), each [pages, *layout].
         page_size: tokens that fit in one page.
         layout: order of a page's axes, "NHD" or "HND".
-        dtype: of keys and values, except in layers whose spec sets `kv_dtype`.
+        dtype: dtype of keys and values, except in layers whose spec sets `kv_dtype`.
         device: the device that holds them.
     """
 
@@ -64,7 +64,7 @@ class AttentionBackend(ABC):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         parts: the engine's replaceable parts.
 
     Attributes:
@@ -122,7 +122,7 @@ class BackendInfo:
         dtypes: dtypes of the model.
         kv_dtypes: dtypes other than the model's in which keys and values may be stored.
         architectures: major compute capabilities of the GPUs that it runs on; None: any.
-        features: those of FEATURES that the backend implements.
+        features: the FEATURES that the backend implements.
         sizes: returns why it refuses the sizes of a layer's heads or of the cache's pages, or None.
         package: a package that must be installed, also the name of the engine's extra that installs it.
         on_cuda: the backend of the same name on a GPU, if it is another class.
@@ -230,7 +230,7 @@ def create_backend(
     Args:
         name: a key of BACKENDS.
         specs: one for each layer of the model.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         parts: the engine's replaceable parts.
 
     Raises:

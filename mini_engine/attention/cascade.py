@@ -205,7 +205,7 @@ def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cos
 
 
 def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
-    """Find the levels of a prefix tree that pay off, outermost first; the arguments are those of `candidate_levels`.
+    """Find the levels of a prefix tree that pay off, outermost first. For the arguments see `candidate_levels`.
 
     Groups nest: a request that joins the one before it in a level has joined it in all levels outside.
     """
@@ -396,7 +396,7 @@ def _first_page(chunk: PlacedChunk) -> int:
 class LevelPlanner:
     """Orders the requests of a step, and finds the levels of their common prefixes.
 
-    In a step with chunks, the levels are those of the chunks, and common prefixes are not levels.
+    In a step with chunks, only the chunks are levels; common prefixes are not.
 
     Only pages whose keys come before the first query of every sharer are shared, so a level needs no causal mask. The
     levels are kept for as long as the same requests decode.
@@ -532,7 +532,7 @@ def level_planner(
 
     Args:
         specs: one for each layer.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         costs: coefficients.
         parts: the engine's replaceable parts.
     """
@@ -551,8 +551,8 @@ class QueryRotation:
 
     Args:
         specs: one for each layer.
-        dtype: of the angles.
-        device: where the queries are.
+        dtype: dtype of the angles.
+        device: device of the queries.
     """
 
     def __init__(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device) -> None:
@@ -586,7 +586,7 @@ class CascadeBackend(TorchBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         parts: the engine's replaceable parts.
         costs: determine which levels pay off.
     """

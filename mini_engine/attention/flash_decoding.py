@@ -40,7 +40,7 @@ class PlannedDecode:
     def run(
         self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
     ) -> Float[Tensor, "B Hq D"]:
-        """Compute the attention of one query per request; the arguments are those of the wrappers."""
+        """Compute the attention of one query per request; the arguments are the same as for the wrappers."""
         self.kernel(q, pages, self.work, out, self.kind.scale * k_scale, v_scale)
         return out
 
@@ -50,7 +50,7 @@ class FlashDecodingBackend(FlashInferBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
     """
 

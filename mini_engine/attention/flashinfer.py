@@ -55,8 +55,8 @@ class LayerKind(NamedTuple):
             own = alibi_slopes(spec.num_qo_heads).tolist()
             if spec.softcap is not None or any(abs(a - b) > 1e-6 for a, b in zip(spec.alibi_slopes, own, strict=True)):
                 raise ConfigError(
-                    "the flashinfer backend computes ALiBi with the slopes of Press et al. and without a soft-cap, and "
-                    f"layer {spec.layer} has others or a soft-cap; use attn_backend='split_kv'"
+                    "the flashinfer backend supports ALiBi only with the slopes of Press et al. and without a soft-cap,"
+                    f" but layer {spec.layer} has other slopes or a soft-cap; use attn_backend='split_kv'"
                 )
         return cls(
             spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap,
@@ -75,7 +75,7 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
 
     Attributes:
@@ -119,7 +119,7 @@ class FlashInferBackend(AttentionBackend):
         """
         if batch.has_gaps and any(kind.window is not None or kind.alibi for kind in self._kinds):
             raise ConfigError(
-                "the flashinfer backend counts keys, not positions, and a request has lost pages between others; use "
+                "the flashinfer backend counts keys, not positions, but a request has lost pages in between; use "
                 "attn_backend='split_kv'"
             )
         self.slot_mapping = batch.slot_mapping

@@ -37,7 +37,7 @@ class FlashInferCascadeBackend(FlashInferBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
         costs: determine which levels pay off.
     """

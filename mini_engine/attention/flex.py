@@ -86,7 +86,7 @@ class FlexBackend(AttentionBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, in layout NHD.
+        cache: the KV cache, in layout NHD.
         parts: the engine's replaceable parts.
         compiled: False computes everything in plain PyTorch, slowly, for tests. The compiled kernels do not support
             float64, so float64 is always computed that way.
@@ -205,7 +205,7 @@ class FlexBackend(AttentionBackend):
         owned = (tiles.page_positions >= 0).repeat_interleave(blocks_per_page, dim=1)
         visited, full = visited & owned, full & owned
         # The GPU's decode kernel divides a row's keys among thread blocks by its number of partial blocks: all full
-        # ones would go to the last thread block. The CPU's kernel does not compile without full block indices.
+        # blocks would go to the last thread block. The CPU's kernel does not compile without full block indices.
         only_partial = self.cache.device.type == "cuda" and tiles.length == 1
         partial_count, partial = self._physical_indices(visited if only_partial else visited & ~full, table)
         full_count, full_blocks = (None, None) if only_partial else self._physical_indices(full, table)
@@ -331,7 +331,7 @@ def block_indices_key(batch: StepBatch, kv_block: int, windows: Sequence[int | N
     Args:
         batch: the step.
         kv_block: keys in one block.
-        windows: of the kinds of layers.
+        windows: windows of the kinds of layers.
     """
     decodes = batch.num_decodes
     pages = batch.host_page_indices[: batch.kv_page_indptr[decodes]]

@@ -36,10 +36,10 @@ class WorkPlan:
     Attributes:
         chunk_size: most keys of an item.
         sequences: [N] sequence of each item.
-        first_tokens: [N] first of its queries, as a row of the step.
-        end_tokens: [N] one past the last of them.
-        first_keys: [N] first of its keys, counted within the sequence.
-        end_keys: [N] one past the last of them.
+        first_tokens: [N] its first query, as a row of the step.
+        end_tokens: [N] one past its last query.
+        first_keys: [N] its first key, counted within the sequence.
+        end_keys: [N] one past its last key.
         item_indptr: [tiles + 1] first item of each tile of queries, and N. The states of a tile's items are merged.
     """
 
@@ -125,7 +125,7 @@ class SplitKVBackend(TorchBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, in layout NHD.
+        cache: the KV cache, in layout NHD.
         parts: the engine's replaceable parts.
         thread_blocks: number of thread blocks that the plan is made for, over all KV heads.
         least_keys: smallest split of the keys.

@@ -82,7 +82,7 @@ class TRTLLMDecode:
     def run(
         self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
     ) -> Float[Tensor, "B Hq D"]:
-        """Compute the attention of one query per request; the arguments are those of the wrappers."""
+        """Compute the attention of one query per request; the arguments are the same as for the wrappers."""
         tables, kind = self.tables, self.kind
         return self.decode(
             q.contiguous(),  # XQA ignores the strides of the queries
@@ -106,7 +106,7 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
     """
 

@@ -27,7 +27,7 @@ class PeerOptions:
 
     Attributes:
         model: the folder of the checkpoint.
-        dtype: of weights and cache, such as "bfloat16".
+        dtype: dtype of weights and cache, such as "bfloat16".
         max_model_len: longest prompt and output together.
         prefix_sharing: keep a prefix cache.
         cache_tokens: capacity of the KV cache, in tokens.

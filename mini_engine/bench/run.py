@@ -235,7 +235,7 @@ def rows_of(
         workload: the workload.
         requests: its requests.
         bound: the most output tokens per second that the machine allows.
-        dtype: of weights and cache.
+        dtype: dtype of weights and cache.
     """
     return [
         {

@@ -57,7 +57,7 @@ class CompiledLayer:
         sin: Float[Tensor, "T half"],
         attend: Attend,
     ) -> Float[Tensor, "T hidden"]:
-        """Compute a layer; the arguments are those of `decoder_layer`."""
+        """Compute a layer; the arguments are the same as for `decoder_layer`."""
         attention, mlp, spec = layer.attention, layer.mlp, layer.spec
         kind = Kind(spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, layer.eps, mlp.activation)
         if kind not in self._graphs:

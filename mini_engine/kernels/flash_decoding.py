@@ -103,7 +103,7 @@ class FlashDecoding:
         head_dim: 64 or 128.
         page_size: keys per page, a multiple of 16.
         layout: order of a page's axes, "NHD" or "HND".
-        dtype: of queries, keys and values: bfloat16 or float16.
+        dtype: dtype of queries, keys and values: bfloat16 or float16.
         device: a GPU of compute capability 9.
 
     Attributes:

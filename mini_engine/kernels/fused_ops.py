@@ -87,7 +87,7 @@ class Rotation:
         *,
         interleaved: bool = False,
     ) -> Float[Tensor, "T H D"]:
-        """Rotate; the arguments are those of `rope.apply_rope`."""
+        """Rotate; the arguments are the same as for `rope.apply_rope`."""
         if x.dtype not in DTYPES or x.shape[2] not in HEAD_DIMS or cos.dtype != torch.float32 or x.stride(-1) != 1:
             return rope.apply_rope(x, cos, sin, interleaved=interleaved)
         if cos is not self._cos:

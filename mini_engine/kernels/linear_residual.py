@@ -48,7 +48,7 @@ class LinearResidual:
     It keeps a counter for each block of rows, which is 0 between launches, so use it on one stream at a time.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device | str) -> None:

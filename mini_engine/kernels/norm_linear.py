@@ -74,11 +74,11 @@ def norm_gate_up_silu(
 
     Args:
         x: as in `norm_linear`.
-        norm_weight: likewise.
-        eps: likewise.
+        norm_weight: as in `norm_linear`.
+        eps: as in `norm_linear`.
         gate_up: the gate's I rows, then the up projection's.
         pdl: as in `norm_linear`.
-        tile: likewise; `rows` counts the gate's.
+        tile: as in `norm_linear`; `rows` counts the gate's rows.
     """
     if len(x) > MAX_TOKENS:
         return norm_gate_up_silu_reference(x, norm_weight, eps, gate_up)

@@ -119,7 +119,7 @@ class PageTable:
 
         Args:
             row: a row.
-            index: which of its pages.
+            index: index of the page in the row.
 
         Returns:
             The old page and the new one.

@@ -21,8 +21,8 @@ class PagedKVCache:
         specs: one for each layer of the model.
         num_pages: pages in the pool.
         page_size: tokens that fit in one page.
-        dtype: of keys and values, except in layers whose spec sets `kv_dtype`.
-        device: where keys and values are stored.
+        dtype: dtype of keys and values, except in layers whose spec sets `kv_dtype`.
+        device: device that stores keys and values.
         layout: order of a page's axes: "NHD" is [page_size, heads, head_dim], "HND" [heads, page_size, head_dim].
 
     Attributes:
@@ -115,7 +115,7 @@ def default_num_pages(
         specs: one for each layer of the model.
         page_size: tokens per page.
         dtype: the model's.
-        device: where the model is.
+        device: the model's device.
         most: pages that can be used at all.
 
     Raises:

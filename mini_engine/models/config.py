@@ -103,7 +103,7 @@ class ModelConfig(ModelLimits):
         tie_word_embeddings: the LM head is the embedding matrix.
         layer_types: for each layer, `full_attention` or `sliding_attention`.
         sliding_window: keys that a query of a sliding layer sees, its own included.
-        rope: how positions rotate queries and keys; None if positions are learned.
+        rope: rotation of queries and keys by position; None if positions are learned.
         attention_bias: the attention's projections have biases.
         query_pre_attn_scalar: Gemma 2 divides the scores by its square root.
         attn_logit_softcapping: Gemma 2's soft-cap on the scores.

@@ -62,7 +62,7 @@ class TraceStep:
 
     Attributes:
         start: when it began, in seconds since the first step began.
-        seconds: how long it took.
+        seconds: its duration.
         batch: the launched work, in the order of the StepBatch.
         pages: the pages of each running request while the model ran, in order of position; oldest request first.
         arrived: requests that were added since the previous step, and the number of tokens of each prompt.

@@ -48,8 +48,8 @@ class StepBatch:
     The tokens of all requests are laid end to end. Request b owns the tokens `qo_indptr[b]:qo_indptr[b + 1]` of every
     array with T entries, and the pages `kv_page_indices[kv_page_indptr[b]:kv_page_indptr[b + 1]]` of the KV cache. A
     prefill, a chunk of a prefill and a decode differ only in their number of new tokens. Arrays marked "host" stay in
-    host memory, where plans are made; the others are on the model's device. All are views of buffers that a later
-    step overwrites.
+    host memory, where plans are made; the others are on the model's device. All are views of buffers that a later step
+    overwrites.
 
     Attributes:
         token_ids: [T] the tokens to compute.

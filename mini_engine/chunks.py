@@ -4,8 +4,8 @@ A registered chunk keeps its keys and values in pages of the KV cache that no re
 that come before its prompt. Each chunk is one level of a cascade: the request's queries attend to the keys of each
 chunk and to the request's own keys, and the states are merged. There are two modes, which can be mixed:
 
-- *Exact.* The keys of a chunk depend on the tokens before it. If a chunk is computed `after` others and used after
-  the same tokens, its keys are those of a plain prompt, and so is the output.
+- *Exact.* The keys of a chunk depend on the tokens before it. If a chunk is computed `after` others and used after the
+  same tokens, its keys are those of a plain prompt, and so is the output.
 - *Composed.* A chunk that was computed on its own, or after other tokens, is used at another position. With RoPE,
   attention depends only on distances, so the queries are rotated by the distance that the chunk has moved, and its keys
   act as if they had been computed there. The output is an approximation, because the chunks have not attended to each

@@ -1,8 +1,8 @@
 """Command-line options, made from the dataclasses that hold them: `EngineConfig`, `SamplingParams`, `BenchOptions`.
 
-A command requests them by the types of its parameters. `EngineOptions` stands for `--model`, `--config`, `--parts`
-and one option for each field of `EngineConfig`; `SamplingOptions` stands for one option for each field of
-`SamplingParams`. The help of an option is the description of its field. An option that is not given overrides nothing.
+A command requests them by the types of its parameters. `EngineOptions` stands for `--model`, `--config`, `--parts` and
+one option for each field of `EngineConfig`; `SamplingOptions` stands for one option for each field of `SamplingParams`.
+The help of an option is the description of its field. An option that is not given overrides nothing.
 """
 
 import inspect

@@ -2,8 +2,8 @@
 
 `launch` prepares a step on the host and starts it; it reads nothing back. `collect` waits for the sampled tokens. In
 between, the device needs nothing from the host: a sampled token reaches the next step through `last_token`, which has
-an entry for each row of the page table. So the host can prepare and launch the next step while
-the device still computes this one. Explained in chapter 07.
+an entry for each row of the page table. So the host can prepare and launch the next step while the device still
+computes this one. Explained in chapter 07.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,9 @@
 """The minimum cost of a computation: floating-point operations, bytes moved, and a lower bound on its run time.
 
 A kernel needs at least flops / (FLOP rate) seconds and at least bytes / (memory bandwidth) seconds; the larger of the
-two is a lower bound on its run time (Williams, Waterman and Patterson 2009). Every function below counts a multiply
-and an add as 2 FLOPs, and one read of each input and one write of each output per kernel, regardless of caches. The
-FLOPs of attention leave out softmax, exponentials and comparisons, as PyTorch's own counter does. Explained in
-chapter 01.
+two is a lower bound on its run time (Williams, Waterman and Patterson 2009). Every function below counts a multiply and
+an add as 2 FLOPs, and one read of each input and one write of each output per kernel, regardless of caches. The FLOPs
+of attention leave out softmax, exponentials and comparisons, as PyTorch's own counter does. Explained in chapter 01.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """From logits to tokens: penalty, filters, and sampling that depends only on a request's own seed.
 
 Sampling adds Gumbel noise to the logits and takes the largest (Gumbel 1954; Maddison et al. 2014, "A* Sampling",
-section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of only
-(seed, position, token id), so a request gets the same noise in any batch, in any row and on any
-device (counter-based random numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its logits
-are the same only up to rounding: kernels are not batch-invariant.
+section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of only (seed,
+position, token id), so a request gets the same noise in any batch, in any row and on any device (counter-based random
+numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its logits are the same only up to
+rounding: kernels are not batch-invariant.
 """
 
 from collections.abc import Sequence

@@ -115,8 +115,8 @@ class BackendInfo:
     """A backend's class, and what the backend accepts.
 
     Attributes:
-        path: "module:class". The module is imported when the backend is chosen, because it may need packages that
-            not every machine has.
+        path: "module:class". The module is imported when the backend is chosen, because it may need packages that not
+            every machine has.
         layouts: layouts of the KV cache.
         devices: types of devices.
         dtypes: dtypes of the model.

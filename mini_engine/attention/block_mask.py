@@ -63,8 +63,7 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
     """Turn the block indices of a BlockMask from logical to physical.
 
     Args:
-        blocks: [B, H, Q, n] block indices in the sequence of each row; padding after those in use is any index
-            below W.
+        blocks: [B, H, Q, n] block indices in the sequence of each row; padding after those in use is any index below W.
         table: [B, W] the page table: physical index of each logical block.
         width: m, blocks of the pool, the length that FlexAttention requires of each list.
 

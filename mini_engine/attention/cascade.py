@@ -36,7 +36,7 @@ from mini_engine.transfer import to_device
 
 # Longer than any prefix.
 NO_END = np.iinfo(np.int64).max
-# Fills the lists of requests that have fewer chunks than others.
+# Pads the chunk lists of requests that have fewer chunks than others.
 NO_CHUNK = PlacedChunk(PinnedPages(np.zeros(0, dtype=np.int32)), (), 0)
 
 
@@ -185,7 +185,7 @@ def candidate_levels(
 
 
 def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
-    """Drop levels that do not pay off because of the levels inside them.
+    """Drop levels that do not pay off, given the levels inside them.
 
     Without a level, its pages move into the groups of the next one, which read them once each. So a level saves only
     the reads of its groups beyond the first.
@@ -205,7 +205,7 @@ def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cos
 
 
 def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
-    """Find the levels of a prefix tree that pay off, outermost first. For the arguments see `candidate_levels`.
+    """Find the levels of a prefix tree that pay off, outermost first. See `candidate_levels` for the arguments.
 
     Groups nest: a request that joins the one before it in a level has joined it in all levels outside.
     """

@@ -86,7 +86,7 @@ class FlashDecodingBackend(FlashInferBackend):
         if not self._computes(kind):
             return super()._plan_decodes(batch, count, kind, algorithm)
         kernel = self._kernels[kind[:3]]
-        if kernel.num_ranges not in self._work:  # shared by kinds of layers with as many ranges
+        if kernel.num_ranges not in self._work:  # shared by kinds of layers with the same number of ranges
             self._work[kernel.num_ranges] = self._upload(batch, count, kernel.num_ranges)
         work = self._work[kernel.num_ranges]
         name = "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"

@@ -1,7 +1,7 @@
 """The `flex` backend: FlexAttention directly on the paged KV cache.
 
-FlexAttention (Dong et al. 2024) compiles one kernel from a mask and a score_mod, and visits only the blocks of
-keys that a `BlockMask` lists. Here these are physical blocks: the kernel reads a layer's whole cache as one sequence of
+FlexAttention (Dong et al. 2024) compiles one kernel from a mask and a score_mod, and visits only the blocks of keys
+that a `BlockMask` lists. Here these are physical blocks: the kernel reads a layer's whole cache as one sequence of
 keys, and the block indices of a query name the blocks that hold its own sequence. Nothing is gathered.
 
 The queries of a step are cut into tiles, each of one sequence, so that a tile visits only the pages of that sequence.

@@ -3,8 +3,8 @@
 A `mask_mod(b, h, q_idx, kv_idx)` returns True where a query sees a key; a `score_mod(score, b, h, q_idx, kv_idx)`
 returns the score to use (Dong et al. 2024, "FlexAttention: A Programming Model for Generating Optimized Attention
 Kernels"). b is the index in the batch, h the query head, q_idx and kv_idx the positions of query and key; all are
-integer tensors that broadcast. Masks compose with `and_masks` and `or_masks`, scores with `compose_scores`.
-The compiler traces these functions. It cannot trace a type checker's wrapper, so they are lambdas or `no_type_check`.
+integer tensors that broadcast. Masks compose with `and_masks` and `or_masks`, scores with `compose_scores`. The
+compiler traces these functions. It cannot trace a type checker's wrapper, so they are lambdas or `no_type_check`.
 Explained in chapter 05.
 """
 

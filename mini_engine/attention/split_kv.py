@@ -2,8 +2,8 @@
 
 A GPU computes a step with a fixed number of workers (thread blocks), and the step takes as long as the worker with the
 most keys. So the keys of long sequences are split: `plan_work` cuts a step into work items of bounded length, about as
-many as there are workers. Each item yields a partial attention state, and the states of the same queries are merged
-(Ye et al. 2025, sections 2.2 and 3.3). Explained in chapter 08.
+many as there are workers. Each item yields a partial attention state, and the states of the same queries are merged (Ye
+et al. 2025, sections 2.2 and 3.3). Explained in chapter 08.
 """
 
 from collections.abc import Sequence

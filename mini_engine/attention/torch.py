@@ -25,7 +25,7 @@ from mini_engine.transfer import to_device
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The queries of one sequence of a step and the keys of that sequence, located for attention.
+    """The queries of one sequence of a step and the keys of that sequence, ready for attention.
 
     Attributes:
         tokens: the queries, as rows of the step's tokens.
@@ -130,8 +130,8 @@ class PaddedTorchBackend(TorchBackend):
     """Computes prompts as the reference does, and the decodes of a step in one call, padded to the longest decode.
 
     A loop over sequences calls a dozen small operators for each sequence in each layer. A decode has one query, so
-    padding costs less than the loop if the decodes have similar lengths. If padding would cost more, decodes go through
-    the loop, too. So they do if a layer has a soft-cap or ALiBi slopes, which the padded call does not implement.
+    padding costs less than the loop if the decodes have similar lengths. Decodes go through the loop, too, if padding
+    would cost more, or if a layer has a soft-cap or ALiBi slopes, which the padded call does not implement.
 
     The padded call does not use `masked_attention`, so that part is listed as bypassed although prompts use it.
     """

@@ -1,9 +1,9 @@
 """The `flashinfer_trtllm` backend: decodes on the attention kernels of TensorRT-LLM, which FlashInfer includes.
 
-These kernels need no plan. They read a dense table of pages and the lengths, and split the keys of a request by
-their own rules: XQA on Hopper, trtllm-gen on Blackwell. So a step needs only those two arrays, and a CUDA graph needs
-them at fixed addresses. Prompts, and decodes of several tokens, are computed by the `flashinfer` backend.
-Explained in chapter 12.
+These kernels need no plan. They read a dense table of pages and the lengths, and split the keys of a request by their
+own rules: XQA on Hopper, trtllm-gen on Blackwell. So a step needs only those two arrays, and a CUDA graph needs them at
+fixed addresses. Prompts, and decodes of several tokens, are computed by the `flashinfer` backend. Explained in chapter
+12.
 """
 
 import logging

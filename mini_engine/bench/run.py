@@ -101,8 +101,8 @@ def compare(
     """Serve workloads with our engine and with peers.
 
     Returns:
-        A row for each workload and engine. `ratio` is our rate over that engine's. `equal` counts requests with
-        the same tokens as ours, and is None if tokens are drawn at random.
+        A row for each workload and engine. `ratio` is our rate over that engine's. `equal` counts requests with the
+        same tokens as ours, and is None if tokens are drawn at random.
 
     Raises:
         ConfigError: for a peer that is unknown or not installed, or requests that are too long or too many for the

@@ -1,10 +1,10 @@
 """A projection added to the residual stream in one launch, for few tokens: y = residual + x W^T, with split-K.
 
-The output and down projections have few rows: 1,024 in Qwen3-0.6B, 64 blocks of 16. With one program per block,
-only half of a GPU would read the weight. So several programs share a block: each computes a part of the columns and
-writes its partial sums, and the program that finishes last adds all of them to the residual. Which program finishes
-last changes from run to run, but the order of the additions does not, so the result is the same bit for bit. (Split-K
-is often written with atomic additions to the output, which add the partial sums in the order in which they arrive.)
+The output and down projections have few rows: 1,024 in Qwen3-0.6B, 64 blocks of 16. With one program per block, only
+half of a GPU would read the weight. So several programs share a block: each computes a part of the columns and writes
+its partial sums, and the program that finishes last adds all of them to the residual. Which program finishes last
+changes from run to run, but the order of the additions does not, so the result is the same bit for bit. (Split-K is
+often written with atomic additions to the output, which add the partial sums in the order in which they arrive.)
 Stream-K (Osama et al. 2023) describes splits of any size, and the fix-up that they require.
 
 Compared with a product and a separate addition, this saves a launch and, in 16-bit dtypes, 4 T hidden bytes for the

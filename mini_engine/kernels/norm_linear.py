@@ -8,9 +8,9 @@ rows, written and read). `norm_gate_up_silu` also keeps gate and up in registers
 fusion saves is the time between kernels.
 
 That time shrinks further with programmatic dependent launch, available from Hopper on (CUDA C++ Programming Guide,
-"Programmatic Dependent Launch and Synchronization"): a kernel starts while the previous one still runs, loads its
-first weights, which the previous kernel does not change, and only then waits for x. FlashNorm (Graef et al. 2024)
-describes moving the norm's factor after the product.
+"Programmatic Dependent Launch and Synchronization"): a kernel starts while the previous one still runs, loads its first
+weights, which the previous kernel does not change, and only then waits for x. FlashNorm (Graef et al. 2024) describes
+moving the norm's factor after the product.
 """
 
 from typing import no_type_check

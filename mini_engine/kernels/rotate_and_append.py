@@ -1,8 +1,8 @@
 """QK-norm, rotation and the append to the KV cache in one launch, between the fused projection and attention.
 
-Without fusion these are five kernels that read and write the same few kilobytes of each token: two norms, a rotation
-of queries and keys, a store of keys and a store of values. Here a program loads heads of one token, writes queries to
-the tensor that attention reads, and writes keys and values to their slot.
+Without fusion these are five kernels that read and write the same few kilobytes of each token: two norms, a rotation of
+queries and keys, a store of keys and a store of values. Here a program loads heads of one token, writes queries to the
+tensor that attention reads, and writes keys and values to their slot.
 
 The program can also complete the norm before the projection. That norm multiplies a token by 1 / rms, a factor that can
 be applied to the product instead (`norm_linear.py` explains why). The program reads the token again to compute it.

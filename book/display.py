@@ -24,7 +24,7 @@ class Shown:
 
 
 def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Shown:
-    """Show the source of a module, class or function as it stands in the package, highlighted.
+    """Show the current source code of a module, class or function, with syntax highlighting.
 
     `fold` is the title of a box that hides the source, such as an answer to the homework, until the reader opens it.
     """

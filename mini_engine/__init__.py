@@ -1,4 +1,4 @@
-"""LLM inference from the inside: an inference engine to read. `LLM` is the way in."""
+"""LLM inference from the inside: an inference engine that is meant to be read. Start with `LLM`."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is asked for: reading a module of the engine should not load all of it."""
+    """Import names on demand, so that importing one module of the engine does not load all of it."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

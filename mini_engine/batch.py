@@ -1,4 +1,4 @@
-"""What one step of the engine computes, described once for every attention method and for the sampler.
+"""The description of one step of the engine, from which every attention backend and the sampler read.
 
 The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, unpadded. Explained in chapter 04.
 """
@@ -16,16 +16,17 @@ from torch import Tensor
 class PrefixLevel:
     """Pages that neighboring requests of a step share, as one level of a cascade (chapter 09).
 
-    Every query of a group sees every key of the group's pages. A group may have no pages. The pages of a level with
-    query offsets are not among the pages of its requests: they hold keys of other positions (chunk memory, chapter 10).
+    Every query of a group sees every key of the group's pages. A group may have no pages. If a level has query offsets,
+    its pages are not among the pages of its requests: they hold keys that were computed at other positions (chunk
+    memory, chapter 10).
 
     Attributes:
         kv_last_page_len: [G] host. Keys in the last page of each group, 0 in a group without pages.
         kv_page_indices: [P] pages of all groups.
         qo_indptr: [G+1] host. First token of each group of requests, and T.
         kv_page_indptr: [G+1] host. First entry of each group in `kv_page_indices`.
-        query_offsets: [T] what is added to a query's position before it meets this level's keys; None in a level of the
-            requests' own pages.
+        query_offsets: [T] offset that is added to a query's position before it meets this level's keys; None if the
+            pages belong to the requests.
     """
 
     kv_last_page_len: Int32[Tensor, " G"]
@@ -36,7 +37,7 @@ class PrefixLevel:
 
     @property
     def padded_groups(self) -> int:
-        """The groups of the level in a CUDA graph: a power of two, with room for a group of the padding."""
+        """The number of groups in a CUDA graph: a power of two, with room for a group of padding."""
         return 1 << len(self.kv_last_page_len).bit_length()
 
 
@@ -44,37 +45,37 @@ class PrefixLevel:
 class StepBatch:
     """One step of the engine: B requests, T new tokens, no padding.
 
-    The tokens of all requests follow one another. Request b owns the tokens `qo_indptr[b]:qo_indptr[b + 1]` of every
+    The tokens of all requests are laid end to end. Request b owns the tokens `qo_indptr[b]:qo_indptr[b + 1]` of every
     array with T entries, and the pages `kv_page_indices[kv_page_indptr[b]:kv_page_indptr[b + 1]]` of the KV cache. A
-    prefill, a chunk of one and a decode differ in their number of new tokens only. Arrays marked "host" stay in the
-    host's memory, where a plan is made; the others are on the model's device. All are views of buffers that a later
-    step overwrites.
+    prefill, a chunk of a prefill and a decode differ only in their number of new tokens. Arrays marked "host" stay in
+    host memory, where plans are made; the others are on the model's device. All are views of buffers that a later step
+    overwrites.
 
     Attributes:
         token_ids: [T] the tokens to compute.
         positions: [T] position of each token in its request.
-        slot_mapping: [T] where its key and value go: page * page_size + offset in the page.
+        slot_mapping: [T] slot of its key and value: page * page_size + offset in the page.
         token_source: [T] page-table row whose last sampled token is this token, or -1 if `token_ids` has it.
         logit_rows: [R] tokens whose logits are needed.
-        sampled_positions: [R] position of the token that each of them predicts.
+        sampled_positions: [R] position of the token that each of these rows predicts.
         kv_page_indices: [P] pages of all requests, in order.
         page_positions: [P] position of each page's first key, or None while every request still has all its pages.
-        kv_lens: [B] host. Keys of each request once this step's are stored.
+        kv_lens: [B] host. Keys of each request, including those of this step.
         qo_indptr: [B+1] host. First token of each request, and T.
         kv_page_indptr: [B+1] host. First entry of each request in `kv_page_indices`, and P.
-        host_page_indices: [P] host. `kv_page_indices` once more, so that a plan can see whether pages have changed.
+        host_page_indices: [P] host. A copy of `kv_page_indices`, so that a plan can see whether pages have changed.
         kv_last_page_len: [B] host. Keys in the last page of each request, 1 to page_size.
-        num_logits: [B] host. For how many of its last tokens each request needs logits: 0 in the middle of a prompt.
+        num_logits: [B] host. Number of last tokens of each request that need logits: 0 in the middle of a prompt.
         num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
         page_size: keys per page.
-        num_sources: how many tokens come from `token_source`.
-        has_gaps: whether a request has lost pages between others, so that its keys are not at adjacent positions.
+        num_sources: number of tokens that come from `token_source`.
+        has_gaps: whether a request has lost pages between other pages, so its keys are not at adjacent positions.
         levels: prefixes shared by several requests, outermost first: a request's pages begin with its groups' pages, in
-            this order. A backend without cascade ignores them. Or, if any request of the step has a context, a level
-            for each chunk of the longest context. Requests after the last group of a level are padding (see
-            `decode_graphs.py`) and have no pages in it.
-        page_capacity: the most pages that any step of as many requests can have, if a CUDA graph replays the step: the
-            graph's kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
+            this order. A backend without cascade ignores them. If any request of the step has a context, there is
+            instead a level for each chunk of the longest context. Requests after the last group of a level are padding
+            (see `decode_graphs.py`) and have no pages in it.
+        page_capacity: the most pages that any step with this number of requests can have, if a CUDA graph replays the
+            step, whose kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
         device_tokens: [6, T] on the device: the memory of the arrays with T entries, see `TOKEN_ROWS`.
     """
 
@@ -118,32 +119,32 @@ class StepBatch:
         device: torch.device | str = "cpu",
         into: "StepBuffers | None" = None,
     ) -> "StepBatch":
-        """Derive every array of the step from the few that a scheduler knows, without a loop over tokens or requests.
+        """Derive every array of the step from the few that the scheduler has, without a loop over tokens or requests.
 
         Args:
-            token_ids: [T] new tokens of all requests, one request after the other, decodes first.
-            num_new: [B] how many of them each request has, at least 1; None: one each.
-            kv_lens: [B] keys in each request's pages after this step, the new ones included.
+            token_ids: [T] new tokens of all requests, request by request, decodes first.
+            num_new: [B] number of new tokens of each request, at least 1; None: one each.
+            kv_lens: [B] keys in each request's pages after this step, including the new ones.
             pages: [P] pages of all requests in order; request b has `ceil(kv_lens[b] / page_size)` of them.
             page_size: keys per page.
             num_logits: [B] see the class; default 1 each.
             token_source: [T] see the class; default all -1.
             page_positions: [P] see the class; default None.
-            max_decode_tokens: most new tokens of a decode: 1, and more where drafted tokens are verified.
+            max_decode_tokens: most new tokens of a decode: 1, or more if drafted tokens are verified.
             levels: see the class.
             page_capacity: see the class.
-            device: where the model runs, if `into` is not given.
+            device: the model's device, if `into` is not given.
             into: buffers that receive the arrays; default new ones on `device`.
 
         Returns:
             The step.
 
         Raises:
-            ValueError: if the arrays contradict each other.
+            ValueError: if the arrays are inconsistent.
         """
         lens = np.asarray(kv_lens, dtype=np.int64)
         num_tokens, num_requests, num_decodes = len(token_ids), len(lens), len(lens)
-        # The last key of each request is in its last page. It is the only new one, unless `num_new` says otherwise.
+        # The last key of each request is in its last page. It is the only new key unless `num_new` says otherwise.
         key_index = lens - 1
         full_pages = key_index // page_size
         page_ends = (full_pages + 1).cumsum()
@@ -191,9 +192,9 @@ class StepBatch:
             on_host[:] = page_positions
             np.add(on_host[entry], offset, out=positions)
             follows = np.diff(on_host) == page_size
-            follows[page_indptr[1:-1] - 1] = True  # the first page of a request follows none
+            follows[page_indptr[1:-1] - 1] = True  # the first page of a request has no predecessor
             has_gaps = not follows.all()
-        # A row of logits is the distribution of the token after the one that it belongs to.
+        # A token's logits are the distribution of the next token.
         predicted[:num_rows] = positions[logit_rows[:num_rows]] + 1
         buffers.upload()
         return cls(
@@ -216,7 +217,7 @@ class StepBatch:
         return self.token_ids.shape[0]
 
     def feed(self, last_token: Int[Tensor, " rows"]) -> Int[Tensor, " T"]:
-        """Return the token ids, with those that earlier steps sampled read on the device.
+        """Return the token ids; those that earlier steps sampled are read on the device.
 
         Args:
             last_token: [rows] last token that each page-table row sampled.
@@ -237,14 +238,14 @@ ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, fo
 
 
 class StepBuffers:
-    """Memory for the arrays of one step: pinned on the host, and on the device, filled by one copy.
+    """Memory for the arrays of one step: a pinned buffer on the host, and a buffer on the device filled by one copy.
 
-    On a CPU both are the same memory and nothing is copied. The host may write a step's arrays only when the device has
-    read the previous ones, so an engine whose host runs ahead of the device alternates between several buffers. While
-    the sizes of a step stay the same, so do all views of the memory: making them costs more than filling them.
+    On a CPU both are the same memory and nothing is copied. The host must not write a step's arrays before the device
+    has read the previous ones, so an engine whose host runs ahead of the device alternates between several buffers. The
+    views of the memory are reused while the sizes of the steps are unchanged: making them costs more than filling them.
 
     Args:
-        device: where the model runs.
+        device: the model's device.
 
     Attributes:
         tokens: [6] times [T] host. The arrays of TOKEN_ROWS.
@@ -295,7 +296,7 @@ class StepBuffers:
         return is_new
 
     def page_positions(self) -> tuple[Int64[np.ndarray, " P"], Int64[Tensor, " P"]]:
-        """The memory of `page_positions`, on the host and on the device."""
+        """Return the memory of `page_positions`, on the host and on the device."""
         span = slice(self._first_position, self._used)
         return self._on_host.numpy()[span], self._on_device[span]
 

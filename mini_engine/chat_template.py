@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that come with a model and turn a conversation into one text."""
+"""Chat templates: Jinja programs that come with a model and turn a conversation into text."""
 
 import json
 import subprocess
@@ -19,11 +19,12 @@ WALL_SECONDS = 10  # far above CPU_SECONDS, so only an overloaded machine reache
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], chat_template: str | None) -> str:
     """Render a conversation up to where the model's next message begins.
 
-    A template is a program written by the model's author. Jinja's sandbox denies it files and Python's internals, but
-    lets it loop forever or allocate a gigabyte with `'a' * 10**9`, and no check in this process can interrupt a long
-    operation in C. Therefore a separate process compiles and renders the template; starting it takes about 0.1 s of
-    processor time. The kernel limits that process to `CPU_SECONDS` of processor time and `MEMORY_BYTES` of address
-    space. The process refuses to return more than `OUTPUT_CHARS` characters, and after `WALL_SECONDS` it is killed.
+    A template is a program written by the model's author. Jinja's sandbox denies it access to files and to Python's
+    internals, but lets it loop forever or allocate a gigabyte with `'a' * 10**9`, and no check in this process can
+    interrupt a long operation in C. So a separate process compiles and renders the template; starting it takes about
+    0.1 s of processor time. The kernel limits that process to `CPU_SECONDS` of processor time and `MEMORY_BYTES` of
+    address space. The process refuses to return more than `OUTPUT_CHARS` characters, and after `WALL_SECONDS` it is
+    killed.
 
     Args:
         tokenizer: provides the special tokens and the default template.
@@ -45,7 +46,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
         "add_generation_prompt": True,
     }
     request = json.dumps({"template": _pick_template(tokenizer, chat_template), "variables": variables})
-    # -P keeps this folder out of the worker's import path: a module here could shadow one of the standard library.
+    # -P keeps this folder out of the worker's import path, because a module here could shadow a standard one.
     command = [sys.executable, "-P", "-W", "ignore", str(WORKER)]
     try:
         worker = subprocess.run(command, input=request.encode(), capture_output=True, timeout=WALL_SECONDS)

@@ -1,7 +1,7 @@
 """Render one chat template under limits: a JSON request on standard input, a JSON answer on standard output.
 
 `chat_template.render_chat` runs this file in a separate process for each conversation. To start fast, it imports Jinja
-and nothing from the engine.
+but nothing from the engine.
 """
 
 import json
@@ -18,14 +18,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS = 2
-MEMORY_BYTES = 512 * 2**20  # of address space, the interpreter's own included
+MEMORY_BYTES = 512 * 2**20  # of address space, including the interpreter's own
 OUTPUT_CHARS = 4 * 2**20  # about a million tokens
 
 
 class Generation(jinja2.ext.Extension):
     """The tag `{% generation %}`, which marks assistant text for training and renders its contents unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
+    tags = {"generation"}  # noqa: RUF012  (declared this way by Jinja)
 
     def parse(self, parser: Parser) -> Scope:
         line = next(parser.stream).lineno
@@ -66,7 +66,7 @@ def render(template: str, variables: dict[str, Any]) -> str:
 
 
 def set_limits() -> None:
-    """Limit this process: beyond the memory limit Python raises MemoryError, beyond the time limit the kernel kills."""
+    """Limit this process. Python raises MemoryError at the memory limit, and the kernel kills at the time limit."""
     limits = {resource.RLIMIT_CPU: CPU_SECONDS, resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]

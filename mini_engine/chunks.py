@@ -1,16 +1,16 @@
 """Chunk memory: compute the keys and values of a text once, and use them at any position of any request.
 
 A registered chunk keeps its keys and values in pages of the KV cache that no request owns. A request names the chunks
-that come before its prompt. Each is one level of a cascade: the request's queries attend to the chunk's keys, to those
-of the other chunks, and to the request's own, and the states are merged. There are two modes, which can be mixed:
+that come before its prompt. Each chunk is one level of a cascade: the request's queries attend to the keys of each
+chunk and to the request's own keys, and the states are merged. There are two modes, which can be mixed:
 
-- *Exact.* The keys of a chunk depend on the tokens before it. A chunk that is computed `after` others, and used after
-  the same tokens, has the keys that a plain prompt would have, so the output is that of the plain prompt.
-- *Composed.* A chunk that was computed on its own, or after other tokens, is used at another position. RoPE makes
-  attention depend on distances only, so the queries are rotated by the distance that the chunk has been moved, and its
-  keys act as if they had been computed there. The output is an approximation: the chunks have not attended to each
-  other, as they do in a plain prompt. PromptCache (Gim et al. 2024, section 3) reuses such chunks as they are;
-  CacheBlend (Yao et al. 2024, section 4) computes the most affected tokens again, which this module does not.
+- *Exact.* The keys of a chunk depend on the tokens before it. If a chunk is computed `after` others and used after the
+  same tokens, its keys are those of a plain prompt, and so is the output.
+- *Composed.* A chunk that was computed on its own, or after other tokens, is used at another position. With RoPE,
+  attention depends only on distances, so the queries are rotated by the distance that the chunk has moved, and its keys
+  act as if they had been computed there. The output is an approximation, because the chunks have not attended to each
+  other as they would in a plain prompt. PromptCache (Gim et al. 2024, section 3) reuses such chunks unchanged;
+  CacheBlend (Yao et al. 2024, section 4) recomputes the most affected tokens, which this module does not.
 
 Explained in chapter 10.
 """
@@ -46,7 +46,7 @@ from mini_engine.sampling_params import SamplingParams
 
 FORMAT = "mini_engine chunk 1"
 KINDS = "keys", "values"
-MAX_SAMPLES = 64  # values of each weight that a model's identity depends on
+MAX_SAMPLES = 64  # values of each weight that enter a model's identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Chunk:
     Attributes:
         name: its name.
         token_ids: its tokens.
-        before: the tokens that it was computed after; its first key is at position `len(before)`.
+        before: the tokens after which it was computed; its first key is at position `len(before)`.
         after: name of the chunk that ends with those tokens; None if there are none.
         pinned: the pages that hold its keys and values.
     """
@@ -75,7 +75,7 @@ class ChunkUsage:
     Attributes:
         name: its name.
         num_tokens: its tokens.
-        num_pages: its pages; the last one may be filled in part.
+        num_pages: its pages; the last one may be partly filled.
         num_bytes: bytes of these pages, keys and values over all layers.
         in_use: whether an unfinished request attends to it.
     """
@@ -109,14 +109,14 @@ class ChunkMemory:
         specs, num_pages = engine.backend.specs, engine.page_table.num_pages
         if windows := [spec for spec in specs if spec.window is not None]:
             raise ConfigError(
-                f"layer {windows[0].layer} sees the last {windows[0].window} keys only, and a chunk is seen by all "
+                f"layer {windows[0].layer} sees only the last {windows[0].window} keys, but a chunk is seen by all "
                 "queries or none; use a model, or options, without a sliding window"
             )
         if any(spec.alibi_slopes is not None for spec in specs):
-            raise ConfigError("the model's scores depend on positions by ALiBi, which chunks do not support: use RoPE")
+            raise ConfigError("the model uses ALiBi, which chunks do not support; use a model with RoPE")
         if engine.backend.planner is None:
             raise ConfigError(
-                f"the {engine.config.attn_backend} backend attends to a request's own pages only; use "
+                f"the {engine.config.attn_backend} backend attends only to a request's own pages; use "
                 'attn_backend="cascade" for chunk memory'
             )
         self.engine, self.max_pages = engine, max(num_pages // 2, 1) if max_pages is None else max_pages
@@ -136,11 +136,11 @@ class ChunkMemory:
 
         Args:
             token_ids: its tokens.
-            name: how requests refer to it; default a new one.
-            after: a chunk whose tokens, and those that it was computed after, come before this chunk's tokens.
+            name: the name by which requests refer to it; default a new one.
+            after: a chunk that comes before this one, together with the chunks that it was itself computed after.
 
         Returns:
-            The name. Nothing is computed if the same chunk has that name already.
+            The name. Nothing is computed if the same chunk already has that name.
 
         Raises:
             ChunkError: if the tokens are not a valid prompt for the model, another chunk has the name, `after` is
@@ -168,7 +168,7 @@ class ChunkMemory:
             del self._chunks[name]
 
     def context(self, names: ListLike[str]) -> Context:
-        """Place chunks one after the other, for `LLMEngine.add_request`.
+        """Place chunks one after another, for `LLMEngine.add_request`.
 
         Args:
             names: registered chunks, in the order in which their tokens come.
@@ -193,7 +193,7 @@ class ChunkMemory:
             return context
 
     def is_exact(self, names: ListLike[str]) -> bool:
-        """Whether a request over these chunks gets the output of a plain prompt: each was computed after the others.
+        """Return whether these chunks give the output of a plain prompt: each was computed after the previous ones.
 
         Raises:
             ChunkError: if one of them is not registered.
@@ -209,7 +209,7 @@ class ChunkMemory:
         """Run the model over tokens that follow a context, for example to compute the likelihood of a given text.
 
         Args:
-            token_ids: the tokens, the last of which is at most at the model's last position.
+            token_ids: the tokens, which must fit into the model's positions after the context.
             context: from `context`.
 
         Returns:
@@ -230,7 +230,7 @@ class ChunkMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages that all chunks take."""
+        """Number of pages that all chunks take together."""
         return sum(len(chunk.pinned.pages) for chunk in self._chunks.values())
 
     @property
@@ -239,7 +239,7 @@ class ChunkMemory:
         return self.num_pages * self._page_bytes
 
     def usage(self) -> list[ChunkUsage]:
-        """The memory of each chunk, the least recently used one first."""
+        """Return the memory of each chunk, least recently used first."""
         with self.engine.transaction():
             in_use = self.engine.pins_in_use
             return [
@@ -257,8 +257,8 @@ class ChunkMemory:
         """Unregister the least recently used chunks that no unfinished request attends to.
 
         Args:
-            num_pages: pages that they take, at least, together.
-            keep: names of chunks that stay.
+            num_pages: fewest pages that they must have together.
+            keep: names of chunks that are not evicted.
 
         Returns:
             Their names.
@@ -276,7 +276,7 @@ class ChunkMemory:
                     missing -= len(chunk.pinned.pages)
             if missing > 0:
                 raise ChunkError(
-                    f"{num_pages} pages of registered chunks would have to be evicted, and unfinished requests or the "
+                    f"{num_pages} pages of registered chunks would have to be evicted, but unfinished requests or the "
                     f"new chunk need {missing} of them; wait until these requests have ended, raise max_chunk_pages, "
                     "or raise num_pages"
                 )
@@ -312,7 +312,7 @@ class ChunkMemory:
         """Register a chunk from a file. Nothing is computed.
 
         Args:
-            path: a file that `save` has written with the same model, in the same dtype.
+            path: a file that `save` wrote with the same model, in the same dtype.
             name: as for `register`.
             after: as for `register`; required if the chunk was computed after another.
 
@@ -351,9 +351,9 @@ class ChunkMemory:
 
         Args:
             token_ids: its tokens.
-            name: its name; default made up.
+            name: its name; default a new one.
             after: the chunk that it comes after.
-            fill: called with the chunk and those that it comes after; writes keys and values into its pages.
+            fill: writes keys and values to the chunk's pages; called with the chunk and those before it.
         """
         if not isinstance(name, str | None):
             raise ChunkError(f"the name of a chunk is {name!r}; give a string")
@@ -401,7 +401,7 @@ class ChunkMemory:
         return self._chunks[name]
 
     def _chain(self, after: str | None) -> list[Chunk]:
-        """The chunks that a chunk `after` ends, each computed after those before it."""
+        """Return the chunks up to `after`, each of which was computed after those before it."""
         chain: list[Chunk] = []
         while after is not None:
             chain.insert(0, self._get(after))
@@ -421,11 +421,11 @@ class ChunkMemory:
     def _compute(
         self, token_ids: ListLike[int], pinned: PinnedPages, context: Context
     ) -> Iterator[Float[Tensor, "n hidden"]]:
-        """Compute tokens that follow a context, as many at a time as a step may have, and yield their hidden states.
+        """Compute tokens that follow a context, at most a step's budget at a time, and yield their hidden states.
 
         Args:
             token_ids: the tokens.
-            pinned: pages that get their keys and values.
+            pinned: pages that receive their keys and values.
             context: the chunks before them.
         """
         engine = self.engine
@@ -452,7 +452,7 @@ class ChunkMemory:
             yield hidden
 
     def _cache_tensors(self) -> dict[str, Shaped[Tensor, "pages size Hk D"]]:
-        """Views of the keys and values of all layers, under their names in a file."""
+        """Return views of the keys and values of all layers, by their names in a file."""
         cache = self.engine.cache
         named = {
             f"{i}.{kind}": pages for i, kv in enumerate(cache.layers) for kind, pages in zip(KINDS, kv, strict=True)
@@ -460,13 +460,13 @@ class ChunkMemory:
         return named if cache.layout == "NHD" else {name: pages.transpose(1, 2) for name, pages in named.items()}
 
     def _slots(self, chunk: Chunk) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        """The page of each token of a chunk, and its place in the page."""
+        """Return the page of each token of a chunk, and its offset in the page."""
         index = torch.arange(len(chunk.token_ids), device=self.engine.cache.device)
         pages = torch.from_numpy(chunk.pinned.pages).to(index.device, torch.long)
         return pages[index // self.engine.config.page_size], index % self.engine.config.page_size
 
     def _read(self, path: Path) -> tuple[list[int], list[int], Mapping[str, Tensor]]:
-        """The tokens in a file, those before them, and the keys and values; all checked."""
+        """Read and check a file: the chunk's tokens, the tokens before them, and the keys and values."""
         try:
             stored = open_safetensors(path)
             with safe_open(path, framework="pt") as file:
@@ -506,15 +506,15 @@ class ChunkMemory:
 
 
 class ChunkedLLM:
-    """A language model with chunk memory: texts that are computed once, and used in any request at any position.
+    """A language model with chunk memory: texts are computed once and used in any request at any position.
 
-    A text gets the special tokens of the tokenizer, such as a beginning-of-sequence token, where nothing comes before
-    it: as a chunk that is not computed `after` another. A prompt after chunks gets none.
+    A chunk that is not computed `after` another gets the tokenizer's special tokens, such as a beginning-of-sequence
+    token. A prompt after chunks gets none.
 
     Args:
-        llm: a front end with `attn_backend="cascade"`, or what `LLM` takes as its model.
+        llm: a front end with `attn_backend="cascade"`, or a model as `LLM` takes it.
         max_chunk_pages: pages that the chunks may take together; default half of the KV cache.
-        options: what else `LLM` takes, if `llm` is a model.
+        options: further arguments of `LLM`, if `llm` is a model.
 
     Attributes:
         llm: the front end, for requests without chunks.
@@ -533,7 +533,9 @@ class ChunkedLLM:
         **options: Any,
     ) -> None:
         if isinstance(llm, TextEngine) and options:
-            raise ConfigError(f"the engine is built already; give {', '.join(options)} to it, or the name of a model")
+            raise ConfigError(
+                f"the engine already exists; pass {', '.join(options)} when you build it, or give the name of a model"
+            )
         if not isinstance(llm, TextEngine):
             llm = LLM(llm, **({} if "config" in options else {"attn_backend": "cascade"}) | options)
         self.llm, self.memory = llm, ChunkMemory(llm.engine, max_chunk_pages)
@@ -543,8 +545,8 @@ class ChunkedLLM:
 
         Args:
             chunk: a text, or token ids.
-            name: how `generate` refers to it; default made up.
-            after: a registered chunk. This one is computed as its continuation, so it is exact there.
+            name: the name by which `generate` refers to it; default a new one.
+            after: a registered chunk. The new chunk is computed as its continuation, so it is exact there.
 
         Returns:
             The name. Nothing is computed if the same chunk has that name already.
@@ -569,7 +571,7 @@ class ChunkedLLM:
             params: for all prompts, or one for each; default the model's.
 
         Returns:
-            One output for each prompt, in order. Its `prompt_token_ids` begin with those of the chunks. Where several
+            One output for each prompt, in order. Its `prompt_token_ids` begin with those of the chunks. If several
             prompts are given, one that cannot be served has `finish_reason="error"`.
 
         Raises:
@@ -607,7 +609,7 @@ def model_identity(model: LanguageModel) -> str:
 
 
 def _place(chunks: ListLike[Chunk]) -> Context:
-    """Place chunks one after the other, from position 0."""
+    """Place chunks one after another, from position 0."""
     starts = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
     return tuple(
         PlacedChunk(chunk.pinned, chunk.token_ids, len(chunk.before) - start)
@@ -620,13 +622,15 @@ def _tokens(chunks: ListLike[Chunk] | Context) -> list[int]:
 
 
 def _lists(chunks: ListLike[str] | ListLike[ListLike[str]], num_prompts: int) -> list[ListLike[str]]:
-    """The names of chunks for each prompt."""
+    """Return the names of the chunks of each prompt."""
     if isinstance(chunks, str) or not isinstance(chunks, ListLike):
         raise RequestError(f"chunks is a {type(chunks).__name__}; give a list of names of chunks")
     if all(isinstance(name, str) for name in chunks):
         return [chunks] * num_prompts  # type: ignore[list-item]
     if len(chunks) != num_prompts or any(isinstance(names, str) for names in chunks):
-        raise RequestError(f"{num_prompts} prompts but {len(chunks)} lists of chunks; give one for all, or as many")
+        raise RequestError(
+            f"{num_prompts} prompts but {len(chunks)} lists of chunks; give one list for all, or one for each"
+        )
     return list(chunks)
 
 

@@ -18,7 +18,7 @@ from mini_engine.cli_options import EngineOptions, SamplingOptions, command
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.terminal import make_console, printable, read_line, show
 
-if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and `--help` should not wait
     from mini_engine.chat_template import Message
     from mini_engine.llm import LLM, TextEngine
     from mini_engine.observe.metrics import Metrics
@@ -35,7 +35,7 @@ EXAMPLES = [
 ]
 # Few pages, so that requests are preempted, and few tokens in a step, so that prompts are computed in chunks.
 SMALL_POOL: dict[str, Any] = {"num_pages": 36, "page_size": 8, "max_num_batched_tokens": 64}
-CHAT_TOKENS = 4096  # that the pool of a watched chat holds at most
+CHAT_TOKENS = 4096  # most tokens in the pool of a watched chat
 
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts to answer; default four examples.")]
@@ -47,7 +47,7 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Where to write the trace
 
 
 def make_app() -> typer.Typer:
-    """Return an app without commands, with the settings of ours."""
+    """Return an app without commands, with our settings."""
     about = "An inference engine made to be read: generate text, chat, measure."
     return typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -87,7 +87,7 @@ def chat(
     serving, view = _engine_and_view(engine, llm, [CHAT_TOKENS], watch)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while line := read_line(console, "[bold cyan]you[/] "):
-        if not sys.stdin.isatty():  # a line that was typed is on the screen already
+        if not sys.stdin.isatty():  # a typed line is on the screen already
             show(console, line)
         messages.append({"role": "user", "content": line})
         try:
@@ -127,7 +127,7 @@ class Batch(NamedTuple):
 
     Attributes:
         llm: the model.
-        texts: the prompts, as they were given.
+        texts: the prompts as given.
         prompts: their tokens.
         params: the sampling parameters of all.
     """
@@ -168,7 +168,7 @@ def load_batch(
 def stream(
     console: Console, engine: "TextEngine", watch: "Watch | None", batch: Batch
 ) -> "tuple[list[RequestOutput], Metrics]":
-    """Serve requests, and print the answers in order, each as it is generated; or draw the engine, then print them.
+    """Serve requests, and print the answers in order as they are generated, or after drawing the engine.
 
     Returns:
         The outputs, in order, and the cost of the run.
@@ -180,7 +180,7 @@ def stream(
 
     metrics = Metrics()
     outputs: dict[int, RequestOutput] = {}
-    texts = [""] * len(batch.texts)  # that are not printed yet
+    texts = [""] * len(batch.texts)  # not printed yet
     titles = deque(enumerate(batch.texts))  # the answer that is being printed, and those after it
 
     def print_title() -> None:
@@ -218,7 +218,7 @@ def stream(
 
 
 def answer(console: Console, engine: "TextEngine", watch: "Watch | None", batch: Batch) -> "list[RequestOutput]":
-    """Serve requests, and print the answers and what they cost.
+    """Serve requests, and print the answers and their cost.
 
     Returns:
         The outputs, in order.
@@ -260,7 +260,7 @@ def main(app: typer.Typer = app) -> None:
     except OSError as error:
         if error.filename is not None or sys.stdout is None:
             raise
-        # What could not be written is still in the stream, and Python writes it when it exits.
+        # The unwritten text is still in the stream, and Python would try to write it when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(f"cannot write to standard output: {error.strerror}")
         sys.exit(1)

@@ -1,8 +1,8 @@
-"""Options of commands, made from the dataclasses that hold them: `EngineConfig`, `SamplingParams` and `BenchOptions`.
+"""Command-line options, made from the dataclasses that hold them: `EngineConfig`, `SamplingParams`, `BenchOptions`.
 
-A command asks for them with the types of its parameters. `EngineOptions` stands for `--model`, `--config`, `--parts`
-and one option for each field of `EngineConfig`; `SamplingOptions` stands for one for each field of `SamplingParams`.
-The help of an option is the description of its field. An option that is not given has no value and overrides nothing.
+A command requests them by the types of its parameters. `EngineOptions` stands for `--model`, `--config`, `--parts` and
+one option for each field of `EngineConfig`; `SamplingOptions` stands for one option for each field of `SamplingParams`.
+The help of an option is the description of its field. An option that is not given overrides nothing.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.terminal import show
 
-if TYPE_CHECKING:  # torch and transformers take seconds to import: `--help` should not wait for them
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and `--help` should not wait
     from mini_engine.llm import LLM
     from mini_engine.parts import Parts
 
@@ -37,7 +37,7 @@ SHORT = {"model": ["-m"], "attn_backend": ["-b"], "max_tokens": ["-n"], "tempera
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a command runs on.
+    """The model, options and parts that a command runs with.
 
     Attributes:
         model: embedded name, folder, GGUF file or hub id.
@@ -51,13 +51,13 @@ class EngineOptions:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "EngineOptions":
-        """Build from the options that were given. Those of the command line override those of `--config`."""
+        """Build from the given options. Those on the command line override those of `--config`."""
         file, parts = given.pop("config", None), given.pop("parts", None)
         options = {"model": DEFAULT_MODEL} | ({} if file is None else read_options(file)) | given
         return cls(options.pop("model"), options, None if parts is None else load_parts(parts))
 
     def load(self, console: Console, **defaults: Any) -> "LLM":
-        """Load the model, and say which and how.
+        """Load the model, and print a line about it.
 
         Args:
             console: the terminal.
@@ -89,21 +89,21 @@ class EngineOptions:
 
 
 class SamplingOptions(dict[str, Any]):
-    """Fields of `SamplingParams` that were given. Mistakes are refused before a model is loaded."""
+    """The given fields of `SamplingParams`. Mistakes are refused before a model is loaded."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         SamplingParams(**given)
         super().__init__(given)
 
     def params(self, model_defaults: SamplingParams, **defaults: Any) -> SamplingParams:
-        """Return the parameters of a request: options over the command's defaults over what the model recommends."""
+        """Return a request's parameters: options override the command's defaults, which override the model's."""
         return replace(model_defaults, **defaults | self)
 
 
 def command(app: typer.Typer) -> Callable[[Command], Command]:
-    """Register a function as a command of an app, and return the function as it was.
+    """Register a function as a command of an app, and return the function unchanged.
 
-    In the place of a parameter of a type in `GROUPS`, the command has the options of that group.
+    Instead of a parameter of a type in `GROUPS`, the command has the options of that group.
     """
 
     def register(function: Command) -> Command:
@@ -130,15 +130,15 @@ def load_parts(path: str) -> "Parts":
     """Import a `Parts`.
 
     Args:
-        path: "MODULE:OBJECT". The module may be a file of the current folder. The object is a `Parts`, or is called
-            without arguments to get one.
+        path: "MODULE:OBJECT". The module may be a file in the current folder. The object is a `Parts`, or a function
+            without arguments that returns one.
 
     Raises:
         ConfigError: if there is no such object, or the module raises an exception.
     """
     from mini_engine.parts import Parts
 
-    if "" not in sys.path:  # an installed command does not look for modules in the current folder
+    if "" not in sys.path:  # installed commands do not import from the current folder
         sys.path.append("")
     try:
         parts = pkgutil.resolve_name(path)
@@ -171,13 +171,13 @@ def _option(name: str, kind: Any, help: str | None) -> inspect.Parameter:
 
 
 def _option_type(hint: Any) -> Any:
-    """Return a type for the command line: of a union the first that has one, of a sequence a list."""
+    """Return a type for the command line: for a union the first that has one, for a sequence a list."""
     members = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     listed = [GenericAlias(list, typing.get_args(m)) for m in members if typing.get_origin(m) is Sequence]
     return listed[0] if listed else members[0]
 
 
-# The type of a command's parameter: what builds the value from the options that were given, and the options.
+# For each type of a command's parameter: how to build the value from the given options, and the options.
 GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]]] = {
     EngineOptions: (
         EngineOptions.of,

@@ -24,13 +24,13 @@ MAX_CONFIG_BYTES = 2**16
 ALIASES = {"max_seq_len": "max_model_len"}
 # `compile_backend` of TensorRT-LLM's AutoDeploy, as options of ours: decode steps are CUDA graphs anyway, or never.
 COMPILE_BACKENDS: dict[str, dict[str, Any]] = {"torch-cudagraph": {}, "torch-simple": {"cuda_graph_batch_sizes": ()}}
-# Options of AutoDeploy that mean nothing here, and what to do about them.
+# Options of AutoDeploy that have no meaning here, and what to do instead.
 FOREIGN = {"use_pt_cache_backend": "the KV cache has no backend of its own here; leave the option out"}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of an engine. `LLM(**options)`, `--config FILE` and the command line's options all build one.
+    """The options of an engine, built by `LLM(**options)`, by `--config FILE` and by the command line.
 
     Attributes:
         dtype: "auto" (the checkpoint's, but float32 on a CPU without bfloat16 instructions), "float32", "bfloat16",
@@ -52,15 +52,15 @@ class EngineConfig:
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
         cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A smaller step
-            is padded to the next of them; a larger one is launched kernel by kernel. Default 1, 2, 4, and multiples of
-            8 up to `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
-        persistent_decode: compute a decode step of a single request in one custom CUDA kernel, for Llama and Qwen3
-            in bfloat16 on a Hopper GPU. It calls none of the engine's parts but the sampler.
+            is padded to the next size; a larger step is launched kernel by kernel. Default 1, 2, 4, and multiples of 8
+            up to `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
+        persistent_decode: compute a decode step of a single request in one custom CUDA kernel, for Llama and Qwen3 in
+            bfloat16 on a Hopper GPU. Of the engine's parts it calls only the sampler.
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile.
 
     Raises:
-        ConfigError: for a value that is impossible whatever the model and the machine.
+        ConfigError: for a value that is impossible on any model and machine.
     """
 
     dtype: str = "auto"
@@ -81,7 +81,7 @@ class EngineConfig:
     warm_up: bool = False
 
     def __post_init__(self) -> None:
-        from mini_engine.attention.backend import check_backend  # imports torch, for which `--help` should not wait
+        from mini_engine.attention.backend import check_backend  # imports torch, which would slow down `--help`
 
         check_backend(self.attn_backend)
         for name, choices in CHOICES.items():

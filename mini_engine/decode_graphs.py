@@ -1,12 +1,12 @@
 """CUDA graphs of decode steps: one call launches all kernels of a step.
 
-A decode step of a small model takes the GPU less time than the host needs to launch its several hundred kernels one by
-one. A CUDA graph records them once. A replay runs the same kernels with the same arguments, so it reads its inputs at
-the same addresses and for the same number of requests. Hence there is a graph for each of a few sizes, and a step is
-padded to the next size. A row of padding computes one token over one key, on a page that belongs to no request.
+The GPU computes a decode step of a small model in less time than the host needs to launch its several hundred kernels
+one by one. A CUDA graph records the kernels once. A replay runs them with the same arguments, so it reads its inputs at
+the same addresses and for the same number of requests. So there is a graph for each of a few sizes, and a step is
+padded to the next size. A padding row computes one token over one key, in a page that belongs to no request.
 
-On a CPU nothing is captured, and a replay calls the function again: the same padding, to be tested anywhere. Explained
-in chapter 12.
+On a CPU nothing is captured, and a replay calls the function again, so the padding can be tested anywhere. Explained in
+chapter 12.
 """
 
 from bisect import bisect_left
@@ -25,20 +25,20 @@ from mini_engine.errors import ConfigError
 from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
-MAX_GROUPS = 8  # of a level: a graph is captured for each number of groups, and a large one has few queries in each
+MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
 Step = Callable[[StepBatch, SamplingBatch, Tensor], Tensor]  # batch, sampling, rows of the sampled tokens -> tokens
 DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
 
 
 def pad_decodes(arrays: DecodeArrays, size: int, page: int) -> DecodeArrays:
-    """Pad a step of one token for each request to a number of requests, with rows of padding after them.
+    """Pad a step of one token per request to a number of requests, with padding rows at the end.
 
-    A row of padding computes token 0, which the host gives, over one key in a page that belongs to no request. All rows
-    of padding share the page and write the same slot.
+    A padding row computes token 0 over one key in a page that belongs to no request. All padding rows share this page
+    and write the same slot.
 
     Args:
-        arrays: of B requests: `token_ids` [B], `kv_lens` [B], `pages` [P], and `token_source` [B] and `page_positions`
-            [P], each of which may be None.
+        arrays: the arrays of B requests: `token_ids` [B], `kv_lens` [B], `pages` [P], and `token_source` [B] and
+            `page_positions` [P], each of which may be None.
         size: requests of the result, at least B.
         page: the page of the padding.
 
@@ -54,11 +54,11 @@ def pad_decodes(arrays: DecodeArrays, size: int, page: int) -> DecodeArrays:
 
 
 def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> Sequence[int]:
-    """The numbers of requests for which decode steps are captured: those of the options, or the default ones.
+    """Return the numbers of requests for which decode steps are captured, from the options or by default.
 
     Args:
         config: the options.
-        device: where steps are computed.
+        device: device that computes the steps.
         captures: whether the kernels of the attention backend can be captured.
 
     Raises:
@@ -82,10 +82,10 @@ class DecodeGraph:
 
     Attributes:
         tokens: [6, n] input: `StepBatch.device_tokens`.
-        sampling: input: what the sampler needs to know of each request.
-        rows: [n] input: row of each request, whose last token is written.
+        sampling: input: the sampler's parameters of each request.
+        rows: [n] input: row of each request, where its sampled token is written.
         replay: launches the step and returns its tokens, which the next replay overwrites.
-        loaded: what `sampling` and `rows` were filled from.
+        loaded: the batch from which `sampling` and `rows` were filled.
     """
 
     tokens: Int[Tensor, "6 n"]
@@ -95,7 +95,7 @@ class DecodeGraph:
     loaded: SamplingBatch | None = None
 
     def load(self, sampling: SamplingBatch, rows: Int[Tensor, " R"], padding_row: int) -> None:
-        """Fill in the requests of a step, which are usually those of the step before."""
+        """Copy the inputs of a step's requests into the graph, unless they are the same as in the previous step."""
         if self.loaded is sampling:
             return
         self.sampling.temperature[: len(rows)] = sampling.temperature
@@ -106,17 +106,17 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graphs of the sizes that the engine was given, captured when they are first needed.
+    """The graphs for the engine's sizes, each captured when it is first needed.
 
     Args:
         sizes: numbers of requests, ascending.
-        step: computes a decode step on the device, without a synchronization.
+        step: computes a decode step on the device, without synchronizing.
         plan: prepares a step on the host, such as `AttentionBackend.plan`.
         page_size: tokens per page.
         pages_per_row: the most pages that one request can have.
         padding_page: the page of the padding.
         padding_row: the row of `last_token` that gets the tokens of the padding.
-        device: where the step is computed.
+        device: device that computes the steps.
         pad: pads a step to a size, as `pad_decodes` does.
     """
 
@@ -137,27 +137,27 @@ class DecodeGraphs:
         self._page_size, self._pages_per_row = page_size, pages_per_row
         self._padding_page, self._padding_row, self._pad = padding_page, padding_row, pad
         self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # they run one after the other
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # shared: they run one at a time
 
     def size_for(self, num_requests: int) -> int | None:
-        """The smallest size that holds a step; None if none does."""
+        """Return the smallest size that holds a step; None if there is none."""
         index = bisect_left(self.sizes, num_requests)
         return self.sizes[index] if index < len(self.sizes) else None
 
     def page_capacity(self, size: int) -> int:
-        """The most pages that a step of a size can have."""
+        """Return the most pages that a step of this size can have."""
         return size * self._pages_per_row
 
     def pad(self, arrays: DecodeArrays, size: int) -> DecodeArrays:
-        """The arguments of `StepBatch.build` for a decode step, padded to a size."""
+        """Return the arguments of `StepBatch.build` for a decode step, padded to a size."""
         return self._pad(arrays, size, self._padding_page)
 
     def get(self, size: int, groups: tuple[int, ...] = ()) -> DecodeGraph:
-        """The graph of a size, captured now if it has not been. The engine's state stays as it is.
+        """Return the graph of a size, capturing it if needed. The engine's state does not change.
 
         Args:
-            size: requests of its steps.
-            groups: groups of each of their levels.
+            size: number of requests.
+            groups: number of groups of each level.
         """
         if (size, groups) not in self._graphs:
             self._graphs[size, groups] = self._capture(size, groups)
@@ -169,11 +169,11 @@ class DecodeGraphs:
         Args:
             size: requests of the batch.
             batch: the step, with padding after its requests.
-            sampling: what the sampler needs to know about the requests, without the padding.
-            rows: [R] their rows.
+            sampling: the sampler's parameters of the requests, without the padding.
+            rows: [R] rows of the requests.
 
         Returns:
-            The tokens of all requests, those of the padding last; the next step overwrites them.
+            The tokens of all requests, followed by those of the padding; the next step overwrites them.
         """
         graph = self.get(size, tuple(level.padded_groups for level in batch.levels))
         self._plan(batch)
@@ -183,7 +183,7 @@ class DecodeGraphs:
         return graph.replay()
 
     def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
-        """Capture a step of padding alone: replays of it write nothing that a request reads."""
+        """Capture a step that consists of padding only, so running it writes nothing that a request reads."""
         nothing = np.zeros(0, dtype=np.int64)
         names = "token_ids", "kv_lens", "pages", "token_source"  # a step whose requests have lost pages has no levels
         batch = StepBatch.build(
@@ -211,7 +211,7 @@ class DecodeGraphs:
             return run
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # kernels are compiled and libraries choose theirs before the capture
+        with torch.cuda.stream(stream):  # compiles kernels, and lets libraries choose theirs, before the capture
             run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -226,7 +226,7 @@ class DecodeGraphs:
 
 
 def _empty_level(groups: int, size: int, device: torch.device) -> PrefixLevel:
-    """A level whose first group has all requests, and no group has pages."""
+    """Return a level without pages, whose first group has all requests."""
     zeros = torch.zeros(groups, dtype=torch.int32)
     return PrefixLevel(
         kv_last_page_len=zeros[1:],

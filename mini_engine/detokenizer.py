@@ -1,11 +1,11 @@
-"""From tokens to text, one token at a time: no half characters, and stop strings that straddle tokens."""
+"""Turn tokens into text one at a time, without half characters, and find stop strings that span tokens."""
 
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # the text of bytes that are not a character
-MAX_BYTES = 4  # of a character in UTF-8
+MAX_BYTES = 4  # per character in UTF-8
 MAX_PENDING = 2 * MAX_BYTES  # tokens whose text is not complete
 
 
@@ -19,9 +19,9 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     Returns:
         (safe, held, stopped): the text that can be shown now; the text that has to wait, because it is the beginning of
         a stop string; and whether a stop string was found, in which case nothing is held and what follows is dropped.
-        If there are several, the one that is complete first counts, or the longer of two that end together.
+        If there are several, the first to be complete counts, or the longer of two that end together.
     """
-    # Where each is complete and where it begins. The one that is complete first counts, however the text was cut.
+    # Where each is complete and where it begins. The first to be complete counts, however the text was split.
     found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
     if found:
         return text[: min(found)[1]], "", True
@@ -33,11 +33,11 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
 
 
 class Detokenizer:
-    """The text of one request, growing with its tokens.
+    """The growing text of one request.
 
-    The work per token is bounded, whatever the tokens are: special tokens, which show nothing, are left out, and bytes
-    that do not become a character are shown as U+FFFD after a few tokens. The text is that of decoding all tokens at
-    once, except where a tokenizer would change text that has been shown.
+    The work per token is bounded, whatever the tokens are: special tokens are left out, because they have no text, and
+    bytes that do not become a character are shown as U+FFFD after a few tokens. The text is the same as if all tokens
+    were decoded at once, except where a tokenizer would change text that has been shown.
 
     Args:
         tokenizer: the model's.
@@ -61,7 +61,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that can be shown now: possibly nothing, never half a character."""
+        """Add a token and return the text that can be shown now: possibly none, but never half a character."""
         if token_id in self._special_ids:
             return ""
         pending = [*self._pending, token_id]
@@ -75,7 +75,7 @@ class Detokenizer:
         return self._show(text) if count else ""
 
     def finish(self) -> str:
-        """Return the text that was held back: no more tokens come."""
+        """Return the text that was held back, after the last token."""
         shown = self._show(self._decode(self._pending)) + self._held
         self._pending = []
         self.text += self._held
@@ -83,17 +83,17 @@ class Detokenizer:
         return shown
 
     def _decode(self, token_ids: list[int]) -> str:
-        """The text of tokens that follow the context."""
+        """Decode tokens that follow the context."""
         text = self._tokenizer.decode(self._context + token_ids)
         if text.startswith(self._known):
             return text[len(self._known) :]
         return self._tokenizer.decode(token_ids)  # these tokens change the text before them, which has been shown
 
     def _split(self, pending: list[int], text: str) -> tuple[int, str]:
-        """How many of the pending tokens can be shown, and their text: the last ones may begin a character."""
+        """Return how many pending tokens can be shown, and their text; the last ones may begin a character."""
         for count in range(MAX_PENDING - MAX_BYTES + 1, 0, -1):
             head = self._decode(pending[:count])
-            if text.startswith(head):  # otherwise a character is cut
+            if text.startswith(head):  # otherwise a character is incomplete
                 return count, head
         return MAX_PENDING, text
 
@@ -105,5 +105,5 @@ class Detokenizer:
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens of a tokenizer that stand for no text."""
+    """Return the tokens of a tokenizer that have no text."""
     return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)

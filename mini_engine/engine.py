@@ -1,8 +1,8 @@
-"""`LLMEngine`: serve requests by continuous batching. Token ids in, token ids out.
+"""`LLMEngine`: serves requests by continuous batching. Token ids in, token ids out.
 
 A call of `step` launches the next step, then collects the tokens of the previous one. With a pipeline depth of 1, the
-default on a GPU, the host schedules and prepares a step while the device computes the one before it; with 0, a step is
-collected in the call that launched it. Text belongs to the front end, `llm.py`. Explained in chapter 07.
+default on a GPU, the host schedules and prepares a step while the device computes the previous one; with 0, a step is
+collected in the call that launches it. Text belongs to the front end, `llm.py`. Explained in chapter 07.
 """
 
 import logging
@@ -44,7 +44,7 @@ OnStep = Callable[["LLMEngine", StepReport], None]
 class LLMEngine:
     """A model that serves requests by continuous batching over a paged KV cache.
 
-    Threads may share an engine: `add_request`, `abort`, `finish` and `step` exclude each other.
+    Threads may share an engine: `add_request`, `abort`, `finish` and `step` are mutually exclusive.
 
     Args:
         model: the model, on its device.
@@ -92,7 +92,7 @@ class LLMEngine:
             parts=self.parts,
         )
         windows = [spec.window for spec in specs]
-        # All layers share one page table: a page is returned when the widest window has passed it.
+        # All layers share one page table, so a page is returned when it has left the widest window.
         self._window = None if None in windows else max(w for w in windows if w is not None)
         self._pinned: set[PinnedPages] = set()
         self.scheduler = self._new_scheduler()
@@ -101,7 +101,7 @@ class LLMEngine:
         self._on_step: OnStep | None = None
         self.requests: dict[str, Request] = {}
         self._in_flight: deque[Launched] = deque()
-        # Requests that have to compute a token alone, one after the other, because a step with all of them has failed.
+        # Requests that must each compute a token alone, one at a time, because a step with all of them failed.
         self._suspects: list[Request] = []
         self._finished: list[Request] = []  # not reported yet
         self._arrivals = 0
@@ -149,7 +149,7 @@ class LLMEngine:
         check_prompt(prompt, self.model.config.vocab_size, self.config.max_model_len, len(in_front))
         if context and self.backend.planner is None:
             raise RequestError(
-                f"the {self.config.attn_backend} backend attends to a request's own pages only; use "
+                f"the {self.config.attn_backend} backend attends only to a request's own pages; use "
                 'attn_backend="cascade" for requests over chunks'
             )
         prompt = in_front + prompt
@@ -176,7 +176,7 @@ class LLMEngine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """End a request now and free its pages. An unknown name is ignored: the request may just have ended."""
+        """End a request now and free its pages. Unknown names are ignored, because the request may just have ended."""
         with self.transaction():
             if isinstance(request_id, str) and (request := self.requests.get(request_id)):
                 self._end(request, "abort")
@@ -189,13 +189,13 @@ class LLMEngine:
                 self._end(request, reason)
 
     def tokens_of(self, request: Request, start: int = 0) -> list[int]:
-        """Prompt and output of a request from a position on, as far as the host knows them."""
+        """Return the known tokens of a request's prompt and output, from a position on."""
         with self._lock:
             return self.scheduler.running.known_tokens(request, start)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self.requests)
 
     @property
@@ -216,7 +216,7 @@ class LLMEngine:
         return pinned
 
     def unpin(self, pinned: PinnedPages) -> None:
-        """Return pinned pages to the pool, unless that has been done.
+        """Return pinned pages to the pool, unless they have been returned already.
 
         Raises:
             RequestError: if an unfinished request attends to them.
@@ -230,7 +230,7 @@ class LLMEngine:
 
     @property
     def num_pinnable(self) -> int:
-        """Pages that `pin` can take now, such that every unfinished request can still run to its end."""
+        """Number of pages that `pin` can take while every unfinished request can still run to its end."""
         return self.scheduler.num_pinnable(self.requests.values())
 
     @property
@@ -252,10 +252,10 @@ class LLMEngine:
     # --- before the first request --------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """Run the steps that are most common: prompts, the longest possible one, and decodes of 1, 2, 4, … requests.
+        """Run the most common steps: prompts, including the longest possible one, and decodes of 1, 2, 4, … requests.
 
         A kernel is compiled when a step first needs it, and some backends compile one for each size of a batch. The
-        engine then starts over, so neither pages nor metrics show the made-up requests.
+        engine then starts over, so the made-up requests leave no trace in its pages or metrics.
 
         Raises:
             RequestError: if one of these steps fails.
@@ -281,7 +281,7 @@ class LLMEngine:
     def step(self) -> StepReport:
         """Launch the next step and collect the previous one. Without requests it does nothing.
 
-        A request whose own computation fails ends with `finish_reason="error"`, and the others go on.
+        A request whose computation fails ends with `finish_reason="error"`, and the others go on.
 
         Raises:
             ScheduleError: if requests wait and the scheduling parts compute none of them.
@@ -312,7 +312,7 @@ class LLMEngine:
         metrics, tree = self.metrics, self.scheduler.prefix_tree
         num_evicted = tree.num_evicted if tree else 0
         schedule = self.scheduler.schedule()
-        if schedule is None:  # pages are short: the tokens on the device may end requests
+        if schedule is None:  # too few free pages; the tokens on the device may end requests
             while self._in_flight:
                 sampled.append(self._collect())
             schedule = self.scheduler.schedule()
@@ -330,7 +330,7 @@ class LLMEngine:
         running, planner = self.scheduler.running, self.backend.planner
         if planner is None or len(schedule.rows) < (1 if running.num_contexts else 2):
             return schedule
-        # The backend chooses the order of the step's requests, and the pages that it reads once for several.
+        # The backend chooses the order of the step's requests, and the shared pages that it reads once.
         rows, num_new, contexts = schedule.rows, schedule.num_new, running.contexts if running.num_contexts else ()
         order, levels = planner.arrange(
             self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows], contexts
@@ -340,7 +340,7 @@ class LLMEngine:
     def _collect(self) -> Sampled:
         """Read the tokens of the oldest launched step, and end the requests that are complete.
 
-        A token is dropped if its request has left the row since: it was computed past the end.
+        A token is dropped if its request has left the row in the meantime, because it was computed past the end.
         """
         launched = self._in_flight[0]
         token_ids = self._runner.collect(launched)
@@ -387,7 +387,7 @@ class LLMEngine:
     # --- when a step fails ---------------------------------------------------------------------------------------
 
     def _isolate(self, error: Exception) -> list[Request]:
-        """After an error in a step: start over, and let its requests compute their next tokens one by one.
+        """Start over after an error in a step, and let its requests compute their next tokens one at a time.
 
         The request that causes the error then fails alone and ends with it, and the others go on.
 
@@ -416,10 +416,10 @@ class LLMEngine:
     def _recover(self) -> None:
         """Start over with the tokens that the host knows: no page is in use, and every unfinished request waits again.
 
-        While there are suspects, the first of them waits alone.
+        While there are suspects, only the first of them is queued.
 
-        Whatever was interrupted, nothing is lost: a token counts from the moment that `Running.append` has stored it,
-        and the tokens that were still on the device are computed again.
+        Nothing is lost, whatever was interrupted: tokens that `Running.append` has stored are kept, and tokens that
+        were still on the device are computed again.
         """
         self._in_flight.clear()
         self._runner.reset()
@@ -436,7 +436,7 @@ class LLMEngine:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Exclude other threads; start over if anything but a refusal interrupts."""
+        """Exclude other threads, and start over after any interruption other than a refusal."""
         with self._lock:
             try:
                 yield
@@ -484,7 +484,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
-    # Of each row: its tokens and its pages. Of each page: three numbers.
+    # Each row has its tokens and its pages, and each page has three numbers.
     bookkeeping = config.max_batch_size * (4 * length + 4 * -(-length // config.page_size)) + 16 * (
         config.num_pages or 0
     )
@@ -507,7 +507,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
 
 
 def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec, ...]:
-    """Return the model's layers as the options want them: windows no wider than asked, keys in the cache's dtype."""
+    """Return the model's layers with the options applied: the sliding window, and the dtype of the cache."""
     specs, window = model.attention_specs, config.sliding_window
     if config.kv_cache_dtype == "fp8_e4m3":
         specs = tuple(replace(spec, kv_dtype=torch.float8_e4m3fn) for spec in specs)

@@ -9,7 +9,7 @@ class MiniEngineError(Exception):
 
 
 class RequestError(MiniEngineError, ValueError):
-    """A request that cannot be served: an empty or too long prompt, sampling values out of range."""
+    """A request that cannot be served, such as an empty or too long prompt or sampling values out of range."""
 
 
 class ChunkError(RequestError):
@@ -21,15 +21,15 @@ class ChunkFileError(MiniEngineError):
 
 
 class ConfigError(MiniEngineError, ValueError):
-    """An engine that cannot be built as asked: an unknown backend, an option the backend refuses."""
+    """An engine that cannot be built as asked, such as an unknown backend or an option that the backend refuses."""
 
 
 class ScheduleError(MiniEngineError):
-    """A scheduler that computes nothing although requests wait: a replaced part of it is wrong."""
+    """A scheduler that computes nothing although requests wait, because a replaced part of it is wrong."""
 
 
 class ModelLoadError(MiniEngineError):
-    """A model that cannot be loaded: an unknown name, an unsupported architecture, wrong tensor shapes."""
+    """A model that cannot be loaded, such as an unknown name, an unsupported architecture or wrong tensor shapes."""
 
 
 class WeightFileError(ModelLoadError):
@@ -37,7 +37,7 @@ class WeightFileError(ModelLoadError):
 
 
 class PeerError(MiniEngineError):
-    """An engine that a benchmark compares with ours has failed in its own process."""
+    """A failure of an engine that a benchmark runs in its own process, for comparison."""
 
 
 class TraceFileError(MiniEngineError):
@@ -47,7 +47,7 @@ class TraceFileError(MiniEngineError):
 def check_positive(**options: int | None) -> None:
     """Raise ConfigError unless every given option is a positive integer; None means the default."""
     for name, value in options.items():
-        if isinstance(value, int) and value.bit_length() >= 64:  # numpy and torch count in 63 bits and a sign
+        if isinstance(value, int) and value.bit_length() >= 64:  # numpy and torch use 64 bits, including the sign
             raise ConfigError(f"{name} is a number of {value.bit_length()} bits; choose one closer to 0")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")

@@ -1,7 +1,7 @@
 """`LLM` and `Inference`: text in, text out.
 
-Both are front ends of the engine, which takes and gives token ids: they tokenize prompts, detokenize outputs and search
-them for stop strings. Explained in chapters 04 and 07.
+Both are front ends of the engine, which takes and returns token ids. They tokenize prompts, detokenize outputs, and
+search the outputs for stop strings. Explained in chapters 04 and 07.
 """
 
 import threading
@@ -33,9 +33,9 @@ from mini_engine.parts import Parts, default_parts
 from mini_engine.request import Context, Request
 from mini_engine.sampling_params import SamplingParams
 
-ContextOf = Callable[[], Context]  # looks up the chunks before a prompt at the moment when it is queued
+ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
 NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
-MAX_CHARACTERS_PER_TOKEN = 64  # a text with more of them per token of the model's limit cannot fit; refused unread
+MAX_CHARACTERS_PER_TOKEN = 64  # longer texts cannot fit into the model's limit and are refused without being read
 
 
 @dataclass(eq=False)
@@ -43,14 +43,14 @@ class TextRequest:
     """The front end's side of a request.
 
     Attributes:
-        index: which of the prompts it belongs to.
-        prompt: as it was given.
+        index: index of its prompt.
+        prompt: the prompt as given.
         request: the engine's side.
         detokenizer: its text.
-        each_step: whether its text is needed at every step, to be shown or to be searched for stop strings.
-        inbox: gets its pieces.
-        num_read: tokens, prompt and output, that the detokenizer has got.
-        num_told: how many of them the pieces so far have counted.
+        each_step: whether its text is needed in every step, to be shown or searched for stop strings.
+        inbox: receives its pieces.
+        num_read: number of tokens of prompt and output that the detokenizer has received.
+        num_told: number of these tokens that the pieces so far have counted.
         num_shown: characters of the pieces so far.
     """
 
@@ -71,7 +71,7 @@ class TextEngine:
     Args:
         engine: the engine.
         tokenizer: the model's; without one, prompts are token ids and outputs have no text.
-        default_params: parameters of requests that come without.
+        default_params: parameters of requests that have none.
 
     Attributes:
         engine: the engine itself, for requests that arrive while others run: `add_request`, then `step`.
@@ -112,8 +112,8 @@ class TextEngine:
             contexts: the registered chunks before each prompt (see `mini_engine.chunks`); default none.
 
         Returns:
-            One output for each prompt, in order. Where several prompts are given, one that cannot be served has
-            `finish_reason="error"`, and the others are served all the same.
+            One output for each prompt, in order. If several prompts are given, one that cannot be served has
+            `finish_reason="error"`, and the others are still served.
 
         Raises:
             RequestError: if the only prompt cannot be served, or the numbers of prompts, params and contexts differ.
@@ -156,7 +156,7 @@ class TextEngine:
     ) -> Generator[Piece, None, None]:
         """Generate one output for each prompt and yield the text of each as it is generated.
 
-        Other requests of the engine are served along with these. Closing the generator ends its own.
+        Other requests of the engine are served along with these. Closing the generator ends its own requests.
 
         Args:
             prompts: texts or lists of token ids.
@@ -196,8 +196,8 @@ class TextEngine:
         """Return the tokens of a prompt: a text, or token ids, which may be numbers of numpy or torch.
 
         Raises:
-            RequestError: if it is neither, or longer than any prompt that the engine accepts, or a text although there
-                is no tokenizer.
+            RequestError: if it is neither, if it is longer than any prompt that the engine accepts, or if it is a text
+                and there is no tokenizer.
         """
         if not isinstance(prompt, str):
             numbers = _listed(prompt)
@@ -236,7 +236,7 @@ class TextEngine:
             raise RequestError(f"params is {str(params)[:80]}; give SamplingParams, or a list of them")
         for what, given in {"SamplingParams": of_each, "contexts": contexts}.items():
             if given is not None and len(given) != len(prompts):
-                raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give as many")
+                raise RequestError(f"{len(prompts)} prompts but {len(given)} {what}; give one for each prompt")
         inbox: deque[Piece] = deque()
         unfinished: dict[int, TextRequest] = {}
         try:
@@ -287,7 +287,7 @@ class TextEngine:
                 return
             report = self.engine.step()
             finished, num_finished = report.finished, self.engine.metrics.finished
-            if num_finished != self._num_finished + len(finished):  # a step outside ended some, or this was interrupted
+            if num_finished != self._num_finished + len(finished):  # another step ended some, or we were interrupted
                 finished = [request for request in self._texts if request.finish_reason]
             for request in (*report.sampled_by, *finished):
                 text = self._texts.get(request)
@@ -307,7 +307,7 @@ class TextEngine:
                 text.num_read += 1
             if request.finish_reason and not detokenizer.stopped:
                 detokenizer.finish()
-        except Exception as error:  # the tokenizer's own; the other requests go on
+        except Exception as error:  # of the tokenizer; the other requests go on
             failure = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.engine.finish(request, "error")
@@ -316,7 +316,7 @@ class TextEngine:
             self.engine.finish(request, "stop")
 
     def _deliver(self, text: TextRequest, report: StepReport) -> None:
-        """Put what is new of a request into its inbox, and the whole output if it has ended.
+        """Put the new text of a request into its inbox, and the whole output if the request has ended.
 
         A request that ends here, at a stop string, is reported by the next step, which delivers its output.
         """
@@ -349,7 +349,7 @@ class LLM(TextEngine):
         config: the options; default `EngineConfig()`.
         parts: the engine's replaceable parts.
         on_step: called with the engine and the report of each step.
-        options: fields of `EngineConfig`, instead of or on top of `config`.
+        options: fields of `EngineConfig`, instead of `config` or overriding it.
 
     Attributes:
         model: the loaded model.
@@ -387,7 +387,7 @@ class LLM(TextEngine):
         return self.engine.config
 
     def with_options(self, *, on_step: OnStep | None = None, **options: Any) -> TextEngine:
-        """Another engine on the same model, with options changed and pages of its own.
+        """Build another engine on the same model, with some options changed and its own pages.
 
         Args:
             on_step: called with the engine and the report of each step.
@@ -406,7 +406,7 @@ class Inference(TextEngine):
 
     Args:
         model: any causal language model whose attention goes through transformers' attention interface: Llama, Qwen3,
-            Gemma 2, GPT-2 and most others. It stays where it is, in its dtype, and as it is.
+            Gemma 2, GPT-2 and most others. It is not moved, converted or changed.
         tokenizer: the model's.
         max_batch_size: requests that run at once; others wait.
         max_seq_length: longest prompt and output together; default the model's limit, or the pool's if it is smaller.
@@ -417,7 +417,7 @@ class Inference(TextEngine):
         options: further fields of `EngineConfig`.
 
     Attributes:
-        default_params: those of the model's own `generate`: greedy, unless its generation config says otherwise.
+        default_params: those of the model's own `generate`: greedy unless its generation config says otherwise.
 
     Raises:
         ConfigError: for a model that the engine cannot run, or impossible options.
@@ -453,12 +453,12 @@ class Inference(TextEngine):
 
 
 def params_of_generation(config: GenerationConfig | None) -> SamplingParams:
-    """The sampling parameters with which transformers' own `generate` runs: greedy, unless `do_sample` is set."""
+    """Return the sampling parameters of transformers' own `generate`: greedy unless `do_sample` is set."""
     names = ["repetition_penalty"]
     given: dict[str, Any] = {"temperature": 0.0}
     if config is not None and config.do_sample:
         names += ["temperature", "top_k", "top_p", "min_p"]
-        given = {"top_k": 50}  # what `generate` takes where the configuration says nothing
+        given = {"top_k": 50}  # the default of `generate`
     return SamplingParams(**given | {n: value for n in names if (value := getattr(config, n, None)) is not None})
 
 

@@ -1,9 +1,9 @@
-"""`ModelRunner`: launches steps on the device, and collects the tokens that they sampled.
+"""`ModelRunner`: launches steps on the device and collects the tokens that they sample.
 
 `launch` prepares a step on the host and starts it; it reads nothing back. `collect` waits for the sampled tokens. In
-between, the device needs nothing from the host: a token that one step samples and the next one computes goes through
-`last_token`, which has an entry for each row of the page table. So the host can prepare and launch the next step while
-the device still computes this one. Explained in chapter 07.
+between, the device needs nothing from the host: a sampled token reaches the next step through `last_token`, which has
+an entry for each row of the page table. So the host can prepare and launch the next step while the device still
+computes this one. Explained in chapter 07.
 """
 
 from collections.abc import Sequence
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Launched:
-    """A step that has been launched and not collected.
+    """A step that has been launched but not collected.
 
     Attributes:
         batch: the step.
         requests: [B] its requests.
-        num_computed: [B] tokens of each whose keys are in the cache after the step.
+        num_computed: [B] tokens of each request whose keys are in the cache after the step.
         rows: [R] rows that sample a token.
-        admissions: [R] the admission that filled each of them: if another one has since, the request has left.
-        sampled_by: [R] request of each of them.
+        admissions: [R] the admission that filled each of these rows; a later one means that the request has left.
+        sampled_by: [R] request of each of these rows.
         tokens: [R] the sampled tokens on the host, valid after `done`.
-        done: recorded after the step on a GPU; None on a CPU, where the step is over.
+        done: event recorded after the step on a GPU; None on a CPU, where the step has already ended.
     """
 
     batch: StepBatch
@@ -66,7 +66,7 @@ class ModelRunner:
         cache: its KV cache.
         config: the engine's options, with every default resolved.
         graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
-        persistent: computes a captured step of one request in the place of the model; None if the model does.
+        persistent: computes a captured step of one request instead of the model; None if the model does.
         parts: the engine's replaceable parts.
     """
 
@@ -98,7 +98,7 @@ class ModelRunner:
             device=self._device,
             pad=parts.pad_decodes,
         )
-        # The arrays of a step are needed until it is collected, while those of the next one are written.
+        # The arrays of a step are needed until it is collected, while the arrays of the next step are being written.
         self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
         # Kept from step to step for as long as the same requests sample.
@@ -109,7 +109,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule, running: Running, page_table: PageTable) -> Launched:
-        """Start a step, and count its tokens as computed and sampled.
+        """Start a step and count its tokens as computed and sampled.
 
         Args:
             schedule: the step, with at least one request.
@@ -120,7 +120,7 @@ class ModelRunner:
             self.cache.copy_pages(schedule.copies)
         rows = schedule.rows
         num_computed = running.num_computed[rows] + schedule.num_new
-        # A request in the middle of its prompt has computed fewer tokens than it has, and samples none.
+        # A request in the middle of its prompt has uncomputed tokens left, and samples none.
         samples = num_computed == running.num_scheduled[rows]
         num_logits = None if np.count_nonzero(samples) == len(rows) else samples
         sampling_rows = rows if num_logits is None else rows[samples]
@@ -135,7 +135,7 @@ class ModelRunner:
             hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
             tokens = self._sample_tokens(hidden, batch, sampling) if sampling else self._last_token[:0]
         host_tokens, done = self._read(tokens)
-        # Nothing can fail from here on: the step counts.
+        # Nothing can fail from here on, so count the step.
         running.num_computed[rows] = num_computed
         running.num_scheduled[sampling_rows] += 1
         requests = running.requests_of(rows)
@@ -143,25 +143,25 @@ class ModelRunner:
         return Launched(batch, requests, num_computed, sampling_rows, admissions, sampled_by, host_tokens, done)
 
     def collect(self, launched: Launched) -> Int64[np.ndarray, " R"]:
-        """Wait for a step, and return the tokens that it sampled."""
+        """Wait for a step and return the tokens that it sampled."""
         if launched.done is not None:
             launched.done.synchronize()
         return launched.tokens.numpy()
 
     def capture(self) -> None:
         """Capture all CUDA graphs now, rather than when a step first needs them."""
-        for size in reversed(self._graphs.sizes):  # smaller ones fit into the memory of the largest
+        for size in reversed(self._graphs.sizes):  # smaller graphs fit into the memory of the largest
             self._graphs.get(size)
 
     def reset(self) -> None:
-        """Forget the requests of earlier steps, after waiting for the device to finish those."""
+        """Wait for the device to finish, then forget the requests of earlier steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._sampling = self._seen = None
         self._buffers = [StepBuffers(self._device) for _ in self._buffers]  # one of them may be filled halfway
 
     def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None, has_evicted: bool) -> int | None:
-        """The size of the graph that can run a step; None if none can.
+        """Return the size of the graph that can run a step; None if there is none.
 
         Every request decodes one token. No graph runs a step with filters or penalties, with queries that are rotated
         for chunks, or with a level of many groups. Levels are not used for requests that have lost pages.
@@ -250,7 +250,7 @@ class ModelRunner:
     def _sampling_of(
         self, rows: Int64[np.ndarray, " R"], admissions: Int64[np.ndarray, " R"], running: Running
     ) -> SamplingBatch:
-        """Upload what the sampler needs to know of these rows, unless the last step had the same requests."""
+        """Upload the sampler's parameters for these rows, unless the last step had the same requests."""
         if self._sampling is not None and self._sampling_admissions == admissions.tobytes():
             return self._sampling
         columns = running.sampling[rows]
@@ -279,12 +279,12 @@ class ModelRunner:
 
 
 class SeenTokens:
-    """Which tokens each row has seen, prompt and output, for requests with a repetition penalty.
+    """The tokens of prompt and output that each row has seen, for requests with a repetition penalty.
 
     Args:
         max_rows: rows of the page table.
         vocab_size: tokens of the vocabulary.
-        device: where the logits are.
+        device: device of the logits.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -292,7 +292,7 @@ class SeenTokens:
         self._admissions = [0] * max_rows
 
     def enter(self, row: int, admission: int, token_ids: Int[np.ndarray, " n"]) -> None:
-        """Begin a row with the tokens of the request that has been admitted to it, unless that has been done."""
+        """Fill a row with the tokens of the request that was admitted to it, unless that has been done."""
         if self._admissions[row] != admission:
             self._admissions[row] = admission
             self._table[row] = False
@@ -303,5 +303,5 @@ class SeenTokens:
         self._table[rows, token_ids] = True
 
     def of(self, rows: Int[Tensor, " P"]) -> Bool[Tensor, "P V"]:
-        """The tokens that some rows have seen."""
+        """Return which tokens some rows have seen."""
         return self._table[rows]

@@ -1,4 +1,4 @@
-"""What comes out of the engine: of one step, of one request, and piece by piece."""
+"""The engine's outputs: the report of a step, the output of a request, and pieces of text as they are generated."""
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ class EngineMetrics:
     Attributes:
         steps: steps that computed something.
         seconds: time spent in `step`.
-        computed_tokens: tokens that went through the model, recomputation after a preemption included.
+        computed_tokens: tokens that went through the model, including recomputation after a preemption.
         output_tokens: tokens sampled.
-        prompt_tokens: tokens of the admitted requests; those of a request that returns include its output so far.
-        shared_tokens: how many of them were not computed, because pages in the cache held them.
+        prompt_tokens: tokens of the admitted requests, including the output so far of a preempted request.
+        shared_tokens: number of these tokens that were not computed, because they were in cached pages.
         evicted_pages: pages of ended or preempted requests that were evicted from the prefix tree.
-        preemptions: how often a request lost its pages.
+        preemptions: number of times that a request was preempted.
         finished: requests that ended.
         failed_steps: steps that raised an error; their requests were computed again, one at a time.
     """
@@ -48,7 +48,7 @@ class EngineMetrics:
         return self.shared_tokens / max(self.prompt_tokens, 1)
 
     def add(self, report: "StepReport") -> None:
-        """Count what a step did."""
+        """Add a step to the totals."""
         self.steps += report.batch is not None
         self.seconds += report.seconds
         self.computed_tokens += report.num_tokens
@@ -59,7 +59,7 @@ class EngineMetrics:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one call of `LLMEngine.step` did.
+    """The report of one call of `LLMEngine.step`.
 
     With a pipeline depth of 1, the tokens are those of the step launched by the previous call.
 
@@ -67,13 +67,13 @@ class StepReport:
         schedule: the step that was launched.
         requests: [B] its requests, in the order of `schedule.rows`.
         num_computed: [B] tokens of each request whose keys are in the cache after the step.
-        batch: the step as the model got it, with padding after the requests if a CUDA graph ran it; None if nothing was
-            launched. Valid until the next call.
+        batch: the step as the model computed it, with padding after the requests if a CUDA graph ran it; None if
+            nothing was launched. Valid until the next call.
         sampled_by: [R] requests whose tokens were collected.
         token_ids: [R] those tokens.
         finished: requests that ended since the previous report, whatever the reason.
         start: when the call began, by `time.perf_counter`.
-        seconds: how long it took.
+        seconds: its duration.
         bytes_per_token: bytes of one token's keys and values, over all layers.
     """
 
@@ -90,12 +90,12 @@ class StepReport:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens launched, those of prompts included."""
+        """Number of launched tokens, including those of prompts."""
         return self.schedule.num_tokens
 
     @property
     def is_decode(self) -> bool:
-        """Every request of the step had one new token."""
+        """Whether every request of the step had one new token."""
         return self.num_tokens == len(self.requests)
 
     @property
@@ -109,12 +109,12 @@ class RequestOutput:
     """The result of one request.
 
     Attributes:
-        prompt: as it was given.
+        prompt: the prompt as given.
         prompt_token_ids: its tokens; empty if it could not be tokenized.
-        token_ids: the tokens of the output, an end-of-sequence token included.
+        token_ids: the tokens of the output, including an end-of-sequence token.
         text: the output, without end-of-sequence tokens and without the stop string.
         finish_reason: "stop", "length", "abort" or "error".
-        error: why the request could not be served, if so.
+        error: why the request could not be served; otherwise None.
     """
 
     prompt: Prompt
@@ -130,7 +130,7 @@ class Piece:
     """The new text of one of several prompts after one step.
 
     Attributes:
-        index: which prompt it belongs to.
+        index: index of its prompt.
         text: new text, possibly empty.
         num_tokens: new tokens.
         output: the whole output, once the request has ended.

@@ -2,7 +2,7 @@
 
 The engine is built from one `Parts`, passed to its constructors. Replace a part and the engine runs on yours:
 `LLM(parts=replace(Parts(), rms_norm=my_rms_norm))`. A part takes and returns arrays, and is called at most once per
-step or layer; the scheduler calls some once for each request that arrives or is preempted.
+step or layer; the scheduler calls some of them once per request that arrives or is preempted.
 """
 
 from collections import OrderedDict
@@ -47,7 +47,7 @@ LOADING, SCHEDULING, PLANNING, LAYER, SAMPLING = STAGES = (
 
 
 def part(default: Any, title: str, chapter: int, stage: str) -> Any:
-    """A field of `Parts`: its default, which is its specification, its title, its chapter, and when it runs."""
+    """Define a field of `Parts`: its default (which specifies it), its title, its chapter, and when it runs."""
     return field(default=default, metadata={"title": title, "chapter": chapter, "stage": stage})
 
 
@@ -95,7 +95,7 @@ class Parts:
 
 
 def default_parts(device: torch.device) -> Parts:
-    """Return the parts of an engine whose user gives none: on a GPU, with FlashInfer's kernels if it is installed."""
+    """Return the default parts of an engine: on a GPU, with FlashInfer's kernels if it is installed."""
     if device.type == "cuda" and find_spec("flashinfer"):
         from mini_engine.kernels.fused_ops import gpu_parts
 

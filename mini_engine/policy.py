@@ -1,4 +1,4 @@
-"""The scheduler's decisions: how many tokens each request computes, which request is admitted, which is preempted.
+"""The scheduler's decisions: how many tokens each request computes, and which request is admitted or preempted.
 
 Explained in chapter 07.
 """
@@ -15,9 +15,9 @@ from mini_engine.request import Request, Running
 def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray, " B"]:
     """Divide one step's tokens among the running requests: decodes first, then prompts, oldest first.
 
-    Every decode gets its token, so no output stalls behind another request's prompt. What is left of the budget goes to
-    prompts, the last of them in part (chunked prefill, stall-free batching: Agrawal et al. 2024, "Sarathi-Serve",
-    sections 4.1 and 4.2).
+    Every decode gets its token, so no output stalls behind another request's prompt. The rest of the budget goes to
+    prompts, the last of which may get only a part (chunked prefill, stall-free batching: Agrawal et al. 2024,
+    "Sarathi-Serve", sections 4.1 and 4.2).
 
     Args:
         pending: [B] tokens of each request that are not computed yet, at least 1, oldest request first; 1 is a decode.
@@ -29,7 +29,7 @@ def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray,
     decodes = pending == 1
     prompts = np.where(decodes, 0, pending)
     left = budget - int(decodes.sum())
-    # What the prompts before each one take of the rest.
+    # Tokens of the rest that go to earlier prompts.
     taken = np.cumsum(prompts) - prompts
     return np.where(decodes, 1, np.clip(left - taken, 0, prompts))
 
@@ -45,7 +45,7 @@ def admit(num_tokens: int, num_pages: int, *, budget: int, free_pages: int, free
         free_rows: free rows of the page table.
 
     Returns:
-        Tokens of the request that the step computes: all, or a first chunk; 0 if the request has to wait.
+        Tokens of the request that the step computes: all of them or a first chunk, or 0 if the request has to wait.
     """
     if free_rows < 1 or num_pages > free_pages:
         return 0

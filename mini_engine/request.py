@@ -1,8 +1,8 @@
-"""A request, and the columns in which the engine keeps the requests that run.
+"""A request, and the columns in which the engine keeps its running requests.
 
 A running request occupies one row of the page table. Everything a step needs to know about it is an entry of a column
-indexed by that row, written once, at admission. So a step works on whole columns, and Python loops run only over what
-changes: arrivals, ends and preemptions. Explained in chapter 07.
+indexed by that row, written once, at admission. So a step works on whole columns, and Python loops only over the
+requests that arrive, end or are preempted. Explained in chapter 07.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, eq=False)
 class PinnedPages:
-    """Pages that belong to no request and stay as they are until the engine unpins them.
+    """Pages that belong to no request and do not change until the engine unpins them.
 
     Attributes:
         pages: the pages, in order of position.
@@ -38,8 +38,8 @@ class PlacedChunk:
     Attributes:
         pinned: the pages that hold the keys, from the start of the first page.
         token_ids: the tokens that the keys belong to.
-        query_offset: what is added to a query's position before the query meets these keys: the position of the first
-            key when it was computed, minus its position in this request.
+        query_offset: offset that is added to a query's position before the query meets these keys: the position of the
+            first key when it was computed, minus its position in this request.
     """
 
     pinned: PinnedPages
@@ -52,16 +52,16 @@ Context = tuple[PlacedChunk, ...]
 
 @dataclass(eq=False)
 class Request:
-    """One request: what was asked for, and the tokens that exist so far.
+    """One request: its parameters and its tokens so far.
 
-    While it runs, its tokens are a row of `Running.tokens`; `token_ids` is brought up to date when it leaves its row.
+    While it runs, its tokens are a row of `Running.tokens`; `token_ids` is updated when it leaves its row.
 
     Attributes:
         request_id: name, unique among unfinished requests.
         prompt_token_ids: the prompt.
-        params: what it asks of the sampler.
-        seed: its own seed, drawn if `params` has none.
-        max_len: prompt and output together end here.
+        params: its sampling parameters.
+        seed: its seed, drawn at random if `params` has none.
+        max_len: most tokens of prompt and output together.
         end_token_ids: tokens at which the output ends.
         arrival: its number in the order of arrival.
         context: registered chunks whose tokens the prompt begins with, and whose keys are not computed again.
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def context_len(self) -> int:
-        """Tokens at the front whose keys are in the pages of registered chunks."""
+        """Number of first tokens whose keys are in the pages of registered chunks."""
         return sum(len(chunk.token_ids) for chunk in self.context)
 
     @property
@@ -95,7 +95,7 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     def end_of(self, token_ids: ListLike[int]) -> FinishReason | None:
-        """Why the request ends with these tokens, prompt and output; None if it goes on."""
+        """Return why the request ends with these tokens of prompt and output; None if it goes on."""
         if len(token_ids) > len(self.prompt_token_ids) and token_ids[-1] in self.end_token_ids:
             return "stop"
         return "length" if len(token_ids) >= self.max_len else None
@@ -104,10 +104,10 @@ class Request:
 class Running:
     """The running requests as columns, one entry per row of the page table.
 
-    Three counts say how far a request is:
+    Three counts describe the progress of a request:
 
     - `num_known`: tokens whose ids the host has;
-    - `num_scheduled`: tokens that exist once all launched steps are done, those still on the device included;
+    - `num_scheduled`: tokens that exist once all launched steps are done, including those still on the device;
     - `num_computed`: tokens whose keys and values are in the cache once all launched steps are done.
 
     A token at a position before `num_known` is uploaded; a later one is read on the device, from the last token that
@@ -120,18 +120,17 @@ class Running:
     Attributes:
         order: rows in use, oldest request first.
         tokens: [rows, max_len] token ids of each request.
-        num_evicted: tokens at the front whose keys are not in the row's pages: a window has passed them, or the pages
-            of registered chunks hold them.
+        num_evicted: number of first tokens whose keys are not in the row's pages, because they have left the window or
+            are in the pages of registered chunks.
         has_evicted: whether any request has ever had such tokens.
-        max_len: where each request ends.
-        end_tokens: [n] times [rows]: end tokens of each request, filled up with -1.
+        max_len: most tokens of each request.
+        end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
         sampling: parameters of the sampler.
         seed: seed of each request.
-        admission: serial number of the admission that filled the row, so that what was launched for an earlier
-            request of the row can be told apart.
+        admission: serial number of the admission that filled the row, to tell its request from earlier ones.
         requests: request of each row.
         contexts: context of each row.
-        num_contexts: how many rows have one.
+        num_contexts: number of rows that have one.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
@@ -156,7 +155,7 @@ class Running:
         return len(self.order)
 
     def enter(self, row: int, request: Request) -> None:
-        """Fill a row with a request that is admitted; nothing is computed yet but its context."""
+        """Fill a row with an admitted request; only its context is computed yet."""
         num_tokens, ends = len(request.token_ids), request.end_token_ids
         self.tokens[row, :num_tokens] = request.token_ids
         self.num_known[row] = self.num_scheduled[row] = num_tokens
@@ -190,15 +189,15 @@ class Running:
         return request
 
     def row_of(self, request: Request) -> int | None:
-        """The row of a request, None if it does not run."""
+        """Return the row of a request; None if it is not running."""
         return self._rows.get(request)
 
     def requests_of(self, rows: Int[np.ndarray, " n"]) -> list[Request]:
-        """The requests of some rows in use."""
+        """Return the requests of some rows in use."""
         return [self.requests[row] for row in rows.tolist()]
 
     def known_tokens(self, request: Request, start: int = 0) -> list[int]:
-        """Prompt and output of a request from a position on, running or not, as far as the host knows them."""
+        """Return the known tokens of a request's prompt and output from a position on, whether it runs or not."""
         row = self._rows.get(request)
         return request.token_ids[start:] if row is None else self.tokens[row, start : self.num_known[row]].tolist()
 
@@ -215,7 +214,7 @@ class Running:
         """
         known = self.num_known[rows]
         self.tokens[rows, known] = token_ids
-        self.num_known[rows] = known = known + 1  # from here on the tokens count, whatever interrupts the step
+        self.num_known[rows] = known = known + 1  # from here on the tokens are kept, whatever interrupts the step
         ended = known >= self.max_len[rows]
         for of_rows in self.end_tokens:
             ended |= token_ids == of_rows[rows]
@@ -237,5 +236,5 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """The tokens at which a request ends: its own, and the model's unless it ignores those."""
+    """Return the tokens at which a request ends: its own, and the model's unless it ignores them."""
     return tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}))

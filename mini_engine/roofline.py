@@ -1,10 +1,9 @@
 """The minimum cost of a computation: floating-point operations, bytes moved, and a lower bound on its run time.
 
 A kernel needs at least flops / (FLOP rate) seconds and at least bytes / (memory bandwidth) seconds; the larger of the
-two is a lower bound on its run time (Williams, Waterman and Patterson 2009). Every function below counts a multiply
-and an add as 2 FLOPs, and one read of each input and one write of each output per kernel, whatever its caches do. The
-FLOPs of attention leave out softmax, exponentials and comparisons, as PyTorch's own counter does. Explained in
-chapter 01.
+two is a lower bound on its run time (Williams, Waterman and Patterson 2009). Every function below counts a multiply and
+an add as 2 FLOPs, and one read of each input and one write of each output per kernel, regardless of caches. The FLOPs
+of attention leave out softmax, exponentials and comparisons, as PyTorch's own counter does. Explained in chapter 01.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes
 
 
 def measure_machine(device: torch.device | str, dtype: torch.dtype) -> Machine:
-    """Measure the two rates of `device`. Takes the best of several runs, because no later run may beat a bound.
+    """Measure the two rates of `device`. Takes the best of several runs, so that no later run beats the bound.
 
     Bandwidth: summing a buffer many times larger than any cache, a pure read. (The buffer is written first: memory
     that was never written reads as one shared page of zeros, from the cache.) FLOPs: a large square matrix product, in

@@ -37,7 +37,7 @@ class Llama3:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How a model rotates its queries and keys.
+    """The rotation of a model's queries and keys.
 
     Attributes:
         theta: base of the frequencies; pair i of D / 2 rotates by theta ** (-2 i / D) radians per position.

@@ -1,10 +1,10 @@
 """From logits to tokens: penalty, filters, and sampling that depends only on a request's own seed.
 
 Sampling adds Gumbel noise to the logits and takes the largest (Gumbel 1954; Maddison et al. 2014, "A* Sampling",
-section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of
-(seed, position, token id) and of nothing else, so a request gets the same noise in any batch, in any row and on any
-device (counter-based random numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its logits
-are the same only up to rounding: kernels are not batch-invariant.
+section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of only (seed,
+position, token id), so a request gets the same noise in any batch, in any row and on any device (counter-based random
+numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its logits are the same only up to
+rounding: kernels are not batch-invariant.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.transfer import to_device
 
-HAS_TRITON = find_spec("triton") is not None  # it is not installed with PyTorch for CPUs
+HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs does not install it
 MIN_TEMPERATURE = 1e-5  # below this, sample greedily: dividing by the temperature could overflow
 
 # The sampling parameters of one request, in the ranges that the sampler computes with.
@@ -61,7 +61,7 @@ class FilteredRows:
 
     Attributes:
         rows: [F] their indices in the batch.
-        max_candidates: the largest k that any of them needs sorted: 0 for none, -1 for the whole vocabulary.
+        max_candidates: most logits that any of these rows needs sorted: 0 for none, -1 for the whole vocabulary.
     """
 
     rows: Int[Tensor, " F"]
@@ -84,7 +84,7 @@ class SamplingBatch:
         positions: [R] position of the token to sample.
         penalized_rows: [P] rows whose repetition penalty is not 1.
         seen: [P, V] for each of `penalized_rows`, the tokens of its prompt and output so far; None if P is 0.
-        filters: the rows that any filter changes, in at most three groups; greedy rows are in none of them.
+        filters: the rows that some filter changes, in at most three groups; greedy rows are in no group.
         all_greedy: every temperature is 0. A host-side flag: the CPU's sampler skips the noise.
     """
 
@@ -116,7 +116,7 @@ class SamplingBatch:
             seeds: [R] any 64-bit integers.
             positions: [R] position of the token that each row samples.
             seen: see the class.
-            device: where the logits are.
+            device: device of the logits.
 
         Raises:
             ValueError: if `seen` does not have one row for each row with a repetition penalty.
@@ -131,7 +131,8 @@ class SamplingBatch:
             "positions": np.asarray(positions, dtype=np.int64),
             "penalized_rows": penalized_rows,
         }
-        # Number of largest logits that a row's filters need sorted; -1 for all. Each kind of row is filtered apart.
+        # Number of largest logits that a row's filters need sorted; -1 for all. Each kind of row is filtered
+        # separately.
         candidates = np.where(top_k > 0, top_k, np.where(columns["top_p"] < 1, -1, 0))
         is_filtered = (temperature > 0) & ((candidates != 0) | (columns["min_p"] > 0))
         groups = {
@@ -155,7 +156,7 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     """Choose one token for each row.
 
     Args:
-        logits: [R, V] of the rows that sample.
+        logits: [R, V] logits of the rows that sample.
         batch: their parameters.
 
     Returns:
@@ -179,7 +180,7 @@ def gumbel_argmax(
 ) -> Int[Tensor, " R"]:
     """Draw each row's token from softmax(logits / temperature), or take the largest logit at temperature 0.
 
-    The reference of the kernel in `kernels/gumbel_argmax.py`.
+    This is the reference for the kernel in `kernels/gumbel_argmax.py`.
 
     Args:
         logits: [R, V]; tokens with a logit of -inf are never drawn.
@@ -188,7 +189,7 @@ def gumbel_argmax(
         positions: [R] position of the token to sample.
 
     Returns:
-        [R] token ids; of equal maxima the lowest.
+        [R] token ids, the lowest id if there are ties.
     """
     is_greedy = temperature == 0
     scaled = logits / torch.where(is_greedy, 1, temperature)[:, None]
@@ -252,7 +253,7 @@ def filter_logits(
         top_k: [R] 0 keeps all.
         top_p: [R] 1 keeps all (nucleus sampling: Holtzman et al. 2020).
         min_p: [R] 0 keeps all (Nguyen et al. 2024).
-        max_candidates: the largest k that any row needs sorted: 0 for none, -1 for the whole vocabulary.
+        max_candidates: most logits that any row needs sorted: 0 for none, -1 for the whole vocabulary.
 
     Returns:
         [R, V] the logits of kept tokens, -inf elsewhere. The largest logit is always kept.
@@ -277,11 +278,11 @@ def filter_logits(
 
 
 def gumbel_noise(seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab_size: int) -> Float[Tensor, "R V"]:
-    """Standard Gumbel noise for every token, a function of (seed, position, token id).
+    """Compute standard Gumbel noise for every token, a function of (seed, position, token id).
 
     Args:
         seeds: [R] any 64-bit integers.
-        positions: [R] position of the token that is to be sampled.
+        positions: [R] position of the token to sample.
         vocab_size: V.
 
     Returns:
@@ -290,7 +291,7 @@ def gumbel_noise(seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab_s
     low, high = (seeds & 0xFFFFFFFF), (seeds >> 32) & 0xFFFFFFFF
     first = mix32(_int32(low) ^ mix32(_int32(high) ^ mix32(_int32(positions))))
     second = mix32(first + 0x3C6EF372)
-    # Blocks of tokens keep the intermediate arrays in a CPU's cache, which makes large vocabularies three times faster.
+    # Working in blocks of tokens keeps the intermediate arrays in a CPU's cache: three times faster if V is large.
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
     blocks = tokens.split(max(1, 2**16 // max(1, len(seeds))))
     return torch.cat([_gumbel(mix32(mix32(block ^ first[:, None]) + second[:, None])) for block in blocks], dim=-1)
@@ -298,8 +299,8 @@ def gumbel_noise(seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab_s
 
 def _gumbel(bits: Int32[Tensor, "R block"]) -> Float[Tensor, "R block"]:
     """Turn random bits into standard Gumbel noise."""
-    # 31 bits make a uniform number in (0, 1). Small ones are exact, and -log1p(-u) maps them to the small exponentials
-    # that decide the draw, so the noise of likely winners is not rounded.
+    # 31 bits make a uniform number in (0, 1). Small numbers are exact, and -log1p(-u) maps them to the small
+    # exponentials that decide the draw, so the noise of likely winners is not rounded.
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2**-31
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 

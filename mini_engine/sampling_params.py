@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""The sampling parameters of a request."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from mini_engine.errors import RequestError
 
-# For each number its type, whether it is in range, and the range in words. NaN fails every comparison.
+# For each number: its type, a check of its range, and the range in words. NaN fails every comparison.
 NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda x: 0 <= x < math.inf, "0 (greedy) or more"),
     "top_k": (int, lambda x: x >= 0, "0 (keep all) or more"),
@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
+    """The options that determine how a request's tokens are chosen and when it ends. Names and meanings are vLLM's.
 
     Attributes:
         temperature: divides the logits; 0, or close to it, takes the most likely token (greedy).
@@ -31,8 +31,8 @@ class SamplingParams:
         min_p: leave out tokens with less than min_p times the largest probability.
         repetition_penalty: above 1 makes tokens of the prompt and of the output so far less likely.
         max_tokens: end after this many tokens.
-        seed: makes the output reproducible, whatever else is in the batch; None draws one.
-        stop: end as soon as the text contains one of these; it is cut off.
+        seed: makes the output reproducible, whatever else is in the batch; None draws a seed.
+        stop: end as soon as the text contains one of these strings, which is cut off.
         stop_token_ids: end at any of these tokens, in addition to the model's own end-of-sequence tokens.
         ignore_eos: do not end at the model's end-of-sequence tokens.
 
@@ -73,7 +73,7 @@ def _listed(name: str, value: object) -> tuple[Any, ...]:
 def _number(name: str, value: Any) -> float | int:
     """Return a number as its type; raise RequestError if it is of another type or out of range."""
     kind, in_range, wanted = NUMBERS[name]
-    if isinstance(value, int) and abs(value) >= 10**40:  # no float holds the largest, and Python refuses to print them
+    if isinstance(value, int) and abs(value) >= 10**40:  # too large for a float or for Python to print
         raise RequestError(f"{name} is an integer of more than 40 digits; it must be {wanted}")
     if isinstance(value, bool) or not isinstance(value, int | kind) or not in_range(value):
         raise RequestError(f"{name} is {value!r}; it must be {wanted}")

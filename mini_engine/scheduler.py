@@ -1,9 +1,9 @@
-"""Continuous batching: which tokens of which requests the next step computes.
+"""Continuous batching: choose which tokens of which requests the next step computes.
 
-A step has a token budget. Requests that decode take one token each; what is left goes to prompts, in chunks if they are
-longer (Yu et al. 2022, "Orca", section 3; Agrawal et al. 2024, "Sarathi-Serve", section 4). When the pool runs out of
-pages, the newest running request is preempted and recomputed later (Kwon et al. 2023, section 4.5). The
-decisions are in `policy.py`; this module keeps the queues and the page bookkeeping.
+A step has a token budget. Decoding requests take one token each, and what is left goes to prompts, in chunks if they
+are longer (Yu et al. 2022, "Orca", section 3; Agrawal et al. 2024, "Sarathi-Serve", section 4). When the pool runs out
+of pages, the newest running request is preempted and recomputed later (Kwon et al. 2023, section 4.5). The decisions
+are in `policy.py`; this module keeps the queues and the page bookkeeping.
 """
 
 from collections import OrderedDict
@@ -34,11 +34,11 @@ class Schedule:
 
     Attributes:
         rows: [B] row of each request in the page table.
-        num_new: [B] tokens that the step computes of each.
+        num_new: [B] tokens of each request that the step computes.
         num_tokens: their sum.
-        admitted: requests that were waiting before.
+        admitted: requests that were waiting until now.
         preempted: requests that lost their pages for this step, newest first.
-        num_shared: tokens of the admitted requests that need not be computed, because pages that hold them are shared.
+        num_shared: tokens of the admitted requests that need not be computed, because they are in shared pages.
         copies: pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes that the requests share; see `StepBatch`.
     """
@@ -63,8 +63,8 @@ class Scheduler:
         page_table: the pool; its rows bound the number of running requests.
         max_model_len: longest prompt and output together.
         max_num_batched_tokens: most tokens in one step.
-        window: keys that any layer sees at most; pages behind it are returned. None if a layer sees all.
-        prefix_sharing: let requests that begin with the same tokens own the same pages, and keep pages for later ones.
+        window: most keys that any layer sees; pages that have left it are returned. None if a layer sees all keys.
+        prefix_sharing: let requests that begin with the same tokens share pages, and keep pages for later requests.
         parts: the engine's replaceable parts.
 
     Attributes:
@@ -100,7 +100,7 @@ class Scheduler:
         self.num_pinned = 0
         self._window = window
         self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
-        # Rows whose prompts are not fully computed, with the places in the tree that they have reached.
+        # Rows whose prompts are not fully computed, and the place in the tree that each has reached.
         self._inserting: dict[int, Place | None] = {}
         self._next: tuple[Request, Tokens] | None = None  # the request that was last looked up in the tree
 
@@ -108,19 +108,19 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: if it could not run to its end even alone.
+            RequestError: if it could not run to its end even on its own.
         """
         needed, available = self._most_pages(request), self.page_table.num_pages - self.num_pinned
         if needed > available:
             pinned = f", besides {self.num_pinned} that hold chunks" if self.num_pinned else ""
             raise RequestError(
-                f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, and "
-                f"there are {available}{pinned}; shorten it, lower max_tokens, or raise num_pages"
+                f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, but "
+                f"there are only {available}{pinned}; shorten it, lower max_tokens, or raise num_pages"
             )
         self.waiting[request] = None
 
     def num_pinnable(self, requests: Iterable[Request]) -> int:
-        """Pages that can be taken out of the pool now, such that each of some requests can still run to its end."""
+        """Count the pages that can be taken out of the pool while every given request can still run to its end."""
         needed = max(map(self._most_pages, requests), default=0)
         num_cached = self.prefix_tree.num_evictable if self.prefix_tree else 0
         num_free = self.page_table.num_free_pages + num_cached
@@ -134,15 +134,15 @@ class Scheduler:
         """
         if num_pages > (most := self.num_pinnable(requests)):
             raise RequestError(
-                f"{num_pages} pages are needed, and of the {self.page_table.num_pages} of the KV cache the requests "
-                f"can spare {max(most, 0)}; wait until some have ended, or raise num_pages"
+                f"{num_pages} pages are needed, but the requests can spare only {max(most, 0)} of the "
+                f"{self.page_table.num_pages} pages of the KV cache; wait until some have ended, or raise num_pages"
             )
         self._make_room(num_pages)
         self.num_pinned += num_pages
         return self.page_table.claim(num_pages)
 
     def pin_again(self, pages: Pages) -> None:
-        """Take certain pages out of a pool that is still full."""
+        """Take specific pages out of a pool in which all pages are still free."""
         everything = self.page_table.claim(self.page_table.num_pages)
         self.page_table.drop(everything[~np.isin(everything, pages)])
         self.num_pinned = len(pages)
@@ -156,8 +156,8 @@ class Scheduler:
         """Choose the tokens of the next step and take their pages.
 
         Returns:
-            The step, without requests if nothing can be computed. None if pages are short while sampled tokens are
-            still on the device: collect those first, because they may end requests, and a request can only be
+            The step, which has no requests if nothing can be computed. None if too few pages are free while sampled
+            tokens are still on the device. Collect these tokens first: they may end requests, and a request can only be
             preempted once all its tokens are known.
         """
         return self.parts.schedule(self)
@@ -172,10 +172,10 @@ class Scheduler:
         self.running.leave(row)
         self.page_table.release(row)
 
-    # --- what the scheduling loop is made of ---------------------------------------------------------------------
+    # --- the steps of the scheduling loop ------------------------------------------------------------------------
 
     def pending(self) -> tuple[Rows, Rows]:
-        """The running rows that have tokens to compute, oldest first, and how many each has.
+        """Return the running rows that have tokens to compute, oldest first, and the number of these tokens.
 
         A row whose last token is already being sampled has none.
         """
@@ -188,14 +188,14 @@ class Scheduler:
     def reserve(self, rows: Rows, num_new: Rows) -> bool:
         """Take the pages that some running rows need for their new tokens, which the step must compute.
 
-        Pages behind the window are returned first. If too few pages are free, cached pages are evicted.
+        Pages that have left the window are returned first. If too few pages are free, cached pages are evicted.
 
         Args:
             rows: [B] running rows.
             num_new: [B] new tokens of each, at least 1.
 
         Returns:
-            False if there are too few pages; then only pages behind the window have changed.
+            False if there are too few pages; then only the pages that have left the window are returned.
         """
         running, table = self.running, self.page_table
         if self._window is not None:
@@ -223,7 +223,7 @@ class Scheduler:
 
         Args:
             budget: tokens that the step has left.
-            copies: gets the pairs of pages to be copied before the step writes.
+            copies: receives the pairs of pages to copy before the step writes.
 
         Returns:
             The admitted requests, how many tokens the step computes of each, and how many tokens they share.
@@ -233,18 +233,18 @@ class Scheduler:
         num_new: list[int] = []
         num_shared = 0
         earlier = running.order
-        # The watermark: a free page for each running request to grow into, or they would soon preempt each other.
+        # The watermark keeps a free page for each running request; otherwise they would soon preempt each other.
         held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
             num_tokens = len(request.token_ids) - request.context_len
             pages, shared_tokens = self._match(request, earlier)
-            # Pages that a window returns at once are no gain.
+            # Pages that would leave the window at once are not worth sharing.
             shared_pages = pages[: shared_tokens // table.page_size if self._window is None else 0]
             own_pages = self._pages_at_most(num_tokens) - len(shared_pages)
             free_pages = table.num_free_pages - held_back
             if own_pages > free_pages and self.prefix_tree is not None:
-                # Cached pages can be evicted, but not those that the request shares.
+                # Cached pages can be evicted, except those that the request shares.
                 num_cached = np.count_nonzero(table.refcounts[shared_pages] == 1)
                 free_pages += self.prefix_tree.num_evictable - int(num_cached)
             share = self.parts.admit(
@@ -270,7 +270,7 @@ class Scheduler:
     def _enter(
         self, request: Request, pages: np.ndarray, num_shared: int, num_new: int, copies: list[tuple[int, int]]
     ) -> None:
-        """Give an admitted request its row, the pages that it shares, and pages for all its other tokens."""
+        """Give an admitted request a row, the pages that it shares, and pages for all other tokens."""
         table, running = self.page_table, self.running
         row = table.allocate()
         running.enter(row, request)
@@ -281,7 +281,7 @@ class Scheduler:
         reserved = self.reserve(rows, np.array([num_new]))
         held = self._tokens_at_most(int(running.num_known[row] - running.num_evicted[row]))
         missing, num_missing = table.missing(rows, np.array([held]))
-        is_partial = num_shared % table.page_size > 0  # the last shared page, into which the request is about to write
+        is_partial = num_shared % table.page_size > 0  # the request is about to write to the last shared page
         reserved = reserved and self._make_room(num_missing + is_partial)
         assert reserved, "admitted without pages"
         table.take(rows, missing)
@@ -303,7 +303,7 @@ class Scheduler:
         return True
 
     def _insert_prompt(self, row: int, num_new: int) -> None:
-        """Insert the pages that a step fills with tokens of a row's prompt: from now on they can be shared."""
+        """Insert the pages that a step fills with tokens of a row's prompt, so that they can be shared."""
         running, tree = self.running, self.prefix_tree
         place = self._inserting.pop(row)
         num_tokens = int(running.num_computed[row]) + num_new
@@ -313,7 +313,7 @@ class Scheduler:
                 self._inserting[row] = place
 
     def _cache_pages(self, row: int) -> None:
-        """Insert all computed pages of a row that is about to leave, those of its output included."""
+        """Insert all computed pages of a row whose request is about to leave, including those of its output."""
         running = self.running
         self._inserting.pop(row, None)
         if self.prefix_tree is not None and running.num_evicted[row] == 0:
@@ -321,23 +321,23 @@ class Scheduler:
             self.prefix_tree.insert(running.tokens[row, :num_tokens], self.page_table.pages(row))
 
     def _match(self, request: Request, earlier: Rows) -> tuple[np.ndarray, int]:
-        """Pages that a waiting request can share, and how many of its tokens they hold.
+        """Return the pages that a waiting request can share, and how many of its tokens they hold.
 
         Args:
             request: a waiting request.
             earlier: rows that were admitted before this step.
         """
-        if self.prefix_tree is None or request.context:  # keys after a context are those of no other prompt
+        if self.prefix_tree is None or request.context:  # no other prompt has the keys after a context
             return np.zeros(0, dtype=np.int32), 0
         table, running = self.page_table, self.running
         if self._next is None or self._next[0] is not request:
-            # The last token is computed in any case, because its logits are needed.
+            # The last token is always computed, because its logits are needed.
             self._next = request, np.array(request.token_ids[:-1], dtype=np.int32)
         tokens = self._next[1]
         pages = self.prefix_tree.match(tokens)
         count, size = len(pages), table.page_size
         # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
-        # Only what earlier steps computed can be copied before this step writes.
+        # Only tokens that earlier steps computed can be copied before this step writes.
         rest = tokens[count * size : (count + 1) * size]
         rows = earlier[running.tokens[earlier, count * size] == rest[0]] if len(rest) else earlier[:0]
         rows = rows[(running.num_evicted[rows] == 0) & (table.counts[rows] > count)]
@@ -365,11 +365,11 @@ class Scheduler:
         running.has_evicted = True
 
     def _most_pages(self, request: Request) -> int:
-        """Pages that a request fills at its end, its context not counted."""
+        """Return the pages that a request fills at its end, not counting its context."""
         return self._pages_at_most(request.max_len - request.context_len)
 
     def _tokens_at_most(self, num_tokens: int) -> int:
-        """Tokens in pages at one time of a request that grows to `num_tokens`: fewer, if it has a window."""
+        """Return the most tokens that a request of up to `num_tokens` has in pages at once; a window limits them."""
         if self._window is None:
             return num_tokens
         return min(num_tokens, self._window + self.budget + self.page_table.page_size)
@@ -379,7 +379,7 @@ class Scheduler:
 
 
 def schedule_step(scheduler: Scheduler) -> Schedule | None:
-    """Choose the next step: running requests first, then waiting ones if none had to be preempted.
+    """Choose the next step: running requests first, then waiting ones if no request had to be preempted.
 
     Args:
         scheduler: the queues and the page table.
@@ -392,7 +392,7 @@ def schedule_step(scheduler: Scheduler) -> Schedule | None:
     while True:
         rows, num_new = scheduler.pending()
         num_tokens = len(rows)
-        if np.count_nonzero(num_new > 1):  # decodes alone always have room
+        if np.count_nonzero(num_new > 1):  # decodes always fit
             num_new = scheduler.parts.share_budget(num_new, scheduler.budget)
             rows, num_new = rows[num_new > 0], num_new[num_new > 0]
             num_tokens = int(num_new.sum())

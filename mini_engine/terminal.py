@@ -1,4 +1,4 @@
-"""Safe output: no text controls the terminal, and no character fails to print in the terminal's encoding."""
+"""Safe output: no text can control the terminal, and every character can be printed in its encoding."""
 
 import io
 import sys
@@ -30,17 +30,17 @@ def printable(text: str) -> str:
 
 
 def show(console: Console, text: str, style: str = "", end: str = "\n") -> None:
-    """Print text from anywhere as it is, without markup and line breaks of ours, and without controls."""
+    """Print untrusted text without markup, added line breaks or control characters."""
     console.print(Text(printable(text), style), end=end, soft_wrap=True)
 
 
 def make_console(stderr: bool = False) -> Console:
     """Return a console on standard output or standard error that can print any character.
 
-    Call it when the program starts: it sets the stream itself to write "?" for what the encoding cannot represent.
+    Call it when the program starts: it makes the stream write "?" for characters that its encoding cannot represent.
     """
     stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):  # not if it is closed, or a notebook's, which is UTF-8
+    if isinstance(stream, io.TextIOWrapper):  # not if it is closed, or a notebook's stream, which is UTF-8
         stream.reconfigure(errors="replace")
     return Console(stderr=stderr)
 

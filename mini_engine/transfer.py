@@ -1,4 +1,4 @@
-"""Many small arrays to the device in one copy."""
+"""Upload many small arrays to the device in one copy."""
 
 import numpy as np
 import torch
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Move many small arrays to a device in one copy: on a GPU each copy costs about 10 µs, however small.
+    """Move many small arrays to a device in one copy, because each copy to a GPU costs about 10 µs, however small.
 
     Args:
         arrays: name to array; kept alive by the tensors returned when `device` is the CPU.
-        device: where to.
+        device: the destination.
     """
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
@@ -23,7 +23,7 @@ def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " byt
 
     Args:
         arrays: name to array, of any shapes.
-        pin_memory: in memory that the GPU can read while the host goes on.
+        pin_memory: use memory that the GPU can read while the host goes on.
     """
     packed = torch.zeros(sum(_padded(array) for array in arrays.values()), dtype=torch.uint8, pin_memory=pin_memory)
     start = 0
@@ -38,7 +38,7 @@ def unpack(packed: UInt8[Tensor, " bytes"], arrays: dict[str, np.ndarray]) -> di
 
     Args:
         packed: the result of `pack`, moved.
-        arrays: those that were packed, for their shapes and dtypes.
+        arrays: the packed arrays, for their shapes and dtypes.
     """
     views, start = {}, 0
     for name, array in arrays.items():

@@ -477,7 +477,7 @@ def test_chunks_leave_every_request_room_to_end():
     with pytest.raises(ChunkError, match="the new chunk need 1 of them"):
         memory.register(A + A, "too long")
     memory.register(C, "c")
-    with pytest.raises(RequestError, match=r"fill 6 pages .* there are 5, besides 3 that hold chunks"):
+    with pytest.raises(RequestError, match=r"fill 6 pages .* there are only 5, besides 3 that hold chunks"):
         engine.add_request("too long", PROMPT, replace(params, max_tokens=18))
     engine.add_request("over a chunk", PROMPT, params, memory.context(["c"]))
     run(engine)
@@ -725,9 +725,9 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
 def test_models_and_backends_that_cannot_attend_to_chunks():
     with pytest.raises(ConfigError, match=r'the torch backend .* use attn_backend="cascade"'):
         make_memory(attn_backend="torch")
-    with pytest.raises(ConfigError, match="layer 0 sees the last 5 keys only"):
+    with pytest.raises(ConfigError, match="layer 0 sees only the last 5 keys"):
         make_memory("gemma2")
-    with pytest.raises(ConfigError, match="layer 0 sees the last 16 keys only"):
+    with pytest.raises(ConfigError, match="layer 0 sees only the last 16 keys"):
         make_memory(sliding_window=16)
     for wrong in (0, -1, 41):
         with pytest.raises(ConfigError, match="max_chunk_pages"):

@@ -1,4 +1,4 @@
-"""Runs one check in this process, and describes the outcome in words."""
+"""Run one check in this process and describe its outcome in words."""
 
 import linecache
 import random
@@ -17,18 +17,18 @@ Status = Literal["passed", "failed", "raised", "unwritten", "unreadable", "timeo
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a check. All texts are written for the reader."""
+    """The outcome of a check. Its texts are shown to the reader."""
 
     status: Status
     message: str = ""
     """What happened, in a sentence."""
     mistake: str = ""
-    """What most likely causes it, in a sentence; empty where `message` says it all. After an exception, what the check
-    looks for: the exception may have another cause."""
+    """The likely cause, in a sentence; empty if `message` is explanation enough. After an exception, which may have
+    another cause, it says what the check tests."""
     detail: str = ""
-    """The lines of code that led there."""
+    """The lines of code that led to the failure."""
     output: str = ""
-    """What the answer printed."""
+    """The text that the answer printed."""
 
     @property
     def passed(self) -> bool:
@@ -36,21 +36,21 @@ class Outcome:
 
     @property
     def explanation(self) -> str:
-        """The mistake, and how certain it is; empty without one."""
+        """The mistake, introduced by how certain it is; empty if there is none."""
         if not self.mistake:
             return ""
         return f"{'Likely mistake' if self.status == 'failed' else 'This check is about'}: {self.mistake}"
 
     @property
     def verdict(self) -> str:
-        """For the summary: the mistake, or what happened, or both where an exception says only half."""
+        """The text for the summary: the mistake, the message, or both if neither is enough on its own."""
         if self.status == "failed" and self.mistake:
             return self.mistake
         return f"{self.message} {self.explanation}." if self.mistake else self.message
 
 
 def run_check(chapter: Chapter, check: Check, submission: Homework, filename: str) -> Outcome:
-    """Calls the check with the submission, which was read from `filename`. Whatever it raises becomes an outcome."""
+    """Call a check with a submission that was read from `filename`, and turn any exception into an outcome."""
     _reset()
     try:
         check.function(submission)
@@ -67,7 +67,7 @@ def run_check(chapter: Chapter, check: Check, submission: Homework, filename: st
 def run_checks(
     chapter: Chapter, exercise: str, submission: Homework, filename: str = ""
 ) -> tuple[Check, Outcome] | None:
-    """The first check of an exercise that fails, run in this process, or None when all pass."""
+    """Run the checks of an exercise in this process. Return the first that fails, or None if all pass."""
     for check in chapter.checks_of(chapter.exercise(exercise)):
         outcome = run_check(chapter, check, submission, filename)
         if not outcome.passed:
@@ -76,7 +76,7 @@ def run_checks(
 
 
 def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> tuple[Check, Outcome] | None:
-    """Like `run_checks`, for the text of a homework file. A file that cannot be read fails the first check."""
+    """Run the checks on the source text of a homework file. If it cannot be loaded, the first check fails."""
     try:
         submission = load_submission(chapter, exercise, source, filename)
     except SubmissionError as error:
@@ -85,11 +85,11 @@ def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> t
 
 
 _SLIPS = (NameError, ImportError, SyntaxError)
-"""Exceptions that point to the code, not to the idea: the mistake that the check looks for is not their cause."""
+"""Exceptions caused by a slip in the code, not by the mistake that the check looks for."""
 
 
 def _reset() -> None:
-    """The same random numbers and defaults for every check, whatever ran before it."""
+    """Give every check the same random numbers and defaults, whatever ran before it."""
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
@@ -101,7 +101,7 @@ def _reset() -> None:
 
 
 def _stopped_by(error: BaseException) -> str:
-    """What an answer did to end a process: `sys.exit()`, `pytest.skip()` or a KeyboardInterrupt."""
+    """Say how an answer tried to end the process: with `sys.exit()`, `pytest.skip()` or a KeyboardInterrupt."""
     return "called sys.exit()" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
 
 
@@ -129,18 +129,18 @@ def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) ->
     if isinstance(error, _SLIPS):
         mistake = ""
     elif isinstance(error, EOFError):
-        message, mistake = f"Your answer reads from the keyboard in line {line}, and a grader cannot type.", ""
+        message, mistake = f"Your answer reads from the keyboard in line {line}, but the grader gives no input.", ""
     elif (
         last.filename == filename
         and _code(last).startswith("raise")
         and all(frame.name != "assert_raises" for frame in frames)
     ):
-        message += " This input is valid: a right answer does not raise."
+        message += " This input is valid, so a correct answer does not raise."
     return Outcome("raised", message, mistake, detail)
 
 
 def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:
-    """The lines of the grader and of the reader's file on the way to the error; frames of libraries are left out."""
+    """List the lines of the grader and of the reader's file in the traceback, without the frames of libraries."""
     shown = {filename, str(chapter.folder / "test_homework.py")}
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{Path(f.filename).name}:{f.lineno}  {_code(f)}" for f in frames if f.filename in shown]
@@ -148,7 +148,7 @@ def _detail(chapter: Chapter, error: BaseException, filename: str) -> str:
 
 
 def _code(frame: traceback.FrameSummary) -> str:
-    """The statement that a frame is executing, on one line."""
+    """Return the statement that a frame is executing, on one line."""
     first = frame.lineno or 1
     lines = [linecache.getline(frame.filename, number) for number in range(first, (frame.end_lineno or first) + 1)]
     code = " ".join(line.strip() for line in lines)
@@ -156,12 +156,12 @@ def _code(frame: traceback.FrameSummary) -> str:
 
 
 def code_line(filename: str, number: int) -> str:
-    """A line of a file, after the file's name and the line's number."""
+    """Return a line of a file, preceded by the file's name and the line's number."""
     return f"{Path(filename).name}:{number}  {linecache.getline(filename, number).strip()}"
 
 
 def _sentence(text: str) -> str:
-    """Begin with a capital, unless the first word is a name of code, and end with a full stop."""
+    """Capitalize the first word, unless it is a name from the code, and end the text with a period."""
     text = text.strip()
     first = text.partition(" ")[0]
     is_name = any(mark in first for mark in "_([`") or (len(first) == 1 and first != "a")

@@ -156,7 +156,7 @@ def attend_to_chunks(
         The state over all keys.
 
     Example: all keys are 0, so the output is a mean of values. The chunk holds 2 and 4.
-    The first new token sees its own value 9 besides, the second one sees 9 and 1.
+    The first new token also sees its own value 9, and the second one sees 9 and 1.
 
         >>> def keys_and_values(*values):
         ...     v = torch.tensor(values)[:, None, None].expand(-1, 1, 2)

@@ -32,8 +32,8 @@ class KVCache(Protocol):
         layers: for each KV layer its (k, v), each [pages, *layout].
         page_size: tokens that fit in one page.
         layout: order of a page's axes, "NHD" or "HND".
-        dtype: of keys and values, except in layers whose spec sets `kv_dtype`.
-        device: where they are.
+        dtype: dtype of keys and values, except in layers whose spec sets `kv_dtype`.
+        device: the device that holds them.
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -64,14 +64,14 @@ class AttentionBackend(ABC):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         parts: the engine's replaceable parts.
 
     Attributes:
-        bypasses: names of the parts that the backend does not use, or not everywhere.
+        bypasses: names of the parts that the backend does not use, or uses only in some cases.
         planner: finds the levels of each step; None if the backend does not use levels.
         captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
-            another step with as many requests.
+            another step with the same number of requests.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Attend with the step's queries to all keys that each may see, the appended ones included."""
+        """Compute the attention of each query of the step over all keys that it may see, including the new ones."""
 
     def __call__(
         self, layer: int, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
@@ -115,17 +115,17 @@ class BackendInfo:
     """A backend's class, and what the backend accepts.
 
     Attributes:
-        path: "module:class". The module is imported when the backend is chosen: it may need packages that not every
-            machine has.
+        path: "module:class". The module is imported when the backend is chosen, because it may need packages that not
+            every machine has.
         layouts: layouts of the KV cache.
         devices: types of devices.
         dtypes: dtypes of the model.
         kv_dtypes: dtypes other than the model's in which keys and values may be stored.
         architectures: major compute capabilities of the GPUs that it runs on; None: any.
-        features: those of FEATURES that the backend implements.
-        sizes: why it refuses the sizes of a layer's heads and of the cache's pages, if it does.
+        features: the FEATURES that the backend implements.
+        sizes: returns why it refuses the sizes of a layer's heads or of the cache's pages, or None.
         package: a package that must be installed, also the name of the engine's extra that installs it.
-        on_cuda: what takes the backend's name on a GPU, if that is another class.
+        on_cuda: the backend of the same name on a GPU, if it is another class.
     """
 
     path: str
@@ -140,7 +140,7 @@ class BackendInfo:
     on_cuda: "BackendInfo | None" = None
 
     def on(self, device_type: str) -> "BackendInfo":
-        """The backend of this name on a type of device."""
+        """Return the backend of this name on a type of device."""
         return self.on_cuda if self.on_cuda and device_type == "cuda" else self
 
 
@@ -167,13 +167,13 @@ def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
         return f"needs pages of 16, 32, 64 or 128 tokens; page_size is {cache.page_size}", "page_size=16"
     if spec.group > 32:
         return f"takes up to 32 query heads for each KV head, not {spec.group}", None
-    return _flashinfer_sizes(spec, cache)  # of the prompts
+    return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 
 def _flash_decoding_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     if cache.page_size % 16:
         return f"needs pages of 16 tokens or a multiple; page_size is {cache.page_size}", "page_size=16"
-    return _flashinfer_sizes(spec, cache)  # of the prompts
+    return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 
 # What FlashInfer's kernels accept.
@@ -191,14 +191,14 @@ SAME_KV: dict[str, Any] = {
     "features": FEATURES - {"kv_dtype", "kv_scales"},
 }  # keys are stored in the model's dtype
 
-# In order of preference: an error message names the first one that accepts what another refuses.
+# In order of preference: if a backend refuses, the error message names the first one that does not.
 BACKENDS = {
     "torch": BackendInfo("mini_engine.attention.torch:TorchBackend"),
     "torch_padded": BackendInfo("mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": BackendInfo("mini_engine.attention.torch:ChunkedBackend"),
     "flex": BackendInfo("mini_engine.attention.flex:FlexBackend", sizes=_flex_sizes, **SAME_KV),
     "flashinfer": BackendInfo("mini_engine.attention.flashinfer:FlashInferBackend", **ON_FLASHINFER),
-    # XQA runs on Hopper (9) and on the Blackwell of workstations (12), trtllm-gen on that of data centers (10).
+    # XQA runs on Hopper (9) and on Blackwell in workstations (12), trtllm-gen on Blackwell in data centers (10).
     "flashinfer_trtllm": BackendInfo(
         "mini_engine.attention.trtllm:FlashInferTRTLLMBackend",
         **ON_FLASHINFER
@@ -230,11 +230,11 @@ def create_backend(
     Args:
         name: a key of BACKENDS.
         specs: one for each layer of the model.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         parts: the engine's replaceable parts.
 
     Raises:
-        ConfigError: if there is no such backend, or the model, the cache or the machine does not suit it.
+        ConfigError: if there is no such backend, or it does not support the model, the cache or the machine.
     """
     check_backend(name)
     if refusal := _refusal(BACKENDS[name], specs, cache):

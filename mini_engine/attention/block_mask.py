@@ -1,7 +1,7 @@
-"""BlockMasks without evaluating the mask: which blocks of keys a block of queries visits, and where those blocks are.
+"""BlockMasks without evaluating the mask: the blocks of keys that a block of queries visits, and where they are.
 
 `create_block_mask` evaluates `mask_mod` for every pair of a query and a key. For a causal mask or a window, two
-comparisons of positions give the same block indices, so the engine builds its BlockMasks from those (`classify_blocks`,
+comparisons of positions give the same block indices, so the engine builds its BlockMasks from them (`classify_blocks`,
 `list_blocks`). Explained in chapter 05.
 
 FlexAttention can read the KV cache's pool of pages as one sequence of keys. For that, the logical block indices of a
@@ -63,9 +63,8 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
     """Turn the block indices of a BlockMask from logical to physical.
 
     Args:
-        blocks: [B, H, Q, n] block indices in the sequence of each row; padding behind those in use is any index
-            below W.
-        table: [B, W] the page table: physical block of each logical one.
+        blocks: [B, H, Q, n] block indices in the sequence of each row; padding after those in use is any index below W.
+        table: [B, W] the page table: physical index of each logical block.
         width: m, blocks of the pool, the length that FlexAttention requires of each list.
 
     Returns:
@@ -93,10 +92,10 @@ def first_keys(pages: Int[Tensor, "B W"], starts: Int[Tensor, "B W"], num_pages:
 
 
 def physical_mask(mask_mod: MaskMod, first_keys: Int32[Tensor, "B num_pages"], page_size: int) -> MaskMod:
-    """Turn a mask_mod over positions of keys into one over slots of the pool.
+    """Turn a mask_mod that takes positions of keys into one that takes slots of the pool.
 
     Args:
-        mask_mod: which keys a query sees, by their positions in its own sequence.
+        mask_mod: says which keys a query sees, by their positions in its sequence.
         first_keys: [B, num_pages] position of each page's first key in the sequence of row b; -1 where the page does
             not belong to it.
         page_size: slots of a page.

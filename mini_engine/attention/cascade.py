@@ -5,11 +5,11 @@ the attention of all sharers over their common pages in one call, the attention 
 in another, and merges the two states. With a tree of prefixes there are several such levels (Ye et al. 2024, "Cascade
 Inference"; Ye et al. 2025, section 3.1.2; Juravsky et al. 2024, "Hydragen").
 
-A `LevelPlanner` finds the levels of a step in the page table. It keeps the levels that pay according to `CascadeCosts`,
-so a step without long common prefixes is flat: it has no levels. Explained in chapter 09.
+A `LevelPlanner` finds the levels of a step in the page table. It keeps the levels that save time according to
+`CascadeCosts`, so a step without long common prefixes is flat: it has no levels. Explained in chapter 09.
 
-The chunks before a request's prompt (chunk memory) are levels, too. Their keys were computed at other positions, so the
-queries are rotated before they meet these keys. Explained in chapter 10.
+The chunks before a request's prompt (chunk memory) are levels, too. Their keys were computed at other positions, so
+queries are rotated before they attend to them. Explained in chapter 10.
 """
 
 import functools
@@ -36,7 +36,7 @@ from mini_engine.transfer import to_device
 
 # Longer than any prefix.
 NO_END = np.iinfo(np.int64).max
-# Stands for a chunk where a request has fewer of them than another.
+# Pads the chunk lists of requests that have fewer chunks than others.
 NO_CHUNK = PlacedChunk(PinnedPages(np.zeros(0, dtype=np.int32)), (), 0)
 
 
@@ -52,10 +52,10 @@ class CascadeCosts:
     bfloat16, 16 query and 8 KV heads of 128, kernels replayed from a CUDA graph. Experiment 07 fits them (`fit.py`).
 
     Attributes:
-        reread_bandwidth: bytes per second of pages that the same kernel has read before.
+        reread_bandwidth: bytes per second when a kernel reads pages again.
         flops: FLOP per second of attention over shared pages.
         bandwidth: bytes per second of HBM, for the states that are merged.
-        level_seconds: what a level's attention and its merge take beyond their bytes and FLOPs.
+        level_seconds: time of a level's attention and its merge in addition to their bytes and FLOPs.
     """
 
     reread_bandwidth: float = 10e12
@@ -113,11 +113,11 @@ class LevelCosts:
 
 
 class Candidate(NamedTuple):
-    """A level while it is being decided.
+    """A level that may be used.
 
     Attributes:
         joined: whether each request belongs to the group of the request before it.
-        depth: pages of each request that this level and the levels outside it hold.
+        depth: number of pages of each request in this level and the levels outside it.
     """
 
     joined: Bool[np.ndarray, " B"]
@@ -156,8 +156,9 @@ def candidate_levels(
 ) -> list[Candidate]:
     """Cut a prefix tree into levels, from the root down, such that each saves at least `cost`.
 
-    A request joins the one before it if they share at least `need` more pages than the levels before hold. The fewer
-    join, the more pages each needs for the level to pay. A group shares what all its requests have in common.
+    A request joins the one before it if the two share at least `need` pages beyond the previous levels. The fewer
+    requests join, the more pages each must share for the level to pay off. A group shares the pages that all its
+    requests have in common.
 
     Args:
         prefixes: pages that each request shares with the one before it, in an order that makes sharers neighbors.
@@ -184,7 +185,7 @@ def candidate_levels(
 
 
 def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
-    """Drop the levels that do not pay because of the levels inside them.
+    """Drop levels that do not pay off, given the levels inside them.
 
     Without a level, its pages move into the groups of the next one, which read them once each. So a level saves only
     the reads of its groups beyond the first.
@@ -204,7 +205,7 @@ def drop_redundant(levels: list[Candidate], saving: Float[np.ndarray, " B"], cos
 
 
 def find_levels(prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float) -> list[Candidate]:
-    """Find the levels of a prefix tree that pay, outermost first; the arguments are those of `candidate_levels`.
+    """Find the levels of a prefix tree that pay off, outermost first. See `candidate_levels` for the arguments.
 
     Groups nest: a request that joins the one before it in a level has joined it in all levels outside.
     """
@@ -224,7 +225,7 @@ def plan_levels(
     costs: LevelCosts,
     find: FindLevels = find_levels,
 ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
-    """Order the requests of a step and find the levels that pay.
+    """Order the requests of a step and find the levels that pay off.
 
     Args:
         pages: the first pages of each request; entries beyond its limit may be anything.
@@ -232,11 +233,11 @@ def plan_levels(
         num_new: [B] new tokens of each.
         page_size: keys per page.
         costs: what a level costs and saves.
-        find: `find_levels`, or a reader's.
+        find: `find_levels`, or a reader's version of it.
 
     Returns:
         The index of each request in the new order, decodes first, and the levels, outermost first, on the host. The
-        order is unchanged if no level pays.
+        order is unchanged if no level pays off.
     """
     order = prefix_order(pages)
     order = order[np.argsort(num_new[order] > 1, kind="stable")]
@@ -254,12 +255,12 @@ def build_levels(
     first_token: Int64[np.ndarray, " B+1"],
     page_size: int,
 ) -> tuple[PrefixLevel, ...]:
-    """Write levels in CSR form, on the host.
+    """Convert levels to CSR form, on the host.
 
     Args:
         levels: candidates, outermost first.
         pages: the first pages of each request.
-        first_token: first token of each request, and their number.
+        first_token: first token of each request, then the number of tokens.
         page_size: keys per page.
     """
     built = []
@@ -268,7 +269,7 @@ def build_levels(
         alone = ~joined
         alone[:-1] &= ~joined[1:]
         depth = np.where(alone, before, reached)
-        # Neighbors that share nothing in this level are one group without pages.
+        # Neighbors that share nothing in this level form one group without pages.
         begins = ~joined
         begins[1:] &= ~(alone[1:] & alone[:-1])
         rows = np.flatnonzero(begins)
@@ -295,7 +296,7 @@ class ChunkLevel(NamedTuple):
         kv_page_indptr: [G+1] first entry of each group in `kv_page_indices`, and their number.
         kv_page_indices: [P] pages of the groups' chunks.
         kv_last_page_len: [G] keys in the last page of each group, 0 in a group without a chunk.
-        query_offsets: [T] what is added to the position of each token's query.
+        query_offsets: [T] offset that is added to the position of each token's query.
     """
 
     qo_indptr: Int64[np.ndarray, " G+1"]
@@ -308,11 +309,11 @@ class ChunkLevel(NamedTuple):
 def chunk_levels(
     contexts: Sequence[Context], num_new: Int64[np.ndarray, " B"], page_size: int
 ) -> tuple[Int64[np.ndarray, " B"], list[ChunkLevel]]:
-    """Order the requests of a step, and write the chunks before their prompts as levels.
+    """Order the requests of a step, and turn the chunks before their prompts into levels.
 
-    Attention to a request's chunks can be merged in any order. So each request lists its chunks in the order of their
-    pages, and level i holds the i-th chunk of every list: requests with the same chunks share them, even if they have
-    them at different positions.
+    The states of a request's chunks can be merged in any order. So each request's chunks are sorted by their pages, and
+    level i holds the i-th chunk of each request. Requests with the same chunks then share them, even if the chunks are
+    at different positions.
 
     Args:
         contexts: the chunks before the prompt of each request.
@@ -357,14 +358,14 @@ def context_levels(
     device: torch.device,
     find: ChunkLevels = chunk_levels,
 ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
-    """Order the requests of a step, and move the levels of the chunks before their prompts to where they are needed.
+    """Order the requests of a step, and upload the levels of the chunks before their prompts.
 
     Args:
         contexts: the chunks before the prompt of each request.
         num_new: [B] new tokens of each.
         page_size: keys per page.
         device: where the backend needs the pages and the query offsets.
-        find: `chunk_levels`, or a reader's.
+        find: `chunk_levels`, or a reader's version of it.
 
     Returns:
         The index of each request in the new order, decodes first, and the levels.
@@ -395,7 +396,7 @@ def _first_page(chunk: PlacedChunk) -> int:
 class LevelPlanner:
     """Orders the requests of a step, and finds the levels of their common prefixes.
 
-    In a step with requests over chunks, the levels are those of the chunks, and common prefixes stay flat.
+    In a step with chunks, only the chunks are levels; common prefixes are not.
 
     Only pages whose keys come before the first query of every sharer are shared, so a level needs no causal mask. The
     levels are kept for as long as the same requests decode.
@@ -404,8 +405,8 @@ class LevelPlanner:
         costs: what a level costs and saves.
         page_size: keys per page.
         device: where the backend needs the levels' pages.
-        find: `find_levels`, or a reader's.
-        find_chunks: `chunk_levels`, or a reader's.
+        find: `find_levels`, or a reader's version of it.
+        find_chunks: `chunk_levels`, or a reader's version of it.
     """
 
     def __init__(
@@ -439,11 +440,11 @@ class LevelPlanner:
             num_new: new tokens of each.
             num_computed: tokens of each whose keys are in the cache.
             admissions: number of the admission that filled each row.
-            contexts: the chunks before the prompt of each row's request; nothing if no running request has any.
+            contexts: the chunks before the prompt of each row's request; empty if no request has any.
 
         Returns:
             For each request of the step its index in `rows`, decodes first, and the levels, outermost first. The order
-            is unchanged if no level pays.
+            is unchanged if no level pays off.
         """
         decodes_only = np.count_nonzero(num_new > 1) == 0
         if not (decodes_only and self._still_holds(page_table, admissions)):
@@ -459,7 +460,7 @@ class LevelPlanner:
         return self._order, self._levels
 
     def _still_holds(self, page_table: PageTable, admissions: Int64[np.ndarray, " B"]) -> bool:
-        """Whether the same requests decode as in the last step, and the levels' pages still hold the same keys."""
+        """Return whether the same requests decode as in the last step and the levels' pages hold the same keys."""
         return np.array_equal(admissions, self._admissions) and np.array_equal(
             page_table.generation[self._pages], self._generations
         )
@@ -483,7 +484,7 @@ class LevelPlanner:
 
 
 def shared_pages(level: PrefixLevel, first_token: Int32[np.ndarray, " B"]) -> Int64[np.ndarray, " B"]:
-    """Count the pages that a level holds of each request.
+    """Count the pages of each request that a level holds.
 
     Args:
         level: a level of a step.
@@ -494,14 +495,14 @@ def shared_pages(level: PrefixLevel, first_token: Int32[np.ndarray, " B"]) -> In
 
 
 def usable_levels(batch: StepBatch) -> tuple[PrefixLevel, ...]:
-    """Return the levels of a step; none if they are prefixes, and requests have lost pages."""
+    """Return the levels of a step, or none if they are prefixes and requests have lost pages."""
     of_chunks = all(level.query_offsets is not None for level in batch.levels)
     return batch.levels if of_chunks or batch.page_positions is None else ()
 
 
 def own_pages(batch: StepBatch) -> StepBatch:
-    """Return the last level of a step: the same tokens, each request with those of its pages that no level holds."""
-    if all(level.query_offsets is not None for level in batch.levels):  # chunks are in pages of their own
+    """Return the last level: the same step, with only the pages of each request that no earlier level covers."""
+    if all(level.query_offsets is not None for level in batch.levels):  # chunks have their own pages
         return batch
     shared = np.zeros(batch.num_sequences, dtype=np.int64)
     for level in batch.levels:
@@ -527,11 +528,11 @@ def level_planner(
 ) -> LevelPlanner | None:
     """Build a planner for the layers that can use levels; None if there are none.
 
-    A layer with a window reads a few of its last pages, which are seldom shared, and may not read the first ones.
+    A layer with a window reads only a few of the last pages, which are seldom shared, and must not read the first ones.
 
     Args:
         specs: one for each layer.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         costs: coefficients.
         parts: the engine's replaceable parts.
     """
@@ -543,15 +544,15 @@ def level_planner(
 
 
 class QueryRotation:
-    """Rotates the queries of a step to meet the keys of a level, which were computed at other positions.
+    """Rotates the queries of a step for the keys of a level, which were computed at other positions.
 
     With RoPE, a score depends only on the distance between query and key. So rotating a query by the offset of a level
-    has the effect of rotating all the keys of the level back by it. Layers without RoPE are left alone.
+    has the same effect as rotating all keys of the level back by that offset. Layers without RoPE need no rotation.
 
     Args:
         specs: one for each layer.
-        dtype: of the angles.
-        device: where the queries are.
+        dtype: dtype of the angles.
+        device: device of the queries.
     """
 
     def __init__(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device) -> None:
@@ -561,7 +562,7 @@ class QueryRotation:
         self._levels: Sequence[PrefixLevel] = ()
 
     def plan(self, levels: Sequence[PrefixLevel]) -> None:
-        """Compute the rotations of a step's levels, once for all layers, unless they are those of the step before."""
+        """Compute the rotations of a step's levels, once for all layers, unless the levels are unchanged."""
         if levels is self._levels:
             return
         self._levels = levels
@@ -581,13 +582,13 @@ class QueryRotation:
 class CascadeBackend(TorchBackend):
     """Cascade attention in PyTorch: the reference, on any device, in any dtype, with every feature of AttentionSpec.
 
-    Layers with a window, and steps of requests that have lost pages, are flat; neither meets chunks.
+    Layers with a window and steps with requests that have lost pages are flat; neither can be combined with chunks.
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept.
+        cache: the KV cache.
         parts: the engine's replaceable parts.
-        costs: decide which levels pay.
+        costs: determine which levels pay off.
     """
 
     bypasses: ClassVar[frozenset[str]] = (TorchBackend.bypasses | {"masked_attention"}) - {
@@ -630,7 +631,7 @@ class CascadeBackend(TorchBackend):
     def _attend_to_level(
         self, spec: AttentionSpec, level: list[SequencePlan], q: Float[Tensor, "T Hq D"]
     ) -> AttentionState:
-        """Attend with each group's queries to the group's pages; a query without any has the empty state."""
+        """Compute the attention of each group's queries over its pages; queries without pages get the empty state."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=dtype)
         lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
@@ -646,8 +647,8 @@ def _plan_groups(batch: StepBatch, level: PrefixLevel, before: Int64[np.ndarray,
     Args:
         batch: the step.
         level: one of its levels.
-        before: pages of each request in the levels outside this one. The positions of the keys follow from it. Only
-            ALiBi depends on them, and chunks do not support it.
+        before: pages of each request in the levels outside this one. They give the positions of the keys. Only ALiBi
+            depends on these positions, and chunks do not support ALiBi.
     """
     first_token, first_page = level.qo_indptr.tolist(), level.kv_page_indptr.tolist()
     first_request = np.searchsorted(batch.qo_indptr.numpy(), level.qo_indptr.numpy()[:-1])

@@ -1,7 +1,7 @@
-"""The `flash_decoding` backend: decodes by our own kernel for Hopper, prompts by FlashInfer.
+"""The `flash_decoding` backend: decodes on our own kernel for Hopper, prompts on FlashInfer.
 
-The kernel computes plain layers: heads of 64 or 128, up to 8 query heads for each KV head, keys in the model's dtype,
-and neither window nor soft-cap nor ALiBi. Decodes in other layers are FlashInfer's too. Explained in chapter 12.
+The kernel supports plain layers: heads of size 64 or 128, up to 8 query heads for each KV head, keys in the model's
+dtype, and no window, soft-cap or ALiBi. FlashInfer also computes decodes in other layers. Explained in chapter 12.
 """
 
 import logging
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PlannedDecode:
-    """The decodes of one kind of layer, with the `run` of FlashInfer's wrappers.
+    """The decodes of one kind of layer, with the same `run` as FlashInfer's wrappers.
 
     Attributes:
-        kernel: computes layers with these heads.
-        kind: the layers.
-        work: of the step.
+        kernel: the kernel for these heads.
+        kind: the kind of layer.
+        work: the step's decodes.
     """
 
     kernel: FlashDecoding
@@ -40,17 +40,17 @@ class PlannedDecode:
     def run(
         self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
     ) -> Float[Tensor, "B Hq D"]:
-        """Attend with one query per request; the arguments are those of the wrappers."""
+        """Compute the attention of one query per request; the arguments are the same as for the wrappers."""
         self.kernel(q, pages, self.work, out, self.kind.scale * k_scale, v_scale)
         return out
 
 
 class FlashDecodingBackend(FlashInferBackend):
-    """Our own decode kernel over the paged cache, on Hopper, for both layouts; all else as in FlashInferBackend.
+    """Our own decode kernel over the paged cache, on Hopper, for both layouts; everything else as in FlashInferBackend.
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
     """
 
@@ -66,13 +66,13 @@ class FlashDecodingBackend(FlashInferBackend):
         """Share the keys of the decodes among the kernel's thread blocks, and plan the prompts.
 
         Raises:
-            ConfigError: if a layer with a window or ALiBi meets a request whose pages have gaps.
+            ConfigError: if the pages of a request have gaps and a layer has a window or ALiBi.
         """
         self._work: dict[int, DecodeWork] = {}  # by the number of ranges
         super().plan(batch)
 
     def _computes(self, kind: LayerKind) -> bool:
-        """Whether the kernel computes a kind of layer."""
+        """Return whether the kernel supports a kind of layer."""
         return (
             kind.head_dim in (64, 128)
             and kind.num_qo_heads // kind.num_kv_heads <= 8
@@ -86,7 +86,7 @@ class FlashDecodingBackend(FlashInferBackend):
         if not self._computes(kind):
             return super()._plan_decodes(batch, count, kind, algorithm)
         kernel = self._kernels[kind[:3]]
-        if kernel.num_ranges not in self._work:  # kinds of layers with as many share it
+        if kernel.num_ranges not in self._work:  # shared by kinds of layers with the same number of ranges
             self._work[kernel.num_ranges] = self._upload(batch, count, kernel.num_ranges)
         work = self._work[kernel.num_ranges]
         name = "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"
@@ -95,7 +95,7 @@ class FlashDecodingBackend(FlashInferBackend):
         return decode
 
     def _upload(self, batch: StepBatch, count: int, num_ranges: int) -> DecodeWork:
-        """Share out the first sequences of the step; a CUDA graph finds the result at the same addresses every time."""
+        """Divide the first sequences of the step into ranges; in a CUDA graph, always at the same addresses."""
         indptr = batch.kv_page_indptr[: count + 1].numpy()
         arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges)
         arrays["pages"] = batch.host_page_indices[: indptr[-1]].numpy()

@@ -23,7 +23,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import round_kv
 
 logger = logging.getLogger(__name__)
-# Partial results of sequences whose keys are split over several thread blocks; all plans share it.
+# For partial results of sequences whose keys are split among several thread blocks; all plans share it.
 WORKSPACE_BYTES = 256 * 2**20
 # On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of at least this many tokens, and slower for
 # decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
@@ -31,7 +31,7 @@ FA3_MIN_TOKENS = 512
 
 
 class LayerKind(NamedTuple):
-    """The fields of AttentionSpec that a plan depends on: layers of one kind share it."""
+    """The fields of AttentionSpec that a plan depends on: layers of one kind share a plan."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -46,7 +46,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> "LayerKind":
-        """The kind of a layer.
+        """Return the kind of a layer.
 
         Raises:
             ConfigError: if the kernels do not compute this layer's ALiBi.
@@ -55,8 +55,8 @@ class LayerKind(NamedTuple):
             own = alibi_slopes(spec.num_qo_heads).tolist()
             if spec.softcap is not None or any(abs(a - b) > 1e-6 for a, b in zip(spec.alibi_slopes, own, strict=True)):
                 raise ConfigError(
-                    "the flashinfer backend computes ALiBi with the slopes of Press et al. and without a soft-cap, and "
-                    f"layer {spec.layer} has others or a soft-cap; use attn_backend='split_kv'"
+                    "the flashinfer backend supports ALiBi only with the slopes of Press et al. and without a soft-cap,"
+                    f" but layer {spec.layer} has other slopes or a soft-cap; use attn_backend='split_kv'"
                 )
         return cls(
             spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap,
@@ -75,11 +75,11 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
 
     Attributes:
-        slot_mapping: [T] where the keys and values of the step go, for kernels that store them themselves.
+        slot_mapping: [T] slots of the step's keys and values, for kernels that store them themselves.
 
     Raises:
         ConfigError: for ALiBi slopes other than those of Press et al.
@@ -103,7 +103,7 @@ class FlashInferBackend(AttentionBackend):
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
         self._wrappers: dict[tuple[LayerKind, str], Any] = {}
         self._copied = torch.cuda.Event()
-        # The pool as the pages of a single sequence, in order: there a token's position is its slot.
+        # The pool as the pages of a single sequence, in which a token's position is its slot.
         num_pages = cache.layers[0][0].shape[0]
         self._pool = (
             torch.arange(num_pages, dtype=torch.int32, device=cache.device),
@@ -115,11 +115,11 @@ class FlashInferBackend(AttentionBackend):
         """Plan the step's decodes and its prompts for each kind of layer, without waiting for the GPU.
 
         Raises:
-            ConfigError: if a layer with a window or ALiBi meets a request whose pages have gaps.
+            ConfigError: if the pages of a request have gaps and a layer has a window or ALiBi.
         """
         if batch.has_gaps and any(kind.window is not None or kind.alibi for kind in self._kinds):
             raise ConfigError(
-                "the flashinfer backend counts keys, not positions, and a request has lost pages between others; use "
+                "the flashinfer backend counts keys, not positions, but a request has lost pages in between; use "
                 "attn_backend='split_kv'"
             )
         self.slot_mapping = batch.slot_mapping
@@ -138,11 +138,11 @@ class FlashInferBackend(AttentionBackend):
         self._copied.record()
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        """Store keys and values in one launch, whatever the layout, from where the projection has left them."""
+        """Store keys and values in one launch, in either layout, straight from the output of the projection."""
         pages, kind = self.cache.layers[self.specs[layer].kv_layer], self._kinds[layer]
         if kind.kv_dtype:
             k, v = round_kv(k, kind.k_scale, kind.kv_dtype), round_kv(v, kind.v_scale, kind.kv_dtype)
-        if layer == 0:  # here and not in `plan`, for a CUDA graph to record it
+        if layer == 0:  # here and not in `plan`, so that a CUDA graph records it
             self._slots = self.slot_mapping.int()
             self._sequence_of_token = torch.zeros_like(self._slots)
         self._flashinfer.append_paged_kv_cache(
@@ -176,7 +176,7 @@ class FlashInferBackend(AttentionBackend):
     def _plan_prompts(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
         """Plan the sequences of the step from `first` on; those before it have one token each."""
         mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
-        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrow keys with queries of the same dtype only.
+        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
         use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
         algorithm, prefill = "fa3" if use_fa3 else "fa2", self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
         make = partial(prefill, self._workspace, self.cache.layout, backend=algorithm)
@@ -194,12 +194,12 @@ class FlashInferBackend(AttentionBackend):
         return wrapper
 
     def _decode_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int | None) -> Any:
-        """FlashInfer's wrapper of decodes; that of a CUDA graph plans into memory that the captured kernels read.
+        """Return FlashInfer's decode wrapper; in a CUDA graph it plans into memory that the captured kernels read.
 
         On an H200, tensor cores are as fast as CUDA cores for equal lengths, and faster for unequal ones.
 
         Args:
-            kind: the layers.
+            kind: the kind of layer.
             algorithm: "decode" on tensor cores, or "decode on CUDA cores".
             count: requests.
             page_capacity: the most pages that they can have in a graph; None without a graph.
@@ -215,13 +215,13 @@ class FlashInferBackend(AttentionBackend):
     def _wrapper(
         self, kind: LayerKind, algorithm: str, make: Callable[..., Any], buffers: Mapping[str, int] | None = None
     ) -> Any:
-        """What plans and runs a kind of layer; made when needed, as a wrapper of FlashInfer takes 8 MiB on the GPU.
+        """Return the wrapper of a kind of layer. It is created when needed, because each takes 8 MiB on the GPU.
 
         Args:
-            kind: the layers.
-            algorithm: the name of what computes them, unique among those of a kind.
-            make: makes it.
-            buffers: arguments of `make` for a CUDA graph, and the sizes of the arrays that they are.
+            kind: the kind of layer.
+            algorithm: name of the wrapper, unique within its kind.
+            make: creates the wrapper.
+            buffers: for a CUDA graph, names and sizes of the arrays that `make` takes.
         """
         key = kind, algorithm
         if key not in self._wrappers:
@@ -232,7 +232,7 @@ class FlashInferBackend(AttentionBackend):
         return self._wrappers[key]
 
     def _options(self, kind: LayerKind) -> dict[str, Any]:
-        """What both kinds of plans take by name. FlashInfer's window does not count the query's own key."""
+        """Return the keyword arguments of all plans. FlashInfer's window does not count the query's own key."""
         return {
             "window_left": -1 if kind.window is None else kind.window - 1,
             "logits_soft_cap": kind.softcap,

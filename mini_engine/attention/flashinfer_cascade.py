@@ -1,8 +1,8 @@
-"""The `cascade` backend on a GPU: levels of shared pages before the `flashinfer` backend.
+"""The `cascade` backend on a GPU: the `flashinfer` backend with levels of shared pages.
 
 Without levels it is the `flashinfer` backend. With levels, that backend gets the pages that no level holds, and each
-level is one more launch over all queries, without a mask, whose state is merged into the output. Queries are rotated to
-meet the keys of chunks. Explained in chapters 09 and 10.
+level adds one launch over all queries, without a mask, whose state is merged into the output. For levels of chunks the
+queries are rotated first. Explained in chapters 09 and 10.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per KV head
 
 
 class FlashInferCascadeBackend(FlashInferBackend):
-    """Cascade attention by FlashInfer's kernels.
+    """Cascade attention on FlashInfer's kernels.
 
-    Layers with a window or ALiBi, whose kernels count keys from a request's first page, are flat.
+    Layers with a window or ALiBi are flat, because their kernels count keys from a request's first page.
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
-        costs: decide which levels pay.
+        costs: determine which levels pay off.
     """
 
     bypasses: ClassVar[frozenset[str]] = FlashInferBackend.bypasses - {"chunk_levels", "find_levels"}
@@ -91,8 +91,8 @@ class FlashInferCascadeBackend(FlashInferBackend):
     def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
         if not (self._levels and _may_share(kind)):
             return super()._plan_decodes(batch, count, kind)
-        # Few keys are left for each request. On an H200, CUDA cores read them faster than tensor cores, which fill
-        # their tiles of queries with padding.
+        # Few keys are left for each request. On an H200, CUDA cores read them faster than tensor cores, whose tiles of
+        # queries are mostly padding.
         if kind.num_qo_heads // kind.num_kv_heads in CUDA_CORE_GROUPS:
             algorithm = "decode on CUDA cores"
         return super()._plan_decodes(self._own, count, kind, algorithm)
@@ -101,7 +101,7 @@ class FlashInferCascadeBackend(FlashInferBackend):
         return super()._plan_prompts(self._own if _may_share(kind) else batch, first, kind)
 
     def _plan_levels(self, batch: StepBatch) -> None:
-        """Plan every level for each kind of layer that shares pages, unless that has been done."""
+        """Plan every level for each kind of layer that shares pages, unless it is planned already."""
         size = None if batch.page_capacity is None else batch.num_sequences
         key = size, tuple(level.padded_groups if size else 0 for level in self._levels)
         kinds = {kind for kind in self._kinds if _may_share(kind)}
@@ -128,10 +128,10 @@ class FlashInferCascadeBackend(FlashInferBackend):
                 )
 
     def _level_wrapper(self, kind: LayerKind, index: int, level: PrefixLevel, batch: StepBatch) -> Any:
-        """The wrapper of one of a step's levels; in a CUDA graph it plans into memory that the captured kernels read.
+        """Return the wrapper of a level; in a CUDA graph it plans into memory that the captured kernels read.
 
-        A level has few groups. FlashInfer's FlashAttention-2 splits the keys of each over many thread blocks; its
-        FlashAttention-3 does not.
+        A level has few groups. FlashInfer's FlashAttention-2 splits the keys of each group among many thread blocks;
+        its FlashAttention-3 does not.
         """
         prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
         make = partial(prefill, self._workspace, self.cache.layout, backend="fa2")

@@ -1,7 +1,7 @@
 """The `flex` backend: FlexAttention directly on the paged KV cache.
 
-FlexAttention (Dong et al. 2024) compiles one kernel from a mask and a change of scores, and visits only the blocks of
-keys that a `BlockMask` lists. Here these are physical blocks: the kernel reads a layer's whole cache as one sequence of
+FlexAttention (Dong et al. 2024) compiles one kernel from a mask and a score_mod, and visits only the blocks of keys
+that a `BlockMask` lists. Here these are physical blocks: the kernel reads a layer's whole cache as one sequence of
 keys, and the block indices of a query name the blocks that hold its own sequence. Nothing is gathered.
 
 The queries of a step are cut into tiles, each of one sequence, so that a tile visits only the pages of that sequence.
@@ -74,7 +74,7 @@ class QueryTiles:
         return self.positions.shape[1]
 
 
-# Tiles, and the mask and change of scores of the kernel for each kind of layer.
+# Tiles, and the kernel's mask and score_mod for each kind of layer.
 TilePlan = tuple[QueryTiles, dict[AttentionSpec, tuple[BlockMask, masks.ScoreMod | None]]]
 
 
@@ -86,9 +86,9 @@ class FlexBackend(AttentionBackend):
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, in layout NHD.
+        cache: the KV cache, in layout NHD.
         parts: the engine's replaceable parts.
-        compiled: False computes everything in plain PyTorch, slowly: for tests. The compiled kernels do not support
+        compiled: False computes everything in plain PyTorch, slowly, for tests. The compiled kernels do not support
             float64, so float64 is always computed that way.
 
     Raises:
@@ -109,7 +109,7 @@ class FlexBackend(AttentionBackend):
         self._kv_block = kv_block_size(cache.page_size, on_gpu)
         self._tile_len = 128 if on_gpu else 32  # on a CPU short tiles waste less of the diagonal (measured)
         self._layers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in cache.layers]
-        # The same memory as FlexAttention reads it, [1, heads, slots, head_dim]. Made once: a view costs host time.
+        # The same memory in FlexAttention's shape, [1, heads, slots, head_dim]. Made once: a view costs host time.
         self._attended = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in self._layers]
         self._kinds = [spec.kind for spec in specs]
         self._score_mods = {kind: _score_mod(kind, keys) for kind in set(self._kinds)}
@@ -125,16 +125,15 @@ class FlexBackend(AttentionBackend):
         self._num_blocks = self._num_pages * (self.cache.page_size // self._kv_block)
         self._decodes: TilePlan | None = None
         self._decodes_key: tuple[bytes, bytes] | None = None
-        # On a CPU torch would split a decode's keys by their place in the cache and search every part for them.
+        # On a CPU, torch would split a decode's keys by their location in the cache and search every part for them.
         self._kernel_options = None if on_gpu else {"PARTITION_SIZE": self._num_pages * self.cache.page_size}
 
     def plan(self, batch: StepBatch) -> None:
         """Cut the step's queries into tiles, and build or reuse their masks.
 
-        Safe while the previous step still runs on the GPU. What that step reads on the device, the decode tiles'
-        positions included, is overwritten only by work queued behind it on the same stream. On the host, each upload
-        goes through a pinned buffer of its own (`to_device`), which torch does not hand out again until the copy is
-        done.
+        This is safe while the previous step still runs on the GPU. Arrays that the previous step reads on the device,
+        including the decode tiles' positions, are overwritten only by work queued after it on the same stream. On the
+        host, each upload has its own pinned buffer (`to_device`), which torch does not reuse until the copy is done.
         """
         self._slot_mapping = batch.slot_mapping
         self._unwritten = unwritten_slots(batch, self._kv_block)
@@ -144,7 +143,7 @@ class FlexBackend(AttentionBackend):
             self._tile_plans.append(self._plan(batch, range(first_prompt, end), self._tile_len))
 
     def _plan_decodes(self, batch: StepBatch) -> TilePlan:
-        """The tiles and masks of the last step while they list the right blocks, with the new positions."""
+        """Return the decodes' tiles and masks, those of the last step if their blocks are still right."""
         key = None
         if batch.page_positions is None:
             key = block_indices_key(batch, self._kv_block, [kind.window for kind in self._score_mods])
@@ -194,7 +193,7 @@ class FlexBackend(AttentionBackend):
         return parts[0] if len(parts) == 1 else torch.cat(parts)  # decodes come first, as in the step
 
     def block_mask(self, tiles: QueryTiles, kind: AttentionSpec) -> BlockMask:
-        """The physical BlockMask of one kind of layer: row b lists the blocks of the cache that tile b visits."""
+        """Return the physical BlockMask of a kind of layer: row b lists the blocks of the cache that tile b visits."""
         blocks_per_page = self.cache.page_size // self._kv_block
         offsets = torch.arange(blocks_per_page, device=self.cache.device)
         # The page table of each tile's sequence, in blocks: a block is a page or an equal part of one.
@@ -206,7 +205,7 @@ class FlexBackend(AttentionBackend):
         owned = (tiles.page_positions >= 0).repeat_interleave(blocks_per_page, dim=1)
         visited, full = visited & owned, full & owned
         # The GPU's decode kernel divides a row's keys among thread blocks by its number of partial blocks: all full
-        # ones would go to the last thread block. The CPU's kernel does not compile without full block indices.
+        # blocks would go to the last thread block. The CPU's kernel does not compile without full block indices.
         only_partial = self.cache.device.type == "cuda" and tiles.length == 1
         partial_count, partial = self._physical_indices(visited if only_partial else visited & ~full, table)
         full_count, full_blocks = (None, None) if only_partial else self._physical_indices(full, table)
@@ -226,16 +225,16 @@ class FlexBackend(AttentionBackend):
     def _physical_indices(
         self, chosen: Bool[Tensor, "tiles n"], table: Int[Tensor, "tiles n"]
     ) -> tuple[Int32[Tensor, "tiles 1 1"], Int32[Tensor, "tiles 1 1 blocks"]]:
-        """The number of chosen blocks of each tile, and their physical indices."""
+        """Return the number of chosen blocks of each tile, and their physical indices."""
         counts, blocks = list_blocks(chosen[:, None, None])
         return counts, self.parts.physical_blocks(blocks, table, self._num_blocks)
 
 
 def tiled_mask(mask_mod: masks.MaskMod, tiles: QueryTiles) -> masks.MaskMod:
-    """Turn a mask_mod over positions of queries into one over rows of tiles.
+    """Turn a mask_mod that takes positions of queries into one that takes rows of tiles.
 
     Args:
-        mask_mod: which keys a query sees, by positions in one sequence.
+        mask_mod: says which keys a query sees, by positions in one sequence.
         tiles: the tiles of the queries.
     """
     positions, tile_len = tiles.positions, tiles.length
@@ -248,7 +247,7 @@ def tiled_mask(mask_mod: masks.MaskMod, tiles: QueryTiles) -> masks.MaskMod:
 
 
 def physical_score(score_mod: masks.ScoreMod, tiles: QueryTiles, page_size: int, group: int) -> masks.ScoreMod:
-    """Turn a score_mod over positions in one sequence into one over rows of tiles and slots of the cache.
+    """Turn a score_mod that takes positions into one that takes rows of tiles and slots of the cache.
 
     Args:
         score_mod: the score of a query at one position and a key at another.
@@ -324,15 +323,15 @@ def cut_into_tiles(batch: StepBatch, sequences: range, tile_len: int, num_pages:
 
 
 def block_indices_key(batch: StepBatch, kv_block: int, windows: Sequence[int | None]) -> tuple[bytes, bytes]:
-    """A key of the decodes' block indices: two steps with equal keys need the same block indices.
+    """Return a key of the decodes' block indices: two steps with equal keys need the same block indices.
 
-    The indices change with the pages, and when an end of the visible range enters a block or leaves one. Valid while
-    every sequence has all its pages: the host does not know positions of sequences whose pages were evicted.
+    The indices change with the pages, and when an end of the visible range enters a block or leaves one. The key is
+    valid while every sequence has all its pages, because the host does not know positions after pages were evicted.
 
     Args:
         batch: the step.
         kv_block: keys in one block.
-        windows: of the kinds of layers.
+        windows: windows of the kinds of layers.
     """
     decodes = batch.num_decodes
     pages = batch.host_page_indices[: batch.kv_page_indptr[decodes]]
@@ -344,7 +343,7 @@ def block_indices_key(batch: StepBatch, kv_block: int, windows: Sequence[int | N
 
 
 def padded_tile_count(count: int, on_gpu: bool) -> int:
-    """Round a number of tiles up to one of few sizes, because each size needs a compiled kernel of its own.
+    """Round a number of tiles up to one of a few sizes, because each size needs a compiled kernel of its own.
 
     A padding tile costs next to nothing on a CPU, where compiling takes seconds. On a GPU the number of tiles also
     decides how many thread blocks share the keys of one tile, so padding stays below a factor of two.
@@ -356,7 +355,7 @@ def padded_tile_count(count: int, on_gpu: bool) -> int:
 
 
 def kv_block_size(page_size: int, on_gpu: bool) -> int:
-    """Keys in one block of the BlockMask: at most a page, so that results do not depend on where pages lie.
+    """Return the keys per block of the BlockMask: at most a page, so results do not depend on where pages are.
 
     Args:
         page_size: tokens of a page, of a size that the backend accepts (`BACKENDS`).
@@ -368,7 +367,7 @@ def kv_block_size(page_size: int, on_gpu: bool) -> int:
 
 
 def unwritten_slots(batch: StepBatch, block_size: int) -> Int[Tensor, " n"] | None:
-    """Slots behind the last key of each block that this step starts to fill; None if there are none.
+    """Return the slots after the last key of each block that this step starts to fill; None if there are none.
 
     The kernel reads the whole block. It gives those slots the weight 0, but 0 times NaN or infinity, which a previous
     owner of the page may have left there, is NaN. So the backend writes zeros, once for each block.
@@ -395,7 +394,7 @@ def unwritten_slots(batch: StepBatch, block_size: int) -> Int[Tensor, " n"] | No
 
 
 def _score_mod(kind: AttentionSpec, keys: Tensor) -> masks.ScoreMod | None:
-    """The change of scores of one kind of layer, over positions; None: no change."""
+    """Return the score_mod of one kind of layer, in terms of positions; None if scores are unchanged."""
     score_mods = [] if kind.softcap is None else [masks.soft_cap(kind.softcap)]
     if kind.alibi_slopes is not None:
         dtype = torch.promote_types(keys.dtype, torch.float32)

@@ -1,10 +1,10 @@
-"""Which keys a query sees, and what is added to its scores, in FlexAttention's signatures.
+"""Masks and score modifications: functions with FlexAttention's signatures.
 
 A `mask_mod(b, h, q_idx, kv_idx)` returns True where a query sees a key; a `score_mod(score, b, h, q_idx, kv_idx)`
 returns the score to use (Dong et al. 2024, "FlexAttention: A Programming Model for Generating Optimized Attention
 Kernels"). b is the index in the batch, h the query head, q_idx and kv_idx the positions of query and key; all are
-integer tensors that broadcast. Masks compose with `and_masks` and `or_masks`, scores with `compose_scores`.
-The compiler traces these functions and cannot trace a type checker's wrapper: hence lambdas and `no_type_check`.
+integer tensors that broadcast. Masks compose with `and_masks` and `or_masks`, scores with `compose_scores`. The
+compiler traces these functions. It cannot trace a type checker's wrapper, so they are lambdas or `no_type_check`.
 Explained in chapter 05.
 """
 
@@ -27,7 +27,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def sliding_window(window: int) -> MaskMod:
-    """Causal, and no further back than a window (Child et al. 2019; Beltagy et al. 2020).
+    """Return the causal mask limited to a window (Child et al. 2019; Beltagy et al. 2020).
 
     Args:
         window: keys that a query may see, its own included (the convention of transformers).
@@ -45,7 +45,7 @@ def visible(window: int | None) -> MaskMod:
 
 
 def attention_sinks(window: int, num_sinks: int) -> MaskMod:
-    """A sliding window plus the first keys of the sequence, the sinks (Xiao et al. 2023, section 3.2).
+    """Return a sliding window plus the first keys of the sequence, the sinks (Xiao et al. 2023, section 3.2).
 
     Args:
         window: keys that a query may see in its window, its own included.
@@ -57,7 +57,7 @@ def attention_sinks(window: int, num_sinks: int) -> MaskMod:
 
 
 def prefix_lm(prefix_len: int) -> MaskMod:
-    """Every query sees the first keys, and later keys as in `causal` (Raffel et al. 2020, section 3.2.1).
+    """Return `causal`, except that every query sees the first keys (Raffel et al. 2020, section 3.2.1).
 
     Args:
         prefix_len: number of first keys, which every query sees.
@@ -67,7 +67,7 @@ def prefix_lm(prefix_len: int) -> MaskMod:
 
 
 def document(ids: Int[Tensor, " T"]) -> MaskMod:
-    """A query sees the keys of its own document, in a batch that packs several documents into one sequence.
+    """Return a mask that shows each query its own document, in a batch that packs several into one sequence.
 
     Args:
         ids: [T] document of each token (see `document_ids`).
@@ -80,7 +80,7 @@ def document_ids(indptr: Int[Tensor, " n"]) -> Int[Tensor, " T"]:
     """Number the documents of a ragged batch: one document index for each token.
 
     Args:
-        indptr: [n] first token of each of the n - 1 documents, and T: the `qo_indptr` of a step.
+        indptr: [n] first token of each of the n - 1 documents, then T: the `qo_indptr` of a step.
     """
     return torch.repeat_interleave(torch.arange(len(indptr) - 1, device=indptr.device), indptr.diff())
 

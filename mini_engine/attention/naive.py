@@ -89,7 +89,7 @@ def masked_attention(
     bias: Float[Tensor, "Hq n m"] | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "n Hq D"]:
-    """Attend with n queries to m keys of one sequence (Vaswani et al. 2017, section 3.2.1).
+    """Compute the attention of n queries over m keys of one sequence (Vaswani et al. 2017, section 3.2.1).
 
     Args:
         q: queries, `[n, Hq, D]`.
@@ -142,8 +142,8 @@ def sdpa_attention(
     if q.is_cuda and attn_mask is not None:
         # The only fused GPU kernel that accepts a mask needs a KV head for each query head.
         keys, values = (x.repeat_interleave(num_qo_heads // num_kv_heads, dim=1) for x in (keys, values))
-    # Told that a mask is causal, the kernel skips the masked half. Checking costs 2 % of the savings on a CPU; on a
-    # GPU it would make the host wait for the device.
+    # If the kernel is told that a mask is causal, it skips the masked half. On a CPU, checking costs 2% of what that
+    # saves; on a GPU it would make the host wait for the device.
     may_skip = bias is None and n == m and not q.is_cuda
     causal = may_skip and mask is not None and torch.equal(mask, torch.ones_like(mask).tril_())
     attn_mask = None if causal else attn_mask
@@ -162,8 +162,8 @@ def fused_attention(
 ) -> Float[Tensor, "B Hq n D"]:
     """Call PyTorch's fused attention without cuDNN's kernel, which PyTorch would prefer on a Hopper GPU.
 
-    cuDNN builds a plan for every new shape, which takes tens of milliseconds, and every token of a sequence is a new
-    shape. Nor is its output 0 for a query without visible keys. Without cuDNN, long prompts without a mask take up
+    cuDNN builds a plan for every new shape, which takes tens of milliseconds, and every token of a sequence makes a new
+    shape. Its output is also not 0 for a query without visible keys. Without cuDNN, long prompts without a mask take up
     to twice as long (experiment 02), but the engine's prompts on a GPU have masks.
 
     Args:

@@ -1,4 +1,4 @@
-"""The attention of one layer, and the call by which a model asks for it."""
+"""The attention of one layer, and the interface through which a model calls it."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from mini_engine.rope import RopeConfig
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of one layer: known when the model is built, and fixed from then on.
+    """The attention of one layer, fixed when the model is built.
 
     Attributes:
         layer: index of the layer in the model.
@@ -59,11 +59,11 @@ class AttentionSpec:
 class Attend(Protocol):
     """Store a step's keys and values of one layer, and return the attention of its queries.
 
-    A model knows nothing else about keys and values. Every `AttentionBackend` is an `Attend`.
+    This is all that a model knows about keys and values. Every `AttentionBackend` is an `Attend`.
 
     Args:
         layer: index of the layer in the model.
-        q: [T, Hq, D] queries of all sequences, one sequence after the other.
+        q: [T, Hq, D] queries of all sequences, laid end to end.
         k: [T, Hk, D] their keys.
         v: [T, Hk, D] their values.
 

@@ -2,8 +2,8 @@
 
 A GPU computes a step with a fixed number of workers (thread blocks), and the step takes as long as the worker with the
 most keys. So the keys of long sequences are split: `plan_work` cuts a step into work items of bounded length, about as
-many as there are workers. Each item gives a partial attention state, and the states of the same queries are merged
-(Ye et al. 2025, sections 2.2 and 3.3). Explained in chapter 08.
+many as there are workers. Each item yields a partial attention state, and the states of the same queries are merged (Ye
+et al. 2025, sections 2.2 and 3.3). Explained in chapter 08.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from mini_engine.ragged import members
 from mini_engine.transfer import to_device
 
 THREAD_BLOCKS = 264  # two for each of the 132 multiprocessors of an H200, shared among the KV heads
-QUERY_ROWS = 64  # of a tile: its queries times the query heads of a group
-LEAST_KEYS = 128  # of a work item, as in FlashInfer's planner
+QUERY_ROWS = 64  # rows of a tile: its queries times the query heads of a group
+LEAST_KEYS = 128  # fewest keys of a work item, as in FlashInfer's planner
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class WorkPlan:
     Attributes:
         chunk_size: most keys of an item.
         sequences: [N] sequence of each item.
-        first_tokens: [N] first of its queries, as a row of the step.
-        end_tokens: [N] one past the last of them.
-        first_keys: [N] first of its keys, counted within the sequence.
-        end_keys: [N] one past the last of them.
+        first_tokens: [N] its first query, as a row of the step.
+        end_tokens: [N] one past its last query.
+        first_keys: [N] its first key, counted within the sequence.
+        end_keys: [N] one past its last key.
         item_indptr: [tiles + 1] first item of each tile of queries, and N. The states of a tile's items are merged.
     """
 
@@ -119,13 +119,13 @@ def smallest_chunk(num_keys: Int[np.ndarray, " tiles"], num_workers: int, least:
 
 
 class SplitKVBackend(TorchBackend):
-    """Execute the work items one after the other, and merge their states with `merge_states`.
+    """Executes the work items one after another, and merges their states with `merge_states`.
 
-    A GPU would execute them at the same time, for each KV head. This is the reference of such kernels, in any dtype.
+    A GPU would execute them at the same time, for each KV head. This is the reference for such kernels, in any dtype.
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, in layout NHD.
+        cache: the KV cache, in layout NHD.
         parts: the engine's replaceable parts.
         thread_blocks: number of thread blocks that the plan is made for, over all KV heads.
         least_keys: smallest split of the keys.
@@ -161,7 +161,7 @@ class SplitKVBackend(TorchBackend):
     def _plan_tiles(
         self, batch: StepBatch, kind: AttentionSpec, slots: Int[Tensor, " keys"], positions: Int[Tensor, " keys"]
     ) -> list[list[SequencePlan]]:
-        """Plan the work of one kind of layer, and evaluate the masks: for each tile of queries its work items.
+        """Plan the work of one kind of layer and evaluate its masks. Return the work items of each tile of queries.
 
         Args:
             batch: the step.

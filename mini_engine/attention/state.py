@@ -45,7 +45,7 @@ def attention_state(
 ) -> AttentionState:
     """Compute `masked_attention` and its LSE, both in float32 (float64), so that only the final output is rounded.
 
-    The arguments are those of `masked_attention`; m may be 0.
+    The arguments are the same as for `masked_attention`; m may be 0.
     """
     scores = attention_scores(q, k, scale=scale, mask=mask, bias=bias, softcap=softcap)
     lse = torch.logsumexp(scores, dim=-1)
@@ -57,8 +57,8 @@ def attention_state(
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     """Merge the states of two disjoint sets of keys into the state of their union.
 
-    Each state is weighted in proportion to exp(its lse). Associative and commutative up to rounding. An empty state
-    (lse -inf, out 0) is the identity element.
+    Each state is weighted in proportion to exp(its lse). Merging is associative and commutative up to rounding, and an
+    empty state (lse -inf, out 0) is its identity element.
     """
     lse = torch.logaddexp(a.lse, b.lse)
     weight_a = torch.exp(a.lse - _finite(lse))[..., None].to(a.out.dtype)
@@ -91,7 +91,7 @@ def chunked_attention(
 
     Args:
         chunk_size: keys per tile, at least 1; the last tile may be shorter.
-        merge: combines two states; the other arguments are those of `masked_attention`.
+        merge: combines two states; the other arguments are the same as for `masked_attention`.
     """
 
     def tile(start: int) -> AttentionState:

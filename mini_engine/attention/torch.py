@@ -1,4 +1,4 @@
-"""Backends in plain PyTorch: the reference, and a faster one for batches of decodes on a CPU.
+"""Backends in plain PyTorch: a reference, and a faster backend for batches of decodes on a CPU.
 
 `TorchBackend` attends to one sequence after the other. Every other backend is tested against it.
 `PaddedTorchBackend` computes a step's decodes in one padded call. Explained in chapter 04.
@@ -25,11 +25,11 @@ from mini_engine.transfer import to_device
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Queries of one sequence of a step, and keys of that sequence, ready for attention.
+    """The queries of one sequence of a step and the keys of that sequence, ready for attention.
 
     Attributes:
         tokens: the queries, as rows of the step's tokens.
-        slots: slots of the keys in the pool; a slice if they follow one another, which makes a view instead of a copy.
+        slots: slots of the keys in the pool; a slice if they are consecutive, which makes a view instead of a copy.
         query_positions: [n] position of each query.
         key_positions: [m] position of each key.
         masks: for each window of the model's layers, [n, m] the keys that each query sees; None: all.
@@ -46,14 +46,14 @@ class TorchBackend(AttentionBackend):
     """The reference: gather the keys of each sequence and attend to them, one sequence at a time.
 
     It runs anywhere, in any dtype, with every feature of AttentionSpec. It does not read keys in blocks, so it bypasses
-    the parts for those.
+    the parts that handle blocks.
     """
 
     bypasses: ClassVar[frozenset[str]] = frozenset(
         {"chunk_levels", "classify_blocks", "find_levels", "physical_blocks", "physical_mask", "plan_work"}
     )
 
-    # Longer sequences are attended to in chunks of this many keys, which bounds the size of the score matrix.
+    # The keys of longer sequences are processed in KV tiles of this many, which bounds the size of the score matrix.
     KEY_CHUNK = 8192
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
@@ -96,7 +96,7 @@ class TorchBackend(AttentionBackend):
         return k, v
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
-        """Plan some sequences of a step, one after the other."""
+        """Plan some sequences of a step, one at a time."""
         first_token, first_page = batch.qo_indptr.tolist(), batch.kv_page_indptr.tolist()
         kv_lens = batch.kv_lens.tolist()
         count_up = torch.arange(max(kv_lens), device=batch.positions.device)
@@ -121,17 +121,17 @@ class TorchBackend(AttentionBackend):
 
 
 class ChunkedBackend(TorchBackend):
-    """The reference with chunks so small that almost every sequence needs `merge_states` (chapter 02)."""
+    """The reference with KV tiles so small that almost every sequence needs `merge_states` (chapter 02)."""
 
     KEY_CHUNK = 64
 
 
 class PaddedTorchBackend(TorchBackend):
-    """The reference for prompts; the decodes of a step in one call, each padded to the longest of them.
+    """Computes prompts as the reference does, and the decodes of a step in one call, padded to the longest decode.
 
     A loop over sequences calls a dozen small operators for each sequence in each layer. A decode has one query, so
-    where the lengths of the decodes are similar, padding costs less than the loop. Decodes go through the loop too if
-    padding would cost more, and if a layer has a soft-cap or ALiBi slopes, which the padded call does not implement.
+    padding costs less than the loop if the decodes have similar lengths. Decodes go through the loop, too, if padding
+    would cost more, or if a layer has a soft-cap or ALiBi slopes, which the padded call does not implement.
 
     The padded call does not use `masked_attention`, so that part is listed as bypassed although prompts use it.
     """
@@ -158,7 +158,7 @@ class PaddedTorchBackend(TorchBackend):
 
 
 def worth_padding(batch: StepBatch, max_keys: int) -> bool:
-    """Whether to pad a step's decodes: at least two of one token each, with at most twice as many pages when padded.
+    """Return whether to pad a step's decodes: at least two, of one token each, and padding at most doubles the pages.
 
     Args:
         batch: the step.
@@ -228,7 +228,7 @@ class PaddedDecodes:
         k_pages: Float[Tensor, "pages P Hk d"],
         v_pages: Float[Tensor, "pages P Hk d"],
     ) -> Float[Tensor, "D Hq d"]:
-        """Attend with one query each; the heads of a group are the rows of their KV head, as in `sdpa_attention`."""
+        """Compute attention; the heads of a group are the rows of their KV head, as in `sdpa_attention`."""
         mask = self.visible[spec.window]
         k, v = (x[self.pages].flatten(1, 2)[:, : mask.shape[-1]].to(q.dtype) for x in (k_pages, v_pages))
         for x in (k, v):
@@ -238,7 +238,7 @@ class PaddedDecodes:
 
 
 def _options(spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]) -> dict[str, Any]:
-    """The arguments by name of `masked_attention`."""
+    """Return the keyword arguments of `masked_attention`."""
     bias = None
     if spec.alibi_slopes is not None:
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -248,12 +248,12 @@ def _options(spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq
 
 
 def keys_of_pages(starts: Int[Tensor, " pages"], page_size: int, num_keys: int) -> Int[Tensor, " m"]:
-    """Count up from the start of each page: the slots, or the positions, of the first keys in some pages."""
+    """List the slots or the positions of the first keys in some pages, counting up from the start of each page."""
     return (starts[:, None] + torch.arange(page_size, device=starts.device)).flatten()[:num_keys]
 
 
 def _slots(batch: StepBatch, entries: slice, num_keys: int) -> slice | Int[Tensor, " m"]:
-    """Slots of the first keys in some pages of `kv_page_indices`: a slice if the pages follow one another."""
+    """Return slots of the first keys in some pages of `kv_page_indices`: a slice if the pages are consecutive."""
     pages = batch.host_page_indices.numpy()[entries]
     if (np.diff(pages) == 1).all():
         first = int(pages[0]) * batch.page_size

@@ -1,9 +1,9 @@
-"""The `flashinfer_trtllm` backend: decodes by the attention kernels of TensorRT-LLM, which FlashInfer includes.
+"""The `flashinfer_trtllm` backend: decodes on the attention kernels of TensorRT-LLM, which FlashInfer includes.
 
-These kernels need no plan. They read a dense table of pages and the lengths, and split the keys of a request by rules
-of their own: XQA on Hopper, trtllm-gen on Blackwell. So all that a step needs is those two arrays, and a CUDA graph
-needs them at fixed addresses. Prompts, and decodes of several tokens, are computed by the `flashinfer` backend.
-Explained in chapter 12.
+These kernels need no plan. They read a dense table of pages and the lengths, and split the keys of a request by their
+own rules: XQA on Hopper, trtllm-gen on Blackwell. So a step needs only those two arrays, and a CUDA graph needs them at
+fixed addresses. Prompts, and decodes of several tokens, are computed by the `flashinfer` backend. Explained in chapter
+12.
 """
 
 import logging
@@ -24,7 +24,7 @@ from mini_engine.batch import StepBatch
 from mini_engine.transfer import to_device
 
 logger = logging.getLogger(__name__)
-# Counters and partial results. The kernels find the counters at zero and leave them so: nothing else may write there.
+# Counters and partial results. The kernels expect the counters to be zero and reset them; nothing else may write there.
 SCRATCH_BYTES = 128 * 2**20
 
 
@@ -33,8 +33,8 @@ def block_tables(
 ) -> Int32[np.ndarray, "B width"]:
     """Turn lists of pages from CSR into a dense table, without a loop over requests.
 
-    Page 0 is a page like any other and also pads the rows, because a kernel can read it without harm. So a table
-    does not say where a row ends: the lengths do.
+    Rows are padded with page 0, which a kernel can safely read. Page 0 may also belong to a request, so only the
+    lengths say where a row ends.
 
     Args:
         page_indices: [P] pages of all requests, in order.
@@ -46,13 +46,13 @@ def block_tables(
     """
     counts = np.diff(page_indptr)
     tables = np.zeros((len(counts), width), dtype=np.int32)
-    tables[np.arange(width) < counts[:, None]] = page_indices  # in the order of rows, which is CSR's
+    tables[np.arange(width) < counts[:, None]] = page_indices  # row by row, in the order of CSR
     return tables
 
 
 @dataclass(frozen=True)
 class DecodeTables:
-    """What the kernels read of a step's decodes, on the device.
+    """The kernels' description of a step's decodes, on the device.
 
     Attributes:
         pages: [B, width] table of pages; columns after a request's last page may hold any page.
@@ -65,13 +65,13 @@ class DecodeTables:
 
 @dataclass
 class TRTLLMDecode:
-    """The decodes of one kind of layer, with the `run` of FlashInfer's wrappers.
+    """The decodes of one kind of layer, with the same `run` as FlashInfer's wrappers.
 
     Attributes:
-        decode: `trtllm_batch_decode_with_kv_cache`, with all that the kinds of layers have in common.
-        kind: the layers.
+        decode: `trtllm_batch_decode_with_kv_cache`, with the arguments that all kinds of layers share.
+        kind: the kind of layer.
         page_size: keys per page.
-        tables: of the step.
+        tables: the step's decodes.
     """
 
     decode: Callable[..., Tensor]
@@ -82,10 +82,10 @@ class TRTLLMDecode:
     def run(
         self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
     ) -> Float[Tensor, "B Hq D"]:
-        """Attend with one query per request; the arguments are those of the wrappers."""
+        """Compute the attention of one query per request; the arguments are the same as for the wrappers."""
         tables, kind = self.tables, self.kind
         return self.decode(
-            q.contiguous(),  # XQA reads queries without their strides
+            q.contiguous(),  # XQA ignores the strides of the queries
             pages,
             block_tables=tables.pages,
             seq_lens=tables.kv_lens,
@@ -100,12 +100,13 @@ class TRTLLMDecode:
 class FlashInferTRTLLMBackend(FlashInferBackend):
     """TensorRT-LLM's decode kernels over the paged cache, on Hopper and Blackwell, for both layouts, with windows.
 
-    The kernels have neither soft-cap nor ALiBi. They read keys in the model's dtype or in float8_e4m3fn. On Blackwell
-    (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed. The project's tests run on Hopper.
+    The kernels support neither soft-cap nor ALiBi. They read keys in the model's dtype or in float8_e4m3fn. On
+    Blackwell (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed. The project's tests run on
+    Hopper.
 
     Args:
         specs: one for each layer of the model, in order.
-        cache: where keys and values are kept, on a GPU.
+        cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
     """
 
@@ -125,7 +126,7 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
         """Upload the tables of the decodes, and plan the prompts.
 
         Raises:
-            ConfigError: if a layer with a window meets a request whose pages have gaps.
+            ConfigError: if the pages of a request have gaps and a layer has a window.
         """
         self._tables: DecodeTables | None = None
         super().plan(batch)
@@ -145,7 +146,7 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
         return decode
 
     def _upload(self, batch: StepBatch, count: int) -> DecodeTables:
-        """Make the tables of the first sequences of the step; those of a CUDA graph are always the same tensors."""
+        """Upload the tables of the first sequences of the step; in a CUDA graph, always to the same tensors."""
         indptr = batch.kv_page_indptr[: count + 1].numpy()
         width = int(np.diff(indptr).max())
         tables = block_tables(batch.host_page_indices[: indptr[-1]].numpy(), indptr, width)

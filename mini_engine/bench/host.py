@@ -1,7 +1,7 @@
 """Host time per engine step: scheduling, page bookkeeping, building the batch, launching and collecting.
 
-The model is a stub that computes nothing, attention and sampler likewise, and nothing is detokenized, so what remains
-of `LLMEngine.step` is the work that a GPU would have to wait for. The requests decode steadily from about 384 to 600
+Model, attention and sampler are stubs that compute nothing, and nothing is detokenized. What remains of
+`LLMEngine.step` is the work that a GPU would have to wait for. The requests decode steadily from about 384 to 600
 tokens of context over pages of 16 tokens.
 """
 
@@ -31,7 +31,7 @@ Row = dict[str, Any]  # a row of a table, or one JSON object
 BOUNDS_US = {1: 60, 256: 300}  # rows to the most host time of a step
 PROMPT_TOKENS, SHARED_TOKENS, PAGE_SIZE = 384, 256, 16
 WARM_UP_STEPS, TIMED_STEPS = 16, 200
-# What each figure is measured with: pipeline depth 1, as on a GPU, and one thing more.
+# The settings of each figure: pipeline depth 1, as on a GPU, and one more setting.
 CASES: dict[str, dict[str, Any]] = {
     "host_us": {},
     "depth_0_us": {"pipeline_depth": 0},
@@ -88,9 +88,9 @@ def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, pre
     """Return an engine with requests that are about to decode.
 
     Args:
-        rows: requests that run.
+        rows: number of running requests.
         pipeline_depth: as in `EngineConfig`.
-        num_waiting: requests that wait all the time.
+        num_waiting: number of requests that are always waiting.
         prefix_sharing: as in `EngineConfig`.
     """
     num_steps = WARM_UP_STEPS + TIMED_STEPS + 2
@@ -109,7 +109,7 @@ def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, pre
         )
         engine = LLMEngine(StubModel(), config, parts=replace(Parts(), sample=_sample))
     finally:
-        del BACKENDS["null"]  # it is of no use to anyone else
+        del BACKENDS["null"]  # nothing else uses it
     params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True)
     for row in range(rows):
         own = [row % 16] * (PROMPT_TOKENS - SHARED_TOKENS + row % PAGE_SIZE)  # rows need new pages at different steps

@@ -11,7 +11,7 @@ WORKLOADS = ("batches", "throughput", "latency", "shared-prefix", "long-context"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how it is printed.
+    """The options of a benchmark: what to measure, and how to print it.
 
     Attributes:
         workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths), "latency"

@@ -1,8 +1,8 @@
-"""A peer of a benchmark in a process of its own: `python -m mini_engine.bench.peer_child NAME`.
+"""A peer of a benchmark in its own process: `python -m mini_engine.bench.peer_child NAME`.
 
-Standard input has one JSON object per line: the options, then one for each list of requests. Standard output answers
-with a line each: that the engine is ready, then what it generated and the seconds that this took, without the time to
-read the requests. What the engine itself prints goes to standard error. `PeerProcess` is the other end.
+Standard input has one JSON object per line: the options, then an object for each list of requests. Each is answered by
+a line on standard output: that the engine is ready, then the generated tokens and how many seconds that took, not
+counting the time to read the requests. The engine's own output goes to standard error. `PeerProcess` is the other end.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Prompts, and the sampling parameters of each, to all outputs.
+# From prompts and the sampling parameters of each to all outputs.
 Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[list[int]]]
 
 
@@ -46,7 +46,7 @@ def load_sglang(options: dict[str, Any]) -> Generate:
     engine = Engine(
         model_path=options["model"],
         dtype=options["dtype"],
-        context_length=options["max_model_len"] + 8,  # it keeps a few tokens of every request for itself
+        context_length=options["max_model_len"] + 8,  # SGLang reserves a few tokens of every request
         disable_radix_cache=not options["prefix_sharing"],
         max_total_tokens=options["cache_tokens"],
         sampling_defaults="openai",  # no sampling parameters of the checkpoint
@@ -83,5 +83,5 @@ def main(name: str) -> None:
         answer(seconds=time.perf_counter() - start, outputs=outputs)
 
 
-if __name__ == "__main__":  # the engines start processes that import this module
+if __name__ == "__main__":  # the engines' own processes import this module
     main(sys.argv[1])

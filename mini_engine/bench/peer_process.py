@@ -1,4 +1,4 @@
-"""Engines that need a process of their own: vLLM and SGLang, in the environment that runs this benchmark."""
+"""Engines that need their own process: vLLM and SGLang, in the environment that runs this benchmark."""
 
 import importlib.util
 import json
@@ -15,24 +15,24 @@ from mini_engine.bench.peer_child import LOADERS
 from mini_engine.bench.workloads import BenchRequest
 from mini_engine.errors import ConfigError, PeerError
 
-# The child reads a local folder: neither engine has anything to download or to report.
+# The child reads a local folder, so neither engine needs to download or report anything.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-LOG_LINES = 8  # of the child's log, in an error
-SECONDS_TO_END = 60  # that a child has to stop its own processes
+LOG_LINES = 8  # of the child's log, shown in an error
+SECONDS_TO_END = 60  # for a child to stop its own processes
 
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What a peer has to have in common with our engine.
+    """The options that a peer must have in common with our engine.
 
     Attributes:
         model: the folder of the checkpoint.
-        dtype: of weights and cache, such as "bfloat16".
+        dtype: dtype of weights and cache, such as "bfloat16".
         max_model_len: longest prompt and output together.
         prefix_sharing: keep a prefix cache.
-        cache_tokens: tokens that the KV cache holds.
-        cache_bytes: bytes that they take.
-        memory_share: the share of the device's memory that is free.
+        cache_tokens: capacity of the KV cache, in tokens.
+        cache_bytes: bytes of these tokens.
+        memory_share: share of the device's memory that is free.
     """
 
     model: str
@@ -45,14 +45,14 @@ class PeerOptions:
 
 
 class PeerProcess:
-    """An engine in a process of its own, which `close` ends.
+    """An engine in its own process, which `close` ends.
 
     Args:
-        name: of the engine; `check_installed` has accepted it.
+        name: name of the engine, accepted by `check_installed`.
         options: see `PeerOptions`.
 
     Attributes:
-        seconds: that the last call took the engine, as its own process measured them.
+        seconds: time that the engine took for the last call, measured in its own process.
 
     Raises:
         PeerError: if the engine cannot be loaded.
@@ -76,7 +76,7 @@ class PeerProcess:
             raise
 
     def __call__(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        """Serve requests, without the seeds that they have: a sampler of another engine draws other noise.
+        """Serve requests without their seeds, because another engine's sampler draws other noise.
 
         Raises:
             PeerError: if the engine fails.
@@ -89,7 +89,7 @@ class PeerProcess:
     def close(self) -> None:
         """End the process."""
         try:
-            self._child.communicate(timeout=SECONDS_TO_END)  # it ends where its input ends
+            self._child.communicate(timeout=SECONDS_TO_END)  # it ends when its input ends
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.communicate()
@@ -97,7 +97,7 @@ class PeerProcess:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._child.stdin and self._child.stdout
-        with suppress(BrokenPipeError):  # the child has ended, and there is no answer to read either
+        with suppress(BrokenPipeError):  # the child has ended, so there is no answer to read either
             print(json.dumps(question), file=self._child.stdin, flush=True)
         if line := self._child.stdout.readline():
             return json.loads(line)

@@ -12,9 +12,9 @@ from mini_engine.loading.checkpoint import open_checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BLOCK = 256  # tokens per block of transformers' paged cache: its default, whose option versions name differently
+BLOCK = 256  # tokens per block of transformers' paged cache: the default; the option's name depends on the version
 
-# Serves all requests and returns the output tokens of each, as many as it asked for.
+# Serves all requests and returns the output tokens of each, as many as were requested.
 Serve = Callable[[Sequence[BenchRequest]], list[list[int]]]
 
 
@@ -81,7 +81,7 @@ def serve_continuous(
     return [finished[str(index)] for index in range(len(requests))]
 
 
-# How each peer serves requests with transformers' model, in steps of as many tokens as ours.
+# How each peer serves requests with transformers' model, with as many tokens per step as ours.
 PEERS: dict[str, Callable[["PreTrainedModel", int, Sequence[BenchRequest]], list[list[int]]]] = {
     "transformers": serve_padded,
     "transformers-continuous": serve_continuous,

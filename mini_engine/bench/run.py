@@ -1,4 +1,4 @@
-"""Output tokens per second of the engine beside its bound, and beside its peers: same machine, weights and requests."""
+"""Compare the engine's tokens per second with its bound and with peers, on the same machine, weights and requests."""
 
 import datetime
 import json
@@ -39,12 +39,12 @@ from mini_engine.llm import LLM, pick_device
 from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.roofline import device_name, measure_machine
 
-PAGE_SIZE = 128  # of ours: every backend takes it on every device
-GPU_STEP_TOKENS = 8192  # most tokens of a step of ours on a GPU: a prompt's products need some thousand rows there
-SPARE_CACHE = 1.1  # extra space of a peer's KV cache, which rounds requests up to blocks of its own
-SHARE_OF_FREE = 0.95  # of the device's free memory, that a peer may take
+PAGE_SIZE = 128  # of our engine; every backend supports it on every device
+GPU_STEP_TOKENS = 8192  # most tokens of our steps on a GPU, where a prompt's products need some thousand rows
+SPARE_CACHE = 1.1  # extra space in a peer's KV cache, because it rounds requests up to its own blocks
+SHARE_OF_FREE = 0.95  # of the device's free memory that a peer may use
 PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")
-# The columns that fit into 80 characters; JSON has all.
+# The columns that fit into 80 characters; JSON has all columns.
 TABLE = (
     "requests", "engine", "seconds", "tokens_per_s", "min_tokens_per_s", "max_tokens_per_s", "bound_tokens_per_s",
     "share_of_bound", "equal",
@@ -53,7 +53,7 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """How one engine served a workload.
+    """The measurement of one engine on a workload.
 
     Attributes:
         engine: its name.
@@ -69,7 +69,7 @@ class Measurement:
 
 
 def run_bench(console: Console, engine: EngineOptions, bench: BenchOptions) -> None:
-    """Run a workload, and print a table, or one JSON object per row; write the results to a file if one is given.
+    """Run a workload, print a table or one JSON object per row, and write the results to a file if one is given.
 
     Raises:
         ConfigError: for a peer that is unknown or not installed, or impossible options.
@@ -101,8 +101,8 @@ def compare(
     """Serve workloads with our engine and with peers.
 
     Returns:
-        A row for each workload and engine. `ratio` is our rate over that engine's. `equal` counts requests with
-        the same tokens as ours, and is None where tokens are drawn at random.
+        A row for each workload and engine. `ratio` is our rate over that engine's. `equal` counts requests with the
+        same tokens as ours, and is None if tokens are drawn at random.
 
     Raises:
         ConfigError: for a peer that is unknown or not installed, or requests that are too long or too many for the
@@ -114,7 +114,7 @@ def compare(
     for peer in peers:
         check_installed(peer)
     config = config_for(engine.options, workloads)
-    # Checked before any prompt is built: the sizes come from the command line.
+    # Checked before any prompt is built, because the sizes come from the command line.
     checkpoint, longest = open_checkpoint(engine.model), max(workload.longest for workload in workloads)
     shape = checkpoint.config
     if longest > shape.max_position_embeddings:
@@ -123,7 +123,7 @@ def compare(
             f"{shape.max_position_embeddings}: choose fewer prompt tokens, or fewer tokens to generate"
         )
     requests = [workload.requests(shape.vocab_size) for workload in workloads]
-    # Room for all requests and no more: on a GPU the peers' caches share the memory with ours.
+    # Room for all requests and no more, because on a GPU the peers' caches share the memory with ours.
     num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
     llm = LLM(engine.model, replace(config, num_pages=num_pages), parts=engine.parts)
     machine = measure_machine(llm.model.device, llm.model.dtype)
@@ -149,7 +149,7 @@ def compare(
 
 
 def config_for(given: Mapping[str, Any], workloads: Sequence[Workload]) -> EngineConfig:
-    """The engine's options: those that were given, over what the workloads ask for.
+    """Return the engine's options: the given ones override those of the workloads.
 
     Raises:
         ConfigError: for impossible options.
@@ -162,17 +162,17 @@ def config_for(given: Mapping[str, Any], workloads: Sequence[Workload]) -> Engin
         "prefix_sharing": any(workload.shared for workload in workloads),
     }
     if pick_device(EngineConfig.of(given).device).type == "cuda":
-        # Graphs are captured before the first round: its requests do not pass through all numbers of running requests.
+        # Capture graphs before the first round, whose requests do not pass through all numbers of running requests.
         wanted |= {"max_num_batched_tokens": GPU_STEP_TOKENS, "warm_up": True}
     return EngineConfig.of(wanted | dict(given))
 
 
 def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
-    """What an engine in another process needs to know: our model, and a KV cache for as many tokens as ours.
+    """Return the options for an engine in another process: our model, and a KV cache for as many tokens as ours.
 
     Args:
-        folder: of the checkpoint.
-        llm: ours, with its pool allocated.
+        folder: folder of the checkpoint.
+        llm: our engine, with its pool allocated.
         longest: most tokens of a prompt and its output together.
     """
     config, share = llm.config, 1.0
@@ -188,13 +188,13 @@ def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
 
 
 def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:
-    """Let engines take turns with the same requests, so a machine whose speed drifts favors none.
+    """Let engines take turns with the same requests, so that no engine gains if the machine's speed drifts.
 
-    Every second round has them in reverse order.
+    Every second round runs the engines in reverse order.
 
-    A warm-up comes first: all prompts, with a sixteenth of their outputs. Its requests end one after the other as well,
-    so an engine that compiles for a number of running requests has compiled by then. Each round has other tokens, so
-    that a prefix cache finds what the requests share, and not the requests of the round before.
+    A warm-up comes first: all prompts, with a sixteenth of their outputs. Its requests also end one by one, so an
+    engine that compiles for each number of running requests has compiled before the first round. Each round has other
+    tokens, so that a prefix cache finds what the requests share but not the requests of the previous round.
     """
     begun = [
         BenchRequest(prompt, replace(params, max_tokens=max(2, params.max_tokens // 16))) for prompt, params in requests
@@ -228,14 +228,14 @@ def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds
 def rows_of(
     measured: Sequence[Measurement], workload: Workload, requests: Sequence[BenchRequest], bound: float, dtype: str
 ) -> list[Row]:
-    """What `compare` returns of one workload.
+    """Return the rows of `compare` for one workload.
 
     Args:
-        measured: ours first.
-        workload: what was served.
+        measured: the measurements, ours first.
+        workload: the workload.
         requests: its requests.
         bound: the most output tokens per second that the machine allows.
-        dtype: of weights and cache.
+        dtype: dtype of weights and cache.
     """
     return [
         {
@@ -261,10 +261,10 @@ def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -
 
 
 def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:
-    """What was measured, where, with which versions and options, and against which bound.
+    """Collect the results: measurements and bounds, with the device, the date, the versions and the options.
 
     Returns:
-        A JSON object. Every row has a figure, its unit, its bound, and the lowest and the highest of the rounds.
+        A JSON object. Every row has a figure, its unit, its bound, and the lowest and the highest value of the rounds.
     """
     ours = f"mini_engine, {EngineConfig.of(engine.options).attn_backend}"
     source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
@@ -299,7 +299,7 @@ def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, ro
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Python's version, and those of the packages that are installed."""
+    """Return the versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -322,12 +322,12 @@ def write(file: Path, found: Mapping[str, Any]) -> None:
 
 
 def rounded(rate: float) -> int | float:
-    """Format a rate: without decimals from 1,000 on, with one decimal below."""
+    """Round a rate: to an integer from 1,000 on, to one decimal below."""
     return round(rate) if rate >= 1000 else round(rate, 1)
 
 
 def table(title: str, rows: Sequence[Row], columns: Sequence[str] | None = None) -> Table:
-    """Return a table with a column for each key of the rows, or for some of them."""
+    """Return a table with a column for each key of the rows, or for the given keys."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     columns = columns or list(rows[0])
     for name in columns:

@@ -10,7 +10,7 @@ from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Machine, ModelShape, attention_cost, model_step_cost
 from mini_engine.sampling_params import SamplingParams
 
-LARGEST_TOKEN = 10_000  # in every vocabulary of the models that are measured
+LARGEST_TOKEN = 10_000  # in the vocabulary of every measured model
 
 
 class BenchRequest(NamedTuple):
@@ -28,7 +28,7 @@ class Workload:
         num_requests: number of requests.
         prompt: fewest and most tokens of a prompt.
         output: fewest and most tokens of an output; end tokens are ignored.
-        temperature: of all requests; 0 is greedy.
+        temperature: temperature of all requests; 0 is greedy.
         shared: tokens that every prompt begins with, in addition to its own.
     """
 
@@ -66,7 +66,7 @@ GPU = Workload(256, (100, 1024), (100, 1024), temperature=0.6)
 LATENCY = Workload(1, (128, 128), (512, 512))
 SHARED_PREFIX = Workload(64, (64, 64), (128, 128), shared=4096)
 LONG_CONTEXT = Workload(8, (32_768, 32_768), (256, 256))
-# The workloads that have a name, on each kind of device. On a CPU they are small enough to take seconds.
+# The named workloads on each kind of device. On a CPU they are small enough to take seconds.
 NAMED: dict[str, dict[str, Workload]] = {
     "throughput": {"cuda": GPU, "cpu": CPU},
     "latency": {"cuda": LATENCY, "cpu": Workload(1, (128, 128), (64, 64))},
@@ -80,8 +80,8 @@ def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
 
     Args:
         size: number of requests.
-        prompt_tokens: tokens of a prompt; the average if there are several, which then vary from half of it to one and
-            a half times as many.
+        prompt_tokens: tokens of a prompt. With several requests this is the average, and lengths vary from half to one
+            and a half times that.
         max_tokens: tokens of each output.
     """
     lengths = (prompt_tokens, prompt_tokens) if size == 1 else (prompt_tokens // 2 + 1, max(1, prompt_tokens * 3 // 2))
@@ -89,13 +89,13 @@ def batch_of(size: int, prompt_tokens: int, max_tokens: int) -> Workload:
 
 
 def with_other_tokens(requests: Sequence[BenchRequest], shift: int) -> list[BenchRequest]:
-    """Return requests of the same lengths that share the same prefixes, all of other tokens.
+    """Return requests with the same lengths and the same sharing of prefixes, but other tokens.
 
-    A prefix cache that has seen the requests has seen none of these.
+    A prefix cache that has seen the given requests has seen none of the new ones.
 
     Args:
         requests: a workload.
-        shift: how far the token ids rotate, through those from 0 to the largest that occurs.
+        shift: how far the token ids rotate, in the range from 0 to the largest id that occurs.
     """
     size = 1 + max(max(prompt) for prompt, _ in requests)
     return [BenchRequest([(token + shift) % size for token in prompt], params) for prompt, params in requests]
@@ -111,7 +111,7 @@ def least_seconds(
 ) -> float:
     """Return a lower bound on the time of a workload, from the measured rates of the machine.
 
-    All prompts are computed at once, and then one step for each token of the longest output, for the requests that have
+    All prompts are computed at once. Then each token of the longest output takes one step, for the requests that have
     not ended. Prompts count with their average length.
 
     Args:

@@ -1,20 +1,20 @@
 """A decoder layer compiled by `torch.compile`: everything before attention, and everything after it.
 
-The compiler (Ansel et al. 2024) writes the elementwise operations between two matrix products as one kernel: norms,
-rotation, activation and additions. The products themselves stay those of cuBLAS, and a norm is not fused into the
-product after it, because its sum runs over the whole row. So a layer has its four products, and one or two kernels
-between them. Fusing two operations saves a launch, and in 16-bit dtypes the 4 bytes per token and element that would be
-written and read between them.
+The compiler (Ansel et al. 2024) fuses the elementwise operations between two matrix products into one kernel: norms,
+rotation, activation and additions. The products themselves are still computed by cuBLAS, and a norm is not fused into
+the product after it, because its sum runs over the whole row. So a layer consists of four products and one or two
+kernels between them. Fusing two operations saves a launch and, in 16-bit dtypes, the 4 bytes per token and element that
+would be written and read between them.
 
-`attend` stays outside: its metadata change at every step, and the compiler cannot trace it.
+`attend` stays outside the graphs: its metadata changes in every step, and the compiler cannot trace it.
 
-A graph is compiled for the shapes that it was first called with. Here the number of tokens is symbolic (`dynamic=True`)
-and the weights' shapes are constants, because those of parameters always are. All layers of a model share the graphs:
-weights are arguments. Two graphs are enough for every number of tokens. torch treats a size of 1 as a constant, since
-it broadcasts, so the decode of one request has a graph of its own; all other numbers share the second one.
+By default a graph is compiled for the shapes of its first call. Here the number of tokens is symbolic (`dynamic=True`),
+and the shapes of the weights are constants, as for all parameters. The weights are arguments, so all layers of a model
+share the graphs. Two graphs are enough for all numbers of tokens. torch treats a size of 1 as a constant, because it
+broadcasts, so the decode of one request has its own graph; all other numbers of tokens share the second graph.
 
-A graph is also guarded by the mode in which its inputs were made. The engine makes all tensors of a step in
-`torch.inference_mode()`; a mixture would compile everything twice.
+A graph also has guards on the mode in which its inputs were created. The engine creates all tensors of a step in
+`torch.inference_mode()`; mixing modes would compile everything twice.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from mini_engine.models.qwen3 import Qwen3Attention
 
 
 class Kind(NamedTuple):
-    """What is constant in a graph, beside the shapes of the weights."""
+    """The constants of a graph, besides the shapes of the weights."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -57,7 +57,7 @@ class CompiledLayer:
         sin: Float[Tensor, "T half"],
         attend: Attend,
     ) -> Float[Tensor, "T hidden"]:
-        """Compute a layer; the arguments are those of `decoder_layer`."""
+        """Compute a layer; the arguments are the same as for `decoder_layer`."""
         attention, mlp, spec = layer.attention, layer.mlp, layer.spec
         kind = Kind(spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, layer.eps, mlp.activation)
         if kind not in self._graphs:

@@ -1,18 +1,18 @@
 // Attention of one query per request over a paged KV cache, for Hopper.
 //
-// All keys of a step, in the order request, tile of 16 keys, are one sequence of tiles. It is divided into ranges of equal
-// length, and each thread block takes one range and one KV head. So all blocks finish at about the same time, whatever the
-// lengths of the requests ("stream-K" of Osama et al. 2023). Blocks with the same range are launched together and read the
-// heads of the same pages at the same time, which are neighbors in memory. The tiles of one request in a block's range are
-// an item of the block's work.
+// The keys of all requests form one sequence of tiles of 16 keys, ordered by request. The sequence is divided into ranges
+// of equal length, and each thread block computes one range for one KV head. So all blocks finish at about the same time,
+// whatever the lengths of the requests ("stream-K" of Osama et al. 2023). The blocks of one range are launched together and
+// read different heads of the same pages at the same time, and these heads are adjacent in memory. The tiles of one request
+// in a block's range are one item of the block's work.
 //
-// In each block one warp copies the tiles of the range to a ring of buffers in shared memory (TMA). It runs ahead as far
-// as the ring has room, across items, so the memory never waits for the computation. The other warps take turns: each
-// computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
+// In each block, one warp copies the tiles of the range to a ring of buffers in shared memory (TMA). It runs ahead as far
+// as the ring has room, even into the next item, so the memory never waits for the computation. The other warps take
+// turns: each computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
 //
 // A range can start or end inside a request's keys. The block that has the first tile of such a request waits for the
-// blocks that continue it, and merges. Those continue it at the start of their ranges, and are launched before it, because
-// the last blocks take the first range: so the wait is short, and cannot be for a block that never starts.
+// blocks that continue the request, and merges their results with its own. The wait is short, because those blocks compute
+// this request first. It always ends, because they are launched earlier: the last blocks of the grid take the first range.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -25,8 +25,8 @@
 #endif
 
 constexpr int TILE = 16, TILES_PER_PAGE = PAGE_SIZE / TILE, K_STEPS = HEAD_DIM / 16;
-constexpr int HALVES = HEAD_DIM / 64, HALF_BYTES = TILE * 128;  // a buffer has 64 elements of each key, then the next 64
-constexpr int MATRIX_BYTES = HALVES * HALF_BYTES, STAGE_BYTES = 2 * MATRIX_BYTES;  // keys, and behind them values
+constexpr int HALVES = HEAD_DIM / 64, HALF_BYTES = TILE * 128;  // a buffer holds 64 elements of each key, then the next 64
+constexpr int MATRIX_BYTES = HALVES * HALF_BYTES, STAGE_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, MOST_STAGES = 64;
 constexpr int ROW = GROUP * HEAD_DIM;  // queries or outputs of one KV head
 constexpr float INF = __builtin_huge_valf();
@@ -39,28 +39,28 @@ struct Cache {
 
 struct Arguments {
     const uint16_t* q;       // [requests, heads, HEAD_DIM]
-    uint16_t* out;           // likewise, without gaps between requests
+    uint16_t* out;           // same shape, contiguous
     const int4* ranges;      // [ranges, 2] see Range
     const int2* requests;    // [requests] number of keys, first entry in `pages`
     const int32_t* pages;
-    float *partials, *lse;   // [ranges, heads, ROW], [ranges, heads, GROUP] of items that continue others
-    uint32_t* arrived;       // [ranges, heads] how many of those that continue a range's last item are done; 0 between launches
+    float *partials, *lse;   // [ranges, heads, ROW], [ranges, heads, GROUP] results of items that continue a request
+    uint32_t* arrived;       // [ranges, heads] number of finished blocks that continue a range's last item; 0 between launches
     int64_t q_stride;        // between requests, in elements
-    float scale, v_scale;    // the former times log2(e)
+    float scale, v_scale;    // of the scores, times log2(e); of the values
     int kv_heads;
 };
 
-// What the threads of a block share, besides the ring.
+// The shared memory of a block, besides the ring.
 struct Shared {
-    float states[2][WARPS][GROUP][HEAD_DIM + 4];  // of this item and the one before; the gap moves rows to other banks
+    float states[2][WARPS][GROUP][HEAD_DIM + 4];  // of this item and the previous one; the gap puts rows in different banks
     float maxima[2][WARPS][GROUP], sums[2][WARPS][GROUP];
     uint64_t full[MOST_STAGES], empty[MOST_STAGES];
-    uint64_t continued;  // the ranges that continue the last item are done
+    uint64_t continued;  // completed when the ranges that continue the last item are done
 };
 
-constexpr int SHARED_BYTES = (228 / BLOCKS_PER_SM - 1) * 1024 - 1024;  // without what the launch and the alignment take
+constexpr int SHARED_BYTES = (228 / BLOCKS_PER_SM - 1) * 1024 - 1024;  // minus what the launch and the alignment need
 constexpr int STAGES_THAT_FIT = (SHARED_BYTES - static_cast<int>(sizeof(Shared))) / STAGE_BYTES;
-// A multiple of WARPS: the tiles of a buffer are all computed by one warp, which cannot take one of them for the next.
+// A multiple of WARPS, so that one warp computes all tiles of a buffer and cannot mistake one of them for the next.
 constexpr int STAGES = (STAGES_THAT_FIT < MOST_STAGES ? STAGES_THAT_FIT : MOST_STAGES) / WARPS * WARPS;
 constexpr int LAUNCH_BYTES = 1024 + STAGES * STAGE_BYTES + static_cast<int>(sizeof(Shared));
 static_assert(STAGES > 0, "too large");
@@ -143,7 +143,7 @@ __device__ inline uint32_t load_acquire(const uint32_t* from) {
     return value;
 }
 
-// The kernel may start before the one in front of it has ended (programmatic dependent launch), and lets the next one do so.
+// The kernel may start before the previous one has ended (programmatic dependent launch), and lets the next one do the same.
 __device__ inline void wait_for_inputs() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -151,28 +151,28 @@ __device__ inline void wait_for_inputs() {
 
 // --- the work -----------------------------------------------------------------------------------------------------------
 
-// A part of the sequence of tiles, as the host has planned it.
+// A range of the sequence of tiles, as planned by the host.
 struct alignas(16) Range {
-    int row, tile, tiles, num_keys;     // request and tile that it starts with; its number of tiles; keys of that request
-    int first_page, owner, last, unused;  // of that request; range with its first tile; range with the last tile of the final item
+    int row, tile, tiles, num_keys;     // request and tile that it starts with; its number of tiles; keys of its first request
+    int first_page, owner, last, unused;  // of that request, in `pages`; range with its first tile; range with the last request's last tile
 };
 
-// A block's work, of one KV head.
+// The work of a block: one range for one KV head.
 struct Block {
     Range range;
-    int index, head, heads;  // number of the range; KV head, of how many
+    int index, head, heads;  // number of the range; KV head; number of KV heads
 
     __device__ explicit Block(const Arguments& a) {
         const int place = gridDim.x - 1 - blockIdx.x;
         heads = a.kv_heads, index = place / heads, head = place % heads;
         reinterpret_cast<int4*>(&range)[0] = a.ranges[2 * index], reinterpret_cast<int4*>(&range)[1] = a.ranges[2 * index + 1];
     }
-    __device__ int at(int range) const { return range * heads + head; }  // place of this head's part of a range
+    __device__ int at(int range) const { return range * heads + head; }  // index of this head's part of a range
 };
 
-// The items of a block, one after the other.
+// The current item of a block; `advance` goes on to the next one.
 struct Item {
-    int row, tile, left;       // the item's first tile; tiles from there to the end of the range
+    int row, tile, left;       // request and first tile of the item; tiles from there to the end of the range
     int num_keys, first_page;  // of the request
 
     __device__ explicit Item(const Range& range)
@@ -194,8 +194,8 @@ struct Stage {
     __device__ explicit Stage(int position) : index(position % STAGES), phase(position / STAGES & 1) {}
 };
 
-// Copy all tiles of the range to the ring: the warp loads 32 page numbers, and one thread starts the copies. Behind the
-// last one it waits for the ranges that continue the last item, while the other warps still compute.
+// Copy all tiles of the range to the ring. The warp loads 32 page numbers at a time, and one thread starts the copies.
+// After the last copy, that thread waits for the ranges that continue the last item, while the other warps still compute.
 __device__ inline void produce(const Arguments& a, const Cache& cache, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32;
     int position = 0;
@@ -229,8 +229,8 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
-// The queries of an item, as a thread's part of the second operands of multiply_accumulate: columns are queries, rows
-// dimensions. Columns behind the group repeat its last query, and nobody reads what they give.
+// A thread's part of an item's queries, as second operands of multiply_accumulate: columns are queries, and rows are
+// dimensions. Columns beyond the group repeat its last query, and their results are not read.
 struct Queries {
     uint32_t parts[K_STEPS][2];
 
@@ -242,25 +242,25 @@ struct Queries {
     }
 };
 
-// A warp's online softmax over its tiles of an item. A thread has two queries, 2 * (lane % 4) and the next, and of each
-// the keys or dimensions lane / 4 and lane / 4 + 8 of every 16.
+// A warp's online softmax over its tiles of an item. A thread holds two queries, 2 * (lane % 4) and the next
+// one. Of every 16 keys or dimensions of each, it holds numbers lane / 4 and lane / 4 + 8.
 struct State {
-    float out[K_STEPS][4] = {};  // transposed: rows are dimensions, columns queries
+    float out[K_STEPS][4] = {};  // transposed: rows are dimensions, columns are queries
     float best[2] = {-INF, -INF}, sum[2] = {};
 
-    // Attend to the first `num_keys` keys of a tile, at the shared address `keys`.
+    // Add the first `num_keys` keys of the tile at the shared address `keys`.
     __device__ void attend(const Queries& queries, uint32_t keys, int num_keys, float scale) {
         const int lane = threadIdx.x % 32;
-        // Rows of a buffer have 128 bytes. TMA has stored part i (of 16 bytes) of row r at i ^ r % 8.
+        // A row of a buffer has 128 bytes. TMA stores part i (16 bytes) of row r at position i ^ r % 8.
         const uint32_t key_row = keys + lane % 16 * 128, value_row = keys + MATRIX_BYTES + (lane % 8 + lane / 16 * 8) * 128;
-        float two[2][4] = {};  // sums over every second step
+        float two[2][4] = {};  // two sums, each over every second step
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++) {
             uint32_t a[4];
             load_matrices(a, key_row + i / 4 * HALF_BYTES + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
             multiply_accumulate(two[i % 2], a, queries.parts[i]);
         }
-        float scores[2][2], shrink[2];  // of a key and a query
+        float scores[2][2], shrink[2];  // by key and query; by query
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[i / 2][i % 2] = lane / 4 + i / 2 * 8 < num_keys ? two[0][i] + two[1][i] : -INF;
 #pragma unroll
@@ -274,9 +274,9 @@ struct State {
             for (int i = 0; i < 2; i++) scores[i][j] = exp2_of((scores[i][j] - most) * scale);
             sum[j] = sum[j] * shrink[j] + scores[0][j] + scores[1][j];
         }
-        // The weights with rows keys and columns queries become an operand with columns keys.
+        // Transpose the weights, whose rows are keys and columns are queries, for the product with the values.
         const uint32_t weights[2] = {transpose(pack(scores[0][0], scores[0][1])), transpose(pack(scores[1][0], scores[1][1]))};
-        uint32_t exists[2];  // of the values of two keys each: weights of other keys are 0, but their values may be NaN
+        uint32_t exists[2];  // masks the values of two keys each: missing keys have weight 0, but their values may be NaN
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int from_here = num_keys - lane % 4 * 2 - i * 8;
@@ -292,7 +292,7 @@ struct State {
         }
     }
 
-    // Write the state to shared memory, for the merge.
+    // Write the state to shared memory for the merge.
     __device__ void store(Shared& shared, int buffer) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -308,7 +308,7 @@ struct State {
     }
 };
 
-// Normalized output in one dimension, and the logarithm of the sum of the weights, to base 2.
+// A normalized output in one dimension, and the base-2 logarithm of the sum of the weights.
 struct Result {
     float value, lse;
 };
@@ -325,7 +325,7 @@ __device__ inline Result merge_warps(const Shared& shared, int buffer, int query
     return {__fdividef(value, all), most * scale + __log2f(all)};
 }
 
-// Merge a result with those of the ranges that continue the item; i is its place in a row of them.
+// Merge a result with the results of the ranges that continue the item; i is its index in a row of results.
 __device__ inline float merge_ranges(const Arguments& a, const Block& block, Result own, int i) {
     constexpr int AT_ONCE = 16;
     float most = own.lse, all = 1, value = own.value;
@@ -351,7 +351,8 @@ __device__ inline float merge_ranges(const Arguments& a, const Block& block, Res
     return __fdividef(value, all);
 }
 
-// Merge the states of the warps, and those of all ranges with keys of the item, where this range has the first of them.
+// Merge the states of the warps. If this range has the request's first tile, also merge the results of the ranges that
+// continue the item; otherwise store the result for the range that has the first tile.
 __device__ inline void finish(const Arguments& a, const Block& block, const Item& item, Shared& shared, int buffer) {
     const bool starts = item.tile == 0, is_continued = item.is_continued();
     if (is_continued) wait(&shared.continued, 0);
@@ -376,7 +377,7 @@ __device__ inline void finish(const Arguments& a, const Block& block, const Item
 
 __device__ inline void consume(const Arguments& a, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int position = 0, buffer = 0;  // of the item's first tile in the range; of the states
+    int position = 0, buffer = 0;  // of the item's first tile in the range; buffer of the item's states
     Item item(block.range);
     Queries queries;
     queries.load(a, item.row, block.head);
@@ -385,7 +386,7 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
         Item next = item;
         Queries next_queries;
         next.advance(a);
-        if (next.left) next_queries.load(a, next.row, block.head);  // while this item is computed
+        if (next.left) next_queries.load(a, next.row, block.head);  // loads while this item is computed
         State state;
         const int end = position + item.tiles();
 #pragma unroll 1
@@ -397,7 +398,7 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
             if (lane == 0) arrive(shared.empty + stage.index);
         }
         state.store(shared, buffer);
-        sync_consumers();  // the other buffer has been read: nobody comes here before
+        sync_consumers();  // from here on, all warps have finished reading the other buffer
         finish(a, block, item, shared, buffer);
         position = end, buffer ^= 1, item = next, queries = next_queries;
     }
@@ -406,7 +407,7 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
 static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_decoding(const __grid_constant__ Cache cache, const __grid_constant__ Arguments a) {
     extern __shared__ unsigned char memory[];
-    const uint32_t begin = shared_address(memory), ring = (begin + 1023) / 1024 * 1024;  // the pattern of TMA needs it
+    const uint32_t begin = shared_address(memory), ring = (begin + 1023) / 1024 * 1024;  // alignment that TMA's swizzle needs
     Shared& shared = *reinterpret_cast<Shared*>(memory + (ring - begin) + STAGES * STAGE_BYTES);
     if (threadIdx.x < STAGES) {
         initialize(shared.full + threadIdx.x), initialize(shared.empty + threadIdx.x);
@@ -427,7 +428,7 @@ static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2],
     cudaDriverEntryPointQueryResult found;
     if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) || !function)
         return CUDA_ERROR_NOT_FOUND;
-    // Elements, tokens, halves, heads, pages; strides in bytes, of all but the elements.
+    // The axes are elements, tokens, halves, heads and pages; strides are in bytes, for all axes but the first.
     const cuuint64_t shape[5] = {64, PAGE_SIZE, HALVES, static_cast<cuuint64_t>(sizes[1]), static_cast<cuuint64_t>(sizes[0])};
     const cuuint64_t steps[4] = {static_cast<cuuint64_t>(strides[1] * 2), 128, static_cast<cuuint64_t>(strides[2] * 2),
                                  static_cast<cuuint64_t>(strides[0] * 2)};
@@ -438,7 +439,7 @@ static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2],
         HALVES == 1 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// Make the maps of one layer, and let the kernel have its shared memory.
+// Create the maps of one layer, and raise the kernel's shared memory limit.
 extern "C" int prepare_flash_decoding(void* to, void* keys, void* values, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
     Cache cache;
     if (CUresult error = encode(&cache.keys, keys, sizes, strides)) return error;

@@ -1,11 +1,11 @@
 """Attention of one query per request over the paged KV cache, as one CUDA kernel for Hopper.
 
 A decode step reads every key and value once and computes little with them, so the kernel has to keep the memory busy
-from its first to its last microsecond. Three things do that. The work is one sequence of tiles of 16 keys, over all
-requests, which the thread blocks share equally ("stream-K" of Osama et al. 2023, for attention Sanovar et al. 2024,
-"Lean Attention"): no block is idle while another still works on a long request. The blocks of different KV heads read
-the same pages at the same time. And in each block one warp does nothing but copy tiles to shared memory, ahead of the
-warps that compute.
+from its first to its last microsecond. It does so in three ways. The keys of all requests are one sequence of tiles of
+16 keys, which the thread blocks share equally ("stream-K" of Osama et al. 2023, for attention Sanovar et al. 2024,
+"Lean Attention"), so no block is idle while another still works on a long request. The blocks of different KV heads
+read the same pages at the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps
+that compute.
 
 The kernel is in `flash_decoding.cu`. Its reference is `attention/torch.py`. Explained in chapter 12.
 """
@@ -24,14 +24,14 @@ from torch import Tensor
 from mini_engine.kernels.nvcc import load_kernel
 
 TILE = 16  # keys
-FEWEST_TILES = 4  # of a range, whose warps compute as many at the same time
-WARPS = 4  # of a thread block that compute; a power of two
+FEWEST_TILES = 4  # per range: one for each warp that computes
+WARPS = 4  # that compute in each thread block; a power of two
 BLOCKS_PER_SM = 2
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What the kernel reads of a step's decodes, on the device.
+    """The kernel's description of a step's decodes, on the device.
 
     Attributes:
         ranges: [ranges, 8] a range of tiles for a thread block of each KV head, see `share_tiles`.
@@ -49,7 +49,7 @@ def share_tiles(
 ) -> dict[str, np.ndarray]:
     """Divide the keys of a step into equal ranges, without a loop over requests or ranges.
 
-    The tiles are numbered in the order request, position. A range can begin and end anywhere in a request.
+    The tiles are numbered by request, then by position. A range can begin and end anywhere in a request.
 
     Args:
         kv_lens: [B] keys of each request, at least 1.
@@ -95,7 +95,7 @@ class _Arguments(ctypes.Structure):
 
 
 class FlashDecoding:
-    """The kernel for layers with the same heads. Calls must follow one another on one stream: they share memory.
+    """The kernel for layers with the same heads. Its calls share memory, so they must run on one stream.
 
     Args:
         num_qo_heads: query heads, up to 8 for each KV head.
@@ -103,11 +103,11 @@ class FlashDecoding:
         head_dim: 64 or 128.
         page_size: keys per page, a multiple of 16.
         layout: order of a page's axes, "NHD" or "HND".
-        dtype: of queries, keys and values: bfloat16 or float16.
+        dtype: dtype of queries, keys and values: bfloat16 or float16.
         device: a GPU of compute capability 9.
 
     Attributes:
-        num_ranges: ranges of tiles for `share_tiles`, with a thread block for each and each KV head.
+        num_ranges: number of ranges for `share_tiles`; each range has one thread block for each KV head.
     """
 
     def __init__(
@@ -150,15 +150,15 @@ class FlashDecoding:
         scale: float,
         v_scale: float = 1.0,
     ) -> None:
-        """Attend with one query per request, in one launch that a CUDA graph can record.
+        """Compute the attention of one query per request, in one launch that a CUDA graph can record.
 
         Args:
             q: [B, Hq, D] queries; the heads of a request are adjacent in memory.
             pages: keys and values of the layer, each [pages, *layout].
-            work: of the step.
+            work: the step's decodes.
             out: [B, Hq, D] contiguous; overwritten.
-            scale: of the scores.
-            v_scale: of the values.
+            scale: factor on the scores.
+            v_scale: factor on the values.
 
         Raises:
             RuntimeError: if CUDA refuses the cache or the launch.
@@ -173,7 +173,7 @@ class FlashDecoding:
             raise RuntimeError(f"launching the flash-decoding kernel failed with CUDA error {error}")
 
     def _maps_of(self, keys: Tensor, values: Tensor) -> "ctypes.Array[ctypes.c_char]":
-        """The maps by which the GPU copies tiles of a layer, made when the layer is first computed."""
+        """Return the maps with which TMA copies a layer's tiles; created when the layer is first computed."""
         address = keys.data_ptr(), values.data_ptr()
         if address not in self._maps:
             pages, _, heads = self._axes

@@ -1,11 +1,11 @@
 """FlashInfer's samplers in place of the engine's own: `--parts mini_engine.kernels.flashinfer_sampling:parts`.
 
-They sample from probabilities and not from logits: softmax, a renormalization for each filter, then one uniform number
-per row, looked up in the cumulative sum. Top-k and top-p search their thresholds without sorting.
+They sample from probabilities rather than logits: softmax, a renormalization for each filter, then one uniform number
+per row, looked up in the cumulative sum. Top-k and top-p find their thresholds without sorting.
 
-They have a cost: FlashInfer's random numbers also depend on the row of the batch (it is Philox's subsequence). With the
-engine's own sampler a request's draw depends on its seed and position only; with this one, the same request draws
-different tokens in a different row, so they depend on the rest of the batch. Therefore this is not the default.
+These samplers are not the default, because FlashInfer's random numbers also depend on the row of the batch (it is
+Philox's subsequence). With the engine's own sampler, a request's draw depends only on its seed and position. With this
+one, the same request draws different tokens in a different row, so its text depends on the rest of the batch.
 """
 
 from dataclasses import replace
@@ -26,24 +26,24 @@ def parts() -> Parts:
 
 
 def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
-    """Choose one token for each row: `sampling.sample`, but for the random numbers.
+    """Choose one token for each row, as `sampling.sample` does but with other random numbers.
 
     Args:
         logits: [R, V] on a GPU.
-        batch: their parameters. A row draws by its seed, its position and its place in the batch.
+        batch: their parameters. A row's draw depends on its seed, its position and its index in the batch.
 
     Returns:
-        [R] token ids; of a greedy row the largest logit.
+        [R] token ids; greedy rows take the largest logit.
     """
     logits = penalize_repetition(logits, batch)
     best = logits.argmax(-1)
     if batch.all_greedy:
         return best
     kernels, random = flashinfer.sampling, {"seed": batch.seeds, "offset": batch.positions}
-    probs = kernels.softmax(logits, batch.temperature)  # of a temperature of 0 it makes a uniform distribution
+    probs = kernels.softmax(logits, batch.temperature)  # a temperature of 0 gives a uniform distribution
     if batch.filters:
         vocab_size = logits.shape[1]
-        # A tensor, even where all rows agree: for a number FlashInfer takes a path that compiles for minutes.
+        # A tensor even if all rows agree: for a number, FlashInfer takes a path that needs minutes to compile.
         top_k = torch.where(batch.top_k > 0, batch.top_k, vocab_size).clamp(max=vocab_size)
         probs = kernels.top_k_renorm_probs(probs, top_k)
         # Rounding could drop tokens of rows without top-p.

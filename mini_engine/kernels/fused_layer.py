@@ -1,11 +1,10 @@
 """A decoder layer in seven launches, four of them matrix products, for Llama and Qwen3 over FlashInfer's attention.
 
-The parts of a layer take fourteen launches, even if each of them is as fast as it can be on its own. Here neighboring
-parts are fused: QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the
-matrix product before it, as the C of C + A B. The two norms take no launch. A norm multiplies a token by one number,
-1 / rms, which the kernel after the product applies (`rotate_and_append`, `swiglu`), and each of its columns by a
-weight, which the layer's matrices contain (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). Explained in
-chapter 11.
+Separate parts of a layer take fourteen launches, however fast each part is. Here neighboring parts are fused: QK-norm,
+rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product before it, as
+the C in C + A B. The two norms need no launches. A norm multiplies each token by 1 / rms, which the kernel after the
+product applies (`rotate_and_append`, `swiglu`), and each column by a weight, which is folded into the layer's matrices
+(`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). Explained in chapter 11.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ def decoder_layer(
     sin: Float[Tensor, "T half"],
     attend: Attend,
 ) -> Float[Tensor, "T hidden"]:
-    """Compute `llama.decoder_layer`, and overwrite `x` with the result; layers that cannot be fused are left to it.
+    """Compute `llama.decoder_layer`, and overwrite `x` with the result; call the original if it cannot be fused.
 
     Args:
         layer: its weights, attention and MLP.
         x: the residual stream; changed in place.
-        cos: of each token's rotation.
-        sin: likewise.
+        cos: cosines of each token's rotation.
+        sin: its sines.
         attend: see `LanguageModel.forward`.
     """
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
     if not isinstance(attend, FlashInferBackend) or not _fuses(layer):
         return llama.decoder_layer(layer, x, cos, sin, attend)
 
-    layer.fold_norms()  # in the first step; later it has nothing to do
+    layer.fold_norms()  # does nothing after the first step
     pdl = flashinfer.utils.device_support_pdl(x.device)
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
     pages = attend.cache.layers[spec.kv_layer]
@@ -61,7 +60,7 @@ def decoder_layer(
 
 
 def _fuses(layer: LlamaLayer) -> bool:
-    """Whether a layer computes what the kernels do, with parts that have not been replaced.
+    """Return whether the kernels compute the same as the layer, and none of its parts has been replaced.
 
     In float16 the products of tokens that have not been normalized could overflow.
     """

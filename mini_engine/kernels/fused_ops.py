@@ -1,8 +1,8 @@
 """The parts of a layer as FlashInfer's kernels: one launch each, and as little host time as a launch can take.
 
-On a GPU the host limits a small model, because each call of a PyTorch operator costs it several microseconds. The
-functions here have the signatures of the parts of the same names, which are their references. Shape, dtype and layout
-alone decide whether a function launches a kernel or calls its reference.
+On a GPU a small model is limited by the host, because each call of a PyTorch operator costs several microseconds. Each
+function here has the name and signature of the part that is its reference. Shape, dtype and layout alone determine
+whether a function launches a kernel or calls its reference.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from mini_engine.models.linear import linear
 from mini_engine.parts import Parts
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)  # of the rotation
+HEAD_DIMS = (64, 128, 256)  # that the rotation supports
 # Each computes activation(gate) * up from the output of the fused projection.
 GATED_ACTIVATIONS = {
     ACTIVATIONS["silu"]: flashinfer.silu_and_mul,
@@ -56,7 +56,7 @@ def qk_norm(
     num_qo_heads: int,
     eps: float,
 ) -> Float[Tensor, "T QK D"]:
-    """Compute `layers.qk_norm` in two launches, which read and write the heads where they are: nothing is copied."""
+    """Compute `layers.qk_norm` in two launches that read and write the heads in place, without copies."""
     if q_and_k.dtype not in DTYPES or q_and_k.dtype != q_weight.dtype or q_and_k.stride(-1) != 1:
         return layers.qk_norm(q_and_k, q_weight, k_weight, num_qo_heads, eps)
     out = torch.empty_like(q_and_k)
@@ -87,13 +87,13 @@ class Rotation:
         *,
         interleaved: bool = False,
     ) -> Float[Tensor, "T H D"]:
-        """Rotate; the arguments are those of `rope.apply_rope`."""
+        """Rotate; the arguments are the same as for `rope.apply_rope`."""
         if x.dtype not in DTYPES or x.shape[2] not in HEAD_DIMS or cos.dtype != torch.float32 or x.stride(-1) != 1:
             return rope.apply_rope(x, cos, sin, interleaved=interleaved)
         if cos is not self._cos:
             self._cos, self._table = cos, torch.cat((cos, sin), dim=1)
             self._rows = torch.arange(len(cos), dtype=torch.int32, device=cos.device)
-        # The kernel takes queries and keys apart. Here they come together: all heads are queries, and no head is a key.
+        # The kernel takes queries and keys separately. Here they are one tensor, passed as queries without any keys.
         out, no_heads = torch.empty_like(x), x[:, :0]
         self._kernels.apply_rope_pos_ids_cos_sin_cache(x, no_heads, out, no_heads, self._table, self._rows, interleaved)
         return out
@@ -105,7 +105,7 @@ def gated_mlp(
     down: Float[Tensor, "hidden I"],
     activation: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "T hidden"]:
-    """Compute `layers.gated_mlp` with activation and product in one launch, for SiLU and GELU with tanh."""
+    """Compute `layers.gated_mlp` with one launch for activation and gating, for SiLU and GELU with tanh."""
     activate_and_multiply = GATED_ACTIVATIONS.get(activation)
     if activate_and_multiply is None or x.dtype not in DTYPES:
         return layers.gated_mlp(x, gate_up, down, activation)

@@ -5,7 +5,7 @@ unless the two largest sums of logit and noise are closer than the rounding erro
 
 For many rows the arithmetic of the noise takes longer than reading the logits. Most of it is needed only for blocks of
 tokens that may hold a better token than all earlier blocks, and an upper bound on the scores, which costs half as much,
-finds those blocks. Of n blocks in random order, about 1 + 1/2 + ... + 1/n are such blocks.
+identifies them. Of n blocks in random order, about 1 + 1/2 + ... + 1/n need it.
 """
 
 from typing import no_type_check
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 BLOCK = 512  # tokens that one program processes at a time: a power of two, and at most 65,536
-NUM_PROGRAMS = 8192  # at most, where rows are long: enough to fill a GPU several times over
+NUM_PROGRAMS = 8192  # most programs, if rows are long: enough to fill a GPU several times over
 MAX_SPLITS = 512  # programs per row
 
 
@@ -36,13 +36,13 @@ def gumbel_argmax(
         positions: [R] position of the token to sample.
 
     Returns:
-        [R] token ids; of equal maxima the lowest. NaN logits are never chosen; a row of nothing else gives token 0.
+        [R] token ids, the lowest id if there are ties. NaN logits are never chosen; a row of only NaN gives token 0.
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    # Rounded to a power of two, because each value compiles another kernel and a batch may have any number of rows.
+    # Rounded to a power of two, because each value needs its own kernel and a batch may have any number of rows.
     blocks_per_split = triton.next_power_of_2(
         max(triton.cdiv(num_rows * num_blocks, NUM_PROGRAMS), triton.cdiv(num_blocks, MAX_SPLITS))
     )
@@ -89,7 +89,7 @@ def _argmax_of_splits(
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     first = _mix32(seed.to(tl.uint32) ^ _mix32((seed >> 32).to(tl.uint32) ^ _mix32(position.to(tl.uint32))))
     second = _mix32(first + 0x3C6EF372)
-    # Scores are in base 2, which changes no argmax: logit / temperature * log2(e) - log2(exponential).
+    # Scores are in base 2, which does not change the argmax: logit / temperature * log2(e) - log2(exponential).
     scale = 1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0)
 
     row_logits = logits + row.to(tl.int64) * row_stride
@@ -102,7 +102,7 @@ def _argmax_of_splits(
         bits = lane.to(tl.uint32)
         bound = logit
         if temperature > 0:
-            # The first line of _mix32(token ^ first), where the upper half of a token is that of its block.
+            # The first line of _mix32(token ^ first), where the upper half of a token is the same as its block's.
             same = start.to(tl.uint32) ^ first
             bits = _mix32(_finish_mix32(bits ^ same ^ (same >> 16)) + second) & 0x7FFFFFFF
             # -log2(1 - u) is at least u * log2(e), and u at least bits / 2^31: 31 - log2(log2(e)) = 30.4712.
@@ -111,10 +111,10 @@ def _argmax_of_splits(
             score = logit
             if temperature > 0:
                 score = logit * scale - _log2(_exponential(bits, FAST_LOG), FAST_LOG)
-            block_best = tl.max(score, 0)  # of numbers, if there are any beside NaN
+            block_best = tl.max(score, 0)  # ignores NaN unless there is nothing else
             if block_best > best:
                 best = block_best
-                # Of equal scores the lowest token wins, as in torch.argmax.
+                # If scores are equal, the lowest token wins, as in torch.argmax.
                 best_token = start + tl.min(tl.where(score == block_best, lane, BLOCK), 0)
 
     place = row * tl.num_programs(1) + split
@@ -139,7 +139,7 @@ def _argmax_of_rows(best_scores, best_tokens, tokens, num_splits, MAX_SPLITS: tl
 def _exponential(bits, FAST_LOG: tl.constexpr):
     """Turn 31 random bits into -log2(1 - u), which is exponentially distributed, for u uniform in (0, 1)."""
     uniform = tl.minimum(bits.to(tl.float32) * 2.0**-31 + 2.0**-32, 1 - 2.0**-24)
-    # 1 - u loses the digits of a small u, and small ones decide the draw: there, take the series of -log2(1 - u).
+    # 1 - u loses mantissa bits of a small u, and small values decide the draw. There, use the series of -log2(1 - u).
     series = 0.2404491734814939 * uniform + 0.28853900817779266
     series = series * uniform + 0.36067376022224085
     series = series * uniform + 0.4808983469629878
@@ -170,7 +170,7 @@ def _mix32(x):
 @triton.jit
 @no_type_check
 def _finish_mix32(x):
-    """Finish `_mix32`: all but its first line."""
+    """Compute `_mix32` without its first line."""
     x = x * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

@@ -1,14 +1,14 @@
 """A projection added to the residual stream in one launch, for few tokens: y = residual + x W^T, with split-K.
 
-The output and down projections have few rows: 1,024 in Qwen3-0.6B, 64 blocks of 16. With one program for each block,
-half of a GPU would read the weight. So several programs share a block: each takes a part of the columns and writes its
-partial sums. The program that finishes last adds all of them to the residual. Which one that is changes from run to
-run; the order in which the sums are added does not, so the result is the same bit for bit. (Adding each partial sum
-to the output with an atomic instruction, as split-K is often written, gives the order of arrival.) Stream-K (Osama et
-al. 2023) describes splits of any size, and the fix-up that they require.
+The output and down projections have few rows: 1,024 in Qwen3-0.6B, 64 blocks of 16. With one program per block, only
+half of a GPU would read the weight. So several programs share a block: each computes a part of the columns and writes
+its partial sums, and the program that finishes last adds all of them to the residual. Which program finishes last
+changes from run to run, but the order of the additions does not, so the result is the same bit for bit. (Split-K is
+often written with atomic additions to the output, which add the partial sums in the order in which they arrive.)
+Stream-K (Osama et al. 2023) describes splits of any size, and the fix-up that they require.
 
-Compared with a product and a separate addition, this saves a launch, and in 16-bit dtypes 4 T hidden bytes: the
-product, written and read.
+Compared with a product and a separate addition, this saves a launch and, in 16-bit dtypes, 4 T hidden bytes for the
+product, which is no longer written and read.
 """
 
 from typing import no_type_check
@@ -45,10 +45,10 @@ def linear_residual_reference(
 class LinearResidual:
     """`linear_residual_reference` in one launch.
 
-    It keeps a counter for each block of rows, which is 0 between launches: use it on one stream at a time.
+    It keeps a counter for each block of rows, which is 0 between launches, so use it on one stream at a time.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -70,7 +70,7 @@ class LinearResidual:
             weight: [N, K] contiguous, in the dtype of x.
             residual: [T, N] contiguous; not changed.
             pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
-            tile: what a program computes; None: chosen by the shapes.
+            tile: the work of a program; None: chosen from the shapes.
         """
         num_tokens, num_columns = x.shape
         num_rows = len(weight)
@@ -104,7 +104,7 @@ class LinearResidual:
 
 
 def default_tile(num_tokens: int, num_rows: int, num_columns: int) -> Tile:
-    """Choose the tile: whole rows for one token; for several, splits where there are few blocks of rows."""
+    """Choose the tile: whole rows for one token; for several tokens, split-K if there are few blocks of rows."""
     if num_tokens > 1:
         rows, columns = 16 if num_tokens <= 16 else 32, 128
         splits = PROGRAMS // triton.cdiv(num_rows, rows)
@@ -132,27 +132,27 @@ def _linear_residual_kernel(
 
     place = token[:, None] * num_rows + row[None, :]
     mask = is_token & (row < num_rows)[None, :]
-    before = tl.load(residual + place, mask=mask, other=0.0)  # under way during the products
+    before = tl.load(residual + place, mask=mask, other=0.0)  # loads during the products
     total = tl.zeros((TOKENS, ROWS), tl.float32)
     for first in tl.static_range(0, COUNT, COLUMNS):
         at = first + column
         tokens = tl.load(x + token[:, None] * K + at[None, :], mask=is_token & (at < K)[None, :], other=0.0)
         now = w
-        if first + COLUMNS < COUNT:  # under way while this tile is multiplied
+        if first + COLUMNS < COUNT:  # loads while this tile is multiplied
             w = load_tile(weight, row, at + COLUMNS, num_rows, K)
         total += multiply(tokens, now, TOKENS)
 
     is_last = True
     if SPLITS > 1:
         tl.store(partials + split * num_tokens * num_rows + place, total, mask=mask)
-        tl.debug_barrier()  # all threads have stored before one of them counts the program
+        tl.debug_barrier()  # all threads must have stored their sums before the program is counted
         is_last = tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         if SPLITS > 1:
             total = tl.zeros((TOKENS, ROWS), tl.float32)
-            for other in range(SPLITS):  # in the order of the columns, whichever program came last
+            for other in range(SPLITS):  # in the order of the columns, whichever program is last
                 theirs = partials + other * num_tokens * num_rows + place
-                total += tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")  # L2 has what others wrote
+                total += tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote to L2
             tl.store(arrivals + block, 0)
         total += before.to(tl.float32)
         tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

@@ -1,15 +1,15 @@
 """RMSNorm and the projection after it in one launch, optionally with the gated activation, for few tokens.
 
-The norm of a row multiplies all of it by one number, 1 / rms(x), and a factor that is common to a row can be applied
-after the product: norm(x) W^T = (x * norm_weight) W^T / rms(x). So one pass over x computes the product and the sum of
-squares, and the normalized row is never written. For T tokens this saves 4 T hidden bytes in 16 bit (the normalized
-rows, written and read) and a launch; `norm_gate_up_silu` also keeps gate and up in registers and saves another 8 T I
-bytes and a launch. With few tokens both are little beside the weights, which no fusion makes smaller: what is saved is
-the time between kernels.
+RMSNorm multiplies a whole row by 1 / rms(x), and a factor that is common to a row can be applied after the product:
+norm(x) W^T = (x * norm_weight) W^T / rms(x). So one pass over x computes the product and the sum of squares, and the
+normalized row is never written. For T tokens in a 16-bit dtype this saves a launch and 4 T hidden bytes (the normalized
+rows, written and read). `norm_gate_up_silu` also keeps gate and up in registers, which saves another launch and another
+8 T I bytes. With few tokens both savings are small compared with the weights, which no fusion makes smaller. What
+fusion saves is the time between kernels.
 
 That time shrinks further with programmatic dependent launch, available from Hopper on (CUDA C++ Programming Guide,
-"Programmatic Dependent Launch and Synchronization"): a kernel starts while the one before it still runs, loads its
-first weights, which that kernel does not change, and only then waits for x. FlashNorm (Graef et al. 2024) describes
+"Programmatic Dependent Launch and Synchronization"): a kernel starts while the previous one still runs, loads its first
+weights, which the previous kernel does not change, and only then waits for x. FlashNorm (Graef et al. 2024) describes
 moving the norm's factor after the product.
 """
 
@@ -37,15 +37,15 @@ def norm_linear(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> Float[Tensor, "T N"]:
-    """Compute `rms_norm(x) @ weight.T`, for more than `MAX_TOKENS` tokens by `norm_linear_reference`.
+    """Compute `rms_norm(x) @ weight.T`; more than `MAX_TOKENS` tokens are left to `norm_linear_reference`.
 
     Args:
-        x: [T, K] contiguous, bfloat16 or float32, whose range the product before its scaling needs.
-        norm_weight: [K] factors of the norm.
-        eps: of the norm.
+        x: [T, K] contiguous, bfloat16 or float32; the product could overflow float16 before it is scaled.
+        norm_weight: [K] weight of the norm.
+        eps: epsilon of the norm.
         weight: [N, K] contiguous, in the dtype of x.
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
-        tile: what a program computes; None: chosen by the shapes.
+        tile: the work of a program; None: chosen from the shapes.
     """
     if len(x) > MAX_TOKENS:
         return norm_linear_reference(x, norm_weight, eps, weight)
@@ -74,11 +74,11 @@ def norm_gate_up_silu(
 
     Args:
         x: as in `norm_linear`.
-        norm_weight: likewise.
-        eps: likewise.
+        norm_weight: as in `norm_linear`.
+        eps: as in `norm_linear`.
         gate_up: the gate's I rows, then the up projection's.
         pdl: as in `norm_linear`.
-        tile: likewise; `rows` counts the gate's.
+        tile: as in `norm_linear`; `rows` counts the gate's rows.
     """
     if len(x) > MAX_TOKENS:
         return norm_gate_up_silu_reference(x, norm_weight, eps, gate_up)
@@ -94,7 +94,7 @@ def norm_gate_up_silu_reference(
 
 
 def default_tile(num_tokens: int, num_rows: int, num_columns: int, gated: bool) -> Tile:
-    """Choose the tile: whole rows at once for one token, 128 columns at a time for several, on tensor cores."""
+    """Choose the tile: whole rows at once for one token; 128 columns at a time, on tensor cores, for several."""
     if num_tokens > 1:
         return Tile(rows=16 if num_tokens <= 16 else 32, columns=128)
     return tile_of_one_token(num_rows, num_columns, 2 if gated else 1)
@@ -166,7 +166,7 @@ def _norm_linear_kernel(
         now = w
         if GATED:
             up_now = up_w
-        if first + COLUMNS < K:  # under way while this tile is multiplied
+        if first + COLUMNS < K:  # loads while this tile is multiplied
             at = at + COLUMNS
             w = load_tile(weight, row, at, num_rows, K)
             if GATED:

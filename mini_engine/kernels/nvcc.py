@@ -1,4 +1,4 @@
-"""CUDA kernels of the project: nvcc compiles them for a model's sizes when they are first used."""
+"""Load the project's CUDA kernels. nvcc compiles each for a model's sizes when it is first used."""
 
 import ctypes
 from functools import cache
@@ -11,7 +11,7 @@ def load_kernel(source: Path, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL
 
     Args:
         source: the file.
-        sizes: name and value of each constant that the file leaves open.
+        sizes: name and value of each constant that the file does not define.
     """
     from torch.utils.cpp_extension import load  # takes a second to import
 

@@ -1,11 +1,11 @@
-"""From the fused projection to attention in one launch: QK-norm, rotation, and the append to the KV cache.
+"""QK-norm, rotation and the append to the KV cache in one launch, between the fused projection and attention.
 
-One by one these are five kernels that read and write the same few kilobytes of each token: two norms, a rotation of
-queries and keys, a store of keys and one of values. Here a program loads the heads of one token, and writes queries to
-the tensor that attention reads, and keys and values to their slot.
+Without fusion these are five kernels that read and write the same few kilobytes of each token: two norms, a rotation of
+queries and keys, a store of keys and a store of values. Here a program loads heads of one token, writes queries to the
+tensor that attention reads, and writes keys and values to their slot.
 
-It can also finish the norm before the projection. The norm multiplies a token by one number, 1 / rms, which can
-multiply the product instead (`norm_linear.py` explains why): the program reads the token again and computes the number.
+The program can also complete the norm before the projection. That norm multiplies a token by 1 / rms, a factor that can
+be applied to the product instead (`norm_linear.py` explains why). The program reads the token again to compute it.
 """
 
 from typing import no_type_check
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from mini_engine.kernels.tiles import norm_factor
 
-HEADS = 8  # that one program processes
+HEADS = 8  # per program
 
 
 def rotate_and_append(
@@ -38,14 +38,14 @@ def rotate_and_append(
 
     Args:
         qkv: for each token its queries, keys and values, W = (Hq + 2 Hk) D numbers.
-        norm_weights: factors of the norm of each query head and of each key head; None: no norm.
-        eps: of every norm.
-        cos: of each token's rotation.
-        sin: likewise.
+        norm_weights: weights of the norms of queries and of keys; None: no norm.
+        eps: epsilon of every norm.
+        cos: cosines of each token's rotation.
+        sin: its sines.
         pages: the layer's keys and values in the cache, changed in place.
         layout: "NHD" or "HND".
-        slot_mapping: where each token's key and value go.
-        tokens: what `qkv` is the product of, if they have not been normalized: contiguous. None: they have been.
+        slot_mapping: slot of each token's key and value.
+        tokens: the contiguous inputs of the projection if they have not been normalized; None if they have been.
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
     """
     keys, values = pages
@@ -95,7 +95,7 @@ def _kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, HALF)
     exists = (head < num_q + 2 * num_kv)[:, None]
-    if PDL:  # without `gdc_launch_dependents`: XQA reads older keys before it waits, and some may be written here
+    if PDL:  # no `gdc_launch_dependents`: XQA reads older keys before it waits, and some may be written here
         gdc_wait()
     slot = tl.load(slots + token)
     source = qkv + token * token_stride + head[:, None] * 2 * HALF + column[None, :]

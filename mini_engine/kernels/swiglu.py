@@ -1,8 +1,8 @@
-"""SwiGLU (Shazeer 2020) after a product whose tokens have not been normalized, in one launch.
+"""SwiGLU (Shazeer 2020) in one launch, for a product of tokens that have not been normalized.
 
-The norm before the product multiplies a token by one number, 1 / rms, which can multiply the product instead
-(`norm_linear.py` explains why). Here a program reads the token again, computes the number, and multiplies gate and up.
-A separate launch for the norm would write the normalized tokens, and the product would read them again.
+The norm before the product multiplies a token by 1 / rms, a factor that can be applied to the product instead
+(`norm_linear.py` explains why). So a program here reads the token again, computes the factor, and multiplies gate and
+up by it. A separate launch for the norm would write the normalized tokens, and the product would read them again.
 """
 
 from typing import no_type_check
@@ -26,9 +26,9 @@ def swiglu(
     """Compute `silu(gate / rms) * (up / rms)`, with the rms of each token.
 
     Args:
-        gate_up: contiguous, the product of the tokens: for each the gate's I numbers, then the up projection's.
+        gate_up: contiguous; for each token the gate's I numbers, then the up projection's.
         tokens: contiguous, not normalized.
-        eps: of their norm.
+        eps: epsilon of the norm.
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
     """
     num_tokens, size = len(gate_up), gate_up.shape[1] // 2

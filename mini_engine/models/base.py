@@ -1,4 +1,4 @@
-"""The base class of all model families: tokens to hidden states, hidden states to logits, weights from a checkpoint."""
+"""The base class of all model families: hidden states of tokens, logits, and weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class LanguageModel(nn.Module):
     def forward(
         self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
     ) -> Float[Tensor, "T hidden"]:
-        """Run the layers, the final norm included.
+        """Run the layers and the final norm.
 
         Args:
-            token_ids: [T] tokens of all sequences, one sequence after the other.
+            token_ids: [T] tokens of all sequences, laid end to end.
             positions: [T] position of each token in its own sequence, from 0.
             attend: called once in each layer as `attend(layer, q, k, v)`; stores the keys and values, and returns the
                 attention of each query over its own sequence.
@@ -59,8 +59,8 @@ class LanguageModel(nn.Module):
 class CausalLM(LanguageModel):
     """A decoder-only language model over a ragged batch of tokens: embeddings, layers, LM head.
 
-    A family adds the layers' class and `forward`. Build a model with `models.registry.build_model`, which sets dtype
-    and device; its parameters have no values before `load_weights`.
+    A family adds the class of its layers and `forward`. Build a model with `models.registry.build_model`, which sets
+    dtype and device; its parameters have no values before `load_weights`.
     """
 
     # The names in the checkpoint.
@@ -98,14 +98,14 @@ class CausalLM(LanguageModel):
         return F.embedding(token_ids, self.embed_tokens)
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
-        if hidden.is_cuda and hidden.dtype.itemsize == 2:  # sums are in float32: keep them
+        if hidden.is_cuda and hidden.dtype.itemsize == 2:  # keep the sums in float32
             return torch.mm(hidden, self.lm_head.T, out_dtype=torch.float32)
         logits = linear(hidden, self.lm_head)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
-        """Fill every parameter from a checkpoint, one tensor after the other.
+        """Fill every parameter from a checkpoint, one tensor at a time.
 
         Args:
             tensors: the checkpoint under transformers' names; each look-up may read a tensor from a file.
@@ -113,7 +113,7 @@ class CausalLM(LanguageModel):
                 the meta device; default `tensors`. All of them are checked before the first tensor is read.
 
         Raises:
-            ModelLoadError: if a tensor is missing, unknown, wrongly shaped, or not of floating point.
+            ModelLoadError: if a tensor is missing or unknown, or has the wrong shape or no floating-point dtype.
         """
         headers, destinations = tensors if headers is None else headers, self.destinations()
         architecture, remedy = self.config.architecture, "check that config.json and the weights belong together"

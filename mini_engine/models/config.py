@@ -1,7 +1,7 @@
 """Read a model's shape from its `config.json`, and check it before any memory is allocated.
 
-Everything after that sees one `ModelConfig`, whose fields carry transformers' names. A value that the file leaves out
-is the one that transformers' configuration class assumes; that class itself takes three seconds to import.
+The rest of the engine uses one `ModelConfig`, whose fields have transformers' names. Values that the file leaves out
+get the defaults of transformers' configuration class, which would take three seconds to import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mini_engine.rope import Linear, Llama3, RopeConfig
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
-# The names that a config.json gives to the functions.
+# Activation functions by their names in a config.json.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -49,7 +49,7 @@ _GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GPT2 = _COMMON | {"hidden_act": "gelu_new", "norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": True}
 _GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
-# Our names of values that a family's file has under another one.
+# Our names of values that have another name in a family's file.
 _NORM = {"norm_eps": "rms_norm_eps"}
 _OF_GPT2 = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
 _OF_GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
@@ -63,7 +63,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     "GPT2LMHeadModel": ("gpt2", _GPT2, _OF_GPT2),
 }
 
-# What is checked of each value. The largest sizes are several times those of any released model.
+# The checks of each value. The largest sizes are several times those of any released model.
 _LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**20, "head_dim": 2**12}
 _LARGEST |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**10)
 _LARGEST |= dict.fromkeys(("max_position_embeddings", "sliding_window", "original_max_position_embeddings"), 2**30)
@@ -75,7 +75,7 @@ _MAY_BE_NONE = {"attn_logit_softcapping", "final_logit_softcapping"}
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the engine needs to know of any model.
+    """The limits of a model that the engine needs to know.
 
     Attributes:
         vocab_size: vocabulary size in tokens.
@@ -103,7 +103,7 @@ class ModelConfig(ModelLimits):
         tie_word_embeddings: the LM head is the embedding matrix.
         layer_types: for each layer, `full_attention` or `sliding_attention`.
         sliding_window: keys that a query of a sliding layer sees, its own included.
-        rope: how positions rotate queries and keys; None if positions are learned.
+        rope: rotation of queries and keys by position; None if positions are learned.
         attention_bias: the attention's projections have biases.
         query_pre_attn_scalar: Gemma 2 divides the scores by its square root.
         attn_logit_softcapping: Gemma 2's soft-cap on the scores.
@@ -189,10 +189,10 @@ def _bad(name: str, value: object, remedy: str) -> ModelLoadError:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return a value, numbers as float.
+    """Check a value and return it, numbers as float.
 
     Raises:
-        ModelLoadError: if no model can have it.
+        ModelLoadError: if no model can have this value.
     """
     if value is None and name in _MAY_BE_NONE:
         return None
@@ -219,7 +219,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
 
 
 def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return the type of each layer, and the window of those that slide: every other one of Gemma 2, Qwen3's last."""
+    """Return the layers' types, and the window of the sliding ones: every other layer of Gemma 2, Qwen3's last."""
     if model_type not in ("qwen3", "gemma2"):
         return ("full_attention",) * layers, None
     window, sliding = hf.get("sliding_window", 4096), range(0, layers, 2)

@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024): four norms in a layer, windows in every other layer, soft-caps on scores and logits.
+"""Gemma 2 (Gemma Team 2024): four norms per layer, a window in every other layer, soft-caps on scores and logits.
 
 Differences from Llama: embeddings are multiplied by sqrt(hidden size); a norm multiplies by 1 + w, not by w; the MLP is
 GeGLU; the outputs of attention and MLP are normalized before they are added; scores are divided by
@@ -75,7 +75,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
-        """As in the base class; then adds the 1 of 1 + w to the norms, once instead of at every step."""
+        """Load as in the base class, then add the 1 of 1 + w to the norms, once instead of in every step."""
         super().load_weights(tensors, headers)
         for name, weight in self.destinations().items():
             if name.endswith("norm.weight"):

@@ -20,20 +20,20 @@ _MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring a GPT-2 checkpoint into the form of the other families: names without a prefix, matrices as `[out, in]`.
+    """Convert a GPT-2 checkpoint to the form of the other families: names without a prefix, matrices as `[out, in]`.
 
-    Checkpoints name their tensors with or without the prefix `transformer.`. Their projections were written as a 1 x 1
-    convolution (Conv1D) and are stored as `[in, out]`: they are transposed here, without a copy. The buffers
+    Checkpoints name their tensors with or without the prefix `transformer.`. Their projections were written as 1 x 1
+    convolutions (Conv1D) and are stored as `[in, out]`, so they are transposed here, without a copy. The buffers
     `attn.bias` and `attn.masked_bias` hold a causal mask, not weights, and are left out.
 
     Args:
-        tensors: the checkpoint under its own names; all of it is looked up.
+        tensors: the checkpoint under its own names; every tensor is looked up.
 
     Returns:
         Names without `transformer.`, weights as `[out, in]`.
 
     Raises:
-        ModelLoadError: two tensors get the same name.
+        ModelLoadError: if two tensors get the same name.
     """
     found: dict[str, Tensor] = {}
     for full_name in tensors:
@@ -99,7 +99,7 @@ class GPT2LMHeadModel(CausalLM):
         return F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.config.norm_eps)
 
     def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
-        """Load a checkpoint as the base class does, after `parts.gpt2_weights` has brought it into the common form."""
+        """Load a checkpoint as the base class does, after `parts.gpt2_weights` has converted it to the common form."""
         rename = self.parts.gpt2_weights
         super().load_weights(rename(tensors), None if headers is None else rename(headers))
 

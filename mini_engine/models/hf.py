@@ -4,8 +4,8 @@ No modeling code is copied. transformers looks up a layer's attention function b
 function registered here passes a layer's queries, keys and values to the engine's `attend`. Everything else, from the
 embeddings to the logits, is the model's own code.
 
-The caller's model is unchanged: the engine runs a second module tree that shares the weights and has a configuration of
-its own. The caller may go on using the model, between the engine's steps too. Explained in chapter 07.
+The caller's model is unchanged: the engine runs a second module tree that shares the weights and has its own
+configuration. The caller may keep using the model, even between the engine's steps. Explained in chapter 07.
 """
 
 import copy
@@ -29,7 +29,7 @@ from mini_engine.models.config import ModelLimits
 # Keyword arguments that an attention function of transformers may ignore.
 _HARMLESS = {"position_ids", "is_causal", "dropout"}
 
-# Positions that the probe's mask assumes: adjacent ones, and ones far enough apart to reveal any window.
+# Positions that the probe's mask assumes: some adjacent, and some far enough apart to reveal any window.
 _PROBE_POSITIONS = torch.tensor([*range(8), *(2**power for power in range(3, 21))])
 
 
@@ -43,14 +43,14 @@ def _attention(
     attend: Callable[..., Float[Tensor, "1 T Hq D"]] | None = None,
     **asked: object,
 ) -> tuple[Float[Tensor, "1 T Hq D"], None]:
-    """The attention function of every layer. Layers pass keyword arguments that they do not know, like `attend`, on."""
+    """The attention function of every layer. Layers pass on keyword arguments that they do not know, like `attend`."""
     if attend is None:
         raise _refused("its layers do not pass keyword arguments on to their attention")
     return attend(module, query, key, value, attention_mask, **asked), None
 
 
 def _probe_mask(*, mask_function: Callable[..., Tensor], **how: Any) -> Bool[Tensor, "1 1 T T"] | None:
-    """The mask of a layer between tokens at `_PROBE_POSITIONS`, built even if it is plainly causal."""
+    """Build a layer's mask between tokens at `_PROBE_POSITIONS`, even if it is plainly causal."""
 
     def spread(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         positions = _PROBE_POSITIONS.to(q_idx.device)
@@ -60,8 +60,8 @@ def _probe_mask(*, mask_function: Callable[..., Tensor], **how: Any) -> Bool[Ten
 
 
 # transformers builds no mask for a name without a mask function, so ordinary attention under such a name is silently
-# not causal. The engine's steps need none: its attention knows each token's sequence and position, and building a mask
-# would cost T x T numbers and one wait for the device. The probe compares the mask with the one the engine will apply.
+# not causal. The engine's steps need no mask: its attention knows each token's sequence and position, and building a
+# mask would cost T x T numbers and a wait for the device. The probe compares the mask with the one the engine applies.
 _STEP, _PROBE = "mini_engine", "mini_engine_probe"
 AttentionInterface.register(_STEP, _attention)
 AttentionInterface.register(_PROBE, _attention)
@@ -145,7 +145,7 @@ class HFModel(LanguageModel):
         return self._run(token_ids, positions, attend_in).last_hidden_state[0]
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
-        """Apply the model's own LM head and its changes to the logits."""
+        """Apply the model's own LM head, including any changes that it makes to the logits."""
         logits = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -220,9 +220,9 @@ def _attend_by(model: PreTrainedModel, name: str) -> None:
 
 
 def _longest_sequence(config: PreTrainedConfig) -> int:
-    """The model's limit, or the length up to which a sequence's rotations do not depend on the rest of the batch.
+    """Return the model's limit, or the length up to which rotations do not depend on the rest of the batch.
 
-    transformers chooses longrope's frequencies for all tokens of a step by the longest of their sequences.
+    transformers chooses longrope's frequencies for all tokens of a step from the longest sequence.
     """
     longest = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,7 +1,7 @@
 """Building blocks of the model families: norm, gated MLP, and attention around `attend`.
 
-The batch is ragged: `x` is `[T, hidden]`, the tokens of all sequences of a step one after the other. A model does not
-know where a sequence begins or how its keys are stored. It gets positions and `attend` as arguments.
+The batch is ragged: `x` is `[T, hidden]`, the tokens of all sequences of a step, laid end to end. A model does not know
+where a sequence begins or how its keys are stored. It gets positions and `attend` as arguments.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: flo
     Args:
         x: one row for each token (and head).
         weight: one factor for each column, in the dtype of `x` or a wider one.
-        eps: added to the mean square, so that a row of zeros stays finite.
+        eps: added to the mean square, so that the result for a row of zeros is finite.
 
     Returns:
         The rows in the dtype of `x`, computed in float32 (float64 for float64).
     """
-    if x.dtype == weight.dtype:  # on a GPU even a conversion that does nothing costs host time
+    if x.dtype == weight.dtype:  # even a conversion that does nothing costs host time on a GPU
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
@@ -61,11 +61,11 @@ def qk_norm(
         q_and_k: queries, then keys.
         q_weight: one factor for each number of a head of the queries.
         k_weight: one factor for each number of a head of the keys.
-        num_qo_heads: how many of the heads are queries.
+        num_qo_heads: number of query heads.
         eps: as for `rms_norm`.
 
     Returns:
-        A new tensor: queries and keys stay together, because one rotation of both is cheaper than two.
+        A new tensor with queries and keys together, because rotating them in one call is cheaper.
     """
     q, k = q_and_k.split((num_qo_heads, q_and_k.shape[1] - num_qo_heads), dim=1)
     return torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
@@ -142,7 +142,7 @@ class DecoderLayer(nn.Module):
 
 
 class Linear(nn.Module):
-    """A projection. Projections that read the same input are fused: each has its rows in one weight.
+    """A projection. Projections of the same input are fused: each one is a block of rows of the weight.
 
     Args:
         in_features: size of the input.
@@ -169,7 +169,7 @@ class Linear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Project to queries, keys and values; rotate queries and keys; attend; project back."""
+    """Projects to queries, keys and values, rotates queries and keys, attends, and projects back."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Attention(nn.Module):
         self.o = Linear(q_rows, {"o_proj": hidden}, bias)
 
     def prepare(self, q_and_k: Float[Tensor, "T QK D"]) -> Float[Tensor, "T QK D"]:
-        """Change the heads of queries and keys before they are rotated; nothing to do in Llama."""
+        """Change the heads of queries and keys before they are rotated; Llama does nothing."""
         return q_and_k
 
     def forward(
@@ -196,7 +196,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The weights around `gated_mlp`."""
+    """The MLP of a layer: the weights of `gated_mlp`."""
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         super().__init__()

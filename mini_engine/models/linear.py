@@ -26,7 +26,7 @@ def linear(
         weight: [Out, In].
         bias: [Out] or None.
     """
-    if x.is_cuda or x.dtype != torch.float32:  # a GPU first: there each question costs as much as a small kernel
+    if x.is_cuda or x.dtype != torch.float32:  # checks the GPU first: there, each check costs as much as a small kernel
         return F.linear(x, weight, bias)
     if len(x) <= FEW_ROWS:
         blocks = weight.unflatten(0, (math.gcd(weight.shape[0], torch.get_num_threads()), -1))

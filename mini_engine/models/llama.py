@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023), and SmolLM2, which has the same architecture.
 
-Each layer normalizes its input, attends, and adds the result to the residual stream; then it does the same with the
-gated MLP.
+Each layer normalizes its input, attends, and adds the result to the residual stream. Then it does the same with the
+gated MLP instead of attention.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def decoder_layer(
     Args:
         layer: its weights, attention and MLP.
         x: the residual stream.
-        cos: of each token's rotation.
-        sin: likewise.
+        cos: cosines of each token's rotation.
+        sin: its sines.
         attend: see `LanguageModel.forward`.
     """
     norm = layer.parts.rms_norm
@@ -54,8 +54,8 @@ class LlamaLayer(DecoderLayer):
     def fold_norms(self) -> None:
         """Multiply the weight of each norm into the matrix after it, once, and set the weight to one.
 
-        (x / rms * norm) W^T = (x / rms) (W * norm)^T: the layer computes the same as before, up to a rounding of each
-        number of W. Weights must have been loaded.
+        Since (x / rms * norm) W^T = (x / rms) (W * norm)^T, the layer computes the same as before, apart from rounding
+        each number of W. Weights must have been loaded.
         """
         if self.norms_are_folded:
             return

@@ -12,7 +12,7 @@ from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 
 
 class Qwen3Attention(Attention):
-    """As in Llama, but each head of queries and keys is normalized before it is rotated."""
+    """Llama's attention with each head of queries and keys normalized before it is rotated."""
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__(config, spec, parts)

@@ -30,7 +30,7 @@ def build_model(config: ModelConfig, parts: ModelParts, dtype: torch.dtype, devi
         device: device of the parameters.
 
     Raises:
-        ModelLoadError: if the memory is too small.
+        ModelLoadError: if there is too little memory.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

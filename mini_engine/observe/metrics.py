@@ -32,7 +32,7 @@ class Metrics:
         self.first_token_seconds: dict[int, float] = {}
 
     def add(self, piece: Piece) -> None:
-        """Count one piece; the pieces of one step arrive one after the other."""
+        """Count one piece; the pieces of a step arrive one after another."""
         if piece.output:
             self._prompt_tokens += len(piece.output.prompt_token_ids)
         if piece.num_tokens:
@@ -61,7 +61,7 @@ class Metrics:
 
     @property
     def output_token_seconds(self) -> dict[int, float]:
-        """Time per output token of each request: the mean time between its tokens, if it has two or more."""
+        """Time per output token: the mean time between the tokens of each request that has two or more."""
         return {
             index: (self._last_token_seconds[index] - first) / (self._output_tokens[index] - 1)
             for index, first in self.first_token_seconds.items()
@@ -72,8 +72,8 @@ class Metrics:
         """Return a table of the run.
 
         Args:
-            model: what computed it.
-            machine: its bandwidth is shown for comparison.
+            model: the model of the run.
+            machine: the machine, whose bandwidth is shown for comparison.
             engine: the engine of the run, which has served nothing else.
         """
         rows: dict[str, str] = {}
@@ -107,7 +107,7 @@ class Metrics:
 
 
 def weight_bytes_per_step(model: CausalLM) -> int:
-    """Count the bytes of weights that one decode step reads: all but the embeddings, of which it reads a row per token.
+    """Count the bytes of weights that a decode step reads: all but the embeddings, of which it reads a row per token.
 
     Embeddings that are tied to the LM head are read in full, as the LM head.
     """

@@ -1,4 +1,4 @@
-"""What the engine did, step by step: recorded while it runs, and saved for Perfetto and the book's trace player.
+"""Record what the engine does, step by step, and save it for Perfetto and the book's trace player.
 
 The file is in Chrome's trace format (a JSON object with `traceEvents`): open it at ui.perfetto.dev, or drop it on the
 book's trace page. The `args` of each step event hold everything that the player needs.
@@ -29,9 +29,10 @@ class Work:
 
     Attributes:
         request_id: name of the request.
-        kind: "decode" is one token after the prompt, "prefill" all tokens that the request has, "chunk" some of them.
+        kind: "decode" is one token after the prompt, "prefill" is all tokens of the request, and "chunk" is some of
+            them.
         num_new: tokens computed.
-        num_computed: tokens of the request with keys and values in the cache, these included.
+        num_computed: tokens of the request with keys and values in the cache, including the new ones.
     """
 
     request_id: str
@@ -47,7 +48,7 @@ class Token:
     Attributes:
         request_id: name of the request.
         token_id: the token.
-        text: the text that the request's output grew by; empty if the trace has no tokenizer.
+        text: text that the token added to the request's output; empty if the trace has no tokenizer.
     """
 
     request_id: str
@@ -61,17 +62,16 @@ class TraceStep:
 
     Attributes:
         start: when it began, in seconds since the first step began.
-        seconds: how long it took.
-        batch: what it launched, in the order of its StepBatch.
-        pages: the pages of each running request, in order of position, as they were while the model ran; oldest request
-            first.
+        seconds: its duration.
+        batch: the launched work, in the order of the StepBatch.
+        pages: the pages of each running request while the model ran, in order of position; oldest request first.
         arrived: requests that were added since the previous step, and the number of tokens of each prompt.
         admitted: requests that got pages for this step.
         preempted: requests that lost their pages, newest first.
         left: requests that ended between the previous step and this one, because they were aborted, failed, or
-            contained a stop string; and the finish reason of each.
+            contained a stop string, with their finish reasons.
         outputs: the tokens that were collected.
-        ended: requests whose last token is among the outputs, and the finish reason of each.
+        ended: requests whose last token is among the outputs, with their finish reasons.
     """
 
     start: float
@@ -106,12 +106,12 @@ class Trace:
     """The steps of one engine: `LLMEngine(..., on_step=trace.record)`.
 
     Args:
-        tokenizer: turns tokens into text; without one, the trace has token ids only.
+        tokenizer: turns tokens into text; without a tokenizer, the trace has only token ids.
 
     Attributes:
         num_pages: pages of the engine's cache; 0 until the first step.
         page_size: tokens per page; 0 until the first step.
-        steps: every step that launched or collected something, or found requests gone.
+        steps: every step that launched or collected something, or found that requests had left.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -157,7 +157,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first step to the end of the last."""
+        """Time from the start of the first step to the end of the last."""
         return self.steps[-1].start + self.steps[-1].seconds if self.steps else 0.0
 
     def queues(self) -> list[list[str]]:
@@ -189,7 +189,7 @@ class Trace:
             raise TraceFileError(f"cannot write {path}: {error.strerror}; choose another path") from error
 
     def _arrivals(self, engine: LLMEngine, report: StepReport) -> list[Request]:
-        """Requests that this step sees for the first time, in order of arrival."""
+        """Return the requests that this step sees for the first time, in order of arrival."""
         new = {request for request in report.schedule.admitted if request.arrival > self._last_arrival}
         for request in reversed(engine.requests.values()):  # new requests are at the end
             if request.arrival <= self._last_arrival:
@@ -224,7 +224,7 @@ class Queue:
 
 
 def tokens_per_second(steps: Sequence[TraceStep]) -> float:
-    """Tokens sampled per second in some steps, over all requests."""
+    """Return the tokens sampled per second in some steps, over all requests."""
     seconds = steps[-1].start + steps[-1].seconds - steps[0].start if steps else 0.0
     return sum(len(step.outputs) for step in steps) / seconds if seconds else 0.0
 
@@ -247,15 +247,15 @@ def _works(report: StepReport) -> list[Work]:
 
 
 def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
-    """The pages of each request that was launched, or runs without a new token."""
+    """Return the pages of each request that was launched, or that runs without a new token."""
     running = engine.scheduler.running
     rows = zip(running.requests_of(running.order), running.order.tolist(), strict=True)
     pages = {request: engine.page_table.pages(row).tolist() for request, row in rows}
-    if report.batch is not None:  # has the pages of requests that have left their rows since
+    if report.batch is not None:  # it has the pages of requests that have left their rows since
         indices, bounds = report.batch.host_page_indices, pairwise(report.batch.kv_page_indptr.tolist())
         pages |= {
             request: indices[first:last].tolist()
-            for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding comes last
+            for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding is last
         }
     return {request.request_id: pages[request] for request in sorted(pages, key=attrgetter("arrival"))}
 
@@ -264,7 +264,7 @@ def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
 
 
 def _events(steps: Sequence[TraceStep]) -> Iterator[dict[str, Any]]:
-    """The events of a trace: track 0 is the engine's, and each request has a track of its own."""
+    """Yield the events of a trace: track 0 is the engine's, and each request has its own track."""
     names = list(dict.fromkeys(name for step in steps for name in step.arrived))
     tracks = {name: track for track, name in enumerate(names, 1)}
     yield _event("M", "process_name", 0, args={"name": "mini-engine"})

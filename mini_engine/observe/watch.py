@@ -1,4 +1,4 @@
-"""A live view of the engine in the terminal: owners of pages, and the requests that run and wait."""
+"""A live view of the engine in the terminal: the owners of its pages, and its running and waiting requests."""
 
 import itertools
 import math
@@ -16,21 +16,21 @@ from mini_engine.llm import LLM, TextEngine
 from mini_engine.observe.trace import Queue, Trace, TraceStep, tokens_per_second
 from mini_engine.terminal import printable
 
-# Distinguishable on dark and light terminals; requests take them in turn.
+# Colors that can be told apart on dark and light terminals; requests take them in turn.
 COLORS = ("#3b8ea5", "#d9822b", "#4f9d5d", "#b55d9b", "#c9a227", "#5b73c4", "#c4524f", "#2f9e8f", "#8f6fc0", "#93733f")
 RATE_STEPS = 16  # the steps over which tokens/s is averaged
 
 
 @dataclass
 class Shown:
-    """What the view knows of an unfinished request.
+    """The view's record of an unfinished request.
 
     Attributes:
-        label: one or two characters, for its pages.
-        color: of its pages.
-        state: what the latest step did with it.
+        label: one or two characters that mark its pages.
+        color: color of its pages.
+        state: what it did in the latest step.
         computed: tokens with keys and values in the cache.
-        preemptions: how often it lost its pages.
+        preemptions: number of times that it was preempted.
         text: its output so far.
     """
 
@@ -50,7 +50,7 @@ class Watch:
     """Draws the last step of a trace that is being recorded.
 
     Args:
-        trace: it grows while the engine runs; `view` reads the new steps.
+        trace: the trace, which grows while the engine runs; `view` reads the new steps.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -60,16 +60,16 @@ class Watch:
         self._queue = Queue()
         self._waiting: list[str] = []
         self._requests: dict[str, Shown] = {}
-        self._ended: list[str] = []  # with the last step, which still shows their pages
+        self._ended: list[str] = []  # in the last step, which still shows their pages
         self._totals = Counter[str]()
         self._news = Text()
 
     def view(self, width: int, height: int) -> RenderableType:
-        """Draw the latest step. A terminal that is too low cuts off requests, at the end.
+        """Draw the latest step. If the terminal has too few lines, the last requests are cut off.
 
         Args:
             width: columns of the terminal.
-            height: its lines; the pages take about half of them at most.
+            height: lines of the terminal; the pages take at most about half of them.
         """
         for index, step in enumerate(self.trace.steps[self._num_read :], self._num_read):
             self._read(index, step)
@@ -138,7 +138,7 @@ class Watch:
         return table
 
     def _read(self, index: int, step: TraceStep) -> None:
-        """Bring the requests up to date with a step."""
+        """Update the requests with a step."""
         self._waiting = self._queue.after(step)
         for name in [*self._ended, *step.left]:
             self._requests.pop(name, None)
@@ -178,7 +178,7 @@ def watched_engine(llm: LLM, lengths: Iterable[int], given: Mapping[str, Any]) -
     """
     page_size, longest = given.get("page_size", page_size_of(llm)), llm.config.max_model_len
     assert longest is not None
-    # Admission leaves a page for each request.
+    # Admission keeps a page free for each request.
     needed = sum(math.ceil(min(length, longest) / page_size) + 1 for length in lengths)
     trace = Trace(llm.tokenizer)
     options = {"num_pages": given.get("num_pages", needed), "page_size": page_size}

@@ -261,8 +261,10 @@ def test_what_ends_a_process_costs_its_own_exercise(write: Write) -> None:
     assert set(statuses(grading).values()) == {"raised"}
     assert "raised KeyboardInterrupt" in message(grading, "double")
     assert "raised Skipped" in message(grading, "quadruple")
-    assert message(grading, "Counter") == "Your answer reads from the keyboard in line 13, and a grader cannot type."
-    assert message(grading, "last").endswith("(line 17). This input is valid: a right answer does not raise.")
+    assert (
+        message(grading, "Counter") == "Your answer reads from the keyboard in line 13, but the grader gives no input."
+    )
+    assert message(grading, "last").endswith("(line 17). This input is valid, so a correct answer does not raise.")
 
 
 def test_a_missing_return_is_named_where_the_check_cannot_go_on(write: Write) -> None:

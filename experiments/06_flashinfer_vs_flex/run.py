@@ -391,19 +391,27 @@ def engine_rows(
                 )  # fmt: skip
             print(rows[-1].cells()[:5], flush=True)
             if workload is LONG_CONTEXT:
-                rates = [run.kv_bytes / run.decode_seconds for run in runs[1:]]
-                source = "the measured bandwidth; weights and host time count against it"
-                rows.append(
-                    results.Row(
-                        "decode: KV bandwidth", statistics.median(rates), "B/s", machine.bandwidth, source, case,
-                        (min(rates), max(rates)),
-                    )
-                )  # fmt: skip
+                rows.append(bandwidth_row(runs[1:], machine, case))
                 print(rows[-1].cells()[:5], flush=True)
         del engines
         gc.collect()
         torch.cuda.empty_cache()
     return rows
+
+
+def bandwidth_row(runs: Sequence[Served], machine: Machine, case: Mapping[str, results.Setting]) -> results.Row:
+    """The bytes of keys and values that decodes read per second."""
+    rates = [run.kv_bytes / run.decode_seconds for run in runs]
+    source = "the measured bandwidth; weights and host time count against it"
+    return results.Row(
+        "decode: KV bandwidth",
+        statistics.median(rates),
+        "B/s",
+        machine.bandwidth,
+        source,
+        case,
+        (min(rates), max(rates)),
+    )
 
 
 def paragraphs(count: int) -> list[str]:

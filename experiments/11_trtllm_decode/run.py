@@ -4,7 +4,8 @@
 
 On a GPU the heads and the model are Qwen3-0.6B's in bfloat16 with random weights. On a CPU small cases in float32
 compare the CPU's own backends, to show that the script works. The result goes to
-experiments/11_trtllm_decode/results/<device>.json, below DIR where one is given.
+experiments/11_trtllm_decode/results/<device>.json, below DIR where one is given. With --change the workloads' rows are
+added to the ledger, docs/ledger.json, too.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from book import code_lines, results
+from book import code_lines, ledger, results
 from book.experiment import command_line, record
 from book.grading.chapter import load_module
 from book.paths import repository_root
@@ -31,7 +33,7 @@ from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.bench.run import pages_needed
-from mini_engine.bench.workloads import GPU, LATENCY, Workload, least_seconds, num_outputs
+from mini_engine.bench.workloads import GPU, LATENCY, LONG_CONTEXT, Workload, least_seconds, num_outputs
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.paged import PagedKVCache
@@ -44,7 +46,7 @@ kernels = load_module("experiment_06", Path(__file__).resolve().parents[1] / "06
 EXPERIMENT = "11_trtllm_decode"
 SECTIONS = DECODE, PLAN, ENGINE, LINES = "decode", "plan", "engine", "lines"
 PAGE_SIZE = 16
-WORKLOADS = {"throughput": GPU, "latency": LATENCY}
+WORKLOADS = {"throughput": GPU, "latency": LATENCY, "long-context": LONG_CONTEXT}
 READ = "the keys and values of all requests, read once at the measured bandwidth, with queries and output"
 STEPS = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
 FILES = ("attention/flashinfer.py", "attention/trtllm.py")
@@ -261,14 +263,17 @@ def engine_rows(
         workload = WORKLOADS[name]
         requests = workload.requests(vocab_size)
         engines = {way: make_engine(model, way, workload, vocab_size) for way in setting.backends}
-        rates: dict[str, list[float]] = {way: [] for way in engines}
+        served: dict[str, list[Any]] = {way: [] for way in engines}
         for _ in range(repetitions + 1):
             for way, engine in engines.items():
-                rates[way].append(num_outputs(requests) / kernels.serve(engine, workload, vocab_size).seconds)
+                served[way].append(kernels.serve(engine, workload, vocab_size))
         bound = num_outputs(requests) / least_seconds(model.config, machine, requests, setting.dtype.itemsize)
-        for way, own in rates.items():
+        for way, runs in served.items():
             named: dict[str, results.Setting] = {"workload": name, "engine": f"mini_engine, {way}"}
-            rows.append(row("throughput", own[1:], "tokens/s", bound, STEPS, named))
+            rates = [num_outputs(requests) / run.seconds for run in runs[1:]]
+            rows.append(row("throughput", rates, "tokens/s", bound, STEPS, named))
+            if workload is LONG_CONTEXT:
+                rows.append(kernels.bandwidth_row(runs[1:], machine, named))
         del engines, engine
         free()
     return rows
@@ -290,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    options.add_argument("--change", help="add the workloads to the engine's ledger: what is new, in a few words")
     chosen = options.parse_args(arguments)
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     machine = measure_machine(device, setting.dtype)
@@ -314,6 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if set(chosen.only) < set(SECTIONS):
         result = results.with_recorded(result, chosen.out)
     record(result, chosen.out, {row.figure for row in result.rows})
+    if chosen.change:
+        for row in rows:
+            if row.figure == "throughput":
+                ledger.add(result, row, chosen.change, chosen.out)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
 // A decode step of one request in one kernel: all layers and the LM head, for Llama and Qwen3.
 //
-// At most one thread block per SM stays for the whole step. In each block one warp streams the block's rows of every weight
-// through a ring of buffers in shared memory, in the order in which they are needed and as fast as the memory delivers
-// them; eight warps multiply. So the memory never waits for a phase of the computation to end. Only a few buffers are on
-// their way at a time: values that blocks exchange would queue behind the others.
+// At most one thread block per SM stays for the whole step. In each block, one thread copies the block's rows of every weight
+// into a ring of buffers in shared memory, in the order in which they are needed and as long as there is room. Eight warps
+// multiply. So the memory keeps working while the blocks exchange values.
 //
-// Blocks exchange vectors through global memory without barriers: every value is stored together with a tag that says
-// which layer of which step wrote it, in one 8-byte store, and a reader loads it until the tag is right ("LL" protocol
-// of NCCL). A buffer can be overwritten one layer later, because by then every block depends on values that every other
-// block wrote after it had read.
+// Blocks exchange vectors through global memory without barriers. Every value is stored together with a tag that says which
+// layer of which step wrote it, in one 8-byte store, and a reader loads it until the tag is right (NCCL's "LL" protocol).
+// A buffer can be overwritten one layer later: by then every block depends on values that all other blocks wrote after they
+// had read it.
 //
-// Attention is computed by some of the blocks, each with a share of one KV head's keys, its split. With few splits every
-// block receives the results of all of them and merges them itself. With many, each block merges its share of the output, and
-// the merged shares are exchanged.
+// An exchange takes longer than the product before it, so a phase begins before its vector has arrived: it loads its first
+// weights from shared memory into registers, and only then waits. Waiting itself has to be cheap. If all threads of all blocks
+// kept asking for all values, the questions would delay the values.
 //
-// A layer runs once in ten microseconds, and its instructions have left the nearest cache when it comes again. So what
-// counts is how many different instructions a layer has: loops stay loops, and all products share one function.
+// Some of the blocks compute attention. Each of them has a share of one KV head's keys, its split. If there are few splits,
+// every block receives the results of all of them and merges them itself. If there are many, each block merges its share of
+// the output, and the blocks exchange the merged shares.
+//
+// A layer takes about fifteen microseconds, after which its instructions have left the fastest cache. So the code is short:
+// all phases share one loop.
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -26,54 +29,54 @@ constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int GROUP = Q_HEADS / KV_HEADS, Q_SIZE = Q_HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE, VECTOR = LARGEST > HIDDEN ? LARGEST : HIDDEN;
 
-// A buffer of the ring has 1,024 columns of eight rows; the gap behind each row moves the next one to other banks.
+// A buffer of the ring holds 1,024 columns of eight rows. The gap after each row moves the next row to other banks.
 constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTES = ROWS * ROW_BYTES;
-constexpr int FLUSH = 6 * ROWS;  // rows whose sums are kept before they are used
-static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "rows of whole buffers");
+constexpr int FLUSH = 6 * ROWS;  // rows whose sums are kept until they are used
+constexpr int IN_FLIGHT = 6;     // most buffers that are being copied at a time; more would delay what blocks exchange
+static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "whole buffers in each row");
 
-// Buffers on their way. Fewer would leave the memory idle: four are twice what it delivers to an SM during its latency.
-#ifndef IN_FLIGHT
-#define IN_FLIGHT 4
-#endif
-
-constexpr int TILE = 16, CHUNKS = HEAD_DIM / 8, TILE_BYTES = TILE * HEAD_DIM * 2;  // keys of a tile; 16 bytes each, of a key
-constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;                // with gaps that move rows to other banks
-constexpr int MAX_SPLITS = 16;  // a lane merges each
-constexpr int FEW_SPLITS = 4;   // at most so many are merged by every block
+constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * 2;           // keys of a tile
+constexpr int CHUNKS = HEAD_DIM / 8;                                 // of 16 bytes, in a key
+constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;  // with gaps that move rows to other banks
+constexpr int MAX_SPLITS = 16;  // one lane for each merges them
+constexpr int FEW_SPLITS = 4;   // up to this many, every block merges all of them
 static_assert(GROUP <= 8, "queries are the columns of one tile of the tensor cores");
 
 struct Layer {
-    const bf16 *qkv, *o, *gate_up, *down, *input_norm, *mlp_norm, *q_norm, *k_norm;
+    const bf16* weights[4];  // of the first four phases
+    const bf16 *input_norm, *mlp_norm, *q_norm, *k_norm;
     bf16 *k_cache, *v_cache;
 };
 
-using Tagged = unsigned long long;  // a float or two bf16, and the tag of their writer above them
+using Tagged = unsigned long long;  // two bf16 or a float, and above them the tag of their writer
 
 struct Step {
     const Layer* layers;
     const bf16 *embedding, *final_norm, *lm_head;
     const float* inv_freq;    // [HEAD_DIM / 2]
-    const int64_t *token_id, *token_source, *last_token;  // the token, if no row's last one is
+    const int64_t *token_id, *token_source, *last_token;  // token_id counts where token_source is -1
     const int64_t* position;
     const int32_t* pages;     // of the request
     int64_t page_stride, token_stride, head_stride;  // of the cache, in elements
     Tagged *qkv, *splits, *lse, *attention, *after_attention, *activation, *after_mlp;
-    uint32_t* count;          // of steps
+    uint32_t* count;          // of steps so far
     float* logits;
     float scale, eps;
     int vocab_size;
 };
 
+using Sums = float[WARPS];  // of a row, over each warp's columns
+
 // What the threads of a block share.
 struct Shared {
     __align__(128) unsigned char tiles[WARPS][2 * TILE_BYTES];  // each warp's keys and values, then its state
-    bf16 vector[VECTOR];                   // what a product multiplies
+    bf16 vector[VECTOR];                   // what the rows are multiplied by
     __align__(16) bf16 q[GROUP][QUERY_SIZE];
     __align__(16) bf16 fresh[2][HEAD_DIM];               // the new key and value
     float maxima[GROUP][WARPS], sums[GROUP][WARPS];      // of the states
-    __align__(16) float partial[2][FLUSH][WARPS];        // sums over each warp's columns
+    __align__(16) Sums partial[2][FLUSH];
     __align__(16) float squares[WARPS];                  // of each warp's part of the residual stream
-    float residual[256];                   // of the block's rows
+    float residual[HIDDEN / BLOCKS + 2];   // the block's rows of the residual stream
     float cosine[HEAD_DIM / 2], sine[HEAD_DIM / 2];  // of the position
     Layer layers[LAYERS];
     uint64_t full[16], empty[16];
@@ -81,10 +84,9 @@ struct Shared {
 
 constexpr int STAGES_THAT_FIT = (227 * 1024 - static_cast<int>(sizeof(Shared))) / STAGE_BYTES;
 constexpr int STAGES = STAGES_THAT_FIT < 16 ? STAGES_THAT_FIT : 16;
-constexpr int MOST_IN_FLIGHT = IN_FLIGHT < STAGES ? IN_FLIGHT : STAGES;
-static_assert(STAGES >= 4, "too large");
+static_assert(STAGES >= IN_FLIGHT, "too large");
 
-extern __shared__ __align__(128) unsigned char memory[];  // the ring, and behind it what the threads share
+extern __shared__ __align__(128) unsigned char memory[];  // the ring, followed by what the threads share
 
 __device__ inline unsigned char* stage(int position) { return memory + position % STAGES * STAGE_BYTES; }
 __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(memory + STAGES * STAGE_BYTES); }
@@ -93,11 +95,24 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// A block's share of the rows of a matrix, or of other things.
+// A block's share of the rows of a matrix, in whole units.
 struct Share {
     int first, end;
     __device__ explicit Share(int all, int unit = 1)
         : first(all / unit * blockIdx.x / BLOCKS * unit), end(all / unit * (blockIdx.x + 1) / BLOCKS * unit) {}
+};
+
+// The phases of a layer, and the last one of a step. Each multiplies the rows of one matrix by a vector.
+enum Phase { QKV, O, GATE_UP, DOWN, LM_HEAD };
+
+struct Matrix {
+    int rows, columns;
+    int unit, parts;  // rows that one thread finishes together; matrices of this size, stacked (gate and up)
+
+    __device__ Matrix(int phase, const Step& step)
+        : rows(phase == QKV ? QKV_SIZE : phase == GATE_UP ? INTERMEDIATE : phase == LM_HEAD ? step.vocab_size : HIDDEN),
+          columns(phase == O ? Q_SIZE : phase == DOWN ? INTERMEDIATE : HIDDEN),
+          unit(phase == LM_HEAD ? 1 : 2), parts(phase == GATE_UP ? 2 : 1) {}
 };
 
 // --- the ring of weights -----------------------------------------------------------------------------------------------
@@ -108,36 +123,50 @@ __device__ inline void wait(uint64_t* barrier, uint32_t phase) {
         "@!done bra again;\n}\n" ::"r"(shared_address(barrier)), "r"(phase) : "memory");
 }
 
+__device__ inline void wait_for_both(uint64_t* a, uint32_t phase_of_a, uint64_t* b, uint32_t phase_of_b) {
+    asm volatile(
+        "{\n.reg .pred a, b;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 a, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 b, [%2], %3;\nand.pred a, a, b;\n"
+        "@!a bra again;\n}\n" ::"r"(shared_address(a)), "r"(phase_of_a), "r"(shared_address(b)), "r"(phase_of_b) : "memory");
+}
+
+// Tell the producer that this warp has read a buffer.
+__device__ inline void release(int position) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(shared().empty + position % STAGES)) : "memory");
+}
+
 // The thread that fills the ring.
 struct Producer {
-    int position = 0;  // in the sequence of all buffers
+    int position = 0;  // of the next buffer, counted from the start of the step
 
-    // Copy `rows` rows of 1,024 columns to the next buffer.
+    // Copy `rows` rows of 1,024 columns into the next buffer.
     __device__ void copy(const bf16* from, int64_t row_stride, int rows) {
         const uint32_t full = shared_address(shared().full + position % STAGES), to = shared_address(stage(position));
-        const int earlier = position - MOST_IN_FLIGHT;
+        const int earlier = position - IN_FLIGHT;
         if (earlier >= 0) wait(shared().full + earlier % STAGES, earlier / STAGES & 1);
         wait(shared().empty + position % STAGES, position / STAGES & 1 ^ 1);
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(rows * COLUMNS * 2) : "memory");
-#pragma unroll 1
-        for (int row = 0; row < rows; row++)
-            asm volatile(
+#pragma unroll
+        for (int row = 0; row < ROWS; row++)
+            if (row < rows) asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                     to + row * ROW_BYTES),
                 "l"(from + row * row_stride), "r"(COLUMNS * 2), "r"(full) : "memory");
         position++;
     }
 
-    // The block's share of a matrix [parts * rows, columns]: eight rows of each part, then the next eight.
-    __device__ void stream(const bf16* matrix, int rows, int columns, int parts = 1) {
-        const Share share(rows, parts);
+    // Copy the block's share of a matrix: eight rows of each part, then the next eight.
+    __device__ void stream(const bf16* weights, const Matrix& matrix) {
+        const Share share(matrix.rows, matrix.unit);
 #pragma unroll 1
         for (int row = share.first; row < share.end; row += ROWS)
 #pragma unroll 1
-            for (int part = 0; part < parts; part++)
+            for (int part = 0; part < matrix.parts; part++)
 #pragma unroll 1
-                for (int column = 0; column < columns; column += COLUMNS)
-                    copy(matrix + static_cast<int64_t>(part * rows + row) * columns + column, columns, min(ROWS, share.end - row));
+                for (int column = 0; column < matrix.columns; column += COLUMNS) {
+                    const bf16* from = weights + static_cast<int64_t>(part * matrix.rows + row) * matrix.columns + column;
+                    copy(from, matrix.columns, min(ROWS, share.end - row));
+                }
     }
 };
 
@@ -147,39 +176,82 @@ __device__ inline void multiply_accumulate(float (&sums)[4], uint32_t a0, uint32
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Multiply the next rows of the ring, `row_blocks` times eight, with the vector: a warp 128 of 1,024 columns. Each row's
-// sum over them goes to `partial[buffer]`. The eight rows are half of a tile of the tensor cores; all columns of the tile that
-// they are multiplied with are the vector. A thread loads eight adjacent elements, which are other ones than the
-// instruction calls for, but the same ones of the row and of the vector. Returns the position in the ring.
-__device__ __noinline__ int accumulate(int position, int columns, int row_blocks, int buffer) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 8;
-    const int offset = lane / 4 * ROW_BYTES + warp * (COLUMNS / WARPS) * 2 + lane % 4 * 16;
-#pragma unroll 1
-    for (int block = 0; block < row_blocks; block++) {
-        float sums[2][4] = {};
-#pragma unroll 1
-        for (int column = 0; column < columns; column += COLUMNS) {
-            wait(shared().full + position % STAGES, position / STAGES & 1);
-            const auto* rows = reinterpret_cast<const uint4*>(stage(position) + offset);
-            const auto* x = reinterpret_cast<const uint4*>(mine + column);
-#pragma unroll
-            for (int i = 0; i < COLUMNS / WARPS / 32; i++) {
-                const uint4 w = rows[i * 4], v = x[i * 4];
-                multiply_accumulate(sums[0], w.x, 0, w.y, 0, v.x, v.y);
-                multiply_accumulate(sums[1], w.z, 0, w.w, 0, v.z, v.w);
-            }
-            __syncwarp();
-            if (lane == 0)
-                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(shared().empty + position % STAGES)) : "memory");
-            position++;
-        }
-        if (lane % 4 == 0) shared().partial[buffer][block * ROWS + lane / 4][warp] = sums[0][0] + sums[1][0];
-    }
-    return position;
-}
+// Multiplies rows in the ring by the vector. A warp has 128 of every 1,024 columns.
+//
+// Tensor cores multiply two buffers at a time, each of which is half of the rows of a tile. They may hold different columns,
+// and then need different parts of the vector: even columns of the other operand are the part for the first buffer, odd
+// columns the part for the second, and the products of one with the other are ignored. A thread loads eight adjacent elements.
+// These are not the columns that the instruction assigns to it, but they are the same ones in the row and in the vector.
+//
+// The next two buffers are already in registers: those of a phase are loaded before its vector has arrived.
+struct Product {
+    static constexpr int LOADS = COLUMNS / WARPS / 32;
+    int position = 0, end = 0;  // of the next buffer, counted from the start of the step; of the matrix
+    int buffer = 0;             // of `partial`
+    uint4 first[LOADS], second[LOADS];
 
-__device__ inline float total(const float (&partial)[WARPS]) {
+    // Load the first two buffers of the block's share of a matrix.
+    __device__ void begin(const Matrix& matrix) {
+        const Share share(matrix.rows, matrix.unit);
+        end = position + (share.end - share.first + ROWS - 1) / ROWS * matrix.parts * (matrix.columns / COLUMNS);
+        load();
+    }
+    __device__ void load() {
+        if (position >= end) return;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int other = min(position + 1, end - 1);  // without a second buffer the first one is multiplied twice
+        const int offset = lane / 4 * ROW_BYTES + warp * (COLUMNS / WARPS) * 2 + lane % 4 * 16;
+        wait_for_both(shared().full + position % STAGES, position / STAGES & 1, shared().full + other % STAGES, other / STAGES & 1);
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            first[i] = reinterpret_cast<const uint4*>(stage(position) + offset)[i * 4];
+            second[i] = reinterpret_cast<const uint4*>(stage(other) + offset)[i * 4];
+        }
+        __syncwarp();
+        if (lane < 2 && position + lane < end) release(position + lane);
+    }
+
+    // Multiply the next rows, `row_blocks` times eight, and write each row's sums, one per warp, to `partial[buffer]`.
+    __device__ void accumulate(int columns, int row_blocks) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int per_row = columns / COLUMNS, stop = position + row_blocks * per_row;
+        const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 8;
+        float* to = shared().partial[buffer][lane / 4] + warp;
+        float sum = 0;
+        int part = 0;  // of the row, in buffers
+        const auto add = [&](float value) {
+            sum += value;
+            if (++part < per_row) return;
+            if (lane % 4 == 0) *to = sum;
+            to += ROWS * WARPS, sum = 0, part = 0;
+        };
+        uint4 x[LOADS];
+#pragma unroll 1
+        for (bool loaded = false; position < stop; loaded = true) {
+            if (!loaded || per_row > 1) {
+                const int own = lane / 4 % 2 == 0 ? part : part + 1 < per_row ? part + 1 : 0;
+#pragma unroll
+                for (int i = 0; i < LOADS; i++) x[i] = reinterpret_cast<const uint4*>(mine + own * COLUMNS)[i * 4];
+            }
+            float sums[LOADS][4] = {};
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                multiply_accumulate(sums[i], first[i].x, second[i].x, first[i].y, second[i].y, x[i].x, x[i].y);
+                multiply_accumulate(sums[i], first[i].z, second[i].z, first[i].w, second[i].w, x[i].z, x[i].w);
+            }
+            const bool two = position + 1 < stop;
+            position += two ? 2 : 1;
+            load();
+            float of_first = 0, of_second = 0;
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) of_first += sums[i][0], of_second += sums[i][3];
+            add(of_first);
+            if (two) add(of_second);
+        }
+    }
+};
+
+__device__ inline float total(const Sums& partial) {
     const float4 a = *reinterpret_cast<const float4*>(partial), b = *reinterpret_cast<const float4*>(partial + 4);
     return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
 }
@@ -202,48 +274,56 @@ __device__ inline uint32_t pack(float low, float high) {
 __device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Load N pairs of values, `stride` apart, until all of them have the tag.
-template <int N> __device__ inline void receive(const Tagged* from, int stride, uint32_t tag, uint32_t (&bits)[2 * N]) {
-    bool ready;
-    do {
-        ready = true;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            Tagged a, b;
-            asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from + i * stride) : "memory");
-            ready &= a >> 32 == tag && b >> 32 == tag;
-            bits[2 * i] = static_cast<uint32_t>(a), bits[2 * i + 1] = static_cast<uint32_t>(b);
-        }
-    } while (!ready);
-}
-
 __device__ inline Tagged load_one(const Tagged* from) {
     Tagged got;
-    asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(got) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(got) : "l"(from) : "memory");
     return got;
 }
 
-// Load one value, or two adjacent ones, that have not arrived yet, without a branch: so that many loads are on their way.
+// Load one value, or two adjacent ones, unless they have arrived. There is no branch, so several loads can overlap.
 __device__ inline void load_missing(Tagged& value, const Tagged* from, uint32_t tag) {
-    asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %1, %2;\n@missing ld.volatile.global.u64 %0, [%3];\n}\n"
+    asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %1, %2;\n@missing ld.relaxed.gpu.global.u64 %0, [%3];\n}\n"
                  : "+l"(value) : "r"(static_cast<uint32_t>(value >> 32)), "r"(tag), "l"(from) : "memory");
 }
 
 __device__ inline void load_missing(Tagged (&two)[2], const Tagged* from, uint32_t tag) {
     const uint32_t wrong = static_cast<uint32_t>(two[0] >> 32) ^ tag | static_cast<uint32_t>(two[1] >> 32) ^ tag;
-    asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %2, 0;\n@missing ld.volatile.global.v2.u64 {%0, %1}, [%3];\n}\n"
+    asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %2, 0;\n@missing ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%3];\n}\n"
                  : "+l"(two[0]), "+l"(two[1]) : "r"(wrong), "l"(from) : "memory");
+}
+
+// Receive N pairs of values, `stride` apart.
+template <int N> __device__ inline void receive(const Tagged* from, int stride, uint32_t tag, uint32_t (&bits)[2 * N]) {
+    Tagged values[N][2] = {};  // no writer has tag 0
+    bool ready;
+    do {
+        ready = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) load_missing(values[i], from + i * stride, tag);
+#pragma unroll
+        for (int i = 0; i < N; i++) ready &= values[i][0] >> 32 == tag && values[i][1] >> 32 == tag;
+    } while (!ready);
+#pragma unroll
+    for (int i = 0; i < N; i++) bits[2 * i] = static_cast<uint32_t>(values[i][0]), bits[2 * i + 1] = static_cast<uint32_t>(values[i][1]);
+}
+
+// Wait until the first of the warp's values has arrived. Only one lane asks for it.
+__device__ inline void wait_for_first(const Tagged* of_lane, uint32_t tag) {
+    if (threadIdx.x % 32 == 0)
+        while (load_one(of_lane) >> 32 != tag) {}
+    __syncwarp();
 }
 
 // Receive a vector of N bf16, in pairs.
 template <int N> __device__ inline void gather(const Tagged* from, uint32_t tag) {
     constexpr int EACH = N / (4 * CONSUMERS);
     uint32_t pairs[2 * EACH];
+    wait_for_first(from + 2 * threadIdx.x, tag);
     receive<EACH>(from + 2 * threadIdx.x, 2 * CONSUMERS, tag, pairs);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         *reinterpret_cast<uint2*>(shared().vector + 4 * (threadIdx.x + i * CONSUMERS)) = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
-    sync_consumers();
+    __syncwarp();
 }
 
 // --- arithmetic ---------------------------------------------------------------------------------------------------------
@@ -266,7 +346,7 @@ template <int FROM = 16, int TO = 1> __device__ inline float maximum(float x) {
     return x;
 }
 
-// A thread's part of the residual stream, and of the weights of the norm behind it.
+// A thread's part of the residual stream, and of the weights of the norm that follows.
 struct Residual {
     static constexpr int EACH = HIDDEN / (4 * CONSUMERS);
     uint2 weights[EACH];
@@ -285,16 +365,13 @@ struct Residual {
             for (int j = 0; j < 4; j++) x[4 * i + j] = __bfloat162float(embedding[4 * (threadIdx.x + i * CONSUMERS) + j]);
     }
     __device__ void gather(const Tagged* from, uint32_t tag) {
-        uint32_t bits[4 * EACH];
+        uint32_t pairs[2 * EACH];
+        wait_for_first(from + 2 * threadIdx.x, tag);
+        receive<EACH>(from + 2 * threadIdx.x, 2 * CONSUMERS, tag, pairs);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            uint32_t(&four)[4] = *reinterpret_cast<uint32_t(*)[4]>(bits + 4 * i);
-            receive<2>(from + 4 * (threadIdx.x + i * CONSUMERS), 2, tag, four);
-        }
-#pragma unroll
-        for (int i = 0; i < 4 * EACH; i++) x[i] = __uint_as_float(bits[i]);
+        for (int i = 0; i < 2 * EACH; i++) x[2 * i] = low_of(pairs[i]), x[2 * i + 1] = high_of(pairs[i]);
     }
-    // Write the normalized vector, but for the norm's factor: sums are multiplied by it.
+    // Write the vector, multiplied by the norm's weights. The sums of the product are later multiplied by `norm_factor`.
     __device__ void normalize() const {
         float squares = 0;
 #pragma unroll
@@ -307,7 +384,7 @@ struct Residual {
         }
         squares = sum(squares);
         if (threadIdx.x % 32 == 0) shared().squares[threadIdx.x / 32] = squares;
-        sync_consumers();
+        __syncwarp();
     }
 };
 
@@ -335,11 +412,11 @@ __device__ inline uint32_t transpose(uint32_t pair) {
 // Where a chunk of a key or value is in its tile. Eight chunks of eight adjacent keys are in different banks.
 __device__ inline int place_in_tile(int row, int chunk) { return (row * CHUNKS + (chunk ^ row % 8)) * 16; }
 
-// A block's share of the keys, the same in all layers: tiles of 16 keys, of which every warp takes each eighth.
+// A block's share of the keys, the same in all layers: tiles of 16 keys. A warp has every eighth tile.
 struct Split {
-    int head, index, count, last;  // KV head; split, of how many; the new key
-    int first, end, warps;         // the warp's first key; end of the split; warps that have keys
-    uint32_t place, last_place;    // in the cache, of key `first + lane % 16` and of the new key
+    int head, index, count, last;  // KV head; the split, and how many there are; the new key
+    int first, end, warps;         // the warp's first key; the split's end; number of warps that have keys
+    uint32_t place, last_place;    // in the cache: of key `first + lane % 16`, and of the new key
     bool has_work;
 
     __device__ Split(const Step& step, int num_keys) {
@@ -359,7 +436,8 @@ struct Split {
     __device__ uint32_t place_of(const Step& step, int key, int page) const {
         return (page * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / 8;
     }
-    // Start to load the warp's tile from key `begin` on. What is not in the cache becomes 0. Lanes have the places of keys.
+    // Start loading the warp's tile, which begins at key `begin`. Keys that are not in the cache become 0. Each lane has the
+    // place of one key.
     __device__ void load(const Layer& layer, int begin, uint32_t places) const {
         if (begin >= end) return;
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
@@ -375,7 +453,7 @@ struct Split {
     }
 };
 
-// Receive the queries of the group, and the new key and value if the split has them, a warp one head: normalize and rotate.
+// Receive the group's queries, and the new key and value if the split has them; normalize and rotate them. A warp has one head.
 __device__ inline void receive_heads(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
     constexpr int EACH = HEAD_DIM / 32;  // dimensions of a lane
     const int lane = threadIdx.x % 32, at = lane * EACH, half = at % (HEAD_DIM / 2);
@@ -387,11 +465,22 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
         float weights[EACH], x[EACH];
 #pragma unroll
         for (int j = 0; j < EACH; j++) weights[j] = norm ? __bfloat162float(norm[at + j]) : 1;
-        uint32_t bits[EACH];
-        receive<EACH / 2>(step.qkv + head * HEAD_DIM + at, 2, tag, bits);
+        const Tagged* from = step.qkv + (head * HEAD_DIM + at) / 2;
+        Tagged pairs[EACH / 2];
+        bool ready;
+        do {
+            ready = true;
+#pragma unroll
+            for (int j = 0; j < EACH / 2; j++) pairs[j] = load_one(from + j);
+#pragma unroll
+            for (int j = 0; j < EACH / 2; j++) ready &= pairs[j] >> 32 == tag;
+        } while (!ready);
         float squares = 0;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) x[j] = __uint_as_float(bits[j]), squares += x[j] * x[j];
+        for (int j = 0; j < EACH; j++) {
+            const auto pair = static_cast<uint32_t>(pairs[j / 2]);
+            x[j] = j % 2 ? high_of(pair) : low_of(pair), squares += x[j] * x[j];
+        }
         const float factor = norm ? rsqrtf(sum(squares) / HEAD_DIM + step.eps) : 1;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
@@ -411,9 +500,9 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
     sync_consumers();
 }
 
-// A warp's online softmax over its keys, by tensor cores. Columns of their tiles are the queries; columns behind the group
-// repeat its last query, and nobody reads what they give. A thread has two queries, 2 * (lane % 4) and the next, and of
-// each the keys or dimensions lane / 4 and lane / 4 + 8 of every 16.
+// A warp's online softmax over its keys, on tensor cores. The columns of their tiles are the group's queries; the other columns
+// repeat the last query, and their results are ignored. A thread has the two queries 2 * (lane % 4) and 2 * (lane % 4) + 1, and
+// for each of them the keys or dimensions lane / 4 and lane / 4 + 8 of every 16.
 struct State {
     static constexpr int STEPS = HEAD_DIM / 16;
     uint32_t queries[STEPS][2];
@@ -552,9 +641,10 @@ __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
     }
 }
 
-// Receive the results of a few splits, and merge them: a thread four dimensions, and four of every next 1,024.
+// Receive the results of a few splits and merge them. A thread has four of every 1,024 dimensions.
 __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t tag) {
     constexpr int EACH = Q_SIZE / (4 * CONSUMERS), AT_ONCE = EACH % 2 ? 1 : 2;
+    wait_for_first(step.splits + (threadIdx.x / 32 % num_splits * Q_SIZE + 4 * threadIdx.x) / 2, tag);
 #pragma unroll 1
     for (int begin = 0; begin < EACH; begin += AT_ONCE) {
         // A split that does not exist has arrived: it has weight 0.
@@ -603,56 +693,34 @@ __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t 
             *reinterpret_cast<uint2*>(shared().vector + 4 * (threadIdx.x + (begin + i) * CONSUMERS)) = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
         }
     }
-    sync_consumers();
+    __syncwarp();
 }
 
 // --- the step -----------------------------------------------------------------------------------------------------------
 
-// A block's eight warps that multiply.
-struct Consumers {
-    const Step& step;
-    int position = 0, buffer = 0;  // in the ring; of the sums
+__device__ inline float swiglu(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
 
-    // Multiply the block's rows of a matrix with the vector, and call emit(row, sum) for each, in one thread.
-    template <typename Emit> __device__ void multiply(int rows, int columns, Emit emit) {
-        const Share share(rows);
-#pragma unroll 1
-        for (int begin = share.first; begin < share.end; begin += FLUSH) {
-            const int count = min(FLUSH, share.end - begin);
-            position = accumulate(position, columns, (count + ROWS - 1) / ROWS, buffer);
-            sync_consumers();
-            if (threadIdx.x < count) emit(begin + static_cast<int>(threadIdx.x), total(shared().partial[buffer][threadIdx.x]));
-            buffer ^= 1;
-        }
+// What a thread does with the sums of the rows that it finishes. `local` is the row among those in `sums`.
+__device__ inline void finish(const Step& step, int phase, int row, int local, const Sums* sums, uint32_t tag) {
+    if (phase == O || phase == DOWN) {
+        float* own = shared().residual + row - Share(HIDDEN, 2).first;
+        own[0] += total(sums[local]), own[1] += total(sums[local + 1]);
+        publish((phase == O ? step.after_attention : step.after_mlp) + row / 2, pack(own[0], own[1]), tag);
+        return;
     }
-
-    // SwiGLU of the block's rows, two in one thread, which publishes both.
-    __device__ void gate_and_up(uint32_t tag) {
-        const Share share(INTERMEDIATE, 2);
-#pragma unroll 1
-        for (int begin = share.first; begin < share.end; begin += FLUSH / 2) {
-            const int count = min(FLUSH / 2, share.end - begin);
-            position = accumulate(position, HIDDEN, 2 * ((count + ROWS - 1) / ROWS), buffer);
-            sync_consumers();
-            const int row = 2 * threadIdx.x;
-            if (row < count) {
-                const auto* gate = shared().partial[buffer] + row / ROWS * 2 * ROWS + row % ROWS;
-                const auto* up = gate + ROWS;
-                const float factor = norm_factor(step.eps);
-                publish(step.activation + (begin + row) / 2,
-                        pack(swiglu(total(gate[0]) * factor, total(up[0]) * factor), swiglu(total(gate[1]) * factor, total(up[1]) * factor)),
-                        tag);
-            }
-            buffer ^= 1;
-        }
+    const float factor = norm_factor(step.eps);
+    if (phase == GATE_UP) {
+        const Sums* gate = sums + local / ROWS * 2 * ROWS + local % ROWS;
+        const Sums* up = gate + ROWS;
+        publish(step.activation + row / 2,
+                pack(swiglu(total(gate[0]) * factor, total(up[0]) * factor), swiglu(total(gate[1]) * factor, total(up[1]) * factor)),
+                tag);
+    } else if (phase == QKV) {
+        publish(step.qkv + row / 2, pack(total(sums[local]) * factor, total(sums[local + 1]) * factor), tag);
+    } else {
+        step.logits[row] = total(sums[local]) * factor;
     }
-    __device__ static float swiglu(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
-
-    __device__ void add_and_publish(int columns, Tagged* to, uint32_t tag) {
-        const int first = Share(HIDDEN).first;
-        multiply(HIDDEN, columns, [&](int row, float value) { publish(to + row, shared().residual[row - first] += value, tag); });
-    }
-};
+}
 
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     if (threadIdx.x == 0) {
@@ -669,14 +737,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         if (threadIdx.x > CONSUMERS) return;
         Producer producer;
 #pragma unroll 1
-        for (int i = 0; i < LAYERS; i++) {
-            const Layer& layer = shared().layers[i];
-            producer.stream(layer.qkv, QKV_SIZE, HIDDEN);
-            producer.stream(layer.o, HIDDEN, Q_SIZE);
-            producer.stream(layer.gate_up, INTERMEDIATE, HIDDEN, 2);
-            producer.stream(layer.down, HIDDEN, INTERMEDIATE);
-        }
-        producer.stream(step.lm_head, step.vocab_size, HIDDEN);
+        for (int i = 0; i < 4 * LAYERS; i++) producer.stream(shared().layers[i / 4].weights[i % 4], Matrix(i % 4, step));
+        producer.stream(step.lm_head, Matrix(LM_HEAD, step));
         return;
     }
 
@@ -687,42 +749,43 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         sincosf((num_keys - 1) * step.inv_freq[i], shared().sine + i, shared().cosine + i);
     const int64_t token = *step.token_source < 0 ? *step.token_id : step.last_token[*step.token_source];
     const bf16* embedded = step.embedding + token * HIDDEN;
-    const Share own(HIDDEN);
+    const Share own(HIDDEN, 2);
     for (int i = own.first + threadIdx.x; i < own.end; i += CONSUMERS) shared().residual[i - own.first] = __bfloat162float(embedded[i]);
-    Consumers consumers{step};
+    Product product;
 #pragma unroll 1
-    for (int i = 0; i < LAYERS; i++) {
-        const Layer& layer = shared().layers[i];
-        const uint32_t tag = count * LAYERS + i + 1;
-        split.load(layer, split.first, split.place);
-        {
-            Residual residual(layer.input_norm);
-            if (i) residual.gather(step.after_mlp, tag - 1);
-            else residual.embed(embedded);
-            residual.normalize();
-        }
-        consumers.multiply(QKV_SIZE, HIDDEN, [&](int row, float value) { publish(step.qkv + row, value * norm_factor(step.eps), tag); });
-        if (split.has_work) attend(step, layer, split, tag);
-        if (split.count <= FEW_SPLITS) {
-            gather_splits(step, split.count, tag);
+    for (int i = 0; i <= 4 * LAYERS; i++) {
+        const int phase = i < 4 * LAYERS ? i % 4 : LM_HEAD;
+        const Layer& layer = shared().layers[min(i / 4, LAYERS - 1)];
+        const uint32_t tag = count * LAYERS + i / 4 + 1;
+        const Matrix matrix(phase, step);
+        product.begin(matrix);
+        if (phase == O) {
+            if (split.has_work) attend(step, layer, split, tag);
+            if (split.count <= FEW_SPLITS) {
+                gather_splits(step, split.count, tag);
+            } else {
+                merge(step, split.count, tag);
+                gather<Q_SIZE>(step.attention, tag);
+            }
+        } else if (phase == DOWN) {
+            gather<INTERMEDIATE>(step.activation, tag);
         } else {
-            merge(step, split.count, tag);
-            gather<Q_SIZE>(step.attention, tag);
-        }
-        consumers.add_and_publish(Q_SIZE, step.after_attention, tag);
-        {
-            Residual residual(layer.mlp_norm);
-            residual.gather(step.after_attention, tag);
+            Residual residual(phase == QKV ? layer.input_norm : phase == GATE_UP ? layer.mlp_norm : step.final_norm);
+            if (i == 0) residual.embed(embedded);
+            else residual.gather(phase == GATE_UP ? step.after_attention : step.after_mlp, phase == GATE_UP ? tag : tag - 1);
+            if (phase == QKV) split.load(layer, split.first, split.place);  // after the loads that the product waits for
             residual.normalize();
         }
-        consumers.gate_and_up(tag);
-        gather<INTERMEDIATE>(step.activation, tag);
-        consumers.add_and_publish(INTERMEDIATE, step.after_mlp, tag);
+        const Share share(matrix.rows, matrix.unit);
+#pragma unroll 1
+        for (int begin = share.first; begin < share.end; begin += FLUSH / matrix.parts) {
+            const int rows = min(FLUSH / matrix.parts, share.end - begin), local = matrix.unit * threadIdx.x;
+            product.accumulate(matrix.columns, (rows + ROWS - 1) / ROWS * matrix.parts);
+            sync_consumers();
+            if (local < rows) finish(step, phase, begin + local, local, shared().partial[product.buffer], tag);
+            product.buffer ^= 1;
+        }
     }
-    Residual residual(step.final_norm);
-    residual.gather(step.after_mlp, (count + 1) * LAYERS);
-    residual.normalize();
-    consumers.multiply(step.vocab_size, HIDDEN, [&](int row, float value) { step.logits[row] = value * norm_factor(step.eps); });
     // Every block has read the count by now: this one has received values from all of them.
     if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;
 }

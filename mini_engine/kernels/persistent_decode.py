@@ -73,17 +73,17 @@ class PersistentDecode:
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         q_size = config.num_attention_heads * config.head_dim
 
-        def tagged(*shape: int) -> Tensor:  # numbers, or pairs of bfloat16, with the tags of their writers
+        def tagged(*shape: int) -> Tensor:  # pairs of bfloat16, or float32, each with the tag of its writer
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self._memory = {
-            "qkv": tagged(q_size + 2 * config.num_key_value_heads * config.head_dim),
+            "qkv": tagged(q_size // 2 + config.num_key_value_heads * config.head_dim),
             "splits": tagged(MAX_SPLITS, q_size // 2),
             "lse": tagged(MAX_SPLITS, config.num_attention_heads),
             "attention": tagged(q_size // 2),
-            "after_attention": tagged(config.hidden_size),
+            "after_attention": tagged(config.hidden_size // 2),
             "activation": tagged(config.intermediate_size // 2),
-            "after_mlp": tagged(config.hidden_size),
+            "after_mlp": tagged(config.hidden_size // 2),
             "count": torch.zeros(1, dtype=torch.int32, device=device),
             "logits": torch.empty(1, config.vocab_size, dtype=torch.float32, device=device),
         }

@@ -1,0 +1,191 @@
+"""The engine beside vLLM and SGLang: the same requests, weights and device, in turns.
+
+    python experiments/13_beside_other_engines/run.py [--out DIR] [--workloads NAME ...] [--peers vllm sglang]
+
+The peers have to be installed in this Python environment. On a GPU the model is Qwen3-0.6B's shape in bfloat16 with
+random weights, written to a temporary checkpoint that all engines read. On a CPU a tiny model in float32 shows that the
+script works. The result goes to experiments/13_beside_other_engines/results/<device>.json, below DIR where one is
+given.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import results
+from book.experiment import command_line, record
+from book.random_models import NO_WORDS, QWEN3_0_6B, random_transformers_model
+from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
+from mini_engine.bench.peers import Serve, serve_mini_engine
+from mini_engine.bench.run import SHARE_OF_FREE, SPARE_CACHE, measure, pages_needed
+from mini_engine.bench.workloads import NAMED, Workload, least_seconds, num_outputs
+from mini_engine.config import EngineConfig
+from mini_engine.llm import LLM
+from mini_engine.models.config import ModelConfig
+from mini_engine.roofline import Machine, measure_machine
+
+EXPERIMENT = "13_beside_other_engines"
+PEERS, ROUNDS, PAGE_SIZE = ("vllm", "sglang"), 3, 16
+STEPS = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
+SHARED = "each shared token computed once and read once a step"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on a kind of device.
+
+    Attributes:
+        model: the shape.
+        dtype: of weights and cache.
+        options: of our engine, for each workload.
+    """
+
+    model: PretrainedConfig
+    dtype: torch.dtype
+    options: Mapping[str, Mapping[str, Any]]
+
+
+SETTINGS = {
+    "cpu": Setting(
+        Qwen3Config(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, architectures=["Qwen3ForCausalLM"],
+        ),
+        torch.float32,
+        {"latency": {"attn_backend": "torch"}, "shared-prefix": {"attn_backend": "torch"}},
+    ),
+    "cuda": Setting(
+        QWEN3_0_6B,
+        torch.bfloat16,
+        {
+            "throughput": {"attn_backend": "flash_decoding"},
+            "latency": {"attn_backend": "flash_decoding", "persistent_decode": True},
+            "shared-prefix": {"attn_backend": "cascade"},
+            "long-context": {"attn_backend": "flash_decoding"},
+        },
+    ),
+}  # fmt: skip
+
+
+def write_checkpoint(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, folder: Path) -> ModelConfig:
+    """Write random weights of a shape, and a tokenizer that is never used, as transformers does."""
+    model = random_transformers_model(config, dtype, device)
+    model.save_pretrained(folder)
+    NO_WORDS.save_pretrained(folder)
+    return ModelConfig.from_hf(model.config.to_dict())
+
+
+def peer_options(
+    folder: Path, shape: ModelConfig, dtype: torch.dtype, device: torch.device, workloads: Sequence[Workload]
+) -> PeerOptions:
+    """The options of all peers: a KV cache for the largest of the workloads."""
+    needed = max(pages_needed(own.requests(shape.vocab_size), PAGE_SIZE) for own in workloads)
+    num_tokens = round(SPARE_CACHE * needed * PAGE_SIZE)
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
+    per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+    return PeerOptions(
+        model=str(folder),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=max(own.longest for own in workloads),
+        prefix_sharing=True,
+        cache_tokens=num_tokens,
+        cache_bytes=num_tokens * per_token,
+        memory_share=SHARE_OF_FREE * free / total,
+    )
+
+
+def load_engine(folder: Path, options: Mapping[str, Any], workload: Workload, vocab_size: int) -> LLM:
+    """Our engine, with a pool that holds all requests of a workload at once."""
+    config = EngineConfig(
+        page_size=PAGE_SIZE,
+        num_pages=pages_needed(workload.requests(vocab_size), PAGE_SIZE) + workload.num_requests,
+        max_batch_size=workload.num_requests,
+        max_model_len=workload.longest,
+        max_num_batched_tokens=8192,
+        prefix_sharing=True,
+        warm_up=True,
+        **options,
+    )
+    return LLM(str(folder), config)
+
+
+def workload_rows(
+    name: str, workload: Workload, setting: Setting, folder: Path, peers: Mapping[str, Serve], machine: Machine
+) -> list[results.Row]:
+    """Serve one workload with our engine and the peers, in turns."""
+    options = setting.options[name]
+    llm = load_engine(folder, options, workload, setting.model.vocab_size)
+    shape, requests = llm.model.config, workload.requests(llm.model.config.vocab_size)
+    ours = ", ".join(
+        ["mini_engine", options["attn_backend"], *(["one kernel"] if "persistent_decode" in options else [])]
+    )
+    measured = measure({ours: partial(serve_mini_engine, llm.engine), **peers}, requests, ROUNDS)
+    least = least_seconds(shape, machine, requests, setting.dtype.itemsize, workload.shared)
+    tokens, rows = num_outputs(requests), []
+    for own in measured:
+        case: dict[str, results.Setting] = {"workload": name, "engine": own.engine}
+        slowest, fastest = own.spread
+        if workload.shared:
+            rows.append(
+                results.Row("time", tokens / own.rate, "s", least, SHARED, case, (tokens / fastest, tokens / slowest))
+            )
+        else:
+            rows.append(results.Row("throughput", own.rate, "tokens/s", tokens / least, STEPS, case, own.spread))
+        print(rows[-1].cells()[:5], flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = command_line(__doc__)
+    options.add_argument("--workloads", nargs="+", choices=list(NAMED), help="serve these workloads only")
+    options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="engines beside ours")
+    chosen = options.parse_args(arguments)
+    device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
+    for peer in chosen.peers:
+        check_installed(peer)
+    names = [name for name in setting.options if not chosen.workloads or name in chosen.workloads]
+    workloads = {name: NAMED[name][device.type] for name in names}
+    machine = measure_machine(device, setting.dtype)
+    rows: list[results.Row] = []
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as processes:
+        folder = Path(temporary)
+        shape = write_checkpoint(setting.model, setting.dtype, device, folder)
+        free()
+        given = peer_options(folder, shape, setting.dtype, device, list(workloads.values()))
+        peers = {name: processes.enter_context(closing(PeerProcess(name, given))) for name in chosen.peers}
+        for name, workload in workloads.items():
+            rows += workload_rows(name, workload, setting, folder, peers, machine)
+            free()
+    parameters: dict[str, results.Setting] = {
+        "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "a tiny model",
+        "dtype": machine.dtype, "page size of mini_engine": PAGE_SIZE, "rounds": ROUNDS,
+        **{name: metadata.version(name) for name in chosen.peers},
+    }  # fmt: skip
+    result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+    if chosen.workloads:
+        result = results.with_recorded(result, chosen.out)
+    record(result, chosen.out, {row.figure for row in result.rows})
+
+
+def free() -> None:
+    """Give back the memory of engines and models that are no longer used."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""All engines serve the same requests, and the rows say which engine served which workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from book import results
+from book.grading.chapter import load_module
+from mini_engine.bench.peer_process import PeerOptions
+from mini_engine.bench.workloads import BenchRequest, Workload
+from mini_engine.errors import ConfigError
+from mini_engine.roofline import Machine
+
+EXPERIMENT = "13_beside_other_engines"
+FOLDER = Path(__file__).parents[2] / "experiments" / EXPERIMENT
+run = load_module(f"experiment_{EXPERIMENT}", FOLDER / "run.py")
+
+MACHINE = Machine("a machine", "float32", bandwidth=1e12, flops=1e12)
+WORKLOADS = {
+    "latency": {"cpu": Workload(1, (8, 8), (4, 4))},
+    "shared-prefix": {"cpu": Workload(3, (2, 2), (4, 4), shared=32)},
+}
+
+
+class Peer:
+    """An engine that answers at once, and remembers what it was asked."""
+
+    made: ClassVar[list[Peer]] = []
+
+    def __init__(self, name: str, options: PeerOptions) -> None:
+        self.options, self.served, self.is_closed = options, [], False
+        self.made.append(self)
+
+    def __call__(self, requests: list[BenchRequest]) -> list[list[int]]:
+        self.served.append(requests)
+        return [[0] * params.max_tokens for _, params in requests]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> results.Result:
+    replaced: dict[str, Any] = {
+        "NAMED": WORKLOADS, "PeerProcess": Peer, "check_installed": lambda name: None,
+        "measure_machine": lambda device, dtype: MACHINE,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(run, name, value)
+    monkeypatch.setattr(run.metadata, "version", lambda name: f"{name} of today")
+    monkeypatch.setattr(Peer, "made", [])
+    run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])
+    [result] = results.load(EXPERIMENT, tmp_path)
+    return result
+
+
+def test_a_row_for_each_engine_and_workload(recorded: results.Result) -> None:
+    assert [(row.figure, *row.case.values()) for row in recorded.rows] == [
+        ("throughput", "latency", "mini_engine, torch"),
+        ("throughput", "latency", "vllm"),
+        ("time", "shared-prefix", "mini_engine, torch"),
+        ("time", "shared-prefix", "vllm"),
+    ]
+    assert recorded.parameters["vllm"] == "vllm of today"
+    for row in recorded.rows:
+        low, high = row.spread
+        assert low <= row.value <= high and row.bound > 0
+
+
+def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorded: results.Result) -> None:
+    [peer] = Peer.made
+    # One warm-up and three rounds of each workload, each time with other tokens.
+    assert [len(requests) for requests in peer.served] == [1] * 4 + [3] * 4
+    assert len({tuple(requests[0].prompt) for requests in peer.served}) == 8
+    longest = max(len(prompt) + params.max_tokens for requests in peer.served for prompt, params in requests)
+    assert peer.options.max_model_len >= longest and peer.options.cache_tokens >= 3 * longest
+    assert peer.is_closed
+
+
+def test_a_peer_that_is_missing_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vllm is not installed"):
+        run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from matplotlib.figure import Figure
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,6 +32,7 @@ from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, least_
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
+from mini_engine.models import layers
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
@@ -78,6 +81,16 @@ def make_engine(model: CausalLM, attn_backend: str, requests: Sequence[BenchRequ
     return LLMEngine(model, config)
 
 
+def with_f_linear(serve: Serve) -> Serve:
+    """The same engine with the matrix product of `F.linear`, which transformers calls."""
+
+    def run(requests: Sequence[BenchRequest]) -> list[list[int]]:
+        with mock.patch.object(layers, "linear", F.linear):
+            return serve(requests)
+
+    return run
+
+
 def compare(
     ours: CausalLM, theirs: PreTrainedModel, backends: Sequence[str], requests: Sequence[BenchRequest], rounds: int
 ) -> list[Measurement]:
@@ -86,6 +99,9 @@ def compare(
         f"mini_engine, {backend}": partial(serve_mini_engine, make_engine(ours, backend, requests))
         for backend in backends
     }
+    if ours.device.type == "cpu" and ours.dtype == torch.float32:  # elsewhere `linear` is `F.linear`
+        first, serve_first = next(iter(serve.items()))
+        serve[f"{first}, F.linear"] = with_f_linear(serve_first)
     serve |= {name: partial(peer, theirs, STEP_TOKENS) for name, peer in PEERS.items()}
     return measure(serve, requests, rounds)
 

@@ -1,8 +1,10 @@
 """Every engine of the experiment serves every request, and its figures follow from what was measured."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.nn import functional as F
 
 from book import figures, results
 from book.grading.chapter import load_module
@@ -26,8 +28,17 @@ def requests():
 def test_engines_and_peers_give_the_same_tokens(requests):
     theirs = transformers_model("qwen3", seed=1)
     measured = run.compare(our_model(theirs), theirs, ["torch"], requests, rounds=1)
-    assert [own.engine for own in measured] == ["mini_engine, torch", *PEERS]
+    assert [own.engine for own in measured] == ["mini_engine, torch", "mini_engine, torch, F.linear", *PEERS]
     assert all(own.equal == len(requests) and own.rate > 0 for own in measured)
+
+
+def test_f_linear_replaces_every_product_of_a_layer_and_nothing_else(requests, monkeypatch):
+    ours, calls = our_model(transformers_model("qwen3", seed=1)), []
+    monkeypatch.setattr(run.layers, "linear", lambda *args: calls.append(args) or F.linear(*args))
+    engine = partial(run.serve_mini_engine, run.make_engine(ours, "torch", requests))
+    expected, own_calls = engine(requests), len(calls)
+    assert run.with_f_linear(engine)(requests) == expected
+    assert own_calls > 0 and len(calls) == own_calls
 
 
 def test_the_pool_holds_all_requests_to_their_ends(requests):

@@ -13,6 +13,7 @@ from html import escape, unescape
 
 from bs4 import BeautifulSoup, Tag
 from cell_folds import SETUP, fold_title, is_output_only
+from formulas import mark
 from mkdocs.structure.toc import AnchorLink, TableOfContents
 
 
@@ -62,6 +63,7 @@ def _text_cell(soup: BeautifulSoup, cell: Tag) -> Tag:
     rendered = cell.find(class_="jp-MarkdownOutput")
     if rendered is not None:
         text.extend(list(rendered.children))
+        mark(text)
     return text
 
 

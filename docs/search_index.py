@@ -15,6 +15,7 @@ from glossary_terms import Entry
 WEIGHTS = {"chapters/": 8.0, "glossary/": 6.0, "part-": 2.0, "api/": 0.5, "experiments/": 0.7, "results/": 0.5}
 WORKER = Path(__file__).resolve().parent / "javascripts" / "search_worker.js"
 CODE = re.compile(r"<pre.*?</pre>", re.DOTALL)
+ENDS_OF_FORMULA = re.compile(r"\\[()[\]]")
 PROSE = re.compile(r"<(?:p|li)>.*?</(?:p|li)>", re.DOTALL)  # and not the cells of tables
 
 
@@ -51,7 +52,7 @@ def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:
     for section in sections:
         address = section["location"].partition("#")[0]
         if address in pages:
-            text = CODE.sub("", section["text"])
+            text = ENDS_OF_FORMULA.sub("", CODE.sub("", section["text"]))
             # The glossary's tables are the names that other engines use.
             prose = [text] if address == "glossary/" else PROSE.findall(text)
             if address.startswith("api/"):

@@ -39,7 +39,7 @@ SHOW = """async (address) => {
     const other = new DOMParser().parseFromString(await (await fetch(address)).text(), "text/html");
     const article = document.adoptNode(other.querySelector("article"));
     document.querySelector("article").replaceWith(article);
-    return article.querySelector(".arithmatex, .nb-text, pre.diagram, div.diagram") !== null;
+    return article.querySelector(".katex, .nb-text, pre.diagram, div.diagram") !== null;
 }"""
 
 
@@ -58,7 +58,7 @@ def test_every_page_renders_without_a_network_and_fits_a_phone(
             tabs[0].open(first[kind(path)])
             tabs[0].page.wait_for_load_state()
         if tabs[0].page.evaluate(SHOW, address + path):
-            loaded.append(path)  # scripts draw what is in it
+            loaded.append(path)  # scripts and style sheets of its own draw what is in it
         elif found := tabs[0].problems + tabs[0].page.evaluate(PROBLEMS):
             report[path] = found
     for paths in batches(loaded, len(tabs)):
@@ -172,6 +172,22 @@ def test_diagrams_are_drawn_without_scripts_in_the_colors_of_the_scheme(
         fills.append(diagrams.first.locator("rect").first.evaluate("box => getComputedStyle(box).fill"))
         context.close()
     assert fills[0] != fills[1]
+
+
+@needs_browser
+def test_formulas_are_set_without_scripts(browser: sync_api.Browser, address: str) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address + SAMPLE)
+    formulas = page.locator("article .katex")
+    assert formulas.locator("annotation").all_text_contents() == [
+        "o = PV", r"\sum_j e^{s_j - m}", "\\begin{align}\na &= b\n\\end{align}", "x_1"
+    ]  # fmt: skip
+    assert page.locator("article .katex-display").count() == 2
+    letter = formulas.first.locator(".mathnormal").first
+    assert "KaTeX_Math" in letter.evaluate("letter => getComputedStyle(letter).fontFamily")
+    assert page.evaluate("document.fonts.check('1em KaTeX_Math')")
+    context.close()
 
 
 @needs_browser

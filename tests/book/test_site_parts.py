@@ -72,6 +72,18 @@ def test_equal_folds_of_successive_cells_are_one_and_a_diagram_keeps_its_line_br
     assert page.select_one("pre.diagram").get_text() == 'a["one<br/>two & three"]'
 
 
+def test_formulas_of_a_notebook_are_marked_and_code_is_not() -> None:
+    from formulas import mark
+
+    html = r"<p>$a &lt; b$ and $$c$$ <code>$d$</code></p>\begin{align}e\end{align}"
+    text = BeautifulSoup(html, "html.parser")
+    mark(text)
+    inline, *display = (rf'<span class="arithmatex">\{tex}</span>' for tex in (
+        r"(a &lt; b\)", r"[c\]", r"[\begin{align}e\end{align}\]"
+    ))  # fmt: skip
+    assert str(text) == f"<p>{inline} and {display[0]} <code>$d$</code></p>{display[1]}"
+
+
 @pytest.mark.parametrize(
     ("html", "kept"),
     [
@@ -146,7 +158,8 @@ def test_the_first_use_of_a_term_is_linked(tmp_path: Path) -> None:
     file.write_text(GLOSSARY, encoding="utf-8")
     entries = read_glossary(file)
     assert set(entries) == {"Temperature", "top-k", "KV cache", "LSE"} and entries["LSE"].definition == ""
-    html = "<div><p><code>KV cache</code> $x$ KV cache</p><p>Two KV caches, a KV cache, the top-kick.</p></div>"
+    formula = r'<span class="arithmatex">\(\text{KV cache}\)</span>'
+    html = f"<div><p><code>KV cache</code> {formula}</p><p>Two KV caches, a KV cache, the top-kick.</p></div>"
     page = BeautifulSoup(html, "html.parser")
     link_terms(page, entries, "../glossary/")
     [link] = page.select("a.term")
@@ -161,7 +174,7 @@ def test_the_search_index_has_prose_of_listed_pages_and_the_terms_apart_from_its
 
     index, worker = tmp_path / "search/search_index.json", tmp_path / "assets/javascripts/workers/search.0.min.js"
     sections = [
-        {"location": "chapters/01/", "title": "One", "text": "<p>Text.</p><pre>code</pre> cell <li>Item.</li>"},
+        {"location": "chapters/01/", "title": "One", "text": r"<p>Text \(x\).</p><pre>code</pre> cell <li>Item.</li>"},
         {"location": "mini_engine/x/", "title": "x.py", "text": "<p>Source.</p>"},
     ]
     for file, text in (index, json.dumps({"config": {"lang": ["en"]}, "docs": sections})), (worker, "theirs()"):
@@ -171,5 +184,5 @@ def test_the_search_index_has_prose_of_listed_pages_and_the_terms_apart_from_its
     assert json.loads(index.read_text(encoding="utf-8")) == {"config": {"lang": ["en"]}, "docs": []}
     assert worker.read_text(encoding="utf-8").endswith("}\n\ntheirs()")
     chapter, term = json.loads((tmp_path / "search/sections.json").read_text(encoding="utf-8"))
-    assert chapter["text"] == "<p>Text.</p><li>Item.</li>" and chapter["boost"] > 1
+    assert chapter["text"] == "<p>Text x.</p><li>Item.</li>" and chapter["boost"] > 1
     assert term["location"] == "glossary/#term-kv-cache" and "Keys &amp; values." in term["text"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
@@ -29,10 +30,11 @@ class Section(TypedDict, total=False):
 
 
 def defer(site: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
-    """Keep the search index away from readers who do not search.
+    """Keep the search away from readers who do not search.
 
-    Every page fetches search_index.json, so that file keeps the settings alone. The sections go to sections.json, which
-    docs/javascripts/search_worker.js, put in front of the theme's worker here, fetches with the first query.
+    Every page fetches search_index.json and the theme's worker. That file keeps the settings alone; the sections go to
+    sections.json, the theme's worker to worker.js, and docs/javascripts/search_worker.js, which takes the worker's
+    place, fetches both with the first query.
 
     Args:
         site: the folder of a finished build.
@@ -45,7 +47,8 @@ def defer(site: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         (site / "search" / f"{name}.json").write_text(text, encoding="utf-8")
     [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
-    worker.write_text(WORKER.read_text(encoding="utf-8") + worker.read_text(encoding="utf-8"), encoding="utf-8")
+    worker.rename(site / "search" / "worker.js")
+    shutil.copy(WORKER, worker)
 
 
 def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:

@@ -27,7 +27,7 @@ PACKAGES = {
         "5.3.0",
         ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE"),
     ),
-    "@fontsource-variable/source-serif-4": ("5.3.1", ("files/*-latin-wght-normal.woff2", "LICENSE")),
+    "@fontsource/source-serif-4": ("5.3.1", ("files/*-latin-[46]00-normal.woff2", "LICENSE")),
     "@fontsource-variable/source-code-pro": (
         "5.3.0",
         ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE"),

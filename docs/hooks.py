@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import cards
 import formulas
 from bs4 import BeautifulSoup
+from code_colors import merge_colors
 from diagrams import DiagramError, draw, insert, sources
 from fetch_assets import AssetError, asset_files, fetch_assets
 from formulas import FormulaError
@@ -426,7 +427,7 @@ def _chapter_content(html: str, page: Page, files: Files) -> str:
     notebook, page.toc = tidy(html, resolve)
     link_terms(notebook, TERMS, _glossary_from(page))
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
-    heading, end, rest = str(notebook).partition("</h1>")
+    heading, end, rest = merge_colors(str(notebook)).partition("</h1>")
     return _contents(page) + heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
 
 

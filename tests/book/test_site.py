@@ -275,6 +275,29 @@ def test_the_sections_to_search_are_fetched_with_the_first_query(address: str, p
         page.keyboard.type("page")
 
 
+MOST_BYTES = 1_000_000
+
+
+def bytes_of_visit(browser: sync_api.Browser, address: str) -> int:
+    """The size of all that a browser with an empty cache fetches, uncompressed."""
+    context = browser.new_context()
+    page, responses = context.new_page(), list[sync_api.Response]()
+    page.on("response", lambda response: responses.append(response))
+    page.goto(address, wait_until="networkidle")
+    size = sum(len(response.body()) for response in responses)
+    context.close()
+    return size
+
+
+@needs_browser
+def test_the_first_visit_of_a_chapter_takes_at_most_a_megabyte(
+    site: Path, address: str, browser: sync_api.Browser
+) -> None:
+    chapters = [path for path in pages_of(site) if re.fullmatch(r"chapters/\w+/", path)]
+    weights = {chapter: bytes_of_visit(browser, address + chapter) for chapter in chapters}
+    assert {name: weight for name, weight in weights.items() if weight > MOST_BYTES} == {}
+
+
 # --- how pages are made ----------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 // index is empty (docs/search_index.py), and this fetches the theme's worker and the sections to search when they are
 // needed.
 
-const [SETUP, READY] = [0, 1]; // types of the theme's messages
+const [SETUP, READY, RESULT] = [0, 1, 3]; // types of the theme's messages
 let setup, loaded;
 
 addEventListener("message", async (event) => {
@@ -12,7 +12,9 @@ addEventListener("message", async (event) => {
   if (message.type === SETUP) {
     setup = message.data;
     postMessage({ type: READY });
-  } else if (message.data !== "" || loaded) {
+  } else if (message.data === "" && !loaded) {
+    postMessage({ type: RESULT, data: { items: [] } });
+  } else {
     await (loaded ??= load());
     dispatchEvent(new MessageEvent("message", { data: message }));
   }

@@ -265,14 +265,16 @@ def test_search_finds_a_glossary_term(address: str, page: sync_api.Page) -> None
 
 
 @needs_browser
-def test_the_sections_to_search_are_fetched_with_the_first_query(address: str, page: sync_api.Page) -> None:
+def test_the_search_is_fetched_with_the_first_query(address: str, page: sync_api.Page) -> None:
     fetched: list[str] = []
     page.on("request", lambda request: fetched.append(request.url.removeprefix(address)))
     page.goto(address, wait_until="networkidle")
     page.locator(".md-search__input").click()
-    assert "search/search_index.json" in fetched and "search/sections.json" not in fetched
+    page.get_by_text("Type to start searching").wait_for()
+    assert not {"search/worker.js", "search/sections.json"}.intersection(fetched)
     with page.expect_request("**/search/sections.json"):
         page.keyboard.type("page")
+    assert "search/worker.js" in fetched
 
 
 MOST_BYTES = 1_000_000

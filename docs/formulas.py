@@ -56,7 +56,7 @@ def insert(html: str, style_sheet: str) -> str:
 def _set(render: Callable[[str, bool], str], tex: str, display: bool) -> str:
     answer = json.loads(render(tex, display))
     if "error" in answer:
-        raise FormulaError(f"the formula {tex!r} cannot be set: {answer['error']}")
+        raise FormulaError(f"the formula ${tex}$ cannot be set: {answer['error']}")
     is_whole = not display and len(tex) <= SHORT  # one line, if it is short enough for a phone
     return answer["html"].replace('class="katex"', 'class="katex whole"', 1) if is_whole else answer["html"]
 

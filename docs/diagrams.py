@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bs4 import BeautifulSoup
 from fetch_assets import CACHE, package_folder
+from slim_svg import slim
 
 DIAGRAM = re.compile(r'<pre class="diagram"><code>(.*?)</code></pre>', re.DOTALL)
 WIDTH = re.compile(r"max-width: ([\d.]+)px")
@@ -119,6 +120,7 @@ def draw(texts: Iterable[str]) -> None:
         if svg is None:
             reason = figure.get_text() if figure is not None else done.stderr[-300:]
             raise DiagramError(f"mermaid cannot draw {text[:60]!r}: {reason}")
+        slim(svg)
         svg["role"] = "img"
         labels = [" ".join(label.get_text(" ").split()) for label in svg.select("foreignObject, text")]
         svg["aria-label"] = "Diagram: " + ", ".join(dict.fromkeys(filter(None, labels)))
@@ -151,7 +153,8 @@ def _with_properties(svg: str) -> str:
 def _name(text: str) -> str:
     """A name that changes with whatever the drawing depends on."""
     version = package_folder("mermaid").name
-    return "g" + hashlib.sha256(f"{version}{SETTINGS}{text}".encode()).hexdigest()[:16]
+    slimmed_by = Path(__file__).with_name("slim_svg.py").read_text(encoding="utf-8")
+    return "g" + hashlib.sha256(f"{version}{SETTINGS}{slimmed_by}{text}".encode()).hexdigest()[:16]
 
 
 def _file(text: str) -> Path:

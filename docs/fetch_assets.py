@@ -1,4 +1,4 @@
-"""Fetch what the site's pages load in the browser: mermaid, KaTeX and the fonts, as npm packages.
+"""Fetch what draws diagrams and sets formulas, and the fonts: mermaid, KaTeX and others, as npm packages.
 
     python docs/fetch_assets.py
 
@@ -19,18 +19,15 @@ from pathlib import Path
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "site-assets"
 
-# npm package -> its version and the files that a page may load (glob patterns inside the package)
+# npm package -> its version and the files that the site needs (glob patterns inside the package)
 PACKAGES = {
     "mermaid": ("11.17.2", ("dist/mermaid.min.js", "LICENSE")),
-    "katex": (
-        "0.19.1",
-        ("dist/katex.min.css", "dist/katex.min.js", "dist/contrib/auto-render.min.js", "dist/fonts/*.woff2", "LICENSE"),
-    ),
+    "katex": ("0.19.1", ("dist/katex.min.css", "dist/katex.min.js", "dist/fonts/*.woff2", "LICENSE")),
     "@fontsource-variable/source-sans-3": (
         "5.3.0",
         ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE"),
     ),
-    "@fontsource-variable/source-serif-4": ("5.3.1", ("files/*-latin-wght-normal.woff2", "LICENSE")),
+    "@fontsource/source-serif-4": ("5.3.1", ("files/*-latin-[46]00-normal.woff2", "LICENSE")),
     "@fontsource-variable/source-code-pro": (
         "5.3.0",
         ("files/*-latin-wght-*.woff2", "files/*-greek-wght-*.woff2", "LICENSE"),
@@ -97,10 +94,10 @@ def package_folder(name: str) -> Path:
 def asset_files() -> Iterator[tuple[str, Path]]:
     """Yield (path below the site's `vendor/`, file on disk) for every file that belongs into the site."""
     for name in PACKAGES:
-        if name == "mermaid":  # runs when the site is built
+        if name == "mermaid":  # runs when the site is built, as KaTeX's script does
             continue
         folder = package_folder(name)
-        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".js"):
             yield f"{name.rpartition('/')[2]}/{file.relative_to(folder).as_posix()}", file
 
 

@@ -56,8 +56,7 @@ def link_terms(page: Tag, entries: Mapping[str, Entry], glossary: str) -> None:
     """
     left = dict(entries)
     for paragraph in page.select("p, li"):
-        # A formula that a script will set must stay one piece of text.
-        if "$" not in paragraph.get_text() and not _is_within(paragraph, page):
+        if not _is_within(paragraph, page):
             for text in paragraph.find_all(string=True):
                 if text.parent is not None and not _is_within(text.parent, page):
                     _link(text, left, glossary)

@@ -19,16 +19,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import cards
+import formulas
 from bs4 import BeautifulSoup
+from code_colors import merge_colors
 from diagrams import DiagramError, draw, insert, sources
 from fetch_assets import AssetError, asset_files, fetch_assets
+from formulas import FormulaError
 from glossary_terms import add_anchors, link_terms, read_glossary
 from jinja2 import Environment
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.plugins import CombinedEvent, event_priority, get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 from notebook_page import describe_figure, inline_figure, tidy
 from page_frame import break_after_dots, complete, describe, keep_together, span_rows
 from search_index import defer
@@ -382,6 +387,10 @@ def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    try:
+        output = formulas.insert(output, get_relative_url("assets/vendor/katex/dist/katex.min.css", page.url))
+    except FormulaError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from error
     return complete(output, str(page.title), page.meta.get("description", ""))
 
 
@@ -418,7 +427,7 @@ def _chapter_content(html: str, page: Page, files: Files) -> str:
     notebook, page.toc = tidy(html, resolve)
     link_terms(notebook, TERMS, _glossary_from(page))
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
-    heading, end, rest = str(notebook).partition("</h1>")
+    heading, end, rest = merge_colors(str(notebook)).partition("</h1>")
     return _contents(page) + heading + end + _before_chapter(chapter, resolve) + rest + _after_chapter(chapter, resolve)
 
 

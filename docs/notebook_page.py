@@ -13,7 +13,9 @@ from html import escape, unescape
 
 from bs4 import BeautifulSoup, Tag
 from cell_folds import SETUP, fold_title, is_output_only
+from formulas import mark
 from mkdocs.structure.toc import AnchorLink, TableOfContents
+from slim_svg import slim
 
 
 def tidy(html: str, resolve: Callable[[str], str]) -> tuple[Tag, TableOfContents]:
@@ -43,8 +45,6 @@ def tidy(html: str, resolve: Callable[[str], str]) -> tuple[Tag, TableOfContents
             code = soup.new_tag("code")
             code.extend(list(box.pre.children))
             box.pre.append(code)
-    for plain in page.find_all("span", class_=["n", "w"]):  # names and spaces, which have the color of the text
-        plain.unwrap()
     for corner in page.find_all("th"):
         if corner.find(True) is None and not corner.get_text().strip():
             corner.name = "td"
@@ -62,6 +62,7 @@ def _text_cell(soup: BeautifulSoup, cell: Tag) -> Tag:
     rendered = cell.find(class_="jp-MarkdownOutput")
     if rendered is not None:
         text.extend(list(rendered.children))
+        mark(text)
     return text
 
 
@@ -132,7 +133,8 @@ def _output(soup: BeautifulSoup, output: Tag) -> Tag:
 def inline_figure(svg: str) -> Tag:
     """A figure that takes ink, paper, and font from its page, which an image cannot."""
     box = BeautifulSoup(f'<figure class="nb-figure" data-search-exclude="">{svg}</figure>', "html.parser").figure
-    assert box is not None
+    assert box is not None and box.svg is not None
+    slim(box.svg)
     return box.extract()
 
 

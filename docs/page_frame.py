@@ -1,4 +1,4 @@
-"""What the theme leaves out around a page's content: a description for links to it, and names for its controls."""
+"""A page around its content: a description, names for its controls, and only the files that it uses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from bs4 import Tag
 
 FIRST_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 NAVIGATION = re.compile(r"<(/?)nav\b([^>]*)>")
+INDENTATION = re.compile(r"<pre\b.*?</pre>|\s*\n\s*", re.DOTALL)
+EMPTY_SHAPE = re.compile(r"></(?:path|use|rect|circle|line|polygon)>")
 EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
 NESTED = re.compile(r' data-md-level="[1-9]"')
 TOC_TOGGLE = re.compile(r'<input[^>]*id="__toc"[^>]*>')
@@ -19,6 +21,12 @@ SPLIT_BY_BROWSERS = re.compile(  # dates, spaces before units; and, ahead of the
     r"|\b\d{4}-\d\d-\d\d\b"
     r"|(?<=\d) (?=(?:%|[mµn]?s|[kMGT]?i?B(?:/s)?|[GT]?FLOPs?(?:/s)?|tokens?/s)(?!\w))",
     re.DOTALL,
+)
+FIGURES = ("softmax", "rope", "sampling", "pages", "trio", "csr", "tree", "chunks")
+# Scripts and style sheets that few pages use: the class of the elements they are for.
+IS_FOR = {"_mkdocstrings": "doc", "trace": "trace-player"} | {name: f"{name}-figure" for name in FIGURES}
+FILE = re.compile(
+    rf'<(?:script src|link rel="stylesheet" href)="[^"]*/({"|".join(IS_FOR)})\.(?:js|css)"[^>]*>(?:</script>)?'
 )
 MOST_CHARACTERS = 200
 SHORT_CODE, SHORT_WORD = 12, 32  # characters
@@ -88,12 +96,14 @@ def one_landmark(html: str) -> str:
 
 
 def complete(html: str, title: str, description: str) -> str:
-    """Add to a finished page what a shared link shows of it, and name or remove controls without a name."""
+    """Add to a finished page what a shared link shows of it, name or remove controls, and remove files without use."""
     properties = {"og:type": "article", "og:title": title, "og:description": description}
     tags = "".join(f'<meta property="{name}" content="{escape(value)}">' for name, value in properties.items())
     html = html.replace("</head>", f"{tags}</head>", 1)
     html = html.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
+    html = FILE.sub(lambda file: file[0] if re.search(rf'class="{IS_FOR[file[1]]}[" ]', html) else "", html)
+    html = INDENTATION.sub(lambda text: "\n" if text[0].isspace() else text[0], EMPTY_SHAPE.sub("/>", html))
     html = EMPTY_HEADER.sub(r"<td\1></td>", one_landmark(html))  # a corner of a table is the header of nothing
     return html if 'for="__toc"' in html else TOC_TOGGLE.sub("", html)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
@@ -15,6 +16,7 @@ from glossary_terms import Entry
 WEIGHTS = {"chapters/": 8.0, "glossary/": 6.0, "part-": 2.0, "api/": 0.5, "experiments/": 0.7, "results/": 0.5}
 WORKER = Path(__file__).resolve().parent / "javascripts" / "search_worker.js"
 CODE = re.compile(r"<pre.*?</pre>", re.DOTALL)
+ENDS_OF_FORMULA = re.compile(r"\\[()[\]]")
 PROSE = re.compile(r"<(?:p|li)>.*?</(?:p|li)>", re.DOTALL)  # and not the cells of tables
 
 
@@ -28,10 +30,11 @@ class Section(TypedDict, total=False):
 
 
 def defer(site: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
-    """Keep the search index away from readers who do not search.
+    """Keep the search away from readers who do not search.
 
-    Every page fetches search_index.json, so that file keeps the settings alone. The sections go to sections.json, which
-    docs/javascripts/search_worker.js, put in front of the theme's worker here, fetches with the first query.
+    Every page fetches search_index.json and the theme's worker. That file keeps the settings alone; the sections go to
+    sections.json, the theme's worker to worker.js, and docs/javascripts/search_worker.js, which takes the worker's
+    place, fetches both with the first query.
 
     Args:
         site: the folder of a finished build.
@@ -44,14 +47,15 @@ def defer(site: Path, pages: set[str], entries: Mapping[str, Entry]) -> None:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         (site / "search" / f"{name}.json").write_text(text, encoding="utf-8")
     [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
-    worker.write_text(WORKER.read_text(encoding="utf-8") + worker.read_text(encoding="utf-8"), encoding="utf-8")
+    worker.rename(site / "search" / "worker.js")
+    shutil.copy(WORKER, worker)
 
 
 def _sections(sections: list[Section], pages: set[str]) -> Iterator[Section]:
     for section in sections:
         address = section["location"].partition("#")[0]
         if address in pages:
-            text = CODE.sub("", section["text"])
+            text = ENDS_OF_FORMULA.sub("", CODE.sub("", section["text"]))
             # The glossary's tables are the names that other engines use.
             prose = [text] if address == "glossary/" else PROSE.findall(text)
             if address.startswith("api/"):

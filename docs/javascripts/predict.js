@@ -92,7 +92,6 @@ function showPrediction(box, guess) {
     element("p", { textContent: why }),
     element("button", { type: "button", className: "prediction-withdraw", textContent: "Withdraw your prediction", onclick: () => withdraw(name) }),
   );
-  if (window.renderMathInElement) renderMathInElement(box.result, { delimiters: [{ left: "$", right: "$", display: false }] });
 }
 
 // The table further down, closed until a number is given: the number takes the row of the reader.

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="the site needs the packages of the extra [docs]")
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -71,3 +72,15 @@ def test_a_page_with_two_titles_fails_the_build(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == problems
     assert all("glossary.md has 2 headings of level 1" in text and "'A', 'B'" in text for text in messages)
+
+
+def test_a_formula_that_cannot_be_set_fails_the_build(hooks: ModuleType, config: MkDocsConfig) -> None:
+    import fetch_assets
+
+    try:
+        fetch_assets.fetch_assets()
+    except fetch_assets.AssetError as error:
+        pytest.skip(str(error))
+    html = r'<span class="arithmatex">\(\frac{a\)</span>'
+    with pytest.raises(PluginError, match=r"^dataflow\.md: the formula \$\\frac\{a\$ cannot be set: KaTeX"):
+        hooks.on_post_page(html, page_of("dataflow.md", config), config)

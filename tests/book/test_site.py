@@ -39,7 +39,7 @@ SHOW = """async (address) => {
     const other = new DOMParser().parseFromString(await (await fetch(address)).text(), "text/html");
     const article = document.adoptNode(other.querySelector("article"));
     document.querySelector("article").replaceWith(article);
-    return article.querySelector(".arithmatex, .nb-text, pre.diagram, div.diagram") !== null;
+    return article.querySelector(".katex, .nb-text, pre.diagram, div.diagram") !== null;
 }"""
 
 
@@ -58,7 +58,7 @@ def test_every_page_renders_without_a_network_and_fits_a_phone(
             tabs[0].open(first[kind(path)])
             tabs[0].page.wait_for_load_state()
         if tabs[0].page.evaluate(SHOW, address + path):
-            loaded.append(path)  # scripts draw what is in it
+            loaded.append(path)  # scripts and style sheets of its own draw what is in it
         elif found := tabs[0].problems + tabs[0].page.evaluate(PROBLEMS):
             report[path] = found
     for paths in batches(loaded, len(tabs)):
@@ -175,6 +175,22 @@ def test_diagrams_are_drawn_without_scripts_in_the_colors_of_the_scheme(
 
 
 @needs_browser
+def test_formulas_are_set_without_scripts(browser: sync_api.Browser, address: str) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address + SAMPLE)
+    formulas = page.locator("article .katex")
+    assert formulas.locator("annotation").all_text_contents() == [
+        "o = PV", r"\sum_j e^{s_j - m}", "\\begin{align}\na &= b\n\\end{align}", "x_1"
+    ]  # fmt: skip
+    assert page.locator("article .katex-display").count() == 2
+    letter = formulas.first.locator(".mathnormal").first
+    assert "KaTeX_Math" in letter.evaluate("letter => getComputedStyle(letter).fontFamily")
+    assert page.evaluate("document.fonts.check('1em KaTeX_Math')")
+    context.close()
+
+
+@needs_browser
 def test_dark_mode_toggles_and_lasts(address: str, page: sync_api.Page) -> None:
     page.goto(address + SAMPLE)
     page.get_by_title("Switch to dark mode").click()
@@ -249,14 +265,39 @@ def test_search_finds_a_glossary_term(address: str, page: sync_api.Page) -> None
 
 
 @needs_browser
-def test_the_sections_to_search_are_fetched_with_the_first_query(address: str, page: sync_api.Page) -> None:
+def test_the_search_is_fetched_with_the_first_query(address: str, page: sync_api.Page) -> None:
     fetched: list[str] = []
     page.on("request", lambda request: fetched.append(request.url.removeprefix(address)))
     page.goto(address, wait_until="networkidle")
     page.locator(".md-search__input").click()
-    assert "search/search_index.json" in fetched and "search/sections.json" not in fetched
+    page.get_by_text("Type to start searching").wait_for()
+    assert not {"search/worker.js", "search/sections.json"}.intersection(fetched)
     with page.expect_request("**/search/sections.json"):
         page.keyboard.type("page")
+    assert "search/worker.js" in fetched
+
+
+MOST_BYTES = 1_000_000
+
+
+def bytes_of_visit(browser: sync_api.Browser, address: str) -> int:
+    """The size of all that a browser with an empty cache fetches, uncompressed."""
+    context = browser.new_context()
+    page, responses = context.new_page(), list[sync_api.Response]()
+    page.on("response", lambda response: responses.append(response))
+    page.goto(address, wait_until="networkidle")
+    size = sum(len(response.body()) for response in responses)
+    context.close()
+    return size
+
+
+@needs_browser
+def test_the_first_visit_of_a_chapter_takes_at_most_a_megabyte(
+    site: Path, address: str, browser: sync_api.Browser
+) -> None:
+    chapters = [path for path in pages_of(site) if re.fullmatch(r"chapters/\w+/", path)]
+    weights = {chapter: bytes_of_visit(browser, address + chapter) for chapter in chapters}
+    assert {name: weight for name, weight in weights.items() if weight > MOST_BYTES} == {}
 
 
 # --- how pages are made ----------------------------------------------------------------------------------------------

@@ -72,6 +72,18 @@ def test_equal_folds_of_successive_cells_are_one_and_a_diagram_keeps_its_line_br
     assert page.select_one("pre.diagram").get_text() == 'a["one<br/>two & three"]'
 
 
+def test_formulas_of_a_notebook_are_marked_and_code_is_not() -> None:
+    from formulas import mark
+
+    html = r"<p>$a &lt; b$ and $$c$$ <code>$d$</code></p>\begin{align}e\end{align}"
+    text = BeautifulSoup(html, "html.parser")
+    mark(text)
+    inline, *display = (rf'<span class="arithmatex">\{tex}</span>' for tex in (
+        r"(a &lt; b\)", r"[c\]", r"[\begin{align}e\end{align}\]"
+    ))  # fmt: skip
+    assert str(text) == f"<p>{inline} and {display[0]} <code>$d$</code></p>{display[1]}"
+
+
 @pytest.mark.parametrize(
     ("html", "kept"),
     [
@@ -86,6 +98,63 @@ def test_what_belongs_together_stays_on_one_line(html: str, kept: str) -> None:
     from page_frame import keep_together
 
     assert keep_together(html) == kept
+
+
+def test_a_page_links_the_files_of_its_own_figures_only() -> None:
+    from page_frame import complete
+
+    def files(name: str) -> str:
+        return f'<link rel="stylesheet" href="../s/{name}.css"><script src="../j/{name}.js" type="module"></script>'
+
+    html = f'<head></head><div class="tree-figure"></div>{files("tree")}{files("csr")}{files("book")}'
+    page = complete(html, "T", "D")
+    assert files("tree") in page and files("book") in page and "csr" not in page
+
+
+def test_a_page_has_no_indentation_but_that_of_its_code() -> None:
+    from page_frame import complete
+
+    code = '<pre class="a">x:\n\n    y</pre>'
+    assert complete(f"<p>\n\n  a\n  b</p>{code}", "T", "D") == f"<p>\na\nb</p>{code}"
+
+
+def test_neighbors_of_one_color_are_one_element_and_text_is_none() -> None:
+    from code_colors import merge_colors
+
+    def colored(*pieces: str) -> str:
+        spans = [f'<span class="{kind}">{text}</span>' for kind, _, text in map(lambda p: p.partition(":"), pieces)]
+        return f"<pre><code>{' '.join(spans)}</code></pre>"
+
+    code = colored("n:x", "o:=", "p:(", "mi:1", "p:)")
+    assert merge_colors(code) == (
+        '<pre><code>x <span class="p">= (</span> <span class="mi">1</span> <span class="p">)</span></code></pre>'
+    )
+    assert merge_colors('<p><span class="n">x</span></p>') == '<p><span class="n">x</span></p>'
+
+
+def test_a_drawing_loses_what_has_no_effect() -> None:
+    from slim_svg import slim
+
+    svg = """<svg xmlns="#">
+    <style>@keyframes dash{to{top:0;}}.a&gt;b{top:0;}.c{top:1px;}</style>
+    <defs><marker id="m1"></marker><marker id="m2"></marker><clippath id="f12345678-pabc"></clippath></defs>
+    <g><path class="c" d="M 1.239 2
+    L 5 2
+    L 5 -3
+    z" marker-end="url(#m1)" clip-path="url(#f12345678-pabc)" data-x="1" style="fill: red; top: 0"></path></g>
+    <g></g><path d="M 1,2 C 3,4 5,6 7,8 L 7,9" transform="scale(0.1234) translate(0.126 1)"></path>
+    <text transform="rotate(-0 1 2)"> <tspan> a</tspan></text>
+    </svg>"""
+    page = BeautifulSoup(svg, "html.parser")
+    assert page.svg is not None
+    slim(page.svg)
+    assert str(page) == (
+        '<svg xmlns="#"><style>.c{top:1px;}</style>'
+        '<defs><marker id="m1"></marker><clippath id="f12345678-0"></clippath></defs>'
+        '<path class="c" clip-path="url(#f12345678-0)" d="M1.23 2H5V-3z" marker-end="url(#m1)" style="fill:red;top:0">'
+        '</path><path d="M1,2C3,4 5,6 7,8L7,9" transform="scale(0.1234) translate(0.12 1)"></path>'
+        "<text> <tspan> a</tspan></text></svg>"
+    )
 
 
 def test_the_title_of_a_module_breaks_after_dots_and_underscores() -> None:
@@ -146,7 +215,8 @@ def test_the_first_use_of_a_term_is_linked(tmp_path: Path) -> None:
     file.write_text(GLOSSARY, encoding="utf-8")
     entries = read_glossary(file)
     assert set(entries) == {"Temperature", "top-k", "KV cache", "LSE"} and entries["LSE"].definition == ""
-    html = "<div><p><code>KV cache</code> $x$ KV cache</p><p>Two KV caches, a KV cache, the top-kick.</p></div>"
+    formula = r'<span class="arithmatex">\(\text{KV cache}\)</span>'
+    html = f"<div><p><code>KV cache</code> {formula}</p><p>Two KV caches, a KV cache, the top-kick.</p></div>"
     page = BeautifulSoup(html, "html.parser")
     link_terms(page, entries, "../glossary/")
     [link] = page.select("a.term")
@@ -161,7 +231,7 @@ def test_the_search_index_has_prose_of_listed_pages_and_the_terms_apart_from_its
 
     index, worker = tmp_path / "search/search_index.json", tmp_path / "assets/javascripts/workers/search.0.min.js"
     sections = [
-        {"location": "chapters/01/", "title": "One", "text": "<p>Text.</p><pre>code</pre> cell <li>Item.</li>"},
+        {"location": "chapters/01/", "title": "One", "text": r"<p>Text \(x\).</p><pre>code</pre> cell <li>Item.</li>"},
         {"location": "mini_engine/x/", "title": "x.py", "text": "<p>Source.</p>"},
     ]
     for file, text in (index, json.dumps({"config": {"lang": ["en"]}, "docs": sections})), (worker, "theirs()"):
@@ -169,7 +239,8 @@ def test_the_search_index_has_prose_of_listed_pages_and_the_terms_apart_from_its
         file.write_text(text, encoding="utf-8")
     defer(tmp_path, {"chapters/01/"}, {"KV cache": Entry("term-kv-cache", "Keys & values.")})
     assert json.loads(index.read_text(encoding="utf-8")) == {"config": {"lang": ["en"]}, "docs": []}
-    assert worker.read_text(encoding="utf-8").endswith("}\n\ntheirs()")
+    assert (tmp_path / "search/worker.js").read_text(encoding="utf-8") == "theirs()"
+    assert "importScripts" in worker.read_text(encoding="utf-8")
     chapter, term = json.loads((tmp_path / "search/sections.json").read_text(encoding="utf-8"))
-    assert chapter["text"] == "<p>Text.</p><li>Item.</li>" and chapter["boost"] > 1
+    assert chapter["text"] == "<p>Text x.</p><li>Item.</li>" and chapter["boost"] > 1
     assert term["location"] == "glossary/#term-kv-cache" and "Keys &amp; values." in term["text"]

@@ -305,7 +305,8 @@ class TextEngine:
                 if token_id not in request.end_token_ids:  # the token that ends the output is not shown
                     detokenizer.push(token_id)
                 text.num_read += 1
-            if request.finish_reason and not detokenizer.stopped:
+            # An output that was cut off may end in half a character, which must not be taken for a stop string.
+            if request.finish_reason in ("stop", "length") and not detokenizer.stopped:
                 detokenizer.finish()
         except Exception as error:  # of the tokenizer; the other requests go on
             failure = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")

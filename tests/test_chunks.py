@@ -843,7 +843,7 @@ def test_special_tokens_come_first_and_only_there(chunked, monkeypatch):
 
 
 def test_the_front_end_is_given_or_built(chunked):
-    with pytest.raises(ConfigError, match="built already; give page_size to it"):
+    with pytest.raises(ConfigError, match="already exists; pass page_size when you build it"):
         ChunkedLLM(chunked.llm, page_size=4)
     with pytest.raises(ConfigError, match='use attn_backend="cascade"'):
         ChunkedLLM(chunked.llm.with_options(attn_backend="torch"))

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mini_engine.detokenizer import Detokenizer, special_ids
+from mini_engine.detokenizer import REPLACEMENT, Detokenizer, special_ids
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.llm import TextEngine
@@ -325,6 +325,21 @@ def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
             else:
                 assert result(outputs[i]) == (tokens, text, reason)
     check_idle(llm)
+
+
+def test_half_a_character_at_which_an_output_is_cut_off_is_no_stop_string():
+    llm, prompt = front_end(), PROMPTS[0]
+    params = next(
+        own
+        for seed in range(200)
+        if REPLACEMENT in LETTERS.decode(expected(prompt, own := replace(GREEDY, temperature=1.0, seed=seed))[0][:1])
+    )
+    stream = llm.stream_batch([prompt], replace(params, stop=(REPLACEMENT,)))
+    first = next(stream)
+    (name,) = llm.engine.requests
+    llm.engine.abort(name)
+    output = collect(chain([first], stream))[0]
+    assert output.finish_reason == "abort" and len(output.token_ids) == 1
 
 
 def test_closing_a_stream_ends_its_own_requests_and_no_other():

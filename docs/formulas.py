@@ -65,4 +65,8 @@ def _set(render: Callable[[str, bool], str], tex: str, display: bool) -> str:
 def _renderer() -> Callable[[str, bool], str] | None:
     """KaTeX in a JavaScript engine, or None where docs/fetch_assets.py could not fetch it."""
     file = package_folder("katex") / "dist/katex.min.js"
-    return quickjs.Function("render", file.read_text(encoding="utf-8") + RENDER) if file.exists() else None
+    if not file.exists():
+        return None
+    context = quickjs.Context()  # a `quickjs.Function` would collect garbage after every call
+    context.eval(file.read_text(encoding="utf-8") + RENDER)
+    return context.get("render")

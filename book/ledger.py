@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 from book.display import Table
@@ -23,11 +24,20 @@ class Entry:
     row: Row
 
     @property
+    def case(self) -> Mapping[str, Setting]:
+        """The run's parameters and the row's case."""
+        return {**self.parameters, **self.row.case}
+
+    @property
     def kind(self) -> tuple[str, str]:
-        """Entries of one kind can be compared: the same device, workload, figure, engine and dtype."""
-        case = {**self.parameters, **self.row.case}
-        workload, engine, dtype = case.get("workload", "throughput"), case["engine"], case["dtype"]
-        return self.device, f"`{workload}`: {self.row.figure} of {engine}, {dtype}"
+        """Entries of one kind can be compared: the same device, workload, figure and dtype."""
+        workload = self.case.get("workload", "throughput")
+        return self.device, f"`{workload}`: {self.row.figure}, {self.case['dtype']}"
+
+    @property
+    def engine(self) -> str:
+        """The attention backend, or what else distinguishes this engine from others of the same run."""
+        return str(self.case["engine"]).removeprefix("mini_engine, ")
 
 
 def add(result: Result, row: Row, change: str, root: Path | None = None) -> None:
@@ -59,7 +69,7 @@ def load(root: Path | None = None) -> list[Entry]:
 
 
 def markdown(root: Path | None = None) -> str:
-    """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain over the last."""
+    """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain."""
     devices: dict[str, dict[str, list[Entry]]] = {}
     for entry in load(root):
         device, what = entry.kind
@@ -69,17 +79,21 @@ def markdown(root: Path | None = None) -> str:
 
 
 def _series(kinds: Mapping[str, list[Entry]]) -> str:
-    """The tables of one device."""
+    """The tables of one device. Of each change, the fastest engine has a gain: over the fastest one before."""
     parts = []
     for what, entries in kinds.items():
         rows, before = [], None
-        for entry in entries:
-            gain = "" if before is None else f"{_gain(before, entry.row):.2f}x"
-            share = "" if entry.row.share_of_bound is None else f"{entry.row.share_of_bound:.0%}"
-            rows.append([entry.date, entry.change, quantity(entry.row.value, entry.row.unit), share, gain])
-            before = entry.row
+        for _, group in groupby(entries, key=lambda entry: entry.change):
+            together = list(group)
+            best = max((entry.row for entry in together), key=lambda row: _gain(together[0].row, row))
+            for entry in together:
+                gain = f"{_gain(before, best):.2f}x" if before is not None and entry.row is best else ""
+                share = "" if entry.row.share_of_bound is None else f"{entry.row.share_of_bound:.0%}"
+                measured = quantity(entry.row.value, entry.row.unit)
+                rows.append([entry.date, entry.change, entry.engine, measured, share, gain])
+            before = best if before is None or _gain(before, best) > 1 else before
         versions = ", ".join(f"{name} {version}" for name, version in entries[-1].versions.items())
-        header = ["date", "what changed", "measured", "of the bound", "gain"]
+        header = ["date", "what changed", "engine", "measured", "of the bound", "gain"]
         table = Table(header, rows, f"Versions of the last line: {versions}.")
         parts.append(f"### {what}\n\n{table.markdown()}")
     return "\n\n".join(parts)

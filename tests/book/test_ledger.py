@@ -31,14 +31,24 @@ def test_a_device_has_one_heading(tmp_path: Path) -> None:
         ledger.add(Result("05_x", device, "2026-01-31", {"torch": "2.13.0"}, {}, (row,)), row, "pages", tmp_path)
     text = ledger.markdown(tmp_path)
     assert text.count("## GPU X") == text.count("## CPU Y") == 1
-    assert text.index("ours, bfloat16") < text.index("ours, float32") < text.index("## CPU Y")
+    assert text.index("throughput, bfloat16") < text.index("throughput, float32") < text.index("## CPU Y")
+
+
+def test_the_fastest_engine_of_a_change_gains_over_the_fastest_before(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for change, rates in (("pages", {"a": 100.0, "b": 200.0}), ("graphs", {"a": 150.0}), ("kernels", {"a": 500.0})):
+        for engine, rate in rates.items():
+            row = Row("throughput", rate, "tokens/s", 1000.0, "all at once", {"engine": engine, "dtype": "bfloat16"})
+            ledger.add(Result("05_x", "GPU X", "2026-01-31", {"torch": "2.13.0"}, {}, (row,)), row, change, tmp_path)
+    lines = [line for line in ledger.markdown(tmp_path).splitlines() if line.startswith("| 2026")]
+    assert [line.rstrip(" |").rpartition("| ")[2] for line in lines] == ["10%", "20%", "0.75x", "2.50x"]
 
 
 def test_a_shorter_time_is_a_gain(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    for seconds in (2.0, 0.5):
+    for change, seconds in (("pages", 2.0), ("graphs", 0.5)):
         row = Row("time", seconds, "s", 0.1, "all at once", {"engine": "ours", "dtype": "bfloat16"})
-        ledger.add(Result("07_x", "GPU X", "2026-01-31", {"torch": "2.13.0"}, {}, (row,)), row, "graphs", tmp_path)
+        ledger.add(Result("07_x", "GPU X", "2026-01-31", {"torch": "2.13.0"}, {}, (row,)), row, change, tmp_path)
     assert "4.00x" in ledger.markdown(tmp_path)
 
 

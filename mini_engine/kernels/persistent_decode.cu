@@ -6,7 +6,7 @@
 //
 // Weights. One thread of each block, the producer, copies the block's rows of all weights into a ring of buffers in shared
 // memory. It copies them in the order in which they are needed, as far ahead as the ring has room. Eight other warps, the
-// consumers, multiply. While the consumers wait for other blocks, the producer keeps reading weights.
+// consumers, multiply. While the consumers wait for other blocks, the producer keeps copying until the ring is full.
 //
 // Exchange. Blocks exchange vectors through global memory, without a barrier over the grid. A value and a tag are stored
 // together, in one 8-byte store. The tag says which layer of which step wrote the value. A reader repeats its load until the
@@ -14,9 +14,9 @@
 // block writes to a buffer again, it has received values that all other blocks published after they had read the buffer.
 //
 // Waiting. A product cannot start before its vector has arrived. So a warp first loads the weights that it will multiply first
-// from shared memory into registers, and waits after that. Where a warp receives a whole vector, only one of its lanes repeats
-// a load until the first value is there. If all threads of all blocks did, their loads would compete with the stores that they
-// wait for.
+// from shared memory into registers, and waits after that. While a warp waits for its part of a vector, only one of its lanes
+// repeats a load, until the first value is there. If all threads of all blocks did, their loads would compete with the stores
+// that they wait for. (Waits for single heads and splits are an exception: there, every lane repeats its own loads.)
 //
 // Attention. The keys of each KV head are split among several blocks. If a head has few splits, every block receives the
 // results of all splits and merges them itself. If it has many, each block merges its share of the dimensions, and the blocks
@@ -30,6 +30,7 @@
 
 using bf16 = __nv_bfloat16;
 
+// GROUP query heads share a KV head. VECTOR is the size of the longest vector that a phase multiplies.
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int GROUP = Q_HEADS / KV_HEADS, Q_SIZE = Q_HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE, VECTOR = LARGEST > HIDDEN ? LARGEST : HIDDEN;

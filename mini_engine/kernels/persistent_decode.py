@@ -3,8 +3,8 @@
 A single request gives a GPU little work: each weight is multiplied by one vector, so at best a step takes as long as
 reading the weights, and the keys and values of the request. A step of many kernels takes longer, partly because no
 weights are read while one kernel ends and the next one starts. Here at most one thread block stays on each SM for the
-whole step, and keeps reading weights while it waits for other blocks (the idea of "megakernels": Spector et al. 2025,
-"Look Ma, No Bubbles!").
+whole step. While it waits for other blocks, it reads ahead as many weights as its buffers hold (the idea of
+"megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").
 
 The kernel is in `persistent_decode.cu`, which nvcc compiles when a model's sizes are first used. Its results must equal
 those of the model's own `forward` and `compute_logits`, except for rounding. Chapter 12 explains it.

@@ -1,4 +1,4 @@
-"""The engine's ledger: what each change gained on one workload. Experiments add entries; no entry is edited."""
+"""The engine's ledger: how much each change gained on each workload. Experiments append entries, and none is edited."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from book.units import quantity
 
 @dataclass(frozen=True)
 class Entry:
-    """One recorded run: what had changed in the engine, where it ran, and the figure with its bound."""
+    """One recorded run: what had changed in the engine, the device, and the measured value with its bound."""
 
     change: str
     device: str
@@ -30,13 +30,13 @@ class Entry:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Entries of one kind can be compared: the same device, workload, figure and dtype."""
+        """The device, and the workload, figure and dtype. Only entries of the same kind are compared."""
         workload = self.case.get("workload", "throughput")
         return self.device, f"`{workload}`: {self.row.figure}, {self.case['dtype']}"
 
     @property
     def engine(self) -> str:
-        """The attention backend, or what else distinguishes this engine from others of the same run."""
+        """The attention backend, or whatever else distinguishes the engine from the other engines of the run."""
         return str(self.case["engine"]).removeprefix("mini_engine, ")
 
 
@@ -44,16 +44,16 @@ def add(result: Result, row: Row, change: str, root: Path | None = None) -> None
     """Append a row of a result to docs/ledger.json.
 
     Args:
-        result: the run.
-        row: which of its rows.
+        result: the result of the run.
+        row: the row of the result.
         change: what is new in the engine, in a few words.
-        root: of the repository.
+        root: root of the repository; default this one.
 
     Raises:
         ValueError: if `change` is empty.
     """
     if not change.strip():
-        raise ValueError("an entry of the ledger needs a few words on what changed in the engine")
+        raise ValueError("an entry of the ledger needs a few words about what changed in the engine")
     entry = Entry(change, result.device, result.date, result.versions, result.parameters, row)
     lines = [json.dumps(asdict(e)) for e in [*load(root), entry]]
     _file(root).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def add(result: Result, row: Row, change: str, root: Path | None = None) -> None
 
 
 def load(root: Path | None = None) -> list[Entry]:
-    """All entries, oldest first."""
+    """Return all entries, oldest first."""
     file = _file(root)
     if not file.exists():
         return []
@@ -69,7 +69,7 @@ def load(root: Path | None = None) -> list[Entry]:
 
 
 def markdown(root: Path | None = None) -> str:
-    """A table for each kind of entry: what changed, the figure, its share of the bound, and the gain."""
+    """Return a table for each kind of entry: what changed, the value, its share of the bound, and the gain."""
     devices: dict[str, dict[str, list[Entry]]] = {}
     for entry in load(root):
         device, what = entry.kind
@@ -79,7 +79,7 @@ def markdown(root: Path | None = None) -> str:
 
 
 def _series(kinds: Mapping[str, list[Entry]]) -> str:
-    """The tables of one device. Of each change, the fastest engine has a gain: over the fastest one before."""
+    """Return the tables of one device. The fastest engine of each change has a gain over the fastest engine before."""
     parts = []
     for what, entries in kinds.items():
         rows, before = [], None
@@ -100,7 +100,7 @@ def _series(kinds: Mapping[str, list[Entry]]) -> str:
 
 
 def _gain(before: Row, after: Row) -> float:
-    """The factor by which a figure improved: a rate by growing, a time or a size by shrinking."""
+    """Return the factor of an improvement: a larger value, or for a time or a size a smaller one."""
     return before.value / after.value if after.unit in ("s", "B") else after.value / before.value
 
 

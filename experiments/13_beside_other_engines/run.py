@@ -1,11 +1,11 @@
-"""The engine beside vLLM and SGLang: the same requests, weights and device, in turns.
+"""Compare the engine with vLLM and SGLang on the same requests, weights and device, in turns.
 
     python experiments/13_beside_other_engines/run.py [--out DIR] [--workloads NAME ...] [--peers vllm sglang]
 
-The peers have to be installed in this Python environment. On a GPU the model is Qwen3-0.6B's shape in bfloat16 with
-random weights, written to a temporary checkpoint that all engines read. On a CPU a tiny model in float32 shows that the
-script works. The result goes to experiments/13_beside_other_engines/results/<device>.json, below DIR where one is
-given.
+The peers have to be installed in this Python environment. On a GPU the model has Qwen3-0.6B's shape and random weights
+in bfloat16. They are written to a temporary checkpoint that all engines read. On a CPU a tiny model in float32 shows
+that the script works. The result goes to experiments/13_beside_other_engines/results/<device>.json, below DIR where one
+is given.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Setting:
     """What is measured on a kind of device.
 
     Attributes:
-        model: the shape.
-        dtype: of weights and cache.
-        options: of our engine, for each workload.
+        model: the model's shape.
+        dtype: dtype of weights and cache.
+        options: options of our engine for each workload.
     """
 
     model: PretrainedConfig
@@ -82,7 +82,7 @@ SETTINGS = {
 
 
 def write_checkpoint(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, folder: Path) -> ModelConfig:
-    """Write random weights of a shape, and a tokenizer that is never used, as transformers does."""
+    """Write a checkpoint in transformers' format: random weights of a shape, and a tokenizer that is never used."""
     model = random_transformers_model(config, dtype, device)
     model.save_pretrained(folder)
     NO_WORDS.save_pretrained(folder)
@@ -92,7 +92,7 @@ def write_checkpoint(config: PretrainedConfig, dtype: torch.dtype, device: torch
 def peer_options(
     folder: Path, shape: ModelConfig, dtype: torch.dtype, device: torch.device, workloads: Sequence[Workload]
 ) -> PeerOptions:
-    """The options of all peers: a KV cache for the largest of the workloads."""
+    """Return the options of all peers, with a KV cache that holds the largest of the workloads."""
     needed = max(pages_needed(own.requests(shape.vocab_size), PAGE_SIZE) for own in workloads)
     num_tokens = round(SPARE_CACHE * needed * PAGE_SIZE)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
@@ -109,7 +109,7 @@ def peer_options(
 
 
 def load_engine(folder: Path, options: Mapping[str, Any], workload: Workload, vocab_size: int) -> LLM:
-    """Our engine, with a pool that holds all requests of a workload at once."""
+    """Load our engine, with a pool that holds all requests of a workload at once."""
     config = EngineConfig(
         page_size=PAGE_SIZE,
         num_pages=pages_needed(workload.requests(vocab_size), PAGE_SIZE) + workload.num_requests,
@@ -126,7 +126,7 @@ def load_engine(folder: Path, options: Mapping[str, Any], workload: Workload, vo
 def workload_rows(
     name: str, workload: Workload, setting: Setting, folder: Path, peers: Mapping[str, Serve], machine: Machine
 ) -> list[results.Row]:
-    """Serve one workload with our engine and the peers, in turns."""
+    """Serve one workload with our engine and the peers, in turns, and return a row for each engine."""
     options = setting.options[name]
     llm = load_engine(folder, options, workload, setting.model.vocab_size)
     shape, requests = llm.model.config, workload.requests(llm.model.config.vocab_size)
@@ -152,7 +152,7 @@ def workload_rows(
 def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--workloads", nargs="+", choices=list(NAMED), help="serve these workloads only")
-    options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="engines beside ours")
+    options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="engines to compare ours with")
     chosen = options.parse_args(arguments)
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     for peer in chosen.peers:
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def free() -> None:
-    """Give back the memory of engines and models that are no longer used."""
+    """Return the GPU memory of engines and models that are no longer used."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -1,85 +1,95 @@
 // A decode step of one request in one kernel: all layers and the LM head, for Llama and Qwen3.
 //
-// At most one thread block per SM stays for the whole step. In each block, one thread copies the block's rows of every weight
-// into a ring of buffers in shared memory, in the order in which they are needed and as long as there is room. Eight warps
-// multiply. So the memory keeps working while the blocks exchange values.
+// At most one thread block runs on each SM, and it stays there for the whole step. A layer has four matrix products. Each block
+// computes some of the rows of every product, but the next phase needs all of them. So the blocks exchange vectors between the
+// phases.
 //
-// Blocks exchange vectors through global memory without barriers. Every value is stored together with a tag that says which
-// layer of which step wrote it, in one 8-byte store, and a reader loads it until the tag is right (NCCL's "LL" protocol).
-// A buffer can be overwritten one layer later: by then every block depends on values that all other blocks wrote after they
-// had read it.
+// Weights. One thread of each block, the producer, copies the block's rows of all weights into a ring of buffers in shared
+// memory. It copies them in the order in which they are needed, as far ahead as the ring has room. Eight other warps, the
+// consumers, multiply. While the consumers wait for other blocks, the producer keeps copying until the ring is full.
 //
-// An exchange takes longer than the product before it, so a phase begins before its vector has arrived: it loads its first
-// weights from shared memory into registers, and only then waits. Waiting itself has to be cheap. If all threads of all blocks
-// kept asking for all values, the questions would delay the values.
+// Exchange. Blocks exchange vectors through global memory, without a barrier over the grid. A value and a tag are stored
+// together, in one 8-byte store. The tag says which layer of which step wrote the value. A reader repeats its load until the
+// tag is right (NCCL's "LL" protocol works in this way). Every layer uses the same buffers. Overwriting them is safe: before a
+// block writes to a buffer again, it has received values that all other blocks published after they had read the buffer.
 //
-// Some of the blocks compute attention. Each of them has a share of one KV head's keys, its split. If there are few splits,
-// every block receives the results of all of them and merges them itself. If there are many, each block merges its share of
-// the output, and the blocks exchange the merged shares.
+// Waiting. A product cannot start before its vector has arrived. So a warp first loads the weights that it will multiply first
+// from shared memory into registers, and waits after that. While a warp waits for its part of a vector, only one of its lanes
+// repeats a load, until the first value is there. If all threads of all blocks did, their loads would compete with the stores
+// that they wait for. (Waits for single heads and splits are an exception: there, every lane repeats its own loads.)
 //
-// A layer takes about fifteen microseconds, after which its instructions have left the fastest cache. So the code is short:
-// all phases share one loop.
+// Attention. The keys of each KV head are split among several blocks. If a head has few splits, every block receives the
+// results of all splits and merges them itself. If it has many, each block merges its share of the dimensions, and the blocks
+// exchange the merged shares.
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cstdint>
 
+// The host compiles this file with the sizes of a model: LAYERS, HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, PAGE_SIZE,
+// and BLOCKS, the number of thread blocks.
+
 using bf16 = __nv_bfloat16;
 
+// GROUP query heads share a KV head. VECTOR is the size of the longest vector that a phase multiplies.
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int GROUP = Q_HEADS / KV_HEADS, Q_SIZE = Q_HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE, VECTOR = LARGEST > HIDDEN ? LARGEST : HIDDEN;
 
-// A buffer of the ring holds 1,024 columns of eight rows. The gap after each row moves the next row to other banks.
+// A buffer (stage) of the ring holds 1,024 columns of eight rows. The padding after a row shifts the next row to other banks.
 constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTES = ROWS * ROW_BYTES;
-constexpr int FLUSH = 6 * ROWS;  // rows whose sums are kept until they are used
-constexpr int IN_FLIGHT = 6;     // most buffers that are being copied at a time; more would delay what blocks exchange
+constexpr int FLUSH = 6 * ROWS;  // rows whose sums `partial` holds at a time
+constexpr int IN_FLIGHT = 6;     // most buffers being copied at a time; more could delay exchanges
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "whole buffers in each row");
 
-constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * 2;           // keys of a tile
-constexpr int CHUNKS = HEAD_DIM / 8;                                 // of 16 bytes, in a key
-constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;  // with gaps that move rows to other banks
-constexpr int MAX_SPLITS = 16;  // one lane for each merges them
-constexpr int FEW_SPLITS = 4;   // up to this many, every block merges all of them
+constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * 2;           // keys in a tile
+constexpr int CHUNKS = HEAD_DIM / 8;                                 // number of 16-byte chunks in a key
+constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;  // padded, so that rows start in different banks
+constexpr int MAX_SPLITS = 16;  // most splits of a KV head; a warp merges them, one lane for each
+constexpr int FEW_SPLITS = 4;   // up to this many splits, every block merges all of them
 static_assert(GROUP <= 8, "queries are the columns of one tile of the tensor cores");
 
+// The addresses of a layer's weights and cache. `_pointers` in persistent_decode.py fills it.
 struct Layer {
-    const bf16* weights[4];  // of the first four phases
+    const bf16* weights[4];  // of the phases QKV, O, GATE_UP and DOWN
     const bf16 *input_norm, *mlp_norm, *q_norm, *k_norm;
     bf16 *k_cache, *v_cache;
 };
 
-using Tagged = unsigned long long;  // two bf16 or a float, and above them the tag of their writer
+// What blocks exchange: two bf16 or one float in the lower 32 bits, and the tag in the upper 32 bits.
+using Tagged = unsigned long long;
 
+// The arguments of the kernel. `_Step` in persistent_decode.py has the same fields.
 struct Step {
     const Layer* layers;
     const bf16 *embedding, *final_norm, *lm_head;
     const float* inv_freq;    // [HEAD_DIM / 2]
-    const int64_t *token_id, *token_source, *last_token;  // token_id counts where token_source is -1
+    const int64_t *token_id, *token_source, *last_token;  // last_token[token_source], or token_id if that is -1
     const int64_t* position;
-    const int32_t* pages;     // of the request
-    int64_t page_stride, token_stride, head_stride;  // of the cache, in elements
-    Tagged *qkv, *splits, *lse, *attention, *after_attention, *activation, *after_mlp;
-    uint32_t* count;          // of steps so far
+    const int32_t* pages;     // the request's pages, in the order of its keys
+    int64_t page_stride, token_stride, head_stride;  // strides of the cache, in elements
+    Tagged *qkv, *splits, *lse, *attention, *after_attention, *activation, *after_mlp;  // the vectors that blocks exchange
+    uint32_t* count;          // number of steps so far
     float* logits;
     float scale, eps;
     int vocab_size;
 };
 
-using Sums = float[WARPS];  // of a row, over each warp's columns
+// A row's product with the vector, as one partial sum per warp: each warp has some of the columns.
+using Sums = float[WARPS];
 
-// What the threads of a block share.
+// What the threads of a block share, apart from the ring.
 struct Shared {
-    __align__(128) unsigned char tiles[WARPS][2 * TILE_BYTES];  // each warp's keys and values, then its state
-    bf16 vector[VECTOR];                   // what the rows are multiplied by
-    __align__(16) bf16 q[GROUP][QUERY_SIZE];
+    __align__(128) unsigned char tiles[WARPS][2 * TILE_BYTES];  // a warp's tile of keys and values; later its attention state
+    bf16 vector[VECTOR];                   // the vector that the phase multiplies
+    __align__(16) bf16 q[GROUP][QUERY_SIZE];             // the queries of the block's KV head
     __align__(16) bf16 fresh[2][HEAD_DIM];               // the new key and value
-    float maxima[GROUP][WARPS], sums[GROUP][WARPS];      // of the states
-    __align__(16) Sums partial[2][FLUSH];
-    __align__(16) float squares[WARPS];                  // of each warp's part of the residual stream
-    float residual[HIDDEN / BLOCKS + 2];   // the block's rows of the residual stream
-    float cosine[HEAD_DIM / 2], sine[HEAD_DIM / 2];  // of the position
+    float maxima[GROUP][WARPS], sums[GROUP][WARPS];      // of the warps' attention states
+    __align__(16) Sums partial[2][FLUSH];                // two, so that one is written while the other is read
+    __align__(16) float squares[WARPS];                  // sum of squares of each warp's part of the residual stream
+    float residual[HIDDEN / BLOCKS + 2];   // the block's rows of the residual stream, in float32
+    float cosine[HEAD_DIM / 2], sine[HEAD_DIM / 2];  // of the position's angles, for the rotation
     Layer layers[LAYERS];
-    uint64_t full[16], empty[16];
+    uint64_t full[16], empty[16];  // mbarriers of each buffer: it has been filled; all warps have read it
 };
 
 constexpr int STAGES_THAT_FIT = (227 * 1024 - static_cast<int>(sizeof(Shared))) / STAGE_BYTES;
@@ -88,26 +98,31 @@ static_assert(STAGES >= IN_FLIGHT, "too large");
 
 extern __shared__ __align__(128) unsigned char memory[];  // the ring, followed by what the threads share
 
+// The buffer at a position. Positions count the buffers that have been used since the start of the step.
 __device__ inline unsigned char* stage(int position) { return memory + position % STAGES * STAGE_BYTES; }
 __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(memory + STAGES * STAGE_BYTES); }
 
+// PTX instructions take 32-bit addresses of shared memory.
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// Wait for all consumers of the block. `__syncthreads` would wait for the producer, too.
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// A block's share of the rows of a matrix, in whole units.
+// The rows of a matrix that belong to this block. A unit is never divided between blocks.
 struct Share {
     int first, end;
     __device__ explicit Share(int all, int unit = 1)
         : first(all / unit * blockIdx.x / BLOCKS * unit), end(all / unit * (blockIdx.x + 1) / BLOCKS * unit) {}
 };
 
-// The phases of a layer, and the last one of a step. Each multiplies the rows of one matrix by a vector.
+// The four phases of a layer, and the last phase of a step. Each multiplies the rows of one matrix by a vector.
 enum Phase { QKV, O, GATE_UP, DOWN, LM_HEAD };
 
+// The size of a phase's matrix. `unit` adjacent rows are finished by one thread: two, because two bf16 are published together.
+// `parts` matrices of this size are stacked: two for gate and up.
 struct Matrix {
     int rows, columns;
-    int unit, parts;  // rows that one thread finishes together; matrices of this size, stacked (gate and up)
+    int unit, parts;
 
     __device__ Matrix(int phase, const Step& step)
         : rows(phase == QKV ? QKV_SIZE : phase == GATE_UP ? INTERMEDIATE : phase == LM_HEAD ? step.vocab_size : HIDDEN),
@@ -117,12 +132,14 @@ struct Matrix {
 
 // --- the ring of weights -----------------------------------------------------------------------------------------------
 
+// Wait until a phase of an mbarrier has completed. `phase` is its parity, which alternates with each use of the buffer.
 __device__ inline void wait(uint64_t* barrier, uint32_t phase) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}\n" ::"r"(shared_address(barrier)), "r"(phase) : "memory");
 }
 
+// Wait for two mbarriers.
 __device__ inline void wait_for_both(uint64_t* a, uint32_t phase_of_a, uint64_t* b, uint32_t phase_of_b) {
     asm volatile(
         "{\n.reg .pred a, b;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 a, [%0], %1;\n"
@@ -130,16 +147,16 @@ __device__ inline void wait_for_both(uint64_t* a, uint32_t phase_of_a, uint64_t*
         "@!a bra again;\n}\n" ::"r"(shared_address(a)), "r"(phase_of_a), "r"(shared_address(b)), "r"(phase_of_b) : "memory");
 }
 
-// Tell the producer that this warp has read a buffer.
+// Tell the producer that this warp has read a buffer. The buffer is empty when all warps have.
 __device__ inline void release(int position) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(shared().empty + position % STAGES)) : "memory");
 }
 
-// The thread that fills the ring.
+// The state of the thread that fills the ring.
 struct Producer {
-    int position = 0;  // of the next buffer, counted from the start of the step
+    int position = 0;  // of the next buffer to fill
 
-    // Copy `rows` rows of 1,024 columns into the next buffer.
+    // Copy `rows` rows of 1,024 columns into the next buffer, once it is empty. `full` completes when all bytes have arrived.
     __device__ void copy(const bf16* from, int64_t row_stride, int rows) {
         const uint32_t full = shared_address(shared().full + position % STAGES), to = shared_address(stage(position));
         const int earlier = position - IN_FLIGHT;
@@ -155,7 +172,7 @@ struct Producer {
         position++;
     }
 
-    // Copy the block's share of a matrix: eight rows of each part, then the next eight.
+    // Copy the block's share of a matrix: eight rows of each part, then the next eight rows of each part.
     __device__ void stream(const bf16* weights, const Matrix& matrix) {
         const Share share(matrix.rows, matrix.unit);
 #pragma unroll 1
@@ -170,25 +187,30 @@ struct Producer {
     }
 };
 
+// Add the product of a 16 x 16 matrix (a) and a 16 x 8 matrix (b) to a 16 x 8 matrix, on tensor cores.
 __device__ inline void multiply_accumulate(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Multiplies rows in the ring by the vector. A warp has 128 of every 1,024 columns.
+// Multiplies the rows in the ring by the vector. A warp has 128 of every 1,024 columns.
 //
-// Tensor cores multiply two buffers at a time, each of which is half of the rows of a tile. They may hold different columns,
-// and then need different parts of the vector: even columns of the other operand are the part for the first buffer, odd
-// columns the part for the second, and the products of one with the other are ignored. A thread loads eight adjacent elements.
-// These are not the columns that the instruction assigns to it, but they are the same ones in the row and in the vector.
+// One `mma` takes a tile of 16 rows, which are the eight rows of one buffer followed by the eight rows of the next buffer. The
+// two buffers may hold different columns, and then each needs a different part of the vector. The other operand has eight
+// columns: the even ones hold the part for the first buffer, and the odd ones the part for the second. The products of a buffer
+// with the other buffer's part are ignored.
 //
-// The next two buffers are already in registers: those of a phase are loaded before its vector has arrived.
+// A thread loads eight adjacent elements at once. The instruction assigns other columns to the thread, but the order of the
+// columns does not change a sum, as long as it is the same in the rows and in the vector.
+//
+// The next two buffers are always loaded into registers ahead of time. For a phase's first two, this is done before its vector
+// has arrived.
 struct Product {
     static constexpr int LOADS = COLUMNS / WARPS / 32;
-    int position = 0, end = 0;  // of the next buffer, counted from the start of the step; of the matrix
-    int buffer = 0;             // of `partial`
-    uint4 first[LOADS], second[LOADS];
+    int position = 0, end = 0;            // of the first buffer in registers; the end of the matrix
+    int buffer = 0;                       // which half of `partial` is written
+    uint4 first[LOADS], second[LOADS];    // the thread's elements of the next two buffers
 
     // Load the first two buffers of the block's share of a matrix.
     __device__ void begin(const Matrix& matrix) {
@@ -196,10 +218,11 @@ struct Product {
         end = position + (share.end - share.first + ROWS - 1) / ROWS * matrix.parts * (matrix.columns / COLUMNS);
         load();
     }
+    // Load the buffers at `position` and `position + 1` into registers, and release them.
     __device__ void load() {
         if (position >= end) return;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const int other = min(position + 1, end - 1);  // without a second buffer the first one is multiplied twice
+        const int other = min(position + 1, end - 1);  // at the end of a matrix, the last buffer may be loaded twice
         const int offset = lane / 4 * ROW_BYTES + warp * (COLUMNS / WARPS) * 2 + lane % 4 * 16;
         wait_for_both(shared().full + position % STAGES, position / STAGES & 1, shared().full + other % STAGES, other / STAGES & 1);
 #pragma unroll
@@ -211,14 +234,14 @@ struct Product {
         if (lane < 2 && position + lane < end) release(position + lane);
     }
 
-    // Multiply the next rows, `row_blocks` times eight, and write each row's sums, one per warp, to `partial[buffer]`.
+    // Multiply the next `row_blocks` blocks of eight rows. Write the warp's sum of each row to `partial[buffer]`.
     __device__ void accumulate(int columns, int row_blocks) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int per_row = columns / COLUMNS, stop = position + row_blocks * per_row;
         const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 8;
         float* to = shared().partial[buffer][lane / 4] + warp;
         float sum = 0;
-        int part = 0;  // of the row, in buffers
+        int part = 0;  // number of the row's buffers that are in `sum`
         const auto add = [&](float value) {
             sum += value;
             if (++part < per_row) return;
@@ -251,6 +274,7 @@ struct Product {
     }
 };
 
+// Add the warps' sums of a row.
 __device__ inline float total(const Sums& partial) {
     const float4 a = *reinterpret_cast<const float4*>(partial), b = *reinterpret_cast<const float4*>(partial + 4);
     return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
@@ -258,6 +282,7 @@ __device__ inline float total(const Sums& partial) {
 
 // --- exchange between blocks --------------------------------------------------------------------------------------------
 
+// Write a value and its tag for the other blocks. The store is a single one, so a reader never sees one without the other.
 __device__ inline void publish(Tagged* to, uint32_t bits, uint32_t tag) {
     const Tagged both = static_cast<Tagged>(tag) << 32 | bits;
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
@@ -265,6 +290,7 @@ __device__ inline void publish(Tagged* to, uint32_t bits, uint32_t tag) {
 
 __device__ inline void publish(Tagged* to, float value, uint32_t tag) { publish(to, __float_as_uint(value), tag); }
 
+// Round two floats to bf16, and pack them into 32 bits.
 __device__ inline uint32_t pack(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -280,7 +306,8 @@ __device__ inline Tagged load_one(const Tagged* from) {
     return got;
 }
 
-// Load one value, or two adjacent ones, unless they have arrived. There is no branch, so several loads can overlap.
+// Load one value, or two adjacent ones, if the tags are not right yet. The load has a predicate instead of a branch around it,
+// so that several loads can be in flight at once.
 __device__ inline void load_missing(Tagged& value, const Tagged* from, uint32_t tag) {
     asm volatile("{\n.reg .pred missing;\nsetp.ne.u32 missing, %1, %2;\n@missing ld.relaxed.gpu.global.u64 %0, [%3];\n}\n"
                  : "+l"(value) : "r"(static_cast<uint32_t>(value >> 32)), "r"(tag), "l"(from) : "memory");
@@ -292,7 +319,7 @@ __device__ inline void load_missing(Tagged (&two)[2], const Tagged* from, uint32
                  : "+l"(two[0]), "+l"(two[1]) : "r"(wrong), "l"(from) : "memory");
 }
 
-// Receive N pairs of values, `stride` apart.
+// Receive N pairs of values, `stride` apart: load those that are missing until all tags are right.
 template <int N> __device__ inline void receive(const Tagged* from, int stride, uint32_t tag, uint32_t (&bits)[2 * N]) {
     Tagged values[N][2] = {};  // no writer has tag 0
     bool ready;
@@ -307,14 +334,15 @@ template <int N> __device__ inline void receive(const Tagged* from, int stride, 
     for (int i = 0; i < N; i++) bits[2 * i] = static_cast<uint32_t>(values[i][0]), bits[2 * i + 1] = static_cast<uint32_t>(values[i][1]);
 }
 
-// Wait until the first of the warp's values has arrived. Only one lane asks for it.
+// Wait until the first of the warp's values has arrived. Only one lane loads it, to keep waiting cheap.
 __device__ inline void wait_for_first(const Tagged* of_lane, uint32_t tag) {
     if (threadIdx.x % 32 == 0)
         while (load_one(of_lane) >> 32 != tag) {}
     __syncwarp();
 }
 
-// Receive a vector of N bf16, in pairs.
+// Receive a vector of N bf16 and write it to shared memory. A warp receives the same columns that it will multiply, so it does
+// not have to wait for the other warps.
 template <int N> __device__ inline void gather(const Tagged* from, uint32_t tag) {
     constexpr int EACH = N / (4 * CONSUMERS);
     uint32_t pairs[2 * EACH];
@@ -328,12 +356,14 @@ template <int N> __device__ inline void gather(const Tagged* from, uint32_t tag)
 
 // --- arithmetic ---------------------------------------------------------------------------------------------------------
 
+// 2 to the power of x, approximately.
 __device__ inline float exp2_of(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// Sum, or maximum, over lanes of the warp. By default over all lanes; with <16, 4> over lanes with the same `lane % 4`.
 template <int FROM = 16, int TO = 1> __device__ inline float sum(float x) {
 #pragma unroll
     for (int mask = FROM; mask >= TO; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
@@ -346,24 +376,26 @@ template <int FROM = 16, int TO = 1> __device__ inline float maximum(float x) {
     return x;
 }
 
-// A thread's part of the residual stream, and of the weights of the norm that follows.
+// A thread's part of the residual stream, and of the weights of the RMSNorm that follows: four of every 1,024 dimensions.
 struct Residual {
     static constexpr int EACH = HIDDEN / (4 * CONSUMERS);
     uint2 weights[EACH];
     float x[4 * EACH];
 
-    __device__ explicit Residual(const bf16* norm) {  // loaded here, and not where they are used
+    __device__ explicit Residual(const bf16* norm) {  // `asm volatile` keeps the loads here, before the wait
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
                          : "=r"(weights[i].x), "=r"(weights[i].y) : "l"(norm + 4 * (threadIdx.x + i * CONSUMERS)));
     }
+    // Take the embedding of the step's token, before the first layer.
     __device__ void embed(const bf16* embedding) {
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++) x[4 * i + j] = __bfloat162float(embedding[4 * (threadIdx.x + i * CONSUMERS) + j]);
     }
+    // Receive the residual stream from the other blocks.
     __device__ void gather(const Tagged* from, uint32_t tag) {
         uint32_t pairs[2 * EACH];
         wait_for_first(from + 2 * threadIdx.x, tag);
@@ -371,7 +403,8 @@ struct Residual {
 #pragma unroll
         for (int i = 0; i < 2 * EACH; i++) x[2 * i] = low_of(pairs[i]), x[2 * i + 1] = high_of(pairs[i]);
     }
-    // Write the vector, multiplied by the norm's weights. The sums of the product are later multiplied by `norm_factor`.
+    // Write the vector, multiplied by the norm's weights, to shared memory. The other factor of RMSNorm is one number for the
+    // whole vector. It needs all warps' squares, so it is applied to the sums of the product (see `norm_factor`).
     __device__ void normalize() const {
         float squares = 0;
 #pragma unroll
@@ -388,35 +421,40 @@ struct Residual {
     }
 };
 
+// The factor of RMSNorm: 1 / (root mean square of the vector). Valid after `sync_consumers`.
 __device__ inline float norm_factor(float eps) { return rsqrtf(total(shared().squares) / HIDDEN + eps); }
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
-// Matrices of 8 x 8 elements: a thread gets elements 2 * (lane % 4) and the next of row lane / 4 (or column, if transposed).
+// Load four matrices of 8 x 8 elements from shared memory. Of each, a thread gets the elements 2 * (lane % 4) and
+// 2 * (lane % 4) + 1 of row lane / 4.
 __device__ inline void load_matrices(uint32_t (&a)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
 }
 
+// The same, but transposed: a thread gets these elements of column lane / 4.
 __device__ inline void load_transposed(uint32_t (&a)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
 }
 
+// Transpose an 8 x 8 matrix that is spread over the warp in the same way.
 __device__ inline uint32_t transpose(uint32_t pair) {
     uint32_t transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
     return transposed;
 }
 
-// Where a chunk of a key or value is in its tile. Eight chunks of eight adjacent keys are in different banks.
+// The offset of a chunk of a key or value in its tile, in bytes. Chunks are swizzled: the same chunk of eight adjacent keys is
+// in different banks.
 __device__ inline int place_in_tile(int row, int chunk) { return (row * CHUNKS + (chunk ^ row % 8)) * 16; }
 
-// A block's share of the keys, the same in all layers: tiles of 16 keys. A warp has every eighth tile.
+// A block's share of the keys of one KV head, in tiles of 16 keys. It is the same in all layers. A warp has every eighth tile.
 struct Split {
-    int head, index, count, last;  // KV head; the split, and how many there are; the new key
+    int head, index, count, last;  // KV head; index of the split, and number of splits; the new key
     int first, end, warps;         // the warp's first key; the split's end; number of warps that have keys
-    uint32_t place, last_place;    // in the cache: of key `first + lane % 16`, and of the new key
+    uint32_t place, last_place;    // in the cache: key `first + lane % 16`, and the new key
     bool has_work;
 
     __device__ Split(const Step& step, int num_keys) {
@@ -431,13 +469,14 @@ struct Split {
         const int own = first + threadIdx.x % TILE;
         place = place_of(step, own, page_of(step, own)), last_place = place_of(step, last, page_of(step, last));
     }
+    // The page of a key; for keys after the last one, the last page.
     __device__ int page_of(const Step& step, int key) const { return step.pages[min(key, last) / PAGE_SIZE]; }
-    // Where a key is in the cache, in chunks.
+    // The offset of a key of the split's head in the cache, in chunks.
     __device__ uint32_t place_of(const Step& step, int key, int page) const {
         return (page * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / 8;
     }
-    // Start loading the warp's tile, which begins at key `begin`. Keys that are not in the cache become 0. Each lane has the
-    // place of one key.
+    // Start loading the warp's tile that begins at key `begin`. `places` is the place of key `begin + lane % 16`. Keys that are
+    // not in the cache become 0: those after the end, and the new key, which `attend` adds.
     __device__ void load(const Layer& layer, int begin, uint32_t places) const {
         if (begin >= end) return;
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
@@ -453,7 +492,8 @@ struct Split {
     }
 };
 
-// Receive the group's queries, and the new key and value if the split has them; normalize and rotate them. A warp has one head.
+// Receive the queries of the block's KV head. Normalize them (Qwen3 only), and rotate them. The split that has the new key also
+// receives the new key and value, and stores them in the cache. Each warp takes one head at a time.
 __device__ inline void receive_heads(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
     constexpr int EACH = HEAD_DIM / 32;  // dimensions of a lane
     const int lane = threadIdx.x % 32, at = lane * EACH, half = at % (HEAD_DIM / 2);
@@ -500,15 +540,17 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
     sync_consumers();
 }
 
-// A warp's online softmax over its keys, on tensor cores. The columns of their tiles are the group's queries; the other columns
-// repeat the last query, and their results are ignored. A thread has the two queries 2 * (lane % 4) and 2 * (lane % 4) + 1, and
-// for each of them the keys or dimensions lane / 4 and lane / 4 + 8 of every 16.
+// A warp's attention state: an online softmax over its keys, on tensor cores. The rows of the tiles are keys, or dimensions of
+// the values. The columns are the queries of the group. If there are fewer than eight queries, the other columns repeat the
+// last one, and their results are ignored. A thread has the queries 2 * (lane % 4) and 2 * (lane % 4) + 1. Of each of them, it
+// has the rows lane / 4 and lane / 4 + 8 of every 16.
 struct State {
     static constexpr int STEPS = HEAD_DIM / 16;
     uint32_t queries[STEPS][2];
     float out[STEPS][4] = {};  // rows are dimensions
-    float best[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    float best[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // running maximum of a query's scores; the thread's sum of weights
 
+    // Load the queries into registers.
     __device__ State() {
         const int lane = threadIdx.x % 32;
         const uint32_t from = shared_address(shared().q[min(lane % 8, GROUP - 1)]) + lane / 8 * 16;
@@ -523,17 +565,17 @@ struct State {
     __device__ void attend(int num_keys, float scale) {
         const int lane = threadIdx.x % 32;
         const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]);
-        // Step i needs chunks 2 * i and 2 * i + 1: their places differ from the first ones' in a bit of their own.
+        // Step i needs chunks 2 * i and 2 * i + 1. Because of the swizzle, an exclusive or moves from chunks 0 and 1 to these.
         const uint32_t keys = tile + place_in_tile(lane % 16, lane / 16);
         const uint32_t values = tile + TILE_BYTES + place_in_tile(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        float two[2][4] = {};  // sums over every second step
+        float two[2][4] = {};  // even and odd steps have separate sums, so that they can overlap
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             uint32_t a[4];
             load_matrices(a, (keys ^ i % 4 * 32) + i / 4 * 128);
             multiply_accumulate(two[i % 2], a[0], a[1], a[2], a[3], queries[i][0], queries[i][1]);
         }
-        float scores[2][2], shrink[2];  // of a key and a query
+        float scores[2][2], shrink[2];  // scores[key half][query]; factor of each query's earlier sums
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[i / 2][i % 2] = lane / 4 + i / 2 * 8 < num_keys ? (two[0][i] + two[1][i]) * scale : -INFINITY;
 #pragma unroll
@@ -543,7 +585,7 @@ struct State {
             scores[0][j] = exp2_of(scores[0][j] - most), scores[1][j] = exp2_of(scores[1][j] - most);
             sum[j] = sum[j] * shrink[j] + scores[0][j] + scores[1][j];
         }
-        // The weights with rows keys and columns queries become an operand with columns keys.
+        // The weights are in the layout of a result of `mma`. Transposing each 8 x 8 block gives that of its second operand.
         const uint32_t first = transpose(pack(scores[0][0], scores[0][1])), second = transpose(pack(scores[1][0], scores[1][1]));
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
@@ -554,7 +596,7 @@ struct State {
             multiply_accumulate(out[i], a[0], a[1], a[2], a[3], first, second);
         }
     }
-    // Write the state to where the warp's tile was.
+    // Write the state to shared memory, over the warp's tile.
     __device__ void store() {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         sum[0] = ::sum<16, 4>(sum[0]), sum[1] = ::sum<16, 4>(sum[1]);
@@ -568,9 +610,11 @@ struct State {
             if (lane < 4) shared().maxima[query][warp] = best[j], shared().sums[query][warp] = sum[j];
         }
     }
+    // The outputs that a warp has stored.
     __device__ static float* of_warp(int warp) { return reinterpret_cast<float*>(shared().tiles[warp]); }
 };
 
+// Attend to the keys of the block's split, and publish its outputs and log-sum-exps (to base 2).
 __device__ inline void attend(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     receive_heads(step, layer, split, tag);
@@ -579,24 +623,25 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
 #pragma unroll 1
         for (int key = split.first; key < split.end; key += WARPS * TILE) {
             const int next = key + WARPS * TILE, of_lane = next + lane % TILE;
-            const int page = split.page_of(step, of_lane);  // arrives while this tile is computed
+            const int page = split.page_of(step, of_lane);  // this load overlaps with computing the current tile
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncwarp();
             const int row = split.last - key, matrix = lane / CHUNKS;
-            if (row < TILE) {  // the new key is the tile's last one
+            if (row < TILE) {  // the tile ends with the new key, which is not in the cache yet
                 if (matrix < 2)
                     *reinterpret_cast<uint4*>(shared().tiles[warp] + matrix * TILE_BYTES + place_in_tile(row, lane % CHUNKS)) =
                         reinterpret_cast<const uint4*>(shared().fresh[matrix])[lane % CHUNKS];
                 __syncwarp();
             }
-            state.attend(row + 1, step.scale * 1.44269504f);  // exponentials are to base 2
+            state.attend(row + 1, step.scale * 1.44269504f);  // log2(e), because the exponentials are to base 2
             __syncwarp();
             split.load(layer, next, split.place_of(step, of_lane, page));
         }
         state.store();
     }
     sync_consumers();
-    // Merge the warps that had keys. In place of others the last of them is read, with weight 0: a branch would wait for each.
+    // Merge the states of the warps that had keys. For a warp without keys, the state of the last warp that had some is read
+    // and gets weight 0. This needs no branch, so the loads can overlap.
 #pragma unroll 1
     for (int i = 2 * threadIdx.x; i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
         const int g = i / HEAD_DIM, dimension = i % HEAD_DIM, head = split.head * GROUP + g;
@@ -620,7 +665,8 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
     }
 }
 
-// Merge the splits of the block's share of the attention's output: a warp two dimensions, a lane one split.
+// Merge many splits: each block merges its share of the dimensions and publishes them. A warp takes two dimensions at a time,
+// and each of its lanes has one split.
 __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
     const int lane = threadIdx.x % 32;
     const Share pairs(Q_SIZE / 2);
@@ -641,13 +687,14 @@ __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
     }
 }
 
-// Receive the results of a few splits and merge them. A thread has four of every 1,024 dimensions.
+// Merge few splits: every block receives the results of all of them and merges all dimensions. A thread merges four of
+// every 1,024.
 __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t tag) {
     constexpr int EACH = Q_SIZE / (4 * CONSUMERS), AT_ONCE = EACH % 2 ? 1 : 2;
     wait_for_first(step.splits + (threadIdx.x / 32 % num_splits * Q_SIZE + 4 * threadIdx.x) / 2, tag);
 #pragma unroll 1
     for (int begin = 0; begin < EACH; begin += AT_ONCE) {
-        // A split that does not exist has arrived: it has weight 0.
+        // A split that does not exist counts as arrived, and has weight 0.
         Tagged values[FEW_SPLITS][AT_ONCE][2], lse[FEW_SPLITS][AT_ONCE];
 #pragma unroll
         for (int s = 0; s < FEW_SPLITS; s++)
@@ -700,7 +747,8 @@ __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t 
 
 __device__ inline float swiglu(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
 
-// What a thread does with the sums of the rows that it finishes. `local` is the row among those in `sums`.
+// Complete the rows of one unit: add the warps' sums, apply what follows the product (the residual stream, RMSNorm's factor,
+// SwiGLU), and publish the values or write the logit. `local` is the index of `row` in `sums`.
 __device__ inline void finish(const Step& step, int phase, int row, int local, const Sums* sums, uint32_t tag) {
     if (phase == O || phase == DOWN) {
         float* own = shared().residual + row - Share(HIDDEN, 2).first;
@@ -722,6 +770,7 @@ __device__ inline void finish(const Step& step, int phase, int row, int local, c
     }
 }
 
+// The kernel. All phases share one loop, which keeps the code small.
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
@@ -733,7 +782,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     for (int i = threadIdx.x; i < LAYERS; i += THREADS) shared().layers[i] = step.layers[i];
     __syncthreads();
 
-    if (threadIdx.x >= CONSUMERS) {
+    if (threadIdx.x >= CONSUMERS) {  // the ninth warp: its first thread is the producer
         if (threadIdx.x > CONSUMERS) return;
         Producer producer;
 #pragma unroll 1
@@ -758,7 +807,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         const Layer& layer = shared().layers[min(i / 4, LAYERS - 1)];
         const uint32_t tag = count * LAYERS + i / 4 + 1;
         const Matrix matrix(phase, step);
-        product.begin(matrix);
+        product.begin(matrix);  // before the wait for the vector
         if (phase == O) {
             if (split.has_work) attend(step, layer, split, tag);
             if (split.count <= FEW_SPLITS) {
@@ -773,7 +822,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             Residual residual(phase == QKV ? layer.input_norm : phase == GATE_UP ? layer.mlp_norm : step.final_norm);
             if (i == 0) residual.embed(embedded);
             else residual.gather(phase == GATE_UP ? step.after_attention : step.after_mlp, phase == GATE_UP ? tag : tag - 1);
-            if (phase == QKV) split.load(layer, split.first, split.place);  // after the loads that the product waits for
+            if (phase == QKV) split.load(layer, split.first, split.place);  // behind the loads that the product waits for
             residual.normalize();
         }
         const Share share(matrix.rows, matrix.unit);
@@ -786,10 +835,12 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             product.buffer ^= 1;
         }
     }
-    // Every block has read the count by now: this one has received values from all of them.
+    // Every block has read the count by now, because this block has received values from all of them.
     if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;
 }
 
+// Launch the kernel, and return a CUDA error or 0. A cooperative launch guarantees that all blocks run at the same time;
+// otherwise they could wait for a block that has not started.
 extern "C" int launch_decode_step(const Step* step, void* stream) {
     const int bytes = STAGES * STAGE_BYTES + static_cast<int>(sizeof(Shared));
     if (cudaError_t error = cudaFuncSetAttribute(decode_step, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;

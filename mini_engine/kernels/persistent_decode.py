@@ -1,13 +1,13 @@
 """A decode step of one request as one CUDA kernel: all layers and the LM head.
 
-A single request leaves a GPU with little work: each weight is multiplied by one vector, so reading the weights takes
-most of the time. Launched kernel by kernel, a step leaves the memory idle: at every launch, and while the threads of
-one kernel exchange sums, no thread reads the weights of the next kernel. Here at most one thread block stays on each SM
-for the whole step and reads ahead, whatever it waits for (the idea of "megakernels": Spector et al. 2025, "Look Ma, No
-Bubbles!").
+A single request gives a GPU little work: each weight is multiplied by one vector, so at best a step takes as long as
+reading the weights, and the keys and values of the request. A step of many kernels takes longer, partly because no
+weights are read while one kernel ends and the next one starts. Here at most one thread block stays on each SM for the
+whole step. While it waits for other blocks, it reads ahead as many weights as its buffers hold (the idea of
+"megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").
 
-The kernel is in `persistent_decode.cu`, which nvcc compiles for a model's sizes when they are first used. Its reference
-is the model's own `forward` and `compute_logits`. Explained in chapter 12.
+The kernel is in `persistent_decode.cu`, which nvcc compiles when a model's sizes are first used. Its results must equal
+those of the model's own `forward` and `compute_logits`, except for rounding. Chapter 12 explains it.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
 
-COLUMNS = 1024  # of a weight in one buffer of the kernel
-MAX_SPLITS = 16  # thread blocks that share the keys of a head
+COLUMNS = 1024  # columns of a weight in one buffer of the kernel's ring
+MAX_SPLITS = 16  # most thread blocks that share the keys of a KV head
 
 
 class _Step(ctypes.Structure):
-    """`Step` of the kernel."""
+    """The kernel's arguments: `Step` in the `.cu` file."""
 
     _pointers: ClassVar = [
         "layers", "embedding", "final_norm", "lm_head", "inv_freq", "token_id", "token_source", "last_token",
@@ -50,13 +50,14 @@ class _Step(ctypes.Structure):
 
 
 class PersistentDecode:
-    """Decodes one token of one request.
+    """Computes decode steps of one request.
 
-    A CUDA graph can record the call: between replays, `plan` writes the pages to where the kernel reads them.
+    A CUDA graph can capture the call. Before each replay, `plan` copies the request's page indices to the address that
+    the kernel reads.
 
     Args:
-        model: a model that `accepts` takes.
-        kv_cache: its KV cache.
+        model: a model for which `accepts` is true.
+        kv_cache: the model's KV cache.
         max_pages: the most pages that a request can have.
     """
 
@@ -107,7 +108,7 @@ class PersistentDecode:
 
     @staticmethod
     def accepts(model: LanguageModel, kv_cache: PagedKVCache) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel computes this model: Llama or Qwen3, in bfloat16, rows of whole buffers, on Hopper."""
+        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of fitting sizes."""
         if not isinstance(model, LlamaForCausalLM) or model.device.type != "cuda" or model.dtype != torch.bfloat16:
             return False
         config, specs = model.config, model.attention_specs
@@ -127,11 +128,13 @@ class PersistentDecode:
         )
 
     def plan(self, batch: StepBatch) -> None:
-        """Write the request's pages to where the kernel reads them."""
+        """Copy the request's page indices to the address that the kernel reads."""
         self._pages[: len(batch.kv_page_indices)].copy_(batch.kv_page_indices, non_blocking=True)
 
     def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "1 V"]:
-        """Compute the logits of a step of one token, and store its keys and values; the next call overwrites them.
+        """Compute the logits of a step of one token, and store its keys and values.
+
+        The next call overwrites the logits.
 
         Args:
             batch: the step.
@@ -147,7 +150,7 @@ class PersistentDecode:
 
 
 def _num_blocks(model: LlamaForCausalLM) -> int:
-    """Thread blocks of the kernel: at most one for each SM, and as many for each KV head."""
+    """Number of thread blocks: at most one for each SM, and the same number for each KV head."""
     num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count
     return num_sms // model.config.num_key_value_heads * model.config.num_key_value_heads
 
@@ -157,7 +160,7 @@ def _layers_of(model: LlamaForCausalLM) -> list[LlamaLayer]:
 
 
 def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache) -> list[int]:
-    """`Layer` of the kernel: the addresses of a layer's weights and of its pages."""
+    """`Layer` in the `.cu` file: the addresses of a layer's weights and of its pages."""
     attention = layer.attention
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else ()
     weights = (

@@ -1,4 +1,4 @@
-"""All engines serve the same requests, and the rows say which engine served which workload."""
+"""Every engine serves the same requests, and each row names its engine and workload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKLOADS = {
 
 
 class Peer:
-    """An engine that answers at once, and remembers what it was asked."""
+    """A peer that answers at once, and records the requests that it got."""
 
     made: ClassVar[list[Peer]] = []
 
@@ -72,7 +72,7 @@ def test_a_row_for_each_engine_and_workload(recorded: results.Result) -> None:
 
 def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorded: results.Result) -> None:
     [peer] = Peer.made
-    # One warm-up and three rounds of each workload, each time with other tokens.
+    # A warm-up and three rounds of each workload, all with different tokens.
     assert [len(requests) for requests in peer.served] == [1] * 4 + [3] * 4
     assert len({tuple(requests[0].prompt) for requests in peer.served}) == 8
     longest = max(len(prompt) + params.max_tokens for requests in peer.served for prompt, params in requests)
@@ -80,6 +80,6 @@ def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorde
     assert peer.is_closed
 
 
-def test_a_peer_that_is_missing_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+def test_a_missing_peer_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm is not installed"):
         run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])

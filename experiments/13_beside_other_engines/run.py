@@ -95,7 +95,7 @@ def peer_options(
     """Return the options of all peers, with a KV cache that holds the largest of the workloads."""
     needed = max(pages_needed(own.requests(shape.vocab_size), PAGE_SIZE) for own in workloads)
     num_tokens = round(SPARE_CACHE * needed * PAGE_SIZE)
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
+    unused, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
     per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
     return PeerOptions(
         model=str(folder),
@@ -104,7 +104,7 @@ def peer_options(
         prefix_sharing=True,
         cache_tokens=num_tokens,
         cache_bytes=num_tokens * per_token,
-        memory_share=SHARE_OF_FREE * free / total,
+        memory_share=SHARE_OF_FREE * unused / total,
     )
 
 

@@ -21,7 +21,6 @@
 // Attention. The keys of each KV head are split among several blocks. If a head has few splits, every block receives the
 // results of all splits and merges them itself. If it has many, each block merges its share of the dimensions, and the blocks
 // exchange the merged shares.
-#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cstdint>
 

@@ -31,7 +31,7 @@ class FormulaError(Exception):
 
 
 def mark(text: Tag) -> None:
-    """Mark the formulas in a notebook's text as `pymdownx.arithmatex` marks those of a Markdown page."""
+    """Mark the formulas in a notebook's text, as `pymdownx.arithmatex` does in a Markdown page."""
     for piece in text.find_all(string=IN_TEXT):
         if piece.find_parent(["code", "pre"]) is None:
             html = IN_TEXT.sub(_marked, escape(piece, quote=False))

@@ -46,7 +46,7 @@ SHARED = "each shared token computed once and read once a step"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured on a kind of device.
+    """The model and the engines' options on a CPU or a GPU.
 
     Attributes:
         model: the model's shape.

@@ -143,7 +143,7 @@ class FlexBackend(AttentionBackend):
             self._tile_plans.append(self._plan(batch, range(first_prompt, end), self._tile_len))
 
     def _plan_decodes(self, batch: StepBatch) -> TilePlan:
-        """Return the decodes' tiles and masks, those of the last step if their blocks are still right."""
+        """Return the decodes' tiles and masks, reusing the last step's while their blocks are still right."""
         key = None
         if batch.page_positions is None:
             key = block_indices_key(batch, self._kv_block, [kind.window for kind in self._score_mods])

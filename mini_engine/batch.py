@@ -76,7 +76,6 @@ class StepBatch:
             (see `decode_graphs.py`) and have no pages in it.
         page_capacity: the most pages that any step with this number of requests can have, if a CUDA graph replays the
             step, whose kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
-        device_tokens: [6, T] on the device: the memory of the arrays with T entries, see `TOKEN_ROWS`.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -99,7 +98,6 @@ class StepBatch:
     has_gaps: bool = False
     levels: tuple[PrefixLevel, ...] = ()
     page_capacity: int | None = field(default=None, repr=False)
-    device_tokens: Int[Tensor, "6 T"] | None = field(default=None, repr=False)
 
     @classmethod
     def build(
@@ -240,12 +238,15 @@ ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, fo
 class StepBuffers:
     """Memory for the arrays of one step: a pinned buffer on the host, and a buffer on the device filled by one copy.
 
-    On a CPU both are the same memory and nothing is copied. The host must not write a step's arrays before the device
-    has read the previous ones, so an engine whose host runs ahead of the device alternates between several buffers. The
-    views of the memory are reused while the sizes of the steps are unchanged: making them costs more than filling them.
+    On a CPU both are the same memory and nothing is copied. The host must not write a step's arrays before the previous
+    ones have been copied, so an engine whose host runs ahead of the device alternates between several `StepBuffers`.
+    They may share the memory on the device, where copies and kernels run one after another. The views of the memory are
+    reused while the sizes of the steps are unchanged: making them costs more than filling them.
 
     Args:
         device: the model's device.
+        memory: memory on the device, from `step_memory`: every step of the same sizes is then at the same addresses. By
+            default the buffers have their own, and larger memory as soon as a step needs it.
 
     Attributes:
         tokens: [6] times [T] host. The arrays of TOKEN_ROWS.
@@ -262,9 +263,13 @@ class StepBuffers:
     _on_host: Int64[Tensor, " size"]
     _on_device: Int64[Tensor, " size"]
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
-        self._allocate(0)
+    def __init__(self, device: torch.device | str, memory: Int64[Tensor, " size"] | None = None) -> None:
+        self._device, self._memory = torch.device(device), memory
+        self._allocate(0 if memory is None else len(memory))
+
+    def forget(self) -> None:
+        """Keep nothing of the last step, which may have been interrupted."""
+        self._sizes = -1, -1, -1
 
     def resize(self, num_tokens: int, num_requests: int, num_rows: int, num_pages: int) -> bool:
         """Begin a step of this size. Views of the previous one are overwritten from now on.
@@ -272,17 +277,16 @@ class StepBuffers:
         Returns:
             Whether the number of tokens, requests or rows of logits has changed.
         """
-        stride, sizes = -(-num_tokens // ALIGNMENT) * ALIGNMENT, (num_tokens, num_requests, num_rows)
-        self._first_position = 6 * stride + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
-        self._used = self._first_position + num_pages
-        if 2 * self._used > len(self._host_pages):
-            self._allocate(2 * self._used)
+        stride, sizes = _stride(num_tokens), (num_tokens, num_requests, num_rows)
+        self._used = _first_position(num_tokens, num_pages)
+        if (needed := self._used + num_pages) > len(self._on_host):
+            self._allocate(2 * needed)
         if is_new := self._sizes != sizes:
             self._sizes, self._num_pages = sizes, -1
             self.tokens = list(self._on_host.numpy()[: 6 * stride].reshape(6, -1)[:, :num_tokens])
             self.requests = list(np.zeros((5, num_requests + 1), dtype=np.int32))
             device_tokens = self._on_device.as_strided((6, num_tokens), (stride, 1))
-            self.views = dict(zip(TOKEN_ROWS, device_tokens.unbind(), strict=True), device_tokens=device_tokens)
+            self.views = dict(zip(TOKEN_ROWS, device_tokens.unbind(), strict=True))
             self.views |= zip(REQUEST_ROWS, map(torch.from_numpy, self.requests), strict=True)
             for name in ("logit_rows", "sampled_positions"):
                 self.views[name] = self.views[name][:num_rows]
@@ -296,8 +300,9 @@ class StepBuffers:
         return is_new
 
     def page_positions(self) -> tuple[Int64[np.ndarray, " P"], Int64[Tensor, " P"]]:
-        """Return the memory of `page_positions`, on the host and on the device."""
-        span = slice(self._first_position, self._used)
+        """Return the memory of `page_positions`, on the host and on the device; without this call, none is copied."""
+        span = slice(self._used, self._used + self._num_pages)
+        self._used = span.stop
         return self._on_host.numpy()[span], self._on_device[span]
 
     def upload(self) -> None:
@@ -306,11 +311,29 @@ class StepBuffers:
             self._on_device[: self._used].copy_(self._on_host[: self._used], non_blocking=True)
 
     def _allocate(self, size: int) -> None:
-        on_gpu = self._device.type == "cuda"
-        self._sizes = -1, -1, -1
-        self._on_host = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
-        self._on_device = torch.empty_like(self._on_host, device=self._device) if on_gpu else self._on_host
+        if self._memory is not None and size > len(self._memory):
+            raise ValueError(f"the step needs {size} numbers, but its memory on the device has {len(self._memory)}")
+        self.forget()
+        self._on_device = self._on_host = (
+            torch.empty(size, dtype=torch.int64, device=self._device) if self._memory is None else self._memory
+        )
+        if self._device.type == "cuda":
+            self._on_host = torch.empty(size, dtype=torch.int64, pin_memory=True)
         self._host_pages, self._device_pages = self._on_host.numpy().view(np.int32), self._on_device.view(torch.int32)
+
+
+def step_memory(num_tokens: int, num_pages: int, device: torch.device | str) -> Int64[Tensor, " size"]:
+    """Allocate memory that holds any step of up to so many tokens and pages."""
+    return torch.empty(_first_position(num_tokens, num_pages) + num_pages, dtype=torch.int64, device=device)
+
+
+def _first_position(num_tokens: int, num_pages: int) -> int:
+    """Return where the page positions of a step begin: behind the arrays of its tokens, and two pages per number."""
+    return 6 * _stride(num_tokens) + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
+
+
+def _stride(num_tokens: int) -> int:
+    return -(-num_tokens // ALIGNMENT) * ALIGNMENT
 
 
 def _check(

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, step_memory
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
 from mini_engine.sampling import SamplingBatch, sampling_columns
@@ -78,17 +78,15 @@ def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> S
 
 @dataclass
 class DecodeGraph:
-    """A captured step. Its inputs are tensors that every replay reads.
+    """A captured step. Besides its `StepBatch`, every replay reads the tensors below.
 
     Attributes:
-        tokens: [6, n] input: `StepBatch.device_tokens`.
         sampling: input: the sampler's parameters of each request.
         rows: [n] input: row of each request, where its sampled token is written.
         replay: launches the step and returns its tokens, which the next replay overwrites.
         loaded: the batch from which `sampling` and `rows` were filled.
     """
 
-    tokens: Int[Tensor, "6 n"]
     sampling: SamplingBatch
     rows: Int[Tensor, " n"]
     replay: Callable[[], Int[Tensor, " n"]]
@@ -116,8 +114,13 @@ class DecodeGraphs:
         pages_per_row: the most pages that one request can have.
         padding_page: the page of the padding.
         padding_row: the row of `last_token` that gets the tokens of the padding.
+        num_buffers: number of steps whose arrays the host keeps, because their copies may not have ended.
         device: device that computes the steps.
         pad: pads a step to a size, as `pad_decodes` does.
+
+    Attributes:
+        sizes: the sizes.
+        buffers: buffers that take turns, and that every step must be built into. All graphs read the same memory.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class DecodeGraphs:
         pages_per_row: int,
         padding_page: int,
         padding_row: int,
+        num_buffers: int,
         device: torch.device,
         pad: Callable[[DecodeArrays, int, int], DecodeArrays] = pad_decodes,
     ) -> None:
@@ -137,6 +141,10 @@ class DecodeGraphs:
         self._page_size, self._pages_per_row = page_size, pages_per_row
         self._padding_page, self._padding_row, self._pad = padding_page, padding_row, pad
         self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
+        largest, on_gpu = max(sizes, default=0), device.type == "cuda"
+        self._memory = step_memory(largest, self.page_capacity(largest), device)
+        # A CPU computes a step while it is launched.
+        self.buffers = [StepBuffers(device, self._memory) for _ in range(num_buffers if on_gpu else 1)]
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # shared: they run one at a time
 
     def size_for(self, num_requests: int) -> int | None:
@@ -153,33 +161,32 @@ class DecodeGraphs:
         return self._pad(arrays, size, self._padding_page)
 
     def get(self, size: int, groups: tuple[int, ...] = ()) -> DecodeGraph:
-        """Return the graph of a size, capturing it if needed. The engine's state does not change.
+        """Return the graph of a size, capturing it if needed, which overwrites the arrays of the last step.
 
         Args:
             size: number of requests.
-            groups: number of groups of each level.
+            groups: number of groups of each level, padded.
         """
         if (size, groups) not in self._graphs:
             self._graphs[size, groups] = self._capture(size, groups)
         return self._graphs[size, groups]
 
-    def run(self, size: int, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " n"]:
-        """Launch a step that has been padded to a size.
+    def run(
+        self, graph: DecodeGraph, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " R"]
+    ) -> Int[Tensor, " n"]:
+        """Launch a step that has been padded to a graph's size.
 
         Args:
-            size: requests of the batch.
-            batch: the step, with padding after its requests.
+            graph: the graph of the size, which was there before the step was built.
+            batch: the step, with padding after its requests, in one of `buffers`.
             sampling: the sampler's parameters of the requests, without the padding.
             rows: [R] rows of the requests.
 
         Returns:
             The tokens of all requests, followed by those of the padding; the next step overwrites them.
         """
-        graph = self.get(size, tuple(level.padded_groups for level in batch.levels))
         self._plan(batch)
         graph.load(sampling, rows, self._padding_row)
-        assert batch.device_tokens is not None
-        graph.tokens.copy_(batch.device_tokens)
         return graph.replay()
 
     def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
@@ -192,8 +199,10 @@ class DecodeGraphs:
             page_size=self._page_size,
             levels=tuple(_empty_level(count, size, self._device) for count in groups),
             page_capacity=self.page_capacity(size),
-            device=self._device,
+            into=StepBuffers(self._device, self._memory),  # copies from the other buffers may not have ended
         )
+        for buffers in self.buffers:
+            buffers.forget()
         sampling = replace(
             SamplingBatch.build(
                 sampling_columns([SamplingParams()] * size), [0] * size, [0] * size, device=self._device
@@ -203,8 +212,7 @@ class DecodeGraphs:
         )
         rows = torch.full((size,), self._padding_row, device=self._device)
         self._plan(batch)
-        assert batch.device_tokens is not None
-        return DecodeGraph(batch.device_tokens, sampling, rows, self._record(lambda: self._step(batch, sampling, rows)))
+        return DecodeGraph(sampling, rows, self._record(lambda: self._step(batch, sampling, rows)))
 
     def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._device.type != "cuda":

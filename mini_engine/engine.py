@@ -449,13 +449,12 @@ class LLMEngine:
     def _persistent_decode(self) -> PersistentDecode | None:
         if not self.config.persistent_decode:
             return None
-        assert self.config.max_model_len
         if not PersistentDecode.accepts(self.model, self.cache):
             raise ConfigError(
                 "persistent_decode needs a Llama or Qwen3 in bfloat16, without biases, windows or soft-caps, with "
                 "row lengths that are multiples of 1,024, on a Hopper GPU; leave it out"
             )
-        return PersistentDecode(self.model, self.cache, -(-self.config.max_model_len // self.config.page_size))
+        return PersistentDecode(self.model, self.cache)
 
     def _new_scheduler(self) -> Scheduler:
         config = self.config

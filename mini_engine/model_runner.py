@@ -95,10 +95,11 @@ class ModelRunner:
             pages_per_row=-(-config.max_model_len // config.page_size),
             padding_page=cache.num_pages - 1,
             padding_row=config.max_batch_size,
+            num_buffers=config.pipeline_depth + 1,
             device=self._device,
             pad=parts.pad_decodes,
         )
-        # The arrays of a step are needed until it is collected, while the arrays of the next step are being written.
+        # While the host writes the arrays of a step, those of the previous steps may still have to be copied.
         self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
         # Kept from step to step for as long as the same requests sample.
@@ -127,9 +128,10 @@ class ModelRunner:
         admissions = running.admission[sampling_rows]
         sampling = self._sampling_of(sampling_rows, admissions, running) if len(sampling_rows) else None
         size = self._graph_size(schedule, sampling, running.has_evicted) if num_logits is None else None
+        graph = self._graphs.get(size, tuple(level.padded_groups for level in schedule.levels)) if size else None
         batch = self._build(schedule, num_computed, num_logits, running, page_table, size)
-        if size and sampling:
-            tokens = self._graphs.run(size, batch, sampling, self._sampling_rows)[: len(rows)]
+        if graph and sampling:
+            tokens = self._graphs.run(graph, batch, sampling, self._sampling_rows)[: len(rows)]
         else:
             self.backend.plan(batch)
             hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
@@ -158,7 +160,8 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._sampling = self._seen = None
-        self._buffers = [StepBuffers(self._device) for _ in self._buffers]  # one of them may be filled halfway
+        for buffers in (*self._buffers, *self._graphs.buffers):
+            buffers.forget()
 
     def _graph_size(self, schedule: Schedule, sampling: SamplingBatch | None, has_evicted: bool) -> int | None:
         """Return the size of the graph that can run a step; None if there is none.
@@ -206,6 +209,7 @@ class ModelRunner:
         if graph_size and graph_size > len(rows):
             arrays = self._graphs.pad(arrays, graph_size)
         self._num_launched += 1
+        buffers = self._graphs.buffers if graph_size else self._buffers
         return StepBatch.build(
             **arrays,
             num_new=num_new,
@@ -213,14 +217,12 @@ class ModelRunner:
             num_logits=num_logits,
             levels=schedule.levels,
             page_capacity=self._graphs.page_capacity(graph_size) if graph_size else None,
-            into=self._buffers[self._num_launched % len(self._buffers)],
+            into=buffers[self._num_launched % len(buffers)],
         )
 
     def _plan_decode(self, batch: StepBatch) -> None:
         """Prepare a step that a CUDA graph replays."""
-        if self._persistent and batch.num_sequences == 1:
-            self._persistent.plan(batch)
-        else:
+        if not (self._persistent and batch.num_sequences == 1):
             self.backend.plan(batch)
 
     def _decode(self, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.batch import StepBatch, StepBuffers
+from mini_engine.batch import StepBatch, StepBuffers, step_memory
 from mini_engine.transfer import pack, unpack
 
 NUM_ROWS = 9  # of the page table, for token_source
@@ -110,6 +110,38 @@ def test_a_step_is_right_whatever_its_buffers_held_before(made, num_buffers):
         batches.append(StepBatch.build(**step, into=buffers[i % num_buffers]))
         for earlier in range(max(0, i + 1 - num_buffers), i + 1):
             check(batches[earlier], made[earlier])
+
+
+@given(st.lists(steps(), min_size=2, max_size=6), st.data())
+def test_steps_in_given_memory_keep_their_addresses(made, data):
+    """Kernels of a CUDA graph read the arrays of every step of the same size at the same addresses."""
+    most_tokens, most_pages = (max(len(step[name]) for step in made) for name in ("token_ids", "pages"))
+    buffers = StepBuffers("cpu", step_memory(most_tokens, most_pages, "cpu"))
+    addresses: dict[tuple[int, str], int] = {}
+    for step in [*made, *data.draw(st.permutations(made))]:
+        batch = StepBatch.build(**step, into=buffers)
+        check(batch, step)
+        for name in (*ON_DEVICE, "kv_page_indices"):
+            address = getattr(batch, name).data_ptr()
+            if getattr(batch, name).numel():
+                assert addresses.setdefault((batch.num_tokens, name), address) == address, name
+    too_large = {"token_ids": range(2 * most_tokens + most_pages + 9), "num_new": None}
+    sizes = {"kv_lens": [1] * len(too_large["token_ids"]), "pages": too_large["token_ids"], "page_size": 1}
+    with pytest.raises(ValueError, match="but its memory on the device has"):
+        StepBatch.build(**too_large, **sizes, into=buffers)
+    check(StepBatch.build(**made[0], into=buffers), made[0])
+
+
+@given(steps(), steps())
+def test_a_step_after_an_interrupted_one_is_right(interrupted, step):
+    """The step that failed halfway had the same sizes, but its arrays are not there."""
+    buffers = StepBuffers("cpu")
+    StepBatch.build(**interrupted, into=buffers)
+    for array in (*buffers.tokens, *buffers.requests):
+        array[:] = -7
+    buffers.forget()
+    for made in (step, interrupted):
+        check(StepBatch.build(**made, into=buffers), made)
 
 
 @given(st.lists(steps(), min_size=1, max_size=4))
@@ -266,3 +298,27 @@ def test_arrays_are_the_same_on_the_device():
             assert on_device.is_cuda
             assert torch.equal(on_host, on_device.cpu())
             assert on_host.dtype == on_device.dtype
+
+
+@pytest.mark.gpu
+def test_buffers_take_turns_with_the_same_memory_on_the_device():
+    """The host writes the next step while the copy of this one waits; kernels read each at the same addresses."""
+    memory = step_memory(3, 6, "cuda")
+    buffers = [StepBuffers("cuda", memory) for _ in range(2)]
+    made: list[Step] = [
+        {"token_ids": [i, 2, 3], "num_new": None, "kv_lens": [4 + i, 7, 1], "pages": range(i, i + 4 + (i > 0)),
+         "page_size": 4}
+        for i in range(4)
+    ]  # fmt: skip
+    read = []
+    torch.cuda._sleep(10**8)  # the host is far ahead
+    for i, step in enumerate(made):
+        batch = StepBatch.build(**step, into=buffers[i % 2])
+        assert batch.token_ids.data_ptr() == memory.data_ptr()
+        read.append([getattr(batch, name).clone() for name in (*ON_DEVICE, "kv_page_indices")])
+        if i:
+            torch.cuda.synchronize()  # an engine of depth 1 collects the previous step
+    for step, arrays in zip(made, read, strict=True):
+        want = StepBatch.build(**step)
+        for name, array in zip((*ON_DEVICE, "kv_page_indices"), arrays, strict=True):
+            assert torch.equal(array.cpu(), getattr(want, name)), name

@@ -35,7 +35,7 @@ from mini_engine.roofline import Machine, measure_machine, model_step_cost
 
 EXPERIMENT = "12_persistent_layer"
 SECTIONS = STEP, ENGINE = "step", "engine"
-CONTEXTS = (128, 384, 1024, 2048, 4096, 8192)
+CONTEXTS = (128, 384, 512, 513, 1024, 2048, 4096, 8192)  # a KV head of 513 keys has five splits
 PAGE_SIZE, REPETITIONS, REPLAYS = 16, 7, 20
 ONE, MANY = "one kernel", "a graph of many"
 READ = "the weights, and the keys and values of the request, read once at the measured bandwidth"
@@ -50,7 +50,7 @@ class Ways:
         for pair in self._cache.layers:
             for tensor in pair:
                 tensor.normal_()
-        self._persistent = PersistentDecode(model, self._cache, self._cache.num_pages)
+        self._persistent = PersistentDecode(model, self._cache)
         self._backend = create_backend("flashinfer", specs, self._cache, default_parts(model.device))
         self._last_token = torch.zeros(1, dtype=torch.long, device=model.device)
 
@@ -61,7 +61,6 @@ class Ways:
             token_ids=[1], num_new=None, kv_lens=[num_keys], pages=pages.numpy(), page_size=PAGE_SIZE,
             page_capacity=self._cache.num_pages, device=self._model.device,
         )  # fmt: skip
-        self._persistent.plan(batch)
         self._backend.plan(batch)
 
         def many() -> torch.Tensor:

@@ -37,6 +37,7 @@ constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE, VECTOR = 
 // A buffer (stage) of the ring holds 1,024 columns of eight rows. The padding after a row shifts the next row to other banks.
 constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTES = ROWS * ROW_BYTES;
 constexpr int FLUSH = 6 * ROWS;  // rows whose sums `partial` holds at a time
+static_assert(FLUSH / ROWS % 2 == 0, "pairs of buffers");
 constexpr int IN_FLIGHT = 6;     // most buffers being copied at a time; more could delay exchanges
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "whole buffers in each row");
 

@@ -52,16 +52,14 @@ class _Step(ctypes.Structure):
 class PersistentDecode:
     """Computes decode steps of one request.
 
-    A CUDA graph can capture the call. Before each replay, `plan` copies the request's page indices to the address that
-    the kernel reads.
+    A CUDA graph can capture the call. Its replays read the arrays of the step at the same addresses.
 
     Args:
         model: a model for which `accepts` is true.
         kv_cache: the model's KV cache.
-        max_pages: the most pages that a request can have.
     """
 
-    def __init__(self, model: LlamaForCausalLM, kv_cache: PagedKVCache, max_pages: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, kv_cache: PagedKVCache) -> None:
         self._model, device = model, model.device
         config, layers = model.config, [_pointers(layer, kv_cache) for layer in _layers_of(model)]
         sizes = {
@@ -70,7 +68,6 @@ class PersistentDecode:
             "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": kv_cache.page_size, "BLOCKS": _num_blocks(model),
         }  # fmt: skip
         self._launch = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items())).launch_decode_step
-        self._pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         q_size = config.num_attention_heads * config.head_dim
 
@@ -96,7 +93,6 @@ class PersistentDecode:
             final_norm=model.norm.data_ptr(),
             lm_head=model.lm_head.data_ptr(),
             inv_freq=model.inv_freq.data_ptr(),
-            pages=self._pages.data_ptr(),
             page_stride=keys.stride(0),
             token_stride=keys.stride(token_axis),
             head_stride=keys.stride(head_axis),
@@ -127,10 +123,6 @@ class PersistentDecode:
             and not any(spec.window or spec.softcap or spec.kv_dtype for spec in specs)
         )
 
-    def plan(self, batch: StepBatch) -> None:
-        """Copy the request's page indices to the address that the kernel reads."""
-        self._pages[: len(batch.kv_page_indices)].copy_(batch.kv_page_indices, non_blocking=True)
-
     def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "1 V"]:
         """Compute the logits of a step of one token, and store its keys and values.
 
@@ -143,6 +135,7 @@ class PersistentDecode:
         step = self._step
         step.token_id, step.token_source = batch.token_ids.data_ptr(), batch.token_source.data_ptr()
         step.last_token, step.position = last_token.data_ptr(), batch.positions.data_ptr()
+        step.pages = batch.kv_page_indices.data_ptr()
         stream = torch.cuda.current_stream(last_token.device).cuda_stream
         if error := self._launch(ctypes.byref(step), ctypes.c_void_p(stream)):
             raise RuntimeError(f"launching the persistent kernel failed with CUDA error {error}")

@@ -29,7 +29,7 @@ from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import PrefixLevel, StepBatch
-from mini_engine.decode_graphs import DecodeGraphs
+from mini_engine.decode_graphs import DecodeGraph, DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts, default_parts
@@ -517,9 +517,9 @@ def test_an_engines_captured_levels_change_no_token(depth: int, monkeypatch: pyt
     replayed: list[tuple[int, int, int]] = []
     run = DecodeGraphs.run
 
-    def spied(graphs: DecodeGraphs, size: int, batch: StepBatch, *more: Any) -> torch.Tensor:
-        replayed.append((size, len(more[1]), len(batch.levels)))
-        return run(graphs, size, batch, *more)
+    def spied(graphs: DecodeGraphs, graph: DecodeGraph, batch: StepBatch, *more: Any) -> torch.Tensor:
+        replayed.append((batch.num_sequences, len(more[1]), len(batch.levels)))
+        return run(graphs, graph, batch, *more)
 
     monkeypatch.setattr(DecodeGraphs, "run", spied)
     gpu = torch.device("cuda")

@@ -16,6 +16,7 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.attention.trtllm import block_tables
+from mini_engine.batch import StepBuffers, step_memory
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache, round_kv
 from mini_engine.parts import Parts
@@ -171,18 +172,17 @@ def test_a_graph_replays_with_new_lengths(gpu: torch.device, layout: str, is_nar
     backend, oracle = create_backend("flashinfer_trtllm", own, mine, Parts()), TorchBackend(specs, theirs, Parts())
     heads = (QWEN3.num_qo_heads, QWEN3.num_kv_heads, QWEN3.num_kv_heads)
     inputs = [[torch.zeros(3, n, 128, device=gpu, dtype=torch.bfloat16) for n in heads] for _ in specs]
-    padding = decodes([1, 1, 1], [num_pages - 1] * 3, page_size, device="cuda", page_capacity=3 * 64)
+    buffers, capacity = StepBuffers(gpu, step_memory(3, 3 * 64, gpu)), 3 * 64
+    padding = decodes([1, 1, 1], [num_pages - 1] * 3, page_size, page_capacity=capacity, into=buffers)
     graph, outputs = recorded(backend, padding, inputs)
-    assert padding.device_tokens is not None
     for seed, kv_lens in enumerate([[5, 900, 33], [16, 17, 1024], [1, 1, 1], [700, 48, 2]]):
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)).tolist()
         order.remove(0)
-        batch = decodes(kv_lens, [0, *order], page_size, device="cuda", page_capacity=3 * 64)
+        batch = decodes(kv_lens, [0, *order], page_size, page_capacity=capacity, into=buffers)
         for layer in inputs:
             for x in layer:
                 x.normal_()
         backend.plan(batch)
-        padding.device_tokens.copy_(batch.device_tokens)
         graph.replay()
         oracle.plan(batch)
         for layer, (q, k, v) in enumerate(inputs):

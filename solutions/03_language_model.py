@@ -32,9 +32,9 @@ def rms_norm(
     A row is the last axis of x; any number of axes may precede it, or none. `eps` is
     added to the mean of the squares, so a row of zeros stays zero.
 
-    The result has the dtype of x and is rounded to it only once: everything before that
-    happens in float32, or in the dtype of x or `weight` where one of them is wider.
-    `weight` is never narrower than x. Do not modify x.
+    Compute in float32, or in float64 if x or `weight` is float64. Round once, at the
+    end: the result has the dtype of x. `weight` is never narrower than x. Do not modify
+    x.
 
     Example: the mean of the squares is 9, so the row is divided by 3.
 
@@ -284,8 +284,7 @@ def dequantize_q4_1(blocks: UInt8[Tensor, "N 20"]) -> Float[Tensor, "N 32"]:
         >>> numbers[0, 0].item(), numbers[0, 16].item(), numbers[0, 1].item()
         (-2.5, -2.0, -3.0)
     """
-    # A view as float16 reads two adjacent bytes as one number, so the slice must be
-    # contiguous.
-    d, m = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
+    # A view as float16 reads every two adjacent bytes as one number.
+    d, m = blocks[:, :4].view(torch.float16).float().split(1, dim=1)
     q = torch.cat((blocks[:, 4:] & 0x0F, blocks[:, 4:] >> 4), dim=1)
     return d * q + m

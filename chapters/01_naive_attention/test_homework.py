@@ -342,7 +342,8 @@ def test_float64_stays_float64(hw: Homework) -> None:
 
 @check(
     "masked_attention",
-    mistake="you copy keys or values for every query head; give the group an axis of its own",
+    mistake="keys or values are copied for every query head; a matmul that broadcasts over the group copies them, too, "
+    "but an einsum with a group axis in q alone does not",
     costs=0.2,
 )
 def test_keys_are_not_copied(hw: Homework) -> None:
@@ -692,7 +693,7 @@ def test_bytes_of_grouped_heads(hw: Homework) -> None:
 @check("attention_cost", mistake="FLOPs and bytes are counts, so return int and keep to integer arithmetic", costs=0.2)
 def test_whole_numbers(hw: Homework) -> None:
     for name, number in zip(("flops", "bytes"), hw.attention_cost(3, 7, 4, 2, 8, 2), strict=True):
-        assert isinstance(number, int), f"{name} is a {type(number).__name__}; it should be an int"
+        assert isinstance(number, int), f"`{name}` is a {type(number).__name__}; it should be an int"
 
 
 # attention_bias -----------------------------------------------------------------------------------------------------

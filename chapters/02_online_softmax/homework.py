@@ -94,8 +94,9 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     [n, Hq], the natural logarithm of the sum of exp(score) over them. Every query and
     head is merged independently. A query without visible keys has out 0 and LSE -inf:
     merging it in changes nothing, and merging two such states gives out 0 and LSE -inf.
-    An LSE may be as large as 1000 or as small as -1000, both within one state. Leave
-    both states unchanged and keep their dtypes.
+    An LSE may be as large as 1000 or as small as -1000, both within one state. `out`
+    and `lse` keep their dtypes, which may differ: a bfloat16 `out` can come with a
+    float32 `lse`. Leave both states unchanged.
 
     Example: exponentials that sum to 4 with the output 6, and exponentials that sum to
     8 with the output 3. Of the total of 12, 4 belong to the first state and 8 to the

@@ -38,9 +38,9 @@ def rms_norm(
     A row is the last axis of x; any number of axes may precede it, or none. `eps` is
     added to the mean of the squares, so a row of zeros stays zero.
 
-    The result has the dtype of x and is rounded to it only once: everything before that
-    happens in float32, or in the dtype of x or `weight` where one of them is wider.
-    `weight` is never narrower than x. Do not modify x.
+    Compute in float32, or in float64 if x or `weight` is float64. Round once, at the
+    end: the result has the dtype of x. `weight` is never narrower than x. Do not modify
+    x.
 
     Example: the mean of the squares is 9, so the row is divided by 3.
 

@@ -242,6 +242,21 @@ def expanded_then_reshaped(q, k, v, **options):
     return reference.masked_attention(q, k, v, **options)
 
 
+@wrong("masked_attention", fails="test_keys_are_not_copied")
+def broadcast_over_the_group(q, k, v, *, scale, mask=None, bias=None, softcap=None):
+    """The keys have a group axis of size 1, along which matmul copies them."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    q_heads = q.to(dtype).transpose(0, 1).unflatten(0, heads)
+    k_heads, v_heads = (x.to(dtype).transpose(0, 1)[:, None] for x in (k, v))
+    scores = q_heads @ k_heads.mT * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias.unflatten(0, heads)
+    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    out = scores.softmax(-1).nan_to_num(0) @ v_heads
+    return out.flatten(0, 1).transpose(0, 1).to(q.dtype)
+
+
 # ragged_causal_attention --------------------------------------------------------------------------------------------
 
 

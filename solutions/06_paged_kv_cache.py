@@ -206,8 +206,8 @@ def physical_blocks(
 
     Args:
         blocks: for each batch index, head and query block, a list of logical block
-            indices. Which of them count does not matter here: the entries after those
-            are below W, too, and are converted like the others.
+            indices, all below W. Convert all of them: the padding at the end of a list
+            is never read.
         table: the physical blocks of each sequence, W at most.
         width: m, blocks of the pool, n or more.
 
@@ -293,9 +293,9 @@ def convert_block_mask(
     Args:
         mask: [B, H, queries, keys of a sequence]. It may lack lists of full blocks
             (`mask.full_kv_indices` is None), and then the result lacks them, too. It
-            covers at most W * page_size keys, and W is at most num_pages. That may be
-            more than any sequence has pages for; it visits none of the blocks beyond
-            those pages.
+            covers whole pages: a multiple of page_size keys, at most W * page_size,
+            where W is at most num_pages. No list contains a block beyond the pages of
+            its sequence, except as padding.
         table: pages of each sequence in order. The entries after the first counts[b]
             are stale.
         counts: pages of each sequence.

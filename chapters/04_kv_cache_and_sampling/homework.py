@@ -76,9 +76,9 @@ def flat_step(
 ) -> FlatStep:
     """Describe one step of a ragged batch over a cache with one page for each sequence.
 
-    The new tokens of all sequences are laid end to end. Those of sequence b are the
-    last num_new[b] of its kv_lens[b] keys, and all keys of the sequence are in page
-    pages[b], in the order of their positions.
+    The new tokens of all sequences are laid end to end. Sequence b has kv_lens[b] keys,
+    the last num_new[b] of which belong to its new tokens. All of its keys are in page
+    pages[b], in order of position.
 
     Args:
         num_new: number of new tokens of each sequence, 1 or more.

@@ -20,6 +20,7 @@ from book.grading import (
     check,
     lines_run,
 )
+from book.grading.assertions import CheckFailed
 from book.guarded_table import GuardedPageTable
 from mini_engine.kv_cache import page_table
 
@@ -197,6 +198,9 @@ def test_random_slots(hw: Homework) -> None:
 # PageTable ----------------------------------------------------------------------------------------------------------
 
 
+TAKEN_BACK = "you returned the old page to the pool and took it again: take the new page before you drop the old one"
+
+
 class Pool:
     """A page table, and beside it what it should hold: a list of pages for each row that is taken."""
 
@@ -278,7 +282,9 @@ class Pool:
         pair = self.table.replace(row, index)
         assert pair is not None, "replace returns None: is a `return` missing?"
         new = int(self.table.pages(row)[index])
-        assert new in free, f"the call {call} put page {new} there; free were {sorted(free)}"
+        if new not in free:
+            message = f"the call {call} put page {new} there; free were {sorted(free)}"
+            raise CheckFailed(message, TAKEN_BACK if new == old else None)
         assert_equal(
             tuple(int(page) for page in pair), (old, new), name=f"the result of {call}, which is (old page, new page),"
         )

@@ -449,6 +449,20 @@ class ReplacedPagesLeak(reference.PageTable):
         return old, int(new[0])
 
 
+@wrong("PageTable", fails="test_replace_an_own_page")
+class TakesTheOldPageBack(reference.PageTable):
+    """Returns the old page first, and the pool hands it out again at once."""
+
+    def replace(self, row, index):
+        if not self.num_free_pages:
+            raise IndexError("no page is free")
+        old = self.table[row, [index]]
+        self._drop(old)
+        new = self._pop(1)
+        self.table[row, index] = new[0]
+        return int(old[0]), int(new[0])
+
+
 @wrong("PageTable", fails="test_replace_without_a_free_page")
 class DropsBeforeItTakes(reference.PageTable):
     """Of a full pool it takes the page that it has just given back: nothing is copied, and nobody notices."""

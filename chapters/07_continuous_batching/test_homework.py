@@ -901,9 +901,9 @@ def assert_step(
     ]
     # What happened to the requests says more than the numbers, so it comes first.
     names = [request.request_id for request in step.preempted]
-    assert_equal(names, list(preempted), name="the list of preempted requests, newest first,")
+    assert_equal(names, list(preempted), name="the list Schedule.preempted, newest first,")
     names = [request.request_id for request in step.admitted]
-    assert_equal(names, list(admitted), name="the list of admitted requests")
+    assert_equal(names, list(admitted), name="the list Schedule.admitted")
     assert_equal(got, list(work), name="the list of requests and their numbers of tokens")
     assert_equal(step.num_tokens, sum(n for _, n in work), name="num_tokens")
     left = [*sorted(preempted), *(name for name in queue if name not in admitted)]
@@ -952,6 +952,14 @@ def test_decodes_come_first(hw: Homework) -> None:
     # A prompt of one token, or a chunk of one, counts as a decode.
     assert_step(hw, scheduler_with([(8, 5)], waiting=[1, 9]), [("1", 1), ("0", 3), ("2", 4)], admitted="12")
     assert_step(hw, scheduler_with([(8, 5)], waiting=[9], budget=4, max_rows=4), [("1", 1), ("0", 3)], admitted="1")
+
+
+@check("schedule", mistake="each group is in order of age: sort with kind='stable', because np.argsort is not stable")
+def test_many_requests_in_order_of_age(hw: Homework) -> None:
+    running = [(9, 8) if number % 3 else (8, 5) for number in range(40)]
+    work = [(str(number), 1 if number % 3 else 3) for number in range(40)]
+    scheduler = scheduler_with(running, num_pages=120, budget=80, max_rows=40)
+    assert_step(hw, scheduler, sorted(work, key=lambda pair: pair[1]))
 
 
 @check(
@@ -1197,6 +1205,11 @@ def assert_match(
 def test_one_page(hw: Homework) -> None:
     assert_match(hw, [[5, 6], [7, 8]], [7, 8], [1])
     assert_match(hw, [[5, 6]], [6, 5], [])
+
+
+@check("match_prefix", mistake="0 is a page like any other: a look-up that finds nothing is None, not just false")
+def test_page_0(hw: Homework) -> None:
+    assert_match(hw, [[5, 6], [7, 8]], [5, 6], [0])
 
 
 @check("match_prefix", mistake="look up the children of a page under that page, not under ROOT")

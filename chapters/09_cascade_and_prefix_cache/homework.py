@@ -255,8 +255,8 @@ class RadixTree(Tree):
 
     `Tree` provides the constructor, the attributes `table`, `time` and `root`, and the
     methods `use` and `edges`. A text is found page by page, full pages only; a page has
-    `table.page_size` tokens. The keys of `children` are `tokens.tobytes()`. Write the
-    four methods.
+    `table.page_size` tokens. A key of `children` is `tobytes()` of the tokens in the
+    first page of the child. Write the four methods.
 
     Example: pages of 2 tokens. Two texts share page 0.
 
@@ -322,12 +322,12 @@ class RadixTree(Tree):
         raise NotImplementedError
 
     def evict(self, num_pages: int) -> int:
-        """Return up to `num_pages` pages that only the tree owns to the pool.
+        """Return to the pool up to `num_pages` pages that only the tree owns.
 
-        Fewer are returned only if no more can go. A page can go when no other page is
-        after it in the tree and its refcount is 1. Among the edges whose last page can
-        go, the one that was used least recently loses pages, from its end, one after
-        the other; an edge without pages leaves the tree. `table.drop` returns pages.
+        A page can go when no other page is after it in the tree and its refcount is 1.
+        Among the edges whose last page can go, the one that was used least recently
+        loses pages, from its end, one after the other; an edge without pages leaves the
+        tree. `table.drop` returns pages to the pool.
 
         Args:
             num_pages: how many pages are needed.

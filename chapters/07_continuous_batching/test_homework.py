@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from book.grading import Exercise, Homework, assert_equal, check
+from book.grading import Exercise, Homework, assert_equal, check, require
 from book.grading.assertions import CheckFailed
 from book.guarded_table import GuardedPageTable
 from mini_engine.config import EngineConfig
@@ -552,9 +552,9 @@ def assert_shares(hw: Homework, pending: list[int], budget: int, expected: list[
     given = np.array(pending, dtype=np.int64)
     got = hw.share_budget(given, budget)
     call = f"share_budget(np.array({pending}), budget={budget})"
-    assert got is not None, f"{call} returns None: is a `return` missing?"
-    assert isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array"
-    assert np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers"
+    require(got is not None, f"{call} returns None: is a `return` missing?")
+    require(isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array")
+    require(np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers")
     name = call if first is None else f"{call}[:{first}]"
     assert_equal(got.tolist()[:first], expected, name=name)
     assert_equal(given.tolist(), pending, name=f"`pending` after {call}", mistake="`pending` belongs to the caller")
@@ -741,7 +741,7 @@ class Station:
 def test_the_newest_goes(hw: Homework) -> None:
     station = Station.full()
     got = station.preempt(hw)
-    assert got is not None, "preempt returns None: is a `return` missing?"
+    require(got is not None, "preempt returns None: is a `return` missing?")
     assert got is station.requests[-1], (
         "the request returned is not the newest: rows are used again, so their numbers say nothing about age"
     )
@@ -888,11 +888,11 @@ def assert_step(
         raise CheckFailed("schedule(scheduler) is None, although no page is missing: ask scheduler.reserve first", "")
     missing = "schedule(scheduler) is None, although no sampled token is on the device: is a `return` missing?"
     assert step is not None, missing
-    assert isinstance(step, Schedule), f"schedule returns a {type(step).__name__}; it should be a Schedule"
+    require(isinstance(step, Schedule), f"schedule returns a {type(step).__name__}; it should be a Schedule")
     for name in ("rows", "num_new"):
         array = getattr(step, name)
         is_good = isinstance(array, np.ndarray) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
-        assert is_good, f"Schedule.{name} should be a one-dimensional array of integers; it is {array!r}"
+        require(is_good, f"Schedule.{name} should be a one-dimensional array of integers; it is {array!r}")
     assert len(step.rows) == len(step.num_new), f"the step has {len(step.rows)} rows and {len(step.num_new)} shares"
     empty = [row for row in step.rows.tolist() if running.requests[row] is None]
     assert not empty, f"the step has row {empty[0]}, in which no request runs" if empty else ""
@@ -1197,7 +1197,7 @@ def assert_match(
 ) -> None:
     got = hw.match_prefix(tree_of(prompts, page_size), np.array(prompt, dtype=np.int32), page_size)
     known = f"with pages of {page_size} and the prompts {prompts} in the tree, match_prefix of {prompt}"
-    assert got is not None, f"{known} is None: is a `return` missing?"
+    require(got is not None, f"{known} is None: is a `return` missing?")
     assert_equal(list(got), expected, name=known)
 
 
@@ -1497,9 +1497,9 @@ def assert_evicted(
     before = computed.tolist(), evicted.tolist()
     got = hw.pages_to_evict(computed, evicted, window, size)
     call = f"pages_to_evict(num_computed={before[0]}, num_evicted={before[1]}, {window=}, page_size={size})"
-    assert got is not None, f"{call} returns None: is a `return` missing?"
-    assert isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array"
-    assert np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers"
+    require(got is not None, f"{call} returns None: is a `return` missing?")
+    require(isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array")
+    require(np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers")
     assert_equal(got.tolist(), expected, name=call)
     assert (computed.tolist(), evicted.tolist()) == before, f"{call} changes its arguments; they belong to the caller"
 

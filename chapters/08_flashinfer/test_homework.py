@@ -150,8 +150,8 @@ def assert_array(actual: Any, expected: Sequence[Any], dtype: str, *, name: str)
     want = torch.tensor(expected, dtype=getattr(torch, dtype) if dtype != "any" else torch.int64)
     if dtype == "any" and isinstance(got, Tensor) and not got.is_floating_point():
         got = got.long()
-    if got is not None and not isinstance(got, Tensor):
-        raise AssertionError(f"{name} is a {type(actual).__name__}; it should be a NumPy array")
+    is_array = got is None or isinstance(got, Tensor)
+    require(is_array, f"{name} is a {type(actual).__name__}; it should be a NumPy array")
     assert_equal(got, want, name=name if len(name) < 160 else f"{name[:150]}…")
 
 

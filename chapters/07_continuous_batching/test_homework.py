@@ -84,8 +84,9 @@ EXERCISES = [
             "while True: rows, pending = scheduler.pending(); num_new = scheduler.parts.share_budget(pending, "
             "scheduler.budget); keep the rows with num_new > 0; if scheduler.reserve(rows, num_new): break; if "
             "scheduler.running.has_tokens_in_flight: return None; preempted.append(scheduler.preempt()). Then, if "
-            "nothing was preempted, scheduler.admit(scheduler.budget - num_new.sum(), copies); the rows of admitted "
-            "requests are the last of scheduler.running.order. Sort with np.argsort(num_new > 1, kind='stable').",
+            "nothing was preempted, scheduler.admit(scheduler.budget - num_new.sum(), copies); append the rows of "
+            "admitted requests (scheduler.running.row_of) and their tokens; make both int64, since appending an "
+            "empty list makes floats. Sort with np.argsort(num_new > 1, kind='stable').",
         ),
     ),
     Exercise(

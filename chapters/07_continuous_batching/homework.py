@@ -221,7 +221,8 @@ def schedule(scheduler: Scheduler) -> Schedule | None:
 
     The docstrings of `Scheduler.pending`, `reserve`, `preempt` and `admit` and of
     `Schedule` say what they take and return. `admit` appends the pages that have to be
-    copied to a list that you pass; the list belongs in the schedule.
+    copied to a list that you pass; the list belongs in the schedule. It gives each
+    request that it admits a row, which `scheduler.running.row_of` finds.
 
     Args:
         scheduler: the queues, the page table, the budget and the other parts.

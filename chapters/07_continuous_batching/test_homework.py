@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from book.grading import Exercise, Homework, assert_equal, check
+from book.grading import Exercise, Homework, assert_equal, check, require
 from book.grading.assertions import CheckFailed
 from book.guarded_table import GuardedPageTable
 from mini_engine.config import EngineConfig
@@ -84,8 +84,9 @@ EXERCISES = [
             "while True: rows, pending = scheduler.pending(); num_new = scheduler.parts.share_budget(pending, "
             "scheduler.budget); keep the rows with num_new > 0; if scheduler.reserve(rows, num_new): break; if "
             "scheduler.running.has_tokens_in_flight: return None; preempted.append(scheduler.preempt()). Then, if "
-            "nothing was preempted, scheduler.admit(scheduler.budget - num_new.sum(), copies); the rows of admitted "
-            "requests are the last of scheduler.running.order. Sort with np.argsort(num_new > 1, kind='stable').",
+            "nothing was preempted, scheduler.admit(scheduler.budget - num_new.sum(), copies); append the rows of "
+            "admitted requests (scheduler.running.row_of) and their tokens; make both int64, since appending an "
+            "empty list makes floats. Sort with np.argsort(num_new > 1, kind='stable').",
         ),
     ),
     Exercise(
@@ -552,9 +553,9 @@ def assert_shares(hw: Homework, pending: list[int], budget: int, expected: list[
     given = np.array(pending, dtype=np.int64)
     got = hw.share_budget(given, budget)
     call = f"share_budget(np.array({pending}), budget={budget})"
-    assert got is not None, f"{call} returns None: is a `return` missing?"
-    assert isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array"
-    assert np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers"
+    require(got is not None, f"{call} returns None: is a `return` missing?")
+    require(isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array")
+    require(np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers")
     name = call if first is None else f"{call}[:{first}]"
     assert_equal(got.tolist()[:first], expected, name=name)
     assert_equal(given.tolist(), pending, name=f"`pending` after {call}", mistake="`pending` belongs to the caller")
@@ -741,7 +742,7 @@ class Station:
 def test_the_newest_goes(hw: Homework) -> None:
     station = Station.full()
     got = station.preempt(hw)
-    assert got is not None, "preempt returns None: is a `return` missing?"
+    require(got is not None, "preempt returns None: is a `return` missing?")
     assert got is station.requests[-1], (
         "the request returned is not the newest: rows are used again, so their numbers say nothing about age"
     )
@@ -888,11 +889,11 @@ def assert_step(
         raise CheckFailed("schedule(scheduler) is None, although no page is missing: ask scheduler.reserve first", "")
     missing = "schedule(scheduler) is None, although no sampled token is on the device: is a `return` missing?"
     assert step is not None, missing
-    assert isinstance(step, Schedule), f"schedule returns a {type(step).__name__}; it should be a Schedule"
+    require(isinstance(step, Schedule), f"schedule returns a {type(step).__name__}; it should be a Schedule")
     for name in ("rows", "num_new"):
         array = getattr(step, name)
         is_good = isinstance(array, np.ndarray) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
-        assert is_good, f"Schedule.{name} should be a one-dimensional array of integers; it is {array!r}"
+        require(is_good, f"Schedule.{name} should be a one-dimensional array of integers; it is {array!r}")
     assert len(step.rows) == len(step.num_new), f"the step has {len(step.rows)} rows and {len(step.num_new)} shares"
     empty = [row for row in step.rows.tolist() if running.requests[row] is None]
     assert not empty, f"the step has row {empty[0]}, in which no request runs" if empty else ""
@@ -901,9 +902,9 @@ def assert_step(
     ]
     # What happened to the requests says more than the numbers, so it comes first.
     names = [request.request_id for request in step.preempted]
-    assert_equal(names, list(preempted), name="the list of preempted requests, newest first,")
+    assert_equal(names, list(preempted), name="the list Schedule.preempted, newest first,")
     names = [request.request_id for request in step.admitted]
-    assert_equal(names, list(admitted), name="the list of admitted requests")
+    assert_equal(names, list(admitted), name="the list Schedule.admitted")
     assert_equal(got, list(work), name="the list of requests and their numbers of tokens")
     assert_equal(step.num_tokens, sum(n for _, n in work), name="num_tokens")
     left = [*sorted(preempted), *(name for name in queue if name not in admitted)]
@@ -952,6 +953,14 @@ def test_decodes_come_first(hw: Homework) -> None:
     # A prompt of one token, or a chunk of one, counts as a decode.
     assert_step(hw, scheduler_with([(8, 5)], waiting=[1, 9]), [("1", 1), ("0", 3), ("2", 4)], admitted="12")
     assert_step(hw, scheduler_with([(8, 5)], waiting=[9], budget=4, max_rows=4), [("1", 1), ("0", 3)], admitted="1")
+
+
+@check("schedule", mistake="each group is in order of age: sort with kind='stable', because np.argsort is not stable")
+def test_many_requests_in_order_of_age(hw: Homework) -> None:
+    running = [(9, 8) if number % 3 else (8, 5) for number in range(40)]
+    work = [(str(number), 1 if number % 3 else 3) for number in range(40)]
+    scheduler = scheduler_with(running, num_pages=120, budget=80, max_rows=40)
+    assert_step(hw, scheduler, sorted(work, key=lambda pair: pair[1]))
 
 
 @check(
@@ -1189,7 +1198,7 @@ def assert_match(
 ) -> None:
     got = hw.match_prefix(tree_of(prompts, page_size), np.array(prompt, dtype=np.int32), page_size)
     known = f"with pages of {page_size} and the prompts {prompts} in the tree, match_prefix of {prompt}"
-    assert got is not None, f"{known} is None: is a `return` missing?"
+    require(got is not None, f"{known} is None: is a `return` missing?")
     assert_equal(list(got), expected, name=known)
 
 
@@ -1197,6 +1206,11 @@ def assert_match(
 def test_one_page(hw: Homework) -> None:
     assert_match(hw, [[5, 6], [7, 8]], [7, 8], [1])
     assert_match(hw, [[5, 6]], [6, 5], [])
+
+
+@check("match_prefix", mistake="0 is a page like any other: a look-up that finds nothing is None, not just false")
+def test_page_0(hw: Homework) -> None:
+    assert_match(hw, [[5, 6], [7, 8]], [5, 6], [0])
 
 
 @check("match_prefix", mistake="look up the children of a page under that page, not under ROOT")
@@ -1484,9 +1498,9 @@ def assert_evicted(
     before = computed.tolist(), evicted.tolist()
     got = hw.pages_to_evict(computed, evicted, window, size)
     call = f"pages_to_evict(num_computed={before[0]}, num_evicted={before[1]}, {window=}, page_size={size})"
-    assert got is not None, f"{call} returns None: is a `return` missing?"
-    assert isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array"
-    assert np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers"
+    require(got is not None, f"{call} returns None: is a `return` missing?")
+    require(isinstance(got, np.ndarray), f"{call} returns a {type(got).__name__}; it should be a numpy array")
+    require(np.issubdtype(got.dtype, np.integer), f"{call} returns {got.dtype} numbers; they should be integers")
     assert_equal(got.tolist(), expected, name=call)
     assert (computed.tolist(), evicted.tolist()) == before, f"{call} changes its arguments; they belong to the caller"
 

@@ -151,9 +151,9 @@ def smallest_chunk(
 
     Args:
         num_keys: keys of each tile, 1 or more.
-        num_workers: most chunks. If there are more tiles than that, every size makes
-            too many chunks: return the largest number of keys, with which every tile is
-            one chunk.
+        num_workers: the largest number of chunks. If there are more tiles than that,
+            every size makes too many chunks: return the number of keys of the longest
+            tile, so every tile is one chunk.
         least: smallest size that may be returned, also where it is larger than every
             tile.
 
@@ -233,11 +233,11 @@ def split_kv_decode(
 ) -> AttentionState:
     """Execute a plan of decodes over a paged cache, and merge each query's states.
 
-    Each tile of the plan is one query, row `first_tokens` of `q`. Tiles may come in any
-    order, and not only in that of the sequences. Each item is one thread block: gather
-    its keys and values, and no others, and call `worker` with them once. (Yours are
-    called in a loop; on a GPU they run at the same time.) A range of keys may begin and
-    end inside a page.
+    Each tile of the plan is one query, row `first_tokens` of `q`. The tiles may come in
+    any order. Each item stands for one thread block: gather its keys and values, and no
+    others, and call `worker` with them once. (You call `worker` in a loop; on a GPU the
+    thread blocks run at the same time.) A range of keys may begin and end inside a
+    page.
 
     Args:
         q: one query for each sequence.

@@ -19,6 +19,7 @@ from book.grading import (
     assert_no_loop,
     check,
     lines_run,
+    require,
 )
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.split_kv import WorkPlan
@@ -149,14 +150,15 @@ def assert_array(actual: Any, expected: Sequence[Any], dtype: str, *, name: str)
     want = torch.tensor(expected, dtype=getattr(torch, dtype) if dtype != "any" else torch.int64)
     if dtype == "any" and isinstance(got, Tensor) and not got.is_floating_point():
         got = got.long()
-    if got is not None and not isinstance(got, Tensor):
-        raise AssertionError(f"{name} is a {type(actual).__name__}; it should be a NumPy array")
+    is_array = got is None or isinstance(got, Tensor)
+    require(is_array, f"{name} is a {type(actual).__name__}; it should be a NumPy array")
     assert_equal(got, want, name=name if len(name) < 160 else f"{name[:150]}…")
 
 
 def assert_tuple(actual: Any, names: Sequence[str], what: str) -> None:
-    assert actual is not None, f"{what} returns None: is a `return` missing?"
-    assert isinstance(actual, tuple) and len(actual) == len(names), f"{what} returns {', '.join(names)} as a tuple"
+    require(actual is not None, f"{what} returns None: is a `return` missing?")
+    got = f"a tuple of {len(actual)}" if isinstance(actual, tuple) else f"a {type(actual).__name__}"
+    require(got == f"a tuple of {len(names)}", f"{what} returns {got}; it should be a tuple: {', '.join(names)}")
 
 
 def paged_lists(kv_lens: Sequence[int], page_size: int, seed: int) -> Lists:
@@ -540,8 +542,8 @@ def assert_plan(
     plan = hw.plan_work(qo_indptr, int32(kv_lens), num_workers, **options)
     options_said = ", ".join(f"{name}={value}" for name, value in options.items())
     what = f"plan_work({qo_indptr.tolist()}, {list(kv_lens)}, {num_workers}, {options_said})"
-    assert plan is not None, f"{what} returns None: is a `return` missing?"
-    assert isinstance(plan, WorkPlan), f"{what} returns a {type(plan).__name__}; it should be a WorkPlan"
+    require(plan is not None, f"{what} returns None: is a `return` missing?")
+    require(isinstance(plan, WorkPlan), f"{what} returns a {type(plan).__name__}; it should be a WorkPlan")
     want = planned_in_loops(num_new, kv_lens, num_workers, tile_len, least, window)
     for name in only:
         if name == "chunk_size":
@@ -754,7 +756,8 @@ class Decodes:
         pages = self.k_pages, self.v_pages, self.indptr, self.indices
         got = hw.split_kv_decode(self.q, *pages, plan, self.worker)
         said = f"decodes of {self.kv_lens} keys, pages of {self.page_size}, {len(plan.sequences)} items"
-        assert isinstance(got, AttentionState), f"split_kv_decode returns an AttentionState, not a {type(got).__name__}"
+        kind = type(got).__name__
+        require(isinstance(got, AttentionState), f"split_kv_decode should return an AttentionState, not {kind}")
         precision = {"atol": 1e-10 if exact else 1e-5, "check_dtype": exact}
         for b in range(len(self.q)):
             q, k, v = self.q[b : b + 1], self.k[b][first_key:], self.v[b][first_key:]

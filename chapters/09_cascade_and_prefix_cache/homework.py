@@ -210,16 +210,16 @@ def find_levels(
           than the level outside.
         - Groups nest: a request that joins the one before it in a level has joined it
           in all levels outside.
-        - Every level pays: without any one of them, the others would not save more in
-          all, costs included. The groups of the next level inside would then hold its
-          pages too, so only the requests that do not join there would read those pages
-          again.
+        - Every level pays: removing any one of them would not increase what the levels
+          save in all, costs included. Without a level, the groups of the next level
+          inside hold its pages too, so only the requests that do not join there read
+          those pages again.
         - If levels cost nothing, no page is read twice by requests that could share it
           and whose saving is above 0.
-        - No level is missing at the inner end: for every n, take the requests that
-          share at least n more pages with the one before them, and have joined it in
-          the innermost level, if there is one. A further level of n more pages for
-          them would save at most `cost`.
+        - No level is missing inside the innermost one: for every n, take the requests
+          that have joined there (if there is no level, all) and share at least n pages
+          beyond its depth with the one before them. A further level of n pages would
+          save n times the sum of their `saving`, which is at most `cost`.
 
     The best of all sets of levels is not asked for. `prefixes` belongs to the caller:
     leave it as it is.
@@ -255,8 +255,8 @@ class RadixTree(Tree):
 
     `Tree` provides the constructor, the attributes `table`, `time` and `root`, and the
     methods `use` and `edges`. A text is found page by page, full pages only; a page has
-    `table.page_size` tokens. The keys of `children` are `tokens.tobytes()`. Write the
-    four methods.
+    `table.page_size` tokens. A key of `children` is `tobytes()` of the tokens in the
+    first page of the child. Write the four methods.
 
     Example: pages of 2 tokens. Two texts share page 0.
 
@@ -322,12 +322,12 @@ class RadixTree(Tree):
         raise NotImplementedError
 
     def evict(self, num_pages: int) -> int:
-        """Return up to `num_pages` pages that only the tree owns to the pool.
+        """Return to the pool up to `num_pages` pages that only the tree owns.
 
-        Fewer are returned only if no more can go. A page can go when no other page is
-        after it in the tree and its refcount is 1. Among the edges whose last page can
-        go, the one that was used least recently loses pages, from its end, one after
-        the other; an edge without pages leaves the tree. `table.drop` returns pages.
+        A page can go when no other page is after it in the tree and its refcount is 1.
+        Among the edges whose last page can go, the one that was used least recently
+        loses pages, from its end, one after the other; an edge without pages leaves the
+        tree. `table.drop` returns pages to the pool.
 
         Args:
             num_pages: how many pages are needed.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from book.grading import Exercise, Homework, assert_close, assert_equal, check, require
+from book.grading.assertions import CheckFailed
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.cascade import LevelCosts, own_pages, plan_levels
 from mini_engine.attention.naive import masked_attention
@@ -165,7 +166,7 @@ class Cache:
 
 
 def assert_state(got: Any, expected: AttentionState) -> None:
-    assert isinstance(got, AttentionState), f"an AttentionState is expected, not {type(got).__name__}"
+    require(isinstance(got, AttentionState), f"your answer should return an AttentionState, not {type(got).__name__}")
     assert_close(got.out, expected.out, atol=1e-9, name="the output")
     assert_close(
         got.lse, expected.lse, atol=1e-9, name="the LSE", mistake="the output is right, but its LSE is that of a part"
@@ -267,7 +268,8 @@ def prefixes_of(hw: Homework, rows: Lists, limits: ListLike[int] | None = None, 
     pages = int32([[*row, *[stale] * (width - len(row))] for row in rows])
     given, bounds = pages.copy(), np.array(limits, dtype=np.int64)
     got = hw.shared_prefixes(given, bounds)
-    assert isinstance(got, tuple) and len(got) == 2, "shared_prefixes returns two arrays: the order, and the counts"
+    is_pair = isinstance(got, tuple) and len(got) == 2
+    require(is_pair, f"shared_prefixes should return a tuple of two arrays, the order and the counts, not {got!r}")
     order, counts = (np.asarray(x).tolist() for x in got)
     require((given == pages).all() and bounds.tolist() == list(limits), "you changed an argument")
     assert sorted(order) == list(range(len(rows))), f"the order is {order}; it should name each request once"
@@ -314,7 +316,7 @@ def test_stale_entries(hw: Homework) -> None:
 
 @check("shared_prefixes", mistake="sharers are not neighbors in your order")
 def test_sharers_that_are_apart(hw: Homework) -> None:
-    prefixes_of(hw, [[4, 2], [5, 1], [4, 3], [5, 1]])
+    prefixes_of(hw, [[4, 2], [5, 1], [4, 1], [5, 3]])
 
 
 @check("shared_prefixes", mistake="sorting by the first page alone leaves the sharers of later pages apart")
@@ -351,7 +353,7 @@ def found_levels(
     got = hw.find_levels(given, saves, cost)
     what = f"find_levels({list(prefixes)}, saving {saves.tolist()}, cost {cost})"
     require(given.tolist() == list(prefixes), "you changed prefixes")
-    assert isinstance(got, list), f"{what} returns a list of levels, not {type(got).__name__}"
+    require(isinstance(got, list), f"{what} should return a list of levels, not {type(got).__name__}")
     levels = [(np.asarray(joined, dtype=bool), np.asarray(depth)) for joined, depth in got]
     check_groups(levels, given, what)
     gain = total_saving(levels, saves, cost)
@@ -396,9 +398,11 @@ def check_groups(levels: list[tuple[np.ndarray, np.ndarray]], prefixes: np.ndarr
         for first, end in pairwise([*np.flatnonzero(~joined).tolist(), len(joined)]):
             if end - first > 1:
                 want = int(prefixes[first + 1 : end].min())
-                assert (depth[first:end] == want).all(), (
-                    f"{where}the requests {first} to {end - 1} have {want} pages in common, which is their depth"
-                )
+                if not (depth[first:end] == want).all():
+                    raise CheckFailed(
+                        f"{where}the requests {first} to {end - 1} have {want} pages in common, which is their depth",
+                        "a group's depth is the smallest of what its neighbors share, for all its requests",
+                    )
                 assert want > before[first], f"{where}a group holds no page that the level outside does not hold"
         before, outside = depth, joined
 
@@ -419,11 +423,17 @@ def test_nothing_is_shared(hw: Homework) -> None:
     assert_equal(len(found_levels(hw, [0], 1.0)), 0, name="the number of levels for one request")
 
 
-@check("find_levels", mistake="a group's depth is the smallest of what its neighbors share, for all its requests")
+@check("find_levels", mistake="a group holds all pages that its requests have in common, its first request included")
 def test_one_group(hw: Homework) -> None:
-    levels = found_levels(hw, [0, 5, 4, 4], 11.5)
-    assert_equal(len(levels), 1, name="the number of levels")
-    assert_equal(levels[0][1].tolist(), [4, 4, 4, 4], name="the depth")
+    levels = found_levels(hw, [0, 4, 4, 4], 0.0)
+    assert_equal([depth.tolist() for _, depth in levels], [[4, 4, 4, 4]], name="the depth of each level")
+
+
+@check("find_levels", mistake="inside a group there are smaller groups that share more: the next level")
+def test_a_level_inside_another(hw: Homework) -> None:
+    levels = found_levels(hw, [0, 9, 9, 2, 7, 2], 0.0)
+    depths = [depth.tolist() for _, depth in levels]
+    assert_equal(depths, [[2] * 6, [9, 9, 9, 7, 7, 2]], name="the depth of each level")
 
 
 @check("find_levels", mistake="a level whose saving is below its cost does not pay")
@@ -432,17 +442,17 @@ def test_a_level_that_does_not_pay(hw: Homework) -> None:
     assert_equal(len(found_levels(hw, [0, 4, 4], 7.5)), 1, name="the number of levels")
 
 
+@check("find_levels", mistake="a level saves its pages once for each request that has joined: here 3 times 4 pages")
+def test_one_group_that_pays(hw: Homework) -> None:
+    levels = found_levels(hw, [0, 5, 4, 4], 11.5)
+    assert_equal(len(levels), 1, name="the number of levels")
+    assert_equal(levels[0][1].tolist(), [4, 4, 4, 4], name="the depth")
+
+
 @check("find_levels", mistake="one level holds several groups, and pays its cost once for all of them")
 def test_two_groups_in_a_level(hw: Homework) -> None:
     levels = found_levels(hw, [0, 8, 0, 5, 5], 14.5)
     assert_equal([depth.tolist() for _, depth in levels], [[8, 8, 5, 5, 5]], name="the depth of each level")
-
-
-@check("find_levels", mistake="inside a group there are smaller groups that share more: the next level")
-def test_a_level_inside_another(hw: Homework) -> None:
-    levels = found_levels(hw, [0, 9, 9, 2, 7, 2], 0.0)
-    depths = [depth.tolist() for _, depth in levels]
-    assert_equal(depths, [[2] * 6, [9, 9, 9, 7, 7, 2]], name="the depth of each level")
 
 
 @check(
@@ -569,8 +579,8 @@ class Cached:
         self.table = PageTable(num_pages, page_size, 8)
         self.tree = hw.RadixTree(self.table)
 
-    def fill(self, text: ListLike[int], shares: bool = True, leaves: bool = True) -> tuple[int, list[int]]:
-        """Compute a text, insert it, and leave; returns its row and its pages."""
+    def fill(self, text: ListLike[int], shares: bool = True, changes: bool = True) -> tuple[int, list[int]]:
+        """Compute a text, insert it, and leave; returns its row and its pages. `changes`: so do the caller's arrays."""
         table, row, tokens = self.table, self.table.allocate(), int32(text)
         if shares:
             table.share(row, self.match(text))
@@ -578,19 +588,16 @@ class Cached:
         pages = table.pages(row).copy()
         given = pages.copy(), tokens.copy()
         returned = self.tree.insert(given[1], given[0])
-        assert returned is None, "insert returns nothing"
-        given[0][:], given[1][:] = -5, -5  # the caller's arrays change: the tree must have copied them
-        if leaves:
-            table.release(row)
+        require(returned is None, f"insert should return nothing, not {returned!r}")
+        if changes:
+            given[0][:], given[1][:] = -5, -5  # the tree must have copied them
+        table.release(row)
         return row, pages.tolist()
 
     def match(self, text: ListLike[int]) -> np.ndarray:
         found = self.tree.match(int32(text))
         assert isinstance(found, np.ndarray) and found.dtype == np.int32, (
-            f"match returns an array of dtype int32, not {getattr(found, 'dtype', type(found).__name__)}"
-        )
-        assert (found >= 0).all(), (
-            "the caller has changed its arrays after insert, and the tree's pages with them: copy"
+            f"match should return an array of dtype int32, not {getattr(found, 'dtype', type(found).__name__)}"
         )
         return found
 
@@ -618,10 +625,12 @@ class Cached:
             owners[self.table.pages(row)] += 1
         owners[in_tree] += 1
         wrong = np.flatnonzero(self.table.refcounts != owners)
-        assert not len(wrong), (
-            f"page {wrong[0]} has {owners[wrong[0]]} owners, the tree included, and its refcount is "
-            f"{self.table.refcounts[wrong[0]]}"
-        )
+        if len(wrong):
+            raise CheckFailed(
+                f"page {wrong[0]} has {owners[wrong[0]]} owners, the tree included, and its refcount is "
+                f"{self.table.refcounts[wrong[0]]}",
+                "the tree is one owner of each of its pages, however often a text is inserted",
+            )
 
 
 @check("RadixTree", mistake="split: four links change, and tokens are cut at num_pages * page_size")
@@ -634,7 +643,9 @@ def test_split(hw: Homework) -> None:
     edge.children[behind.tokens.tobytes()] = behind
     tree.root.children[edge.tokens[:size].tobytes()] = edge
     front = tree.split(edge, 1)
-    assert isinstance(front, make_edge), "split returns the new edge, the front part"
+    assert isinstance(front, make_edge), (
+        f"split should return the new edge, the front part, not a {type(front).__name__}"
+    )
     assert_equal(front.pages.tolist(), [4], name="the pages of the front part")
     assert_equal(front.tokens.tolist(), [1, 2], name="the tokens of the front part")
     assert_equal(edge.pages.tolist(), [5, 6], name="the pages of the edge, now the rear part")
@@ -658,12 +669,19 @@ def test_an_empty_tree(hw: Homework) -> None:
 @check("RadixTree", mistake="all full pages of a text that was inserted are found, and a page in part never")
 def test_a_text_is_found(hw: Homework) -> None:
     cached = Cached(hw)
-    _, pages = cached.fill([1, 2, 3, 4, 5, 6, 7])
+    _, pages = cached.fill([1, 2, 3, 4, 5, 6, 7], changes=False)
     for length, count in ((7, 3), (6, 3), (5, 2), (1, 0)):
         found = cached.found([1, 2, 3, 4, 5, 6, 7][:length])
         assert_equal(found, pages[:count], name=f"match of its first {length} tokens")
     assert_equal(cached.found([1, 2, 3, 9, 5, 6]), pages[:1], name="match of a text that differs in its second page")
     assert_equal(cached.found([9, 2, 3, 4]), [], name="match of a text that differs in its first token")
+
+
+@check("RadixTree", mistake="after insert the caller changes its arrays: the tree needs copies of tokens and pages")
+def test_the_callers_arrays_change(hw: Homework) -> None:
+    cached = Cached(hw)
+    _, pages = cached.fill([1, 2, 3, 4, 5, 6])
+    assert_equal(cached.found([1, 2, 3, 4, 5, 6]), pages, name="match of the text that was inserted")
 
 
 @check("RadixTree", mistake="the tree is one more owner of each page that it gets, and of no other page")
@@ -745,6 +763,11 @@ def test_pages_in_use_stay(hw: Homework) -> None:
     assert_equal(cached.found([1, 2, 3, 4, 5, 6]), pages[:2], name="match afterwards")
     cached.table.release(row)
     assert_equal(cached.tree.evict(9), 2, name="evict(9) after the request has left")
+    _, pages = cached.fill([1, 2, 3, 4, 5, 6, 7, 8])
+    cached.table.share(row := cached.table.allocate(), int32(pages[:2]))  # without a match: half of an edge
+    assert_equal(cached.tree.evict(9), 2, name="evict(9), while a request owns two of the four pages of an edge")
+    cached.check_structure()
+    cached.table.release(row)
 
 
 @check("RadixTree", mistake="the edge that was used least recently goes first, whenever it was inserted")

@@ -1,5 +1,7 @@
 """Models of published shapes with random weights: speed does not depend on a weight's value."""
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -66,3 +68,21 @@ def random_transformers_model(config: PretrainedConfig, dtype: torch.dtype, devi
     """transformers' model of this shape; its weights differ from ours."""
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def write_checkpoint(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, folder: Path) -> ModelConfig:
+    """Write a checkpoint in transformers' format: random weights of a shape, and a tokenizer that is never used.
+
+    Args:
+        config: the shape, as transformers configures it.
+        dtype: of the weights.
+        device: where the weights are drawn.
+        folder: an empty folder.
+
+    Returns:
+        The shape, as the engine reads it.
+    """
+    model = random_transformers_model(config, dtype, device)
+    model.save_pretrained(folder)
+    NO_WORDS.save_pretrained(folder)
+    return ModelConfig.from_hf(model.config.to_dict())

@@ -18,7 +18,9 @@ import itertools
 import json
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, ledger, results
 from book.experiment import command_line, record
-from book.random_models import QWEN3_0_6B, random_model
+from book.random_models import QWEN3_0_6B, random_model, write_checkpoint
 from mini_engine.bench.workloads import GPU, LATENCY, SHARED_PREFIX, Workload, least_seconds, model_shape, num_outputs
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
@@ -43,9 +45,10 @@ from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "10_cuda_graphs_and_overlap"
 HERE = Path(__file__).resolve().parent
-SECTIONS = STEPS, PADDING, IDLE, ENGINE = "steps", "padding", "idle", "engine"
+SECTIONS = STEPS, PADDING, IDLE, ENGINE, START = "steps", "padding", "idle", "engine", "start"
 STEP_BOUND = "one read of the weights and of all keys and values, at the measured bandwidth"
 NO_BOUND = "none: a count"
+NO_START_BOUND = "none: Python, the driver and the disk"
 IMAGES, END_OF_IMAGES = "<!-- timelines -->", "<!-- end of timelines -->"
 GAP = 5.0  # microseconds: kernels that follow each other more closely are one span of a timeline
 
@@ -479,6 +482,25 @@ def engine_rows(model: CausalLM, machine: Machine, repetitions: int = 3) -> list
     return rows
 
 
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, device: torch.device, options: Options) -> dict[str, float]:
+    """Start an engine in a new process, and return the seconds of each stage up to its first token."""
+    dtype = str(options.dtype).removeprefix("torch.")
+    command = [sys.executable, str(HERE / "start.py"), str(folder), device.type, dtype, options.attn_backend]
+    before = time.monotonic()
+    ends = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+    return {stage: end - begin for begin, (stage, end) in zip([before, *ends.values()], ends.items(), strict=False)}
+
+
+def start_rows(starts: Sequence[Mapping[str, float]]) -> list[results.Row]:
+    """Each stage of some starts, and their sum."""
+    stages = {stage: [one[stage] for one in starts] for stage in starts[0]}
+    stages["start to first token"] = [sum(one.values()) for one in starts]
+    return [seconds_row("start", own, None, NO_START_BOUND, {"stage": stage}) for stage, own in stages.items()]
+
+
 def show(rows: Sequence[results.Row]) -> None:
     for row in rows:
         print(row.cells()[:5], flush=True)
@@ -527,6 +549,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows, timelines = idle_rows(model, options)
         elif section == ENGINE and device.type == "cuda":
             rows = engine_rows(model, machine)
+        elif section == START:
+            with tempfile.TemporaryDirectory() as folder:
+                write_checkpoint(options.shape, options.dtype, device, Path(folder))
+                free_memory()
+                # The first start compiles what is not on the disk yet.
+                starts = [start(Path(folder), device, options) for _ in range(1 + options.repetitions)][1:]
+            rows = start_rows(starts)
         if not rows:  # not on this device
             continue
         result = results.with_recorded(results.new_result(EXPERIMENT, rows, parameters, chosen.device), chosen.out)

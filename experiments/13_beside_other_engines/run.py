@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from book.experiment import command_line, record
-from book.random_models import NO_WORDS, QWEN3_0_6B, random_transformers_model
+from book.random_models import QWEN3_0_6B, write_checkpoint
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
 from mini_engine.bench.peers import Serve, serve_mini_engine
 from mini_engine.bench.run import SHARE_OF_FREE, SPARE_CACHE, measure, pages_needed
@@ -79,14 +79,6 @@ SETTINGS = {
         },
     ),
 }  # fmt: skip
-
-
-def write_checkpoint(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, folder: Path) -> ModelConfig:
-    """Write a checkpoint in transformers' format: random weights of a shape, and a tokenizer that is never used."""
-    model = random_transformers_model(config, dtype, device)
-    model.save_pretrained(folder)
-    NO_WORDS.save_pretrained(folder)
-    return ModelConfig.from_hf(model.config.to_dict())
 
 
 def peer_options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from book import figures, results
 from book.grading.chapter import load_module
-from book.random_models import random_model
+from book.random_models import random_model, write_checkpoint
 from mini_engine.bench.workloads import Workload
 from mini_engine.roofline import Machine
 
@@ -109,6 +110,22 @@ def test_a_workload_is_served_in_all_ways(model, monkeypatch):
         *[("throughput", "throughput")] * 4, *[("time", "shared-prefix")] * 4
     ]  # fmt: skip
     assert all(row.bound > 0 and row.share_of_bound < 1 for row in rows)
+
+
+def test_a_start_has_all_its_stages(tmp_path):
+    write_checkpoint(OPTIONS.shape, OPTIONS.dtype, CPU, tmp_path)
+    began = time.monotonic()
+    stages = run.start(tmp_path, CPU, OPTIONS)
+    assert list(stages) == ["imports", "device", "weights", "engine, warm-up and graphs", "first token"]
+    assert all(seconds > 0 for seconds in stages.values()) and sum(stages.values()) < time.monotonic() - began
+
+
+def test_rows_of_starts_by_hand():
+    rows = run.start_rows([{"imports": 2.0, "first token": 1.0}, {"imports": 4.0, "first token": 3.0}])
+    found = {row.case["stage"]: (row.value, row.spread) for row in rows}
+    assert found == {
+        "imports": (3.0, (2.0, 4.0)), "first token": (2.0, (1.0, 3.0)), "start to first token": (5.0, (3.0, 7.0)),
+    }  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -633,6 +633,21 @@ def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
     assert_close(backend.run(0, q), expected, atol=3e-2, rtol=3e-2, name="attention over your levels")
 
 
+@check(
+    "chunk_levels",
+    mistake="FlashInfer reads pages as 32-bit integers: make kv_page_indices int32, and all other arrays integers",
+    costs=0.2,
+)
+def test_dtypes_of_the_levels(hw: Homework) -> None:
+    lens = [8, 4]
+    contexts = contexts_of([[(0, 0), (1, -8)], [], [(1, 3)]], lens, pinned_chunks(lens, 4))
+    for i, level in enumerate(hw.chunk_levels(contexts, np.array([1, 2, 1]), 4)[1]):
+        for name, array in level._asdict().items():
+            dtype = np.asarray(array).dtype
+            right = dtype == np.int32 if name == "kv_page_indices" else np.issubdtype(dtype, np.integer)
+            assert right, f"level {i}: {name} has dtype {dtype}"
+
+
 # ChunkStore ---------------------------------------------------------------------------------------------------------
 
 

@@ -429,6 +429,12 @@ def a_set_of_chunks(contexts, num_new, page_size):
     return levels_of(once, num_new, page_size)
 
 
+@wrong("chunk_levels", fails="test_dtypes_of_the_levels")
+def pages_in_64_bits(contexts, num_new, page_size):
+    order, levels = reference.chunk_levels(contexts, num_new, page_size)
+    return order, [level._replace(kv_page_indices=level.kv_page_indices.astype(np.int64)) for level in levels]
+
+
 @wrong("chunk_levels", fails="test_requests_without_chunks")
 def no_groups_without_chunks(contexts, num_new, page_size):
     order, levels = reference.chunk_levels(contexts, num_new, page_size)

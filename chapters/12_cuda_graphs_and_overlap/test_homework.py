@@ -603,7 +603,10 @@ def served_ahead(
     computed, needed = sum(map(len, device.launches)), sum(count for _, count, _ in expected)
     late = sum(stopped and count < max_tokens for _, count, stopped in expected)
     assert computed >= needed, "fewer tokens were computed than the outputs have"
-    assert computed <= needed + late, f"{computed} tokens computed; {needed} are needed, and {late} may be late"
+    require(
+        computed <= needed + late,
+        f"{computed} tokens computed; {needed} are needed, and {late} may be late, one for each stop string",
+    )
     return device
 
 

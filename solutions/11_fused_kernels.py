@@ -8,7 +8,8 @@ gives your functions tensors of the GPU. `linear` and its kernel are given: they
 most of the Triton that you need. The rest is `tl.exp` in `gate_up_silu`, `tl.rsqrt` in
 the norms, and in `rotate_and_store` and `split_k_linear` a grid of two dimensions,
 whose second index is `tl.program_id(1)`, the load of one number, as in
-`tl.load(slots + token)`, and an `if` on a number.
+`tl.load(slots + token)`, and an `if` on a number. Allocate with `torch.empty` or
+`new_empty`: `torch.zeros` launches a kernel that fills the tensor.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -66,17 +67,17 @@ def linear(
 
 
 def fuse(kernels: Sequence[Kernel], needed: Collection[str]) -> Kernel:
-    """Find what is left to read and write when consecutive kernels become one.
+    """Find the reads and writes that are left when consecutive kernels become one.
 
     A fused kernel keeps its intermediate results on chip. What must hold:
-        - It reads each tensor from memory at most once, and only if some kernel reads
-          the tensor before any kernel has written it.
+        - It reads a tensor from memory at most once, and only if some kernel reads the
+          tensor before any kernel has written it.
         - It writes a tensor if some kernel writes it and it is needed afterwards.
         - A kernel may read and write the same tensor; it reads first.
 
     Args:
         kernels: in the order in which they run.
-        needed: names of the tensors that are read after the last of them.
+        needed: names of the tensors that are read after the last of these kernels.
 
     Example: a product followed by an addition to x, in place.
 

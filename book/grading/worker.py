@@ -90,7 +90,10 @@ class Worker:
         except (_Died, BrokenPipeError):
             if self._exit_code() == -signal.SIGPROF:
                 message = f"{what} was stopped after {seconds:g} seconds of CPU time{{line}}"
-                outcome = Outcome("timeout", f"{message}: is there a loop that does not end?")
+                if what == "Your answer" and check.is_demand:  # the result is right, and slow
+                    outcome = Outcome("timeout", f"{message}.", check.mistake)
+                else:
+                    outcome = Outcome("timeout", f"{message}: is there a loop that does not end?")
             else:
                 mistake = check.mistake if what == "Your answer" else ""
                 message = f"{what} ended the Python process{self._end()}{{line}}."

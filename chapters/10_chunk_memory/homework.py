@@ -56,8 +56,8 @@ class Level(NamedTuple):
         kv_page_indices: [P] pages of the groups' chunks, of dtype int32.
         kv_last_page_len: [G] keys in the last page of each group, 0 in a group without
             a chunk.
-        query_offsets: [T] what is added to the position of each token's query; any
-            number where there is no chunk.
+        query_offsets: [T] added to the position of each token's query; any number where
+            there is no chunk.
     """
 
     qo_indptr: Int64[np.ndarray, " G+1"]
@@ -72,18 +72,19 @@ def rotate_again(
 ) -> Float[Tensor, "n H D"]:
     """Move cached keys, or queries, to other positions.
 
-    RoPE has been applied to the vectors already, at positions that you do not know and
+    RoPE has already been applied to the vectors, at positions that you do not know and
     do not need. What must hold:
         - Row i becomes what it would have been at its position plus `offsets[i]`.
-        - The frequencies of the pairs are `inverse_frequencies(rope)`, of
+        - The frequencies of the pairs are `inverse_frequencies(rope)`, from
           `mini_engine.rope`.
-        - The result has the dtype of x. It is computed in float32, for float64 in
-          float64, and rounded once.
-        - x belongs to the caller: leave it as it is.
+        - The result has the dtype of x. It is computed in float32 (float64 if x is in
+          float64), and rounded once.
+        - x belongs to the caller: do not change it.
 
     Args:
         x: keys or queries to which RoPE has been applied.
-        offsets: positions by which each row moves; negative towards the front.
+        offsets: positions by which each row moves; a negative number moves it toward
+            the front.
         rope: the model's rotary embedding.
 
     Example: one pair, which RoPE rotates by 1 radian per position.
@@ -104,10 +105,10 @@ def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[b
             once.
 
     Returns:
-        For each chunk: the position of its first token; its query offset, which is what
-        must be added to the position of any query of this request before the query
-        meets the chunk's stored keys; and whether the chunk is exact, which means that
-        its stored keys are those of the same tokens in a plain prompt.
+        Three lists with one entry for each chunk: the position of its first token; its
+        query offset, which is added to the position of every query of this request that
+        attends to the chunk's stored keys; and whether the chunk is exact, that is,
+        whether its stored keys are those of the same tokens in a plain prompt.
 
     Example: the first chunk has three tokens. The second one was computed after it, the
     third one on its own.
@@ -131,22 +132,21 @@ def attend_to_chunks(
     rope: RopeConfig,
     scale: float,
 ) -> AttentionState:
-    """Attend with new tokens to the chunks before them and to the request's keys.
+    """Compute the attention of new tokens over chunks and over the request's own keys.
 
     What must hold:
-        - Each chunk acts as if its keys had been computed where the request has it.
-          They are not, but the queries can be rotated instead, by `query_offsets`. The
-          stored keys are shared with other requests, and stay as they are.
-        - Every new token sees all keys of all chunks. Of the own keys it sees those of
-          the tokens before it and its own: the n new tokens are the last n of the own
-          keys.
+        - Each chunk acts as if its keys had been computed at its position in this
+          request. They were not, but the queries can be rotated instead, by
+          `query_offsets`. Do not change the stored keys: other requests share them.
+        - Every new token sees all keys of all chunks. The n new tokens are the last n
+          of the request's own keys, and each sees its own key and all earlier ones.
         - The order in which chunks are given does not matter. There may be none.
 
     Args:
         q: queries of the new tokens, with RoPE at their true positions.
         chunks: keys and values of each chunk, as stored.
-        query_offsets: for each chunk, what is added to the position of a query before
-            it meets the chunk's keys.
+        query_offsets: for each chunk, the number added to the position of a query
+            before it attends to the chunk's keys.
         own: the request's own keys and values, m >= n of them, with RoPE at their true
             positions.
         rope: the model's rotary embedding.
@@ -177,10 +177,10 @@ def chunk_levels(
 
     This is the function that the chapter is about. A request's context is a tuple of
     `PlacedChunk`s in the order of their positions. Of a chunk you need
-    `chunk.pinned.pages`, an array of pages of which no other chunk has any;
-    `len(chunk.token_ids)`, the keys in them, at least one; and `chunk.query_offset`. In
-    a level, a group of neighboring requests attends to the pages of one chunk, which is
-    read once for the whole group. What must hold:
+    `chunk.pinned.pages`, an array of pages that no other chunk has;
+    `len(chunk.token_ids)`, the number of keys in them, at least one; and
+    `chunk.query_offset`. In a level, a group of neighboring requests attends to the
+    pages of one chunk, which are read once for the whole group. What must hold:
         - Requests with one new token come before all others.
         - Over all levels, each request attends to each chunk of its context once, at
           that chunk's query offset. If a context has a chunk twice, its request attends
@@ -191,8 +191,8 @@ def chunk_levels(
         - There are as many levels as the longest context has chunks; none if all
           contexts are empty.
 
-    Every request belongs to one group of each level. Where its context has no chunk for
-    a level, that group has no pages.
+    Every request belongs to one group of each level. If its context has no chunk for a
+    level, that group has no pages.
 
     Args:
         contexts: the chunks before each request.
@@ -219,10 +219,10 @@ def chunk_levels(
 
 
 class ChunkStore:
-    """The books of a chunk memory: its chunks, their users, and which chunk goes next.
+    """The bookkeeping of a chunk memory: its chunks, their users, and what to evict.
 
-    A chunk is *in use* from `begin` to `end` of a request over it. Adding a chunk and
-    beginning a request over it *use* it; so does adding it again.
+    A chunk is *in use* from `begin` to `end` of a request over it. Adding a chunk,
+    adding it again, and beginning a request over it each count as a *use*.
 
     Example: a store of 10 pages.
 
@@ -230,7 +230,7 @@ class ChunkStore:
         >>> store.add("a", 4), store.add("b", 3), store.add("c", 3)
         ([], [], [])
         >>> store.begin(["a"])
-        >>> store.add("d", 4)  # a is in use: b and c go, least recently used first
+        >>> store.add("d", 4)  # a is in use; of the others, b was used before c
         ['b', 'c']
         >>> store.names, store.num_pages
         (['a', 'd'], 8)
@@ -242,10 +242,10 @@ class ChunkStore:
     """
 
     def __init__(self, max_pages: int) -> None:
-        """Begin without chunks.
+        """Create an empty store.
 
         Args:
-            max_pages: pages that all chunks may take together.
+            max_pages: the most pages that all chunks together may take.
         """
         raise NotImplementedError
 
@@ -260,44 +260,44 @@ class ChunkStore:
         raise NotImplementedError
 
     def add(self, name: str, num_pages: int, keep: Collection[str] = ()) -> list[str]:
-        """Add a chunk, and evict others if it finds no room.
+        """Add a chunk, and evict others if there is no room for it.
 
-        The least recently used chunks go, as few as make room in this order. Chunks
-        that are in use stay, and so do those in `keep`, which the new chunk is computed
-        after. A chunk that is there already is only used: `num_pages` is then the same
-        as before.
+        The least recently used chunk is evicted first, then the next, until the new
+        one fits. Chunks in use are never evicted, nor are those in `keep`, after which
+        the new chunk is computed. Adding a chunk that is in the store already, with the
+        same `num_pages` as before, only counts as a use.
 
         Args:
             name: its name.
             num_pages: pages that it takes.
-            keep: names of chunks that stay.
+            keep: names of chunks that must not be evicted.
 
         Returns:
-            The names of the chunks that were evicted, in this order.
+            The names of the evicted chunks, in the order of eviction.
 
         Raises:
-            ChunkError: if that would not make room. Then nothing has changed.
+            ChunkError: if no allowed eviction makes room. Then nothing has changed.
         """
         raise NotImplementedError
 
     def begin(self, names: ListLike[str]) -> None:
-        """Begin a request over some chunks: each is used now, in order, and is in use.
+        """Begin a request over some chunks, which uses them in the order given.
 
         Args:
-            names: of the chunks; one may occur more than once.
+            names: names of the chunks; a name may occur more than once.
 
         Raises:
-            KeyError: if there is no such chunk. Then nothing has changed.
+            KeyError: if a chunk is not in the store. Then nothing has changed.
         """
         raise NotImplementedError
 
     def end(self, names: ListLike[str]) -> None:
-        """End a request that has begun with these names.
+        """End a request that began with these names.
 
         Other requests may still use the same chunks.
 
         Args:
-            names: as for `begin`.
+            names: as in `begin`.
         """
         raise NotImplementedError
 
@@ -309,13 +309,12 @@ def recompute(
     values: ListLike[Float[Tensor, "n Hk D"]],
     chosen: Int64[Tensor, " c"],
 ) -> tuple[list[Float[Tensor, "n Hk D"]], list[Float[Tensor, "n Hk D"]]]:
-    """Challenge: compute tokens of a composed context again, after those before them.
+    """Challenge: recompute tokens of a composed context, with all earlier ones in view.
 
-    The chosen tokens run through the model, all together and no other tokens with them.
-    In each layer their new keys and values take the place of the stored ones, and then
-    each chosen token attends to all tokens up to itself: to new keys where there are
-    any, and to stored ones elsewhere. The tensors belong to the caller: leave them as
-    they are.
+    The chosen tokens run through the model in one call, without any other tokens. In
+    each layer their new keys and values replace the stored ones, and then each chosen
+    token attends to all tokens up to itself: to the new keys of chosen tokens, and to
+    the stored keys of the others. The tensors belong to the caller: do not change them.
 
     Args:
         model: the model; `model(token_ids, positions, attend)` runs its layers, and
@@ -325,10 +324,10 @@ def recompute(
         token_ids: the tokens of the context, at positions 0 to n - 1.
         keys: their stored keys in each layer, at these positions.
         values: their stored values in each layer.
-        chosen: positions of the tokens to compute again, ascending.
+        chosen: positions of the tokens to recompute, ascending.
 
     Returns:
-        New keys and values of each layer.
+        The keys and the values of all n tokens in each layer, the new ones included.
 
     Example: a model of one layer, in which a token's key is 0 and its value is the
     token's id.

@@ -47,12 +47,12 @@ EXERCISES = [
         minutes=15,
         difficulty=1,
         hints=(
-            "Only distances count. How far after a chunk's first key is a query at position p in this request, and at "
-            "which position is a query as far after the key that is stored?",
-            "The stored key is at len(before), and acts as if it were at the chunk's position here. A query at p must "
-            "see a distance of p - position, so it moves to p + len(before) - position.",
-            "tokens = those of the chunks so far; position = len(tokens); offset = len(chunk.before) - position; exact "
-            "= chunk.before == tokens; then tokens += chunk.token_ids.",
+            "Only distances count. How far is a query at position p of this request from the chunk's first key? At "
+            "which position would a query be equally far from the first key as it is stored?",
+            "The first key is stored at len(before), and acts as if it were at the chunk's position here. A query at p "
+            "must be at a distance of p - position from it, so it moves to p + len(before) - position.",
+            "tokens = the tokens of all chunks so far; position = len(tokens); offset = len(chunk.before) - position; "
+            "exact = chunk.before == tokens; then tokens += chunk.token_ids.",
         ),
     ),
     Exercise(
@@ -61,9 +61,9 @@ EXERCISES = [
         minutes=15,
         difficulty=2,
         hints=(
-            "Each chunk is a level of a cascade, and the own keys are the last one. Which of them needs a mask?",
-            "One attention_state for each chunk, of queries that rotate_again has moved by the chunk's offset, without "
-            "a mask; one of the own keys, with q as it is; then merge_states.",
+            "Each chunk is a level of a cascade, and the own keys are the last level. Which level needs a mask?",
+            "One attention_state for each chunk, without a mask, of queries that rotate_again has moved by the chunk's "
+            "offset; one for the own keys, with q as it is; then merge_states.",
             "The mask of the last level is torch.ones(n, m, dtype=torch.bool).tril(m - n): query i is token m - n + i.",
         ),
     ),
@@ -74,14 +74,14 @@ EXERCISES = [
         difficulty=3,
         part="chunk_levels",
         hints=(
-            "Does it matter in which level a request meets a chunk, if the states are merged in any case? Then two "
+            "The states are merged in any case, so does it matter in which level a request attends to a chunk? Two "
             "requests with the same chunks in different orders can list them in the same order.",
             "Sort each request's chunks by their first page, and the requests by (more than one new token, that list). "
             "Level i holds the i-th chunk of each list, and neighbors with the same chunk there are a group. Write one "
             "level first, for requests with at most one chunk.",
             "starts = the requests whose chunk differs from the one before; qo_indptr = first_token[[*starts, B]]; "
             "kv_page_indptr = sums of the groups' numbers of pages; kv_last_page_len = (num_keys - 1) % page_size + 1; "
-            "query_offsets = np.repeat of each request's own offset by num_new, not of the group's.",
+            "query_offsets = np.repeat of each request's own offset, not the group's, by num_new in the new order.",
         ),
     ),
     Exercise(
@@ -90,10 +90,10 @@ EXERCISES = [
         minutes=30,
         difficulty=2,
         hints=(
-            "Which container remembers an order and can move an entry to its end? And why is a set of the chunks in "
-            "use not enough?",
-            "An OrderedDict from name to pages, least recently used first, and a Counter of uses. In add, collect "
-            "the names to evict first, and change something only when you know that there is room.",
+            "Which container keeps an order and can move an entry to its end? Why is a set of the chunks in use not "
+            "enough?",
+            "An OrderedDict from name to pages, least recently used first, and a Counter of uses. In add, first "
+            "collect the names to evict, and change the store only when you know that there will be room.",
             "for other in the OrderedDict: stop once free >= num_pages; take it if its count is 0 and it is not in "
             "keep; free += its pages. Raise ChunkError if free is still too small. begin checks all names first.",
         ),
@@ -105,8 +105,8 @@ EXERCISES = [
         difficulty=2,
         challenge=True,
         hints=(
-            "The model calls attend once in each layer, with queries, keys and values of the chosen tokens alone. What "
-            "do these queries have to see, and where is it?",
+            "The model calls attend once in each layer, with the queries, keys and values of the chosen tokens alone. "
+            "Which other keys must these queries see, and where are they?",
             "Clone the stored tensors. In attend, write k and v into the chosen rows of the layer's clones, and return "
             "attention of q over all n rows, under a mask of positions.",
             "visible = torch.arange(n) <= chosen[:, None]; model(token_ids[chosen], chosen, attend), where attend "
@@ -154,41 +154,44 @@ def rotated(
     assert_close(got, at(raw, before + moved, rope), atol=atol, name="the moved keys")
 
 
-@check("rotate_again", mistake="a key of position 0 is moved to the position by which it is moved")
+@check("rotate_again", mistake="a key from position 0 that moves by o positions must become the key at position o")
 def test_from_position_0(hw: Homework) -> None:
     rotated(hw, [0], [3])
     rotated(hw, [0], [0])
 
 
-@check("rotate_again", mistake="the rotation by the offset comes on top of the one that the key already has")
+@check(
+    "rotate_again", mistake="rotate by the angle of the offset alone: the key already has the rotation of its position"
+)
 def test_from_elsewhere(hw: Homework) -> None:
     rotated(hw, [5], [3])
 
 
-@check("rotate_again", mistake="a negative offset moves towards the front; look at the sign of the angle")
+@check("rotate_again", mistake="a negative offset moves a row toward the front: look at the sign of the angle")
 def test_towards_the_front(hw: Homework) -> None:
     rotated(hw, [5], [-3])
     rotated(hw, [5], [-5])
 
 
-@check("rotate_again", mistake="each row moves by its own offset")
+@check("rotate_again", mistake="each row moves by its own offset, not all rows by one")
 def test_an_offset_for_each_row(hw: Homework) -> None:
     rotated(hw, [5, 6, 2, 40], [3, -2, 0, 400])
 
 
 @check(
-    "rotate_again", mistake="the frequencies of a stretched RoPE are those of inverse_frequencies, not of theta alone"
+    "rotate_again",
+    mistake="the frequencies of a stretched RoPE are those of inverse_frequencies(rope), not those of theta alone",
 )
 def test_a_stretched_rope(hw: Homework) -> None:
     rotated(hw, [5, 6, 2, 40], [3, -2, 0, 400], ROPES[1])
 
 
-@check("rotate_again", mistake="keys in float64 are rotated in float64, with float64 angles", costs=0.2)
+@check("rotate_again", mistake="for float64 keys, compute both the angles and the rotation in float64", costs=0.2)
 def test_in_float64(hw: Homework) -> None:
     rotated(hw, [5, 6, 2, 40], [3, -2, 0, 400], atol=1e-9)
 
 
-@check("rotate_again", mistake="the angles are rounded to the dtype of x: compute them in float32 at least", costs=0.2)
+@check("rotate_again", mistake="the angles are rounded to the dtype of x: compute them in at least float32", costs=0.2)
 def test_in_bfloat16(hw: Homework) -> None:
     raw, offsets = randn(4, 2, 8), torch.tensor([300, 301, -255, 7])
     k = at(raw, torch.tensor([1000, 1001, 1002, 1003]), ROPES[0]).bfloat16()
@@ -210,46 +213,56 @@ def placed(hw: Homework, chunks: ListLike[tuple[ListLike[int], ListLike[int]]], 
 ONE, TWO, THREE = [7, 8, 9], [4, 5], [1, 2, 3, 4]
 
 
-@check("place_chunks", mistake="a chunk that was computed on its own and comes first is exact, where it was computed")
+@check(
+    "place_chunks",
+    mistake="a chunk computed on its own is exact if it comes first (note that a list never equals a tuple)",
+)
 def test_one_chunk(hw: Homework) -> None:
     placed(hw, [(ONE, [])], [[0], [0], [True]])
     placed(hw, [], [[], [], []])
 
 
-@check("place_chunks", mistake="the offset is the position at which a chunk was computed, less its position here")
+@check(
+    "place_chunks",
+    mistake="the offset is the position at which a chunk was computed minus its position here, not the reverse",
+)
 def test_two_chunks_on_their_own(hw: Homework) -> None:
     placed(hw, [(ONE, []), (TWO, [])], [[0, 3], [0, -3], [True, False]])
     placed(hw, [(TWO, []), (ONE, [])], [[0, 2], [0, -2], [True, False]])
 
 
-@check("place_chunks", mistake="a chunk that is used where it was computed, after the same tokens, is exact")
+@check(
+    "place_chunks", mistake="a chunk used where it was computed, after the same tokens, has the offset 0 and is exact"
+)
 def test_a_chain(hw: Homework) -> None:
     chain = [(ONE, []), (TWO, ONE), (THREE, ONE + TWO)]
     placed(hw, chain, [[0, 3, 5], [0, 0, 0], [True] * 3])
 
 
-@check("place_chunks", mistake="a chunk that was computed after others moves from where it was computed, not from 0")
+@check("place_chunks", mistake="a chunk computed after others moves from where it was computed, not from position 0")
 def test_a_chunk_that_moves_forward(hw: Homework) -> None:
     placed(hw, [(TWO, ONE), (ONE, [])], [[0, 2], [3, -2], [False, False]])
 
 
 @check(
     "place_chunks",
-    mistake="the same position is not enough: the tokens in front must be those that it was computed after",
+    mistake="the same position is not enough: the tokens before a chunk must be those that it was computed after",
 )
 def test_other_tokens_in_front(hw: Homework) -> None:
     placed(hw, [([6, 6, 6], []), (TWO, ONE)], [[0, 3], [0, 0], [True, False]])
     placed(hw, [(ONE, [2]), (TWO, ONE)], [[0, 3], [1, 0], [False, True]])
 
 
-@check("place_chunks", mistake="after a chunk that has moved, others may still be exact: it is tokens that count")
+@check(
+    "place_chunks", mistake="a chunk after a composed one is exact if the tokens before it are right: compare tokens"
+)
 def test_after_a_copy(hw: Homework) -> None:
     """A chain of three, of which the middle one is another copy, computed on its own."""
     chain = [(ONE, []), (TWO, []), (THREE, ONE + TWO)]
     placed(hw, chain, [[0, 3, 5], [0, -3, 0], [True, False, True]])
 
 
-@check("place_chunks", mistake="a chunk may occur twice")
+@check("place_chunks", mistake="a chunk may occur twice: each occurrence has its own position and offset")
 def test_a_chunk_twice(hw: Homework) -> None:
     placed(hw, [(TWO, []), (TWO, []), (TWO, TWO)], [[0, 2, 4], [0, -2, -2], [True, False, False]])
 
@@ -287,7 +300,7 @@ def over_chunks(
     got = hw.attend_to_chunks(mine, chunks, offsets, own, rope=rope, scale=SCALE)
     assert isinstance(got, AttentionState), f"an AttentionState is expected, not {type(got).__name__}"
     after = [x for pair in [*chunks, own] for x in pair]
-    require(all(map(torch.equal, given, after)), "you changed keys or values that other requests share")
+    require(all(map(torch.equal, given, after)), "you changed stored keys or values, which other requests share")
     mask = torch.ones(num_new, total, dtype=torch.bool).tril(total - num_new)
     q, v = q.to(device), v.double()
     true_k, mask = true_k.to(device), mask.to(device)
@@ -303,7 +316,8 @@ def assert_state(result: tuple[AttentionState, Tensor, Tensor]) -> None:
 
 
 @check(
-    "attend_to_chunks", mistake="without chunks this is plain attention; the new tokens are the last of the own keys"
+    "attend_to_chunks",
+    mistake="without chunks this is plain causal attention, where the new tokens are the last of the own keys",
 )
 def test_own_keys_alone(hw: Homework) -> None:
     assert_state(over_chunks(hw, [], [], num_own=5, num_new=1))
@@ -311,37 +325,49 @@ def test_own_keys_alone(hw: Homework) -> None:
     assert_state(over_chunks(hw, [], [], num_own=5, num_new=2))
 
 
-@check("attend_to_chunks", mistake="a chunk at the place where it was computed needs no rotation, but a merge")
+@check(
+    "attend_to_chunks",
+    mistake="a chunk that has not moved needs no rotation, but its state must be merged with that of the own keys",
+)
 def test_a_chunk_in_place(hw: Homework) -> None:
     assert_state(over_chunks(hw, [6], [0], num_own=1, num_new=1))
     assert_state(over_chunks(hw, [6, 3], [0, 6], num_own=4, num_new=3))
 
 
 @check(
-    "attend_to_chunks", mistake="the queries of a chunk that has moved are rotated by its offset, and in that direction"
+    "attend_to_chunks",
+    mistake="for a chunk that has moved, rotate the queries by its offset, in the direction of its sign",
 )
 def test_a_chunk_that_has_moved(hw: Homework) -> None:
     assert_state(over_chunks(hw, [6], [40], num_own=1, num_new=1))
 
 
-@check("attend_to_chunks", mistake="each chunk has its own offset, and the own keys have none")
+@check(
+    "attend_to_chunks",
+    mistake="each chunk has its own offset, and the own keys have none: rotate the given queries each time",
+)
 def test_chunks_with_different_offsets(hw: Homework) -> None:
     assert_state(over_chunks(hw, [6, 3, 5], [0, 0, 0], num_own=4, num_new=1))
     assert_state(over_chunks(hw, [6, 3, 5], [7, 0, 100], num_own=4, num_new=1))
 
 
-@check("attend_to_chunks", mistake="with several new tokens, only the last level has a causal mask")
+@check("attend_to_chunks", mistake="with several new tokens, only the own keys have a causal mask; chunks have none")
 def test_several_new_tokens(hw: Homework) -> None:
     assert_state(over_chunks(hw, [2, 3], [0, 0], num_own=6, num_new=6))
     assert_state(over_chunks(hw, [2, 3], [0, 0], num_own=6, num_new=4))
 
 
-@check("attend_to_chunks", mistake="the order in which chunks are given, with their offsets, does not matter")
+@check(
+    "attend_to_chunks", mistake="chunks may be given in any order: use each chunk's offset, not its place in the list"
+)
 def test_any_order(hw: Homework) -> None:
     assert_state(over_chunks(hw, [6, 3, 5], [7, 0, 2], num_own=4, num_new=2, order=[2, 0, 1]))
 
 
-@check("attend_to_chunks", mistake="on random chunks it differs from one softmax over all keys at their true positions")
+@check(
+    "attend_to_chunks",
+    mistake="for random chunks, the state differs from one softmax over all keys at their true positions",
+)
 def test_random_chunks(hw: Homework) -> None:
     for seed in range(20):
         rng = random.Random(seed)
@@ -351,7 +377,11 @@ def test_random_chunks(hw: Homework) -> None:
         assert_state(over_chunks(hw, lens, computed_at, own, rng.randrange(1, own + 1)))
 
 
-@check("attend_to_chunks", mistake="on the CPU it is right; look at devices and dtypes", seconds=COMPILING)
+@check(
+    "attend_to_chunks",
+    mistake="it is right on the CPU but not on the GPU: look at devices and dtypes",
+    seconds=COMPILING,
+)
 def test_in_bfloat16_on_a_gpu(hw: Homework) -> None:
     if not ON_GPU:
         return
@@ -390,7 +420,7 @@ def levels_of(
     got = hw.chunk_levels(contexts, np.array(num_new), size)
     assert isinstance(got, tuple) and len(got) == 2, "two results are expected: the order, and a list of levels"
     order, levels = np.asarray(got[0]).tolist(), list(got[1])
-    assert sorted(order) == list(range(len(requests))), f"the order is {order}; it should name each request once"
+    assert sorted(order) == list(range(len(requests))), f"the order is {order}; it should contain each request once"
     assert_equal(len(levels), max(map(len, requests), default=0), name="the number of levels")
     first = np.append(0, np.cumsum([num_new[b] for b in order])).tolist()
     found: list[list[tuple[int, int]]] = [[] for _ in requests]
@@ -408,7 +438,7 @@ def levels_of(
                 continue
             num_keys = (len(pages) - 1) * size + int(level.kv_last_page_len[group])
             which = [c for c, own in enumerate(pinned) if own.pages.tolist() == pages]
-            assert which, f"level {i}: a group has the pages {pages}, which are not those of one chunk in their order"
+            assert which, f"level {i}: a group has the pages {pages}, which are not the pages of one chunk in order"
             assert num_keys == lens[which[0]], (
                 f"level {i}: kv_last_page_len gives the chunk with {lens[which[0]]} keys {num_keys} of them"
             )
@@ -426,25 +456,29 @@ def check_level(level: Any, name: str, first: list[int]) -> int:
     """Check the form of a level; returns how many pages its groups read."""
     qo, indptr = level.qo_indptr.tolist(), level.kv_page_indptr.tolist()
     for what, values in (("qo_indptr", qo), ("kv_page_indptr", indptr)):
-        assert values[0] == 0 and values == sorted(values), f"{name}: {what} is {values}; it begins with 0 and rises"
-    assert qo[-1] == first[-1], f"{name}: qo_indptr ends with {qo[-1]}, and there are {first[-1]} tokens"
+        assert values[0] == 0 and values == sorted(values), (
+            f"{name}: {what} is {values}; it should begin with 0 and never decrease"
+        )
+    assert qo[-1] == first[-1], f"{name}: qo_indptr ends with {qo[-1]}, but there are {first[-1]} tokens"
     assert set(qo) <= set(first), (
         f"{name}: a group of qo_indptr {qo} begins inside a request; requests begin at {first}"
     )
     assert len(qo) == len(indptr), f"{name}: qo_indptr and kv_page_indptr have {len(qo)} and {len(indptr)} entries"
-    assert len(level.kv_last_page_len) == len(qo) - 1, f"{name}: kv_last_page_len has one entry for each group"
-    assert indptr[-1] == len(level.kv_page_indices), f"{name}: kv_page_indptr ends with the number of pages"
-    assert len(level.query_offsets) == qo[-1], f"{name}: query_offsets has one entry for each token"
+    assert len(level.kv_last_page_len) == len(qo) - 1, f"{name}: kv_last_page_len needs one entry for each group"
+    assert indptr[-1] == len(level.kv_page_indices), (
+        f"{name}: kv_page_indptr should end with the number of pages, {len(level.kv_page_indices)}"
+    )
+    assert len(level.query_offsets) == qo[-1], f"{name}: query_offsets needs one entry for each token"
     return len(level.kv_page_indices)
 
 
-@check("chunk_levels", mistake="the i-th chunk of a request belongs to one level, with its pages and its offset")
+@check("chunk_levels", mistake="each chunk of a request goes into one level, with its pages and its offset")
 def test_one_request(hw: Homework) -> None:
     levels_of(hw, [[(0, 0)]], [1], [8])
     levels_of(hw, [[(0, 0), (1, -8)]], [1], [8, 4])
 
 
-@check("chunk_levels", mistake="the last page holds the keys that are left, and a full one page_size, not 0")
+@check("chunk_levels", mistake="the last page holds the remaining keys, and a full page holds page_size keys, not 0")
 def test_a_last_page_in_part(hw: Homework) -> None:
     for length in (1, 3, 4, 5, 8):
         levels_of(hw, [[(0, 2)]], [1], [length])
@@ -455,31 +489,39 @@ def test_several_new_tokens_each(hw: Homework) -> None:
     levels_of(hw, [[(0, 3)], [(1, -2)]], [3, 2], [5, 6])
 
 
-@check("chunk_levels", mistake="without chunks there are no levels, and a request may have fewer than another")
+@check(
+    "chunk_levels",
+    mistake="a request without a chunk in a level is in a group without pages; without any chunks there are no levels",
+)
 def test_requests_without_chunks(hw: Homework) -> None:
     levels_of(hw, [[], []], [1, 1], [4])
     levels_of(hw, [[], [(0, 1)], [(0, 1), (1, 2)]], [1, 1, 1], [4, 4])
 
 
-@check("chunk_levels", mistake="requests with one new token come first")
+@check("chunk_levels", mistake="requests with one new token come before all others")
 def test_decodes_first(hw: Homework) -> None:
     order, _, _ = levels_of(hw, [[(0, 1)], [(0, 1)], [], [(1, 1)]], [5, 1, 2, 1], [4, 4])
     assert sorted(order[:2]) == [1, 3], f"the order is {order}; requests 1 and 3 have one new token each"
 
 
-@check("chunk_levels", mistake="neighbors with the same chunk are one group, which reads its pages once")
+@check("chunk_levels", mistake="make neighbors with the same chunk one group, so that its pages are read once")
 def test_sharers_are_one_group(hw: Homework) -> None:
     _, _, reads = levels_of(hw, [[(0, 0)], [(1, 0)], [(0, 0)], [(1, 0)]], [1] * 4, [8, 12])
     assert_equal(reads, 5, name="the number of pages that are read")
 
 
-@check("chunk_levels", mistake="sharers need not have the same offset: offsets belong to tokens, not to groups")
+@check(
+    "chunk_levels",
+    mistake="requests may share a chunk at different offsets: an offset belongs to a token, not to a group",
+)
 def test_sharers_at_different_offsets(hw: Homework) -> None:
     _, _, reads = levels_of(hw, [[(0, 0)], [(0, -5)], [(0, 7)]], [1] * 3, [8])
     assert_equal(reads, 2, name="the number of pages that are read")
 
 
-@check("chunk_levels", mistake="the same chunks in another order are not shared: levels need not follow positions")
+@check(
+    "chunk_levels", mistake="requests do not share the same chunks in another order: levels need not follow positions"
+)
 def test_another_order_of_the_same_chunks(hw: Homework) -> None:
     for seed in range(4):
         requests = [[(0, 0), (1, -8), (2, -20)], [(2, 0), (0, -4), (1, -12)], [(1, 0), (2, -12), (0, -16)]]
@@ -487,12 +529,15 @@ def test_another_order_of_the_same_chunks(hw: Homework) -> None:
         assert_equal(reads, 6, name="the number of pages that are read")
 
 
-@check("chunk_levels", mistake="a request that has a chunk twice attends to it twice")
+@check("chunk_levels", mistake="a request that has a chunk twice must attend to it twice, at both offsets")
 def test_a_chunk_twice_in_a_request(hw: Homework) -> None:
     levels_of(hw, [[(0, 0), (1, -4), (0, -8)], [(0, 0)]], [1, 1], [4, 4])
 
 
-@check("chunk_levels", mistake="for random contexts, a request misses a chunk or its offset, or chunks are not shared")
+@check(
+    "chunk_levels",
+    mistake="for random contexts, a request misses a chunk or its offset, or requests do not share the same chunks",
+)
 def test_random_contexts(hw: Homework) -> None:
     for seed in range(80):
         rng = random.Random(seed)
@@ -506,7 +551,7 @@ def test_random_contexts(hw: Homework) -> None:
         _, _, reads = levels_of(hw, requests, num_new, lens, size, seed)
         groups = {(new > 1, frozenset(i for i, _ in own)) for own, new in zip(requests, num_new, strict=True)}
         most = sum(-(-lens[i] // size) for _, own in groups for i in own)
-        assert reads <= most, f"{reads} pages are read; with each chunk once for requests of the same chunks, {most}"
+        assert reads <= most, f"{reads} pages are read; {most} if requests with the same chunks read each of them once"
 
 
 def planned_step(
@@ -557,7 +602,9 @@ def over_slots(
     return torch.cat(outs)
 
 
-@check("chunk_levels", mistake="the engine's cascade backend gets other results on your levels than request by request")
+@check(
+    "chunk_levels", mistake="the engine's cascade backend gets different results on your levels than request by request"
+)
 def test_the_engine_runs_on_it(hw: Homework) -> None:
     spec = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE, rope=RopeConfig(100.0, 8))
     batch, cache, kv = planned_step(hw, spec, 4, torch.float64, "cpu")
@@ -567,7 +614,11 @@ def test_the_engine_runs_on_it(hw: Homework) -> None:
     assert_close(backend.run(0, q), over_slots(hw, spec, q, cache, kv, 4), atol=1e-9, name="attention over your levels")
 
 
-@check("chunk_levels", mistake="FlashInfer's kernels get other results on your levels", seconds=COMPILING)
+@check(
+    "chunk_levels",
+    mistake="FlashInfer's kernels get different results on your levels than request by request",
+    seconds=COMPILING,
+)
 def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
     """In bfloat16 on a GPU: the `cascade` backend with FlashInfer's kernels."""
     if not ON_GPU:
@@ -580,6 +631,21 @@ def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
     backend.plan(batch)
     expected = over_slots(hw, spec, q, cache, kv, 16).to(q.dtype)
     assert_close(backend.run(0, q), expected, atol=3e-2, rtol=3e-2, name="attention over your levels")
+
+
+@check(
+    "chunk_levels",
+    mistake="FlashInfer reads pages as 32-bit integers: make kv_page_indices int32, and all other arrays integers",
+    costs=0.2,
+)
+def test_dtypes_of_the_levels(hw: Homework) -> None:
+    lens = [8, 4]
+    contexts = contexts_of([[(0, 0), (1, -8)], [], [(1, 3)]], lens, pinned_chunks(lens, 4))
+    for i, level in enumerate(hw.chunk_levels(contexts, np.array([1, 2, 1]), 4)[1]):
+        for name, array in level._asdict().items():
+            dtype = np.asarray(array).dtype
+            right = dtype == np.int32 if name == "kv_page_indices" else np.issubdtype(dtype, np.integer)
+            assert right, f"level {i}: {name} has dtype {dtype}"
 
 
 # ChunkStore ---------------------------------------------------------------------------------------------------------
@@ -597,14 +663,14 @@ def assert_store(store: Any, names: ListLike[str], num_pages: int) -> None:
     assert_equal(store.num_pages, num_pages, name="num_pages")
 
 
-@check("ChunkStore", mistake="an empty store has no chunks, and each chunk that is added takes its pages")
+@check("ChunkStore", mistake="a new store is empty, and each added chunk takes its pages")
 def test_chunks_are_added(hw: Homework) -> None:
     assert_store(store_of(hw, 10), [], 0)
     assert_store(store_of(hw, 10, a=4, b=3), ["a", "b"], 7)
     assert_store(store_of(hw, 10, a=4, b=6), ["a", "b"], 10)
 
 
-@check("ChunkStore", mistake="the least recently used chunk goes first, and no more go than needed")
+@check("ChunkStore", mistake="evict the least recently used chunk first, and no more chunks than needed")
 def test_the_oldest_goes(hw: Homework) -> None:
     store = store_of(hw, 10, a=4, b=3, c=3)
     assert_equal(store.add("d", 4), ["a"], name="what add('d', 4) evicts")
@@ -613,7 +679,7 @@ def test_the_oldest_goes(hw: Homework) -> None:
     assert_store(store, ["d", "e"], 10)
 
 
-@check("ChunkStore", mistake="a request uses its chunks, so they are no longer the least recently used")
+@check("ChunkStore", mistake="beginning a request uses its chunks in order, so they become the most recently used ones")
 def test_a_request_uses_its_chunks(hw: Homework) -> None:
     store = store_of(hw, 9, a=3, b=3, c=3)
     store.begin(["b", "a"])
@@ -622,7 +688,7 @@ def test_a_request_uses_its_chunks(hw: Homework) -> None:
     assert_equal(store.add("d", 4), ["c", "b"], name="what add('d', 4) evicts")
 
 
-@check("ChunkStore", mistake="a chunk that is there already is used, not added again")
+@check("ChunkStore", mistake="adding a chunk that is in the store already only uses it")
 def test_a_chunk_is_added_again(hw: Homework) -> None:
     store = store_of(hw, 9, a=3, b=3, c=3)
     assert_equal(store.add("a", 3), [], name="what add('a', 3) evicts when a is there")
@@ -641,7 +707,7 @@ def test_chunks_in_use_stay(hw: Homework) -> None:
     assert_equal(store.add("e", 3), ["a"], name="what add('e', 3) evicts after the request over a")
 
 
-@check("ChunkStore", mistake="two requests over one chunk: the end of the first leaves it in use. Count, do not mark")
+@check("ChunkStore", mistake="a chunk of two requests is still in use when the first one has ended: count its uses")
 def test_two_requests_over_a_chunk(hw: Homework) -> None:
     store = store_of(hw, 6, a=3, b=3)
     for names in (["a"], ["a"], ["b"]):
@@ -655,14 +721,14 @@ def test_two_requests_over_a_chunk(hw: Homework) -> None:
     assert_equal(store.add("d", 6), ["a", "c"], name="what add('d', 6) evicts when all requests have ended")
 
 
-@check("ChunkStore", mistake="chunks in `keep` stay: the new one is computed after them")
+@check("ChunkStore", mistake="a chunk in `keep` was evicted, although the new chunk is computed after it")
 def test_chunks_to_keep(hw: Homework) -> None:
     store = store_of(hw, 9, a=3, b=3, c=3)
     assert_equal(store.add("d", 3, keep=["a"]), ["b"], name="what add('d', 3, keep=['a']) evicts")
     assert_equal(store.add("e", 3), ["a"], name="what add('e', 3) evicts")
 
 
-@check("ChunkStore", mistake="when a chunk finds no room, or a request names an unknown chunk, nothing may change")
+@check("ChunkStore", mistake="if there is no room, or a request names an unknown chunk, nothing may change")
 def test_a_refusal_changes_nothing(hw: Homework) -> None:
     store = store_of(hw, 9, a=3, b=3, c=3)
     store.begin(["c"])
@@ -675,7 +741,7 @@ def test_a_refusal_changes_nothing(hw: Homework) -> None:
     assert_equal(store.add("d", 3), ["a"], name="what add('d', 3) evicts after a request over a was refused")
 
 
-@check("ChunkStore", mistake="over a random life of chunks and requests, the books are wrong")
+@check("ChunkStore", mistake="in a random sequence of calls, the evicted chunks or the order of use are wrong")
 def test_a_random_life_of_chunks(hw: Homework) -> None:
     """The oracle keeps a time of last use for each chunk, and the list of running requests."""
     for seed in range(40):
@@ -777,37 +843,40 @@ def recomputed(hw: Homework, lens: ListLike[int], chosen: ListLike[int]) -> None
             assert_close(mine[layer], expected, atol=1e-9, name=f"the {name} of layer {layer}")
 
 
-@check("recompute", mistake="nothing is chosen, so nothing changes")
+@check("recompute", mistake="with no token chosen, keys and values must be unchanged")
 def test_nothing_is_chosen(hw: Homework) -> None:
     recomputed(hw, [4, 3], [])
 
 
-@check("recompute", mistake="all tokens are chosen, and the result is that of a plain prompt")
+@check(
+    "recompute",
+    mistake="with all tokens chosen, the result must be that of a plain prompt: look at the mask and the scale",
+)
 def test_all_are_chosen(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], list(range(12)))
 
 
-@check("recompute", mistake="after the first chunk all tokens are chosen: the result is that of a plain prompt")
+@check("recompute", mistake="with all tokens after the first chunk chosen, the result must be that of a plain prompt")
 def test_all_behind_the_first_chunk(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], list(range(4, 12)))
 
 
-@check("recompute", mistake="a chosen token sees the stored keys in front of it, and runs at its own position")
+@check("recompute", mistake="a chosen token must see the stored keys before it, and run at its own position")
 def test_the_last_token(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], [11])
 
 
-@check("recompute", mistake="a token in the middle sees the tokens up to itself, and no later one")
+@check("recompute", mistake="a chosen token must see all tokens up to itself, and no later one")
 def test_one_token_in_the_middle(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], [5])
 
 
-@check("recompute", mistake="a chosen token sees the new keys of those that were chosen before it, in the same layer")
+@check("recompute", mistake="a chosen token must see the new keys of the tokens chosen before it, from the same layer")
 def test_several_tokens(hw: Homework) -> None:
     recomputed(hw, [4, 3, 5], [4, 7, 8, 11])
 
 
-@check("recompute", mistake="for random chunks and choices, the result differs from one run under the whole mask")
+@check("recompute", mistake="for random chunks and choices, the result differs from one run under the full mask")
 def test_random_choices(hw: Homework) -> None:
     for seed in range(10):
         rng = random.Random(seed)
@@ -815,7 +884,7 @@ def test_random_choices(hw: Homework) -> None:
         recomputed(hw, lens, sorted(rng.sample(range(sum(lens)), rng.randrange(sum(lens)))))
 
 
-@check("recompute", mistake="the chosen tokens run through the model in one call, and no other tokens do", costs=0.3)
+@check("recompute", mistake="run the chosen tokens through the model in one call, without any other tokens", costs=0.3)
 def test_the_chosen_run_together_and_alone(hw: Homework) -> None:
     counts = []
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from book.grading import Exercise, Homework, assert_close, assert_equal, check, require
+from book.grading.assertions import CheckFailed
 from book.triton_lab import DEVICE, Watch, watch
 from mini_engine.rope import apply_rope
 
@@ -19,7 +20,7 @@ EXERCISES = [
         minutes=10,
         difficulty=1,
         hints=(
-            "Walk through the kernels in order, and keep a set of the tensors that are on chip by now. What does that "
+            "Walk through the kernels in order, and keep a set of the tensors that are on chip. What does the set "
             "change for a read, and what for a write?",
             "A read of a tensor that an earlier kernel has written costs nothing; any other read costs once. Handle "
             "the reads of a kernel before its writes.",
@@ -33,8 +34,8 @@ EXERCISES = [
         minutes=30,
         difficulty=2,
         hints=(
-            "Give each row to one program, which holds the whole row. What must the elements be that the padding to a "
-            "power of two adds?",
+            "Give each row to one program, which holds the whole row, padded to a power of two. What must the elements "
+            "of the padding be?",
             "One program loads x and delta of its row with a mask and other=0.0, converts both to float32, adds them, "
             "stores the sum, and computes tl.sum(row * row, 0). The mean divides by D, not by the padded width.",
             "column = tl.arange(0, WIDTH); at = tl.program_id(0) * D + column; after the sum: factor = tl.rsqrt("
@@ -91,8 +92,8 @@ EXERCISES = [
         difficulty=3,
         challenge=True,
         hints=(
-            "If programs add to one output, the order of the additions is the order in which they run. Where could "
-            "each of them leave its part instead?",
+            "If the programs add to one output, the order of the additions is the order in which the programs run. "
+            "Where could each program store its partial sum instead?",
             "A first launch on the grid (blocks, splits) writes partial sums [splits, N] in float32. A second launch "
             "adds them to the residual, in the order of the splits.",
             "columns = cdiv(K, splits); program (block, split) loops from split * columns to min((split + 1) * "
@@ -122,7 +123,7 @@ def assert_result(got: Tensor, want: Tensor, like: Tensor, name: str, mistake: s
 
 def assert_rounded_once(got: Tensor, want: Tensor, name: str) -> None:
     """Nearly all numbers of a result in 16 bits are the exact ones, rounded."""
-    assert got.dtype == SHORT, f"{name} is in {got.dtype} and not in {SHORT}, the dtype of the inputs"
+    assert got.dtype == SHORT, f"{name} has dtype {got.dtype} and not {SHORT}, that of the inputs"
     share = float((got != want.to(SHORT)).double().mean())
     assert share < 0.1, f"{share:.0%} of the numbers of {name} are not the exact ones, rounded once"
 
@@ -139,8 +140,13 @@ def unchanged(run: Callable[..., object], *inputs: Tensor | float) -> Watch:
 
 def assert_launches(found: Watch, most: int) -> None:
     names = [launch.kernel for launch in found.launches]
-    assert not found.operators, f"PyTorch computed {', '.join(sorted(set(found.operators)))} besides your kernel"
-    assert 1 <= len(names) <= most, f"{len(names)} launches ({', '.join(names)}) and not {most}"
+    besides = ", ".join(sorted(set(found.operators)))
+    only_fills = set(found.operators) <= {"zeros", "zeros_like", "new_zeros", "zero_", "full", "full_like", "fill_"}
+    if besides and only_fills:
+        raise CheckFailed(f"PyTorch's {besides} launches a kernel besides yours: allocate with torch.empty", "")
+    assert not besides, f"PyTorch computed {besides} besides your kernel"
+    launches = f"{len(names)} launches ({', '.join(names)})"
+    assert 1 <= len(names) <= most, f"{launches} instead of {'one' if most == 1 else f'at most {most}'}"
 
 
 def assert_reads(found: Watch, most: int, what: str) -> None:
@@ -155,39 +161,44 @@ def assert_reads(found: Watch, most: int, what: str) -> None:
 def assert_fused(hw: Homework, kernels: Sequence[tuple[dict, dict]], needed: Collection[str], want: tuple) -> None:
     got = hw.fuse([hw.Kernel(*kernel) for kernel in kernels], needed)
     assert isinstance(got, tuple) and len(got) == 2, f"fuse returns a Kernel, not {got!r}"
-    assert_equal(dict(got[0]), want[0], name="what the fused kernel reads")
-    assert_equal(dict(got[1]), want[1], name="what the fused kernel writes")
+    chain = "; ".join(f"{' '.join(reads)} -> {' '.join(writes)}" for reads, writes in kernels)
+    chain = f"({chain}; needed: {' '.join(needed)})"
+    assert_equal(dict(got[0]), want[0], name=f"what the fused kernel reads {chain}")
+    assert_equal(dict(got[1]), want[1], name=f"what the fused kernel writes {chain}")
 
 
-@check("fuse", mistake="a single kernel stays as it is")
+@check("fuse", mistake="a single kernel must stay as it is")
 def test_one_kernel(hw: Homework) -> None:
     assert_fused(hw, [({"a": 4, "b": 2}, {"c": 8})], ["c"], ({"a": 4, "b": 2}, {"c": 8}))
 
 
-@check("fuse", mistake="an intermediate result is neither written nor read")
+@check("fuse", mistake="do not count an intermediate result: it is neither written nor read")
 def test_an_intermediate_result(hw: Homework) -> None:
     assert_fused(hw, [({"a": 4}, {"b": 4}), ({"b": 4}, {"c": 8})], ["c"], ({"a": 4}, {"c": 8}))
 
 
-@check("fuse", mistake="an input of two kernels is read once")
+@check("fuse", mistake="count an input of two kernels once")
 def test_a_shared_input(hw: Homework) -> None:
     kernels = [({"x": 4, "Wk": 9}, {"k": 2}), ({"x": 4, "Wv": 9}, {"v": 2})]
     assert_fused(hw, kernels, ["k", "v"], ({"x": 4, "Wk": 9, "Wv": 9}, {"k": 2, "v": 2}))
 
 
-@check("fuse", mistake="a result that is needed afterwards is written, and the later kernels still need not read it")
+@check(
+    "fuse",
+    mistake="a result that is needed afterwards is written, but later kernels of the group do not read it from memory",
+)
 def test_an_intermediate_that_is_needed(hw: Homework) -> None:
     kernels = [({"x": 4, "y": 4}, {"z": 4}), ({"z": 4, "w": 1}, {"n": 4})]
     assert_fused(hw, kernels, ["z", "n"], ({"x": 4, "y": 4, "w": 1}, {"z": 4, "n": 4}))
 
 
-@check("fuse", mistake="a tensor that is changed in place is read, because its first kernel reads before it writes")
+@check("fuse", mistake="a tensor that is changed in place is read from memory: its first kernel reads before it writes")
 def test_in_place(hw: Homework) -> None:
     kernels = [({"x": 4, "y": 4}, {"x": 4}), ({"x": 4, "z": 4}, {"x": 4})]
     assert_fused(hw, kernels, ["x"], ({"x": 4, "y": 4, "z": 4}, {"x": 4}))
 
 
-@check("fuse", mistake="chains of all kinds: work out the printed one by hand")
+@check("fuse", mistake="it fails for a random chain: work out the printed one by hand")
 def test_random_chains(hw: Homework) -> None:
     rng, sizes = random.Random(0), {name: 2**i for i, name in enumerate("abcdefgh")}
     for _ in range(100):
@@ -218,29 +229,33 @@ def assert_add_norm(hw: Homework, rows: int, width: int, dtype: torch.dtype = to
     assert_result(got[1], F.rms_norm(total, (width,), weight.double(), eps), x, f"the norm {what}")
 
 
-@check("add_rms_norm", mistake="one row whose width is a power of two: follow the example by hand")
+@check("add_rms_norm", mistake="it fails for a single row whose width is a power of two: follow the example by hand")
 def test_one_row(hw: Homework) -> None:
     assert_add_norm(hw, 1, 64)
 
 
-@check("add_rms_norm", mistake="each row has a mean square of its own, and begins D numbers after the row before")
+@check("add_rms_norm", mistake="each row has its own mean square, and begins D elements after the previous row")
 def test_rows(hw: Homework) -> None:
     assert_add_norm(hw, 7, 32)
 
 
-@check("add_rms_norm", mistake="D is no power of two: mask what the padding loads and stores, and divide by D")
+@check(
+    "add_rms_norm", mistake="D is not a power of two: mask loads and stores, and divide by D, not by the padded width"
+)
 def test_any_width(hw: Homework) -> None:
     for width in (1, 3, 37, 200):
         assert_add_norm(hw, 3, width)
 
 
-@check("add_rms_norm", mistake="eps is added to the mean square, under the root")
+@check("add_rms_norm", mistake="add eps to the mean square, under the root")
 def test_eps(hw: Homework) -> None:
     assert_add_norm(hw, 2, 24, eps=0.5)
     assert_add_norm(hw, 2, 24, scale=0.01, eps=1e-2)
 
 
-@check("add_rms_norm", mistake="convert to float32 before you add and square, and norm the sum before it is rounded")
+@check(
+    "add_rms_norm", mistake="convert to float32 before you add and square, and normalize the sum before it is rounded"
+)
 def test_add_norm_in_16_bits(hw: Homework) -> None:
     assert_add_norm(hw, 3, 576, SHORT)
     x, delta, weight = randn(8, 512, dtype=SHORT), randn(8, 512, dtype=SHORT), torch.ones(512).to(DEVICE, SHORT)
@@ -259,16 +274,16 @@ def test_add_norm_in_16_bits(hw: Homework) -> None:
     assert_close(normed.double(), torch.ones_like(large).double(), atol=1e-2, name="the norm of a row of 300s")
 
 
-@check("add_rms_norm", mistake="one launch writes both results, and the inputs stay as they are")
+@check("add_rms_norm", mistake="write both results in one launch, and do not change the inputs")
 def test_one_launch_of_the_norm(hw: Homework) -> None:
     x, delta, weight = randn(5, 48), randn(5, 48), randn(48)
     assert_launches(unchanged(hw.add_rms_norm, x, delta, weight, EPS), 1)
 
 
-@check("add_rms_norm", mistake="keep the row in registers between its sum and its norm", costs=0.2)
+@check("add_rms_norm", mistake="load a row once, and keep it in registers between its sum and its norm", costs=0.2)
 def test_reads_of_the_norm(hw: Homework) -> None:
     found = unchanged(hw.add_rms_norm, randn(5, 48), randn(5, 48), randn(48), EPS)
-    assert_reads(found, 3 * 5 * 48 * 4, "x, delta and the weight for each row")
+    assert_reads(found, 3 * 5 * 48 * 4, "x and delta once, and the weight once for each row")
 
 
 # norm_linear --------------------------------------------------------------------------------------------------------
@@ -286,29 +301,32 @@ def assert_norm_linear(
     assert_result(got, want, x, f"the product for x [{tokens}, {columns}], weight [{rows}, {columns}]")
 
 
-@check("norm_linear", mistake="one token and one tile: normalize by the root of the mean square, and use norm_weight")
+@check(
+    "norm_linear",
+    mistake="it fails for one token and one tile: divide by the root of the mean square, and multiply by norm_weight",
+)
 def test_one_tile(hw: Homework) -> None:
     assert_norm_linear(hw, 1, 64, 16)
 
 
-@check("norm_linear", mistake="the sum of squares runs over all tiles of the columns, and so does the product")
+@check("norm_linear", mistake="add up both the squares and the products over all tiles of the columns")
 def test_several_tiles(hw: Homework) -> None:
     assert_norm_linear(hw, 1, 256, 16)
 
 
-@check("norm_linear", mistake="the mean square divides by K, and elements outside of x and the weight are 0")
+@check("norm_linear", mistake="divide the sum of squares by K, and let elements outside x and the weight be 0")
 def test_any_shape(hw: Homework) -> None:
     for columns, rows in ((37, 5), (130, 33), (1, 1), (576, 20)):
         assert_norm_linear(hw, 1, columns, rows)
 
 
-@check("norm_linear", mistake="every token is scaled by its own norm")
+@check("norm_linear", mistake="scale every token by its own norm, not all by one")
 def test_tokens_of_different_size(hw: Homework) -> None:
     for tokens in (2, 3, 8):
         assert_norm_linear(hw, tokens, 96, 40, span=(-2, 2), eps=1e-12)
 
 
-@check("norm_linear", mistake="eps is added to the mean square; it is not left out because the norm moved")
+@check("norm_linear", mistake="add eps to the mean square here too, although the norm comes after the product")
 def test_eps_of_the_product(hw: Homework) -> None:
     assert_norm_linear(hw, 2, 96, 24, eps=0.5)
 
@@ -321,7 +339,7 @@ def test_norm_linear_in_16_bits(hw: Homework) -> None:
     assert_rounded_once(hw.norm_linear(x, norm_weight, EPS, weight), want, "the product")
 
 
-@check("norm_linear", mistake="norm and product are one launch, and no normalized token is written")
+@check("norm_linear", mistake="compute norm and product in one launch, and do not write the normalized tokens")
 def test_one_launch_of_the_product(hw: Homework) -> None:
     found = unchanged(hw.norm_linear, randn(3, 96), randn(96), EPS, randn(40, 96))
     assert_launches(found, 1)
@@ -329,7 +347,7 @@ def test_one_launch_of_the_product(hw: Homework) -> None:
         assert_equal(found.bytes_written, 3 * 40 * 4, name="bytes written")
 
 
-@check("norm_linear", mistake="do not pass over the tokens twice, or over the weight once for each token", costs=0.3)
+@check("norm_linear", mistake="do not load the tokens twice, or the weight once for each token", costs=0.3)
 def test_reads_of_the_product(hw: Homework) -> None:
     found = unchanged(hw.norm_linear, randn(4, 128), randn(128), EPS, randn(64, 128))
     programs = found.launches[0].programs
@@ -360,26 +378,29 @@ def test_several_tiles_each(hw: Homework) -> None:
     assert_gated(hw, 1, 256, 32)
 
 
-@check("gate_up_silu", mistake="rows of the gate end at I, where those of the up projection begin; mask both at I")
+@check(
+    "gate_up_silu",
+    mistake="gate and up have I rows each: mask both at I, so that the gate does not read rows of the up projection",
+)
 def test_any_inner_size(hw: Homework) -> None:
     for columns, inner in ((37, 5), (130, 33), (1, 1)):
         assert_gated(hw, 1, columns, inner)
 
 
-@check("gate_up_silu", mistake="several tokens: each has a row of the result")
+@check("gate_up_silu", mistake="each of several tokens must have its own row of the result")
 def test_several_tokens(hw: Homework) -> None:
     for tokens in (2, 3, 8):
         assert_gated(hw, tokens, 70, 40)
 
 
-@check("gate_up_silu", mistake="gate and up are multiplied in float32, before anything is rounded", costs=0.3)
+@check("gate_up_silu", mistake="multiply gate and up in float32, before anything is rounded", costs=0.3)
 def test_gated_in_16_bits(hw: Homework) -> None:
     x, weight = randn(3, 256, dtype=SHORT), randn(2 * 40, 256, dtype=SHORT, scale=0.1)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
     assert_rounded_once(hw.gate_up_silu(x, weight), F.silu(gate) * up, "the result")
 
 
-@check("gate_up_silu", mistake="product and activation are one launch")
+@check("gate_up_silu", mistake="compute products and activation in one launch")
 def test_one_launch_of_the_gate(hw: Homework) -> None:
     found = unchanged(hw.gate_up_silu, randn(3, 96), randn(80, 96))
     assert_launches(found, 1)
@@ -424,7 +445,9 @@ def assert_rotated(
     assert_result(pages[1], want[1], qkv, f"the pages of values {what}", mistake)
 
 
-@check("rotate_and_store", mistake="one token in slot 0: pairs are (j, j + D/2), and values are not rotated")
+@check(
+    "rotate_and_store", mistake="it fails for one token in slot 0: pairs are (j, j + D/2), and values are not rotated"
+)
 def test_one_token(hw: Homework) -> None:
     assert_rotated(hw, [0])
 
@@ -440,13 +463,13 @@ def test_tokens_in_any_slots(hw: Homework) -> None:
     assert_rotated(hw, [7, 2, 19, 3], heads=(4, 2))
 
 
-@check("rotate_and_store", mistake="with other numbers of heads: queries first, then keys, then values")
+@check("rotate_and_store", mistake="it fails for other numbers of heads: queries come first, then keys, then values")
 def test_numbers_of_heads(hw: Homework) -> None:
     for heads in ((1, 1), (9, 3), (3, 3), (8, 1)):
         assert_rotated(hw, [4, 11], heads=heads)
 
 
-@check("rotate_and_store", mistake="half of a head is no power of two: mask what the padding loads and stores")
+@check("rotate_and_store", mistake="D / 2 is not a power of two: mask loads and stores")
 def test_head_sizes(hw: Homework) -> None:
     for head_dim in (2, 12, 20, 64):
         assert_rotated(hw, [4, 11], head_dim=head_dim)
@@ -463,7 +486,7 @@ def test_rotated_in_16_bits(hw: Homework) -> None:
     assert_rounded_once(pages[0].flatten(0, 1), want[:, 1:], "the keys")
 
 
-@check("rotate_and_store", mistake="all of it is one launch")
+@check("rotate_and_store", mistake="rotate and store in one launch")
 def test_one_launch_of_the_rotation(hw: Homework) -> None:
     qkv, angles = randn(3, 4 * 8), torch.rand(3, 4, device=DEVICE)
     pages = [randn(5, 4, 1, 8) for _ in range(2)]
@@ -488,37 +511,40 @@ def assert_split(
         assert_result(got, want, x, f"the result for weight [{rows}, {columns}] in {number} splits")
 
 
-@check("split_k_linear", mistake="one split: the residual plus all products")
+@check("split_k_linear", mistake="with one split, the result is the residual plus the whole product")
 def test_one_split(hw: Homework) -> None:
     assert_split(hw, 64, 16, [1])
     assert_split(hw, 300, 40, [1])
 
 
-@check("split_k_linear", mistake="each column belongs to exactly one split, also where the splits are no whole tiles")
+@check("split_k_linear", mistake="each column belongs to exactly one split, even if the splits are not whole tiles")
 def test_splits(hw: Homework) -> None:
     assert_split(hw, 256, 16, [2, 4])
     assert_split(hw, 300, 16, [2, 3, 7])
 
 
-@check("split_k_linear", mistake="rows that are no multiple of your block: mask loads and stores")
+@check("split_k_linear", mistake="the number of rows is not a multiple of your block: mask loads and stores")
 def test_any_rows(hw: Homework) -> None:
     assert_split(hw, 130, 5, [1, 3])
     assert_split(hw, 130, 33, [1, 3])
 
 
-@check("split_k_linear", mistake="with more splits than columns some have nothing to add, and add nothing")
+@check("split_k_linear", mistake="with more splits than columns, some splits have no columns and must add nothing")
 def test_more_splits_than_columns(hw: Homework) -> None:
     assert_split(hw, 3, 5, [4, 8])
     assert_split(hw, 9, 5, [8])
 
 
-@check("split_k_linear", mistake="the residual is added once, and no input changes")
+@check("split_k_linear", mistake="add the residual once, and do not change the inputs")
 def test_the_inputs_stay(hw: Homework) -> None:
     unchanged(lambda *inputs: hw.split_k_linear(*inputs, 3), randn(96), randn(40, 96), randn(40))
     assert_split(hw, 96, 40, [3], SHORT)
 
 
-@check("split_k_linear", mistake="the order in which programs run changed the result: nothing may be added on arrival")
+@check(
+    "split_k_linear",
+    mistake="the order in which programs run changed the result: do not add up sums in order of arrival",
+)
 def test_the_same_bits_in_any_order(hw: Homework) -> None:
     x, weight, residual = randn(700), randn(20, 700), randn(20)
     first = hw.split_k_linear(x, weight, residual, 7)
@@ -528,7 +554,7 @@ def test_the_same_bits_in_any_order(hw: Homework) -> None:
         assert torch.equal(first, again), f"run {seed + 2}: results differ by {float((first - again).abs().max()):.0e}"
 
 
-@check("split_k_linear", mistake="each split of each block of 16 rows needs a program, in at most two launches")
+@check("split_k_linear", mistake="each split of each block of 16 rows needs its own program, in at most two launches")
 def test_programs_of_the_splits(hw: Homework) -> None:
     found = unchanged(lambda *inputs: hw.split_k_linear(*inputs, 5), randn(320), randn(64, 320), randn(64))
     assert_launches(found, 2)
@@ -537,7 +563,7 @@ def test_programs_of_the_splits(hw: Homework) -> None:
         assert programs >= 4 * 5, f"the first launch has {programs} programs for 4 blocks of 16 rows in 5 splits"
 
 
-@check("split_k_linear", mistake="the largest part has about as many columns as the others: cdiv(K, splits) at most")
+@check("split_k_linear", mistake="the columns are divided unevenly: no part needs more than cdiv(K, splits)")
 def test_parts_of_about_the_same_size(hw: Homework) -> None:
     """With one row, a program reads its columns of the weight and of x, and perhaps all partial sums."""
     found = unchanged(lambda *inputs: hw.split_k_linear(*inputs, 64), randn(4095), randn(1, 4095), randn(1))
@@ -546,7 +572,7 @@ def test_parts_of_about_the_same_size(hw: Homework) -> None:
         assert columns <= 64 + 32 + 8, f"one of 64 parts of 4,095 columns has about {columns} columns"
 
 
-@check("split_k_linear", mistake="partial sums are float32, and the result is rounded once", costs=0.3)
+@check("split_k_linear", mistake="keep partial sums in float32, and round the result once", costs=0.3)
 def test_split_k_in_16_bits(hw: Homework) -> None:
     x, residual, weight = randn(512, dtype=SHORT), randn(256, dtype=SHORT), randn(256, 512, dtype=SHORT, scale=0.05)
     want = residual.double() + weight.double() @ x.double()

@@ -2,7 +2,7 @@
 sizes for its graphs, a loop that runs ahead of its results, and a graph of your own.
 
 `pad_decodes` is a part of the engine: once its checks pass, `mini-engine generate
---homework` fills up its decode steps with it. `StepTimes` and `Device` are given.
+--homework` pads its decode steps with it. `StepTimes` and `Device` are given.
 
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
@@ -49,21 +49,21 @@ def run_steps(
     collect: float,
     depth: int,
 ) -> list[StepTimes]:
-    """Simulate the clocks of host and device over some equal steps.
+    """Simulate the clocks of host and device over identical steps.
 
     The host does one thing at a time, and so does the device. For each step the host
-    prepares, then makes its launches one after the other. What a launch starts runs on
-    the device once the launch is complete and everything launched before is finished;
-    the host does not wait for it. After the launches of a step the host collects the
-    oldest steps, in order, until at most `depth` of them are not collected. After the
+    prepares, then makes its launches one after the other. The work of a launch starts
+    on the device once the launch is complete and all earlier work is finished; the host
+    does not wait for it. After the launches of a step the host collects the oldest
+    steps, in order, until at most `depth` launched steps are not collected. After the
     last step it collects all. To collect a step the host waits until the step is done,
     and then works for `collect`.
 
     Args:
-        num_steps: how many.
+        num_steps: number of steps.
         prepare: host time before the launches of a step, in microseconds.
         launch: host time of each launch.
-        work: device time of what each launch of a step starts: one kernel, or all
+        work: device time of each launch of a step: that of one kernel, or of all
             kernels of a graph.
         collect: host time after the wait.
         depth: the pipeline depth.
@@ -93,21 +93,22 @@ def update_tables(
     """Write a step's pages into the dense table that a captured kernel reads.
 
     The kernel of a graph reads `tables` and `lens` at fixed addresses, and takes R
-    requests in every replay. Of row b it reads the pages of its first `lens[b]` keys.
-    What must hold:
-        - Both arrays are changed in place. They hold what an earlier step left there.
-        - Row b has the pages of request b, in order. Every page number counts, also 0.
+    requests in every replay. In row b it reads only the pages of the first `lens[b]`
+    keys. What must hold:
+        - Both arrays are changed in place. They still hold an earlier step's numbers.
+        - Row b has the pages of request b, in order. Page 0 is a page like any other.
         - Rows after the requests are padding: they have one key, in `padding_page`.
         - An entry that the kernel does not read may be any page: what was there before,
           a page of this step, or 0, but not -1.
         - No loop over requests or pages.
 
     Args:
-        tables: table of pages of the graph.
-        lens: keys of each row.
+        tables: page table of the graph.
+        lens: number of keys of each row.
         page_indices: pages of all requests, in order.
         page_indptr: first entry of each request in `page_indices`, and P.
-        kv_lens: keys of each request, at least 1; its pages are as many as they need.
+        kv_lens: number of keys of each request, at least 1; the request has exactly as
+            many pages as they need.
         padding_page: a page that no request has.
 
     Raises:
@@ -126,25 +127,25 @@ def update_tables(
 
 
 def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
-    """Fill up a step in which every request decodes one token.
+    """Pad a step in which every request decodes one token.
 
     A graph computes a fixed number of requests, so a step with fewer gets rows of
     padding after them. `arrays` are the arguments of `StepBatch.build`:
 
         token_ids       [B]  the token of each request, if the host knows it
-        kv_lens         [B]  keys of each request, the one of this step included
+        kv_lens         [B]  number of keys of each request, this step's key included
         pages           [P]  pages of all requests, in order, as many as the keys need
-        token_source    [B]  row whose last sampled token is the request's, or -1 if
-                             `token_ids` has it; or None: the host knows all
+        token_source    [B]  row whose last sampled token is the request's input, or -1
+                             if the input is in `token_ids`; None if all of them are
         page_positions  [P]  position of the first key of each page, or None
 
     What must hold:
         - A row of padding computes a token that every vocabulary has, such as 0, over
           as few keys as possible, and touches no page and no row of a request.
         - B may be 0: the engine captures a step of padding alone.
-        - The arrays of the requests come first, unchanged, and None stays None. Of
-          two arrays, `token_source` and `page_positions`, each may be None.
-        - The arguments belong to the caller: leave them as they are.
+        - Each array begins with the requests' own entries, unchanged. Where
+          `token_source` or `page_positions` is None, it stays None.
+        - The arguments belong to the caller: do not change them.
 
     Args:
         arrays: see above.
@@ -154,7 +155,7 @@ def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
     Returns:
         The arguments of the larger step.
 
-    Example: a request of 5 keys in pages of 4, filled up to a step of 2.
+    Example: a request of 5 keys in pages of 4, padded to a step of 2.
 
         >>> arrays = dict(token_ids=np.array([8]), kv_lens=np.array([5]))
         >>> arrays |= dict(pages=np.array([3, 6]), token_source=None)
@@ -169,17 +170,18 @@ def graph_sizes(steps: Mapping[int, int], num_sizes: int) -> list[int]:
     """Choose the sizes of the graphs of decode steps.
 
     A step of n requests runs in the graph of the smallest size that is at least n. Its
-    padding is the difference.
+    padding is the difference. For 512 different numbers of requests and 16 sizes the
+    choice should take a second or two.
 
     Args:
         steps: how many steps had each number of requests, both at least 1.
         num_sizes: the most graphs that may be captured, at least 1.
 
     Returns:
-        Sizes, ascending, such that every step fits, and that the padding of all steps
-        together is as small as `num_sizes` graphs allow.
+        Sizes, ascending, such that every step fits in one of them and the padding of
+        all steps together is as small as `num_sizes` graphs allow.
 
-    Example: nine steps of 8 requests and one of 7; one size fewer than needed.
+    Example: three different numbers of requests, with two sizes and with enough.
 
         >>> graph_sizes({1: 20, 7: 1, 8: 9}, num_sizes=2)
         [1, 8]
@@ -203,7 +205,7 @@ class Device:
     Attributes:
         num_rows: see above.
         launches: rows of each step.
-        idle: how often the device had nothing to do while the host had not finished.
+        idle: how often the device ran out of work before the next launch.
     """
 
     def __init__(self, num_rows: int, model: Callable[[str], ListLike[str]]) -> None:
@@ -241,22 +243,22 @@ class Device:
 def serve_ahead(
     device: Device, prompts: ListLike[str], *, max_tokens: int, stop: ListLike[str]
 ) -> list[str]:
-    """Serve requests at pipeline depth 1, exactly as at depth 0.
+    """Serve requests at pipeline depth 1, with the same outputs as at depth 0.
 
     A request ends when its text contains a stop string, or at `max_tokens` tokens. What
     must hold:
-        - A request's output is its text before the first place where any stop
-          string begins; without one, the text of its `max_tokens` tokens. A stop string
-          may begin in one token and end in a later one.
+        - A request's output is its text up to the first place where any stop string
+          begins or, if it contains none, the text of its `max_tokens` tokens. A stop
+          string may begin in one token and end in a later one.
         - Each step is launched before the previous one is collected, if any row has a
-          token to compute. If none has, the steps in flight are collected first.
-        - `max_tokens` is known ahead: no token after it is computed. At most one token
-          of each request is computed after a stop string.
-        - Requests start in order, as soon as a row is free. The row of a request that a
-          stop string ended is given to the next one in the launch after that end was
-          collected, while the device may still compute a token of the old one. A
-          request that reaches `max_tokens` may leave its row at its last launch, or
-          when its end is collected.
+          token to compute. If none has, the step in flight is collected first.
+        - `max_tokens` is known in advance: no token beyond it is computed. At most one
+          token of each request is computed after a stop string.
+        - Requests start in order, as soon as a row is free. When a request has ended by
+          a stop string, the first launch after that token was collected gives its row
+          to the next request, although the device may still be computing a token of the
+          old one. A request that reaches `max_tokens` may leave its row at its last
+          launch, or when its last token is collected.
 
     Args:
         device: where the steps run. It has computed nothing yet.
@@ -267,12 +269,12 @@ def serve_ahead(
     Returns:
         The output of each request.
 
-    Example: the first request stops at "lo", which two tokens contain together.
+    Example: the request stops at "lo", which begins in one token and ends in the next.
 
         >>> device = Device(1, lambda prompt: ["hel", "l", "o", " you", "!"])
         >>> serve_ahead(device, ["say"], max_tokens=5, stop=["lo"])
         ['hel']
-        >>> len(device.launches)  # one of them for nothing
+        >>> len(device.launches)  # the last one is wasted
         4
     """
     raise NotImplementedError
@@ -284,9 +286,9 @@ class Graph:
     `capture` runs the function once and records the operators that it calls on tensors,
     with their arguments. `replay` calls these operators again, in order, and not the
     function. As in a CUDA graph,
-        - an operator reads its arguments, and leaves its results, at the addresses that
-          it had in the capture: the inputs, constants of the function, intermediates,
-          and the outputs;
+        - an operator reads its arguments and writes its results at the same addresses
+          as in the capture, whether they are inputs, constants of the function,
+          intermediates, or outputs;
         - numbers, branches and loops of Python are those of the capture;
         - operators that write in place do so in every replay.
 
@@ -305,19 +307,19 @@ class Graph:
     """
 
     def __init__(self) -> None:
-        """Begin without a function."""
+        """Create an empty graph."""
         raise NotImplementedError
 
     def capture(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run and record a function.
 
         Args:
-            function: calls operators on tensors of a CPU; its results may be tensors,
-                and lists or tuples of them.
+            function: calls operators on CPU tensors; returns tensors, or lists or
+                tuples of tensors.
             inputs: its arguments.
 
         Returns:
-            Its results, which every replay overwrites.
+            The function's results, which every replay overwrites.
 
         Raises:
             RuntimeError: if the host reads a value of a tensor (`x.item()`, `int(x)`,
@@ -327,5 +329,5 @@ class Graph:
         raise NotImplementedError
 
     def replay(self) -> None:
-        """Compute all of it again, from what the inputs contain now."""
+        """Call the recorded operators again, on the inputs' current contents."""
         raise NotImplementedError

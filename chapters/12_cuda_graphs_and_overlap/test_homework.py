@@ -31,8 +31,8 @@ EXERCISES = [
         minutes=20,
         difficulty=2,
         hints=(
-            "Keep two clocks: when the host is free, and when the device is. Which of the two does a launch move, and "
-            "which one the start of a kernel?",
+            "Keep two clocks: when the host is free, and when the device is free. Which of the two does a launch move, "
+            "and which does a kernel move?",
             "A launch moves the host's clock. What it starts begins at the later of both clocks and moves the "
             "device's. Collecting step k moves the host to the later of its own clock and the end of step k.",
             "for seconds in work: host += launch; device = max(device, host) + seconds. Then, while more than depth "
@@ -46,8 +46,8 @@ EXERCISES = [
         difficulty=2,
         hints=(
             "CSR lists the pages in the order of rows. In which order does numpy assign to the True entries of a mask?",
-            "A mask of the entries that requests have comes from comparing column numbers with the counts of pages. "
-            "Check the sizes before you write anything; then do the rows of the padding.",
+            "Compare the column numbers with each request's number of pages: the result is a mask of the entries to "
+            "write. Check the sizes before you write anything, and write the rows of the padding last.",
             "tables[:B][np.arange(W) < np.diff(page_indptr)[:, None]] = page_indices; lens[:B] = kv_lens; "
             "tables[B:, 0] = padding_page; lens[B:] = 1.",
         ),
@@ -72,12 +72,12 @@ EXERCISES = [
         minutes=40,
         difficulty=2,
         hints=(
-            "Which sizes can be part of a best choice? And if you knew the largest size but one, what would be left to "
+            "Which sizes can be part of a best choice? If you knew the second-largest size, what would be left to "
             "choose?",
             "Only numbers of requests that occur. Let least[k][j] be the least padding of the j smallest numbers with "
-            "k sizes, the last of which is the j-th number: the last size holds the numbers i to j for some i.",
-            "least[k][j] = min over i of least[k - 1][i] + padding of the steps with numbers i to j - 1 in size "
-            "numbers[j - 1]. Keep the best i of each (k, j), and walk back from j = n.",
+            "k sizes, the last of which is the j-th number. That size serves the numbers after the i-th, for some i.",
+            "least[k][j] = min over i < j of least[k - 1][i] + the padding of numbers[i:j] in the size numbers[j - 1]. "
+            "Keep the best i of each (k, j), and walk back from j = n.",
         ),
     ),
     Exercise(
@@ -86,8 +86,8 @@ EXERCISES = [
         minutes=60,
         difficulty=3,
         hints=(
-            "When a step is collected, a row may belong to another request than when the step was launched. What has "
-            "to be remembered with each launch?",
+            "When a step is collected, a row may belong to a different request than when the step was launched. What "
+            "must you remember with each launch?",
             "Keep the owner of each row, and with each step in flight a copy of the owners at its launch. Count the "
             "launched tokens and the known ones of each request: they differ by up to one.",
             "In a loop: fill free rows; launch the rows whose request has fewer than max_tokens launched tokens; "
@@ -167,30 +167,33 @@ def test_one_kernel(hw: Homework) -> None:
     clocked(hw, 1, prepare=5.0, launch=2.0, work=[3.0], collect=1.0, depth=0)
 
 
-@check("run_steps", mistake="the host does not wait for a kernel before the next launch, and kernels do not overlap")
+@check(
+    "run_steps",
+    mistake="the host launches without waiting for earlier kernels, and the device runs one kernel at a time",
+)
 def test_a_step_of_some_kernels(hw: Homework) -> None:
     clocked(hw, 1, prepare=5.0, launch=2.0, work=[3.0, 4.0, 1.0], collect=1.0, depth=0)
     clocked(hw, 1, prepare=0.0, launch=2.0, work=[9.0, 1.0, 1.0], collect=1.0, depth=0)
 
 
-@check("run_steps", mistake="where launches are slower than kernels, the device waits for each launch")
+@check("run_steps", mistake="if launches are slower than kernels, the device waits for each launch")
 def test_a_launch_bound_step(hw: Homework) -> None:
     clocked(hw, 1, prepare=5.0, launch=6.0, work=[1.0, 1.0, 4.0], collect=1.0, depth=0)
 
 
-@check("run_steps", mistake="at depth 0 a step is collected before the next one is prepared")
+@check("run_steps", mistake="at depth 0, collect a step before you prepare the next one")
 def test_depth_0(hw: Homework) -> None:
     clocked(hw, 4, prepare=5.0, launch=2.0, work=[3.0, 4.0], collect=1.0, depth=0)
 
 
-@check("run_steps", mistake="at depth 1 the host prepares and launches a step first, then collects the one before it")
+@check("run_steps", mistake="at depth 1, prepare and launch a step first, then collect the one before it")
 def test_depth_1(hw: Homework) -> None:
     clocked(hw, 2, prepare=5.0, launch=2.0, work=[30.0], collect=1.0, depth=1)
     clocked(hw, 5, prepare=5.0, launch=2.0, work=[30.0], collect=1.0, depth=1)
     clocked(hw, 5, prepare=50.0, launch=2.0, work=[30.0], collect=1.0, depth=1)
 
 
-@check("run_steps", mistake="the last steps are collected too, each once, whatever the depth")
+@check("run_steps", mistake="collect the last steps too, each once, whatever the depth")
 def test_the_end_of_the_pipeline(hw: Homework) -> None:
     clocked(hw, 1, prepare=5.0, launch=2.0, work=[30.0], collect=1.0, depth=1)
     clocked(hw, 3, prepare=5.0, launch=2.0, work=[30.0], collect=1.0, depth=2)
@@ -230,12 +233,12 @@ def updated(
     is_page = np.isin(tables, [77, 0, page, *indices])
     require(
         is_page.all(),
-        f"an entry after the pages of a row is {tables[~is_page][:1]}: not what was there, and no page of the step",
+        f"an entry after the pages of a row is {tables[~is_page][:1]}: neither what was there nor a page of the step",
     )
     return tables, lens
 
 
-@check("update_tables", mistake="one request in a table for one: its pages, and its length")
+@check("update_tables", mistake="it fails for a single request in a table of one row: write its pages and its length")
 def test_one_request(hw: Homework) -> None:
     updated(hw, [[4, 2, 9]], num_rows=1, width=3)
     updated(hw, [[4]], num_rows=1, width=3)
@@ -246,19 +249,24 @@ def test_page_0(hw: Homework) -> None:
     updated(hw, [[0, 3], [5, 0, 2], [0]], num_rows=3, width=4)
 
 
-@check("update_tables", mistake="each request has its own number of pages, and begins where indptr says")
+@check("update_tables", mistake="each request has its own number of pages, which begin where page_indptr says")
 def test_requests_of_several_lengths(hw: Homework) -> None:
     updated(hw, [[4, 2, 9], [1], [8, 7]], num_rows=3, width=5)
     updated(hw, [[4, 2, 9], [1], [8, 7]], num_rows=3, width=3, full=True)
 
 
-@check("update_tables", mistake="rows after the requests have one key, in the padding page, whatever was there before")
+@check(
+    "update_tables", mistake="rows after the requests must have one key, in the padding page, whatever was there before"
+)
 def test_rows_of_padding(hw: Homework) -> None:
     updated(hw, [[4, 2, 9], [1]], num_rows=4, width=5)
     updated(hw, [[4]], num_rows=8, width=1, page=33)
 
 
-@check("update_tables", mistake="a request whose pages do not fit needs a ValueError: a kernel would read past the row")
+@check(
+    "update_tables",
+    mistake="raise a ValueError if the requests do not fit, before you write anything: a kernel checks no bounds",
+)
 def test_a_request_that_does_not_fit(hw: Homework) -> None:
     for requests, num_rows, width in (([[1], [4, 2, 9]], 4, 2), ([[1], [2], [3]], 2, 4)):
         tables, lens = np.full((num_rows, width), 77, np.int32), np.full(num_rows, 5, np.int32)
@@ -269,7 +277,7 @@ def test_a_request_that_does_not_fit(hw: Homework) -> None:
         assert (tables == 77).all() and (lens == 5).all(), "something was written before the error"
 
 
-@check("update_tables", mistake="for random steps, one after the other in the same table, a kernel reads other pages")
+@check("update_tables", mistake="over a series of random steps in one table, a kernel reads wrong pages or lengths")
 def test_random_tables(hw: Homework) -> None:
     rng = np.random.default_rng(0)
     tables, lens = np.zeros((9, 6), np.int32), np.zeros(9, np.int32)
@@ -285,9 +293,14 @@ def test_random_tables(hw: Homework) -> None:
         assert ((tables >= 0) & (tables <= 50)).all(), "an entry is not a page"
 
 
-@check("update_tables", mistake="this happens on the host in every step: no loop over requests", costs=0.2, seconds=20)
+@check(
+    "update_tables",
+    mistake="this runs on the host in every step: write the table without a loop over requests",
+    costs=0.2,
+    seconds=20,
+)
 def test_many_requests(hw: Homework) -> None:
-    """A loop over requests takes about a hundred times as long as the reference, and the limit is ten times."""
+    """A loop over requests runs at least 4,096 lines of Python, and the reference about ten."""
     tables, lens = np.zeros((4096, 64), np.int32), np.zeros(4096, np.int32)
     indices, indptr = np.arange(4096 * 64, dtype=np.int32), np.arange(0, 4097 * 64, 64).astype(np.int32)
     calls = traced_lines(lambda: hw.update_tables(tables, lens, indices, indptr, np.full(4096, 1000, np.int32), 9))
@@ -314,7 +327,7 @@ def traced_lines(function: Callable[[], Any]) -> int:
     return count
 
 
-@check("update_tables", mistake="TensorRT-LLM's kernel gets other results from your table", seconds=COMPILING)
+@check("update_tables", mistake="TensorRT-LLM's kernel gets wrong results from your table", seconds=COMPILING)
 def test_the_kernel_reads_the_table(hw: Homework) -> None:
     """XQA in bfloat16 on a Hopper GPU, with page 0 and rows of padding, in a table that an earlier step has filled."""
     if not ON_GPU or torch.cuda.get_device_capability()[0] != 9:
@@ -370,7 +383,7 @@ def padded(hw: Homework, arrays: dict[str, Any], size: int, page: int = 40) -> S
             assert got[name] is None, f"{name} was None, and is an array now"
             continue
         assert got[name] is not None, f"{name} was an array, and is None now"
-        assert np.array_equal(got[name][: len(array)], array), f"the requests' own entries of {name} are not in front"
+        assert np.array_equal(got[name][: len(array)], array), f"{name} does not begin with the requests' own entries"
     for name in ("token_ids", "kv_lens"):
         assert_equal(len(got[name]), size, name=f"the length of {name}")
     assert_equal(got["kv_lens"][count:].tolist(), [1] * (size - count), name="keys of the rows of padding")
@@ -378,16 +391,18 @@ def padded(hw: Homework, arrays: dict[str, Any], size: int, page: int = 40) -> S
     made_up = sorted({*got["token_ids"][count:].tolist()} - {*range(50)})
     require(not made_up, f"a row of padding computes the token {made_up[:1]}, which a small vocabulary does not have")
     batch = StepBatch.build(**got, num_new=None, page_size=4)
-    assert (batch.slot_mapping[count:] == page * 4).all(), "a row of padding writes its key to a page of a request"
+    assert (batch.slot_mapping[count:] == page * 4).all(), (
+        "a row of padding does not write its key to the first slot of the given page"
+    )
     return batch
 
 
-@check("pad_decodes", mistake="a step that has the size already stays as it is")
+@check("pad_decodes", mistake="a step that already has the size must stay as it is")
 def test_nothing_to_pad(hw: Homework) -> None:
     padded(hw, decode_arrays([5, 9]), 2)
 
 
-@check("pad_decodes", mistake="a row of padding has one key, in one page, which is the page given")
+@check("pad_decodes", mistake="a row of padding must have one key, in the given page")
 def test_one_row_of_padding(hw: Homework) -> None:
     padded(hw, decode_arrays([5]), 2)
 
@@ -398,7 +413,7 @@ def test_rows_share_a_page(hw: Homework) -> None:
 
 
 @check(
-    "pad_decodes", mistake="a row of padding reads no row's last token: its source is -1; without sources stays None"
+    "pad_decodes", mistake="a row of padding has the source -1, because it reads no row's last token; None stays None"
 )
 def test_sources(hw: Homework) -> None:
     batch = padded(hw, decode_arrays([5, 9], sources=True), 4)
@@ -406,9 +421,7 @@ def test_sources(hw: Homework) -> None:
     assert_equal(batch.feed(torch.arange(100, 110))[:2].tolist(), [103, 104], name="the tokens that requests are fed")
 
 
-@check(
-    "pad_decodes", mistake="`page_positions` has an entry for each page, so it grows with `pages`; 0 for the padding"
-)
+@check("pad_decodes", mistake="`page_positions` has an entry for each page, so it grows as `pages` does, by zeros")
 def test_page_positions(hw: Homework) -> None:
     batch = padded(hw, decode_arrays([5, 9], positions=True), 4)
     assert_equal(batch.positions.tolist(), [4, 8, 0, 0], name="the positions")
@@ -420,7 +433,7 @@ def test_padding_alone(hw: Homework) -> None:
     padded(hw, decode_arrays([], sources=True), 1)
 
 
-@check("pad_decodes", mistake="for random steps, the padded step is not the step with padding after it")
+@check("pad_decodes", mistake="for random steps, padding changes the requests' own part of the step")
 def test_random_padding(hw: Homework) -> None:
     for seed in range(30):
         rng = random.Random(seed)
@@ -463,7 +476,7 @@ def served(parts: Parts, device: str = "cpu", **options: Any) -> list[list[int]]
     return [list(request.output_token_ids) for request in requests]
 
 
-@check("pad_decodes", mistake="the engine writes other tokens on your padding, although padding must not change any")
+@check("pad_decodes", mistake="on your padding the engine generates other tokens, although padding must not change any")
 def test_the_engine_pads_with_it(hw: Homework) -> None:
     expected, parts = served(Parts()), replace(Parts(), pad_decodes=hw.pad_decodes)
     for sizes in ((5,), (2, 8), (3,)):
@@ -494,41 +507,41 @@ def chosen(hw: Homework, steps: dict[int, int], num_sizes: int, least: int | Non
     given = dict(steps)
     sizes = list(hw.graph_sizes(steps, num_sizes))
     assert steps == given, "you changed `steps`"
-    assert sizes == sorted(set(sizes)), f"sizes ascend, without duplicates: {sizes}"
+    assert sizes == sorted(set(sizes)), f"sizes must ascend, without duplicates: {sizes}"
     assert 1 <= len(sizes) <= num_sizes, f"{len(sizes)} sizes, where at most {num_sizes} are allowed"
     assert max(sizes) >= max(steps), f"a step of {max(steps)} requests does not fit in any of {sizes}"
     if least is None:
         ways = itertools.combinations(sorted(steps), min(num_sizes, len(steps)))
         least = min(padding_of(steps, way) for way in ways if max(way) >= max(steps))
     got = padding_of(steps, sizes)
-    assert got == least, f"{sizes} pads {got} rows over all steps; {least} are enough"
+    assert got == least, f"with the sizes {sizes}, all steps together have {got} rows of padding; {least} are enough"
 
 
-@check("graph_sizes", mistake="with one size, that is the largest number of requests that occurs")
+@check("graph_sizes", mistake="a single size must be the largest number of requests that occurs")
 def test_one_size(hw: Homework) -> None:
     chosen(hw, {4: 1}, 1)
     chosen(hw, {1: 50, 3: 2, 9: 1}, 1)
 
 
-@check("graph_sizes", mistake="with enough sizes nothing is padded, and no more graphs are captured than that needs")
+@check("graph_sizes", mistake="with enough sizes nothing is padded; return no more sizes than that needs")
 def test_enough_sizes(hw: Homework) -> None:
     chosen(hw, {1: 50, 3: 2, 9: 1}, 3)
     chosen(hw, {1: 50, 3: 2, 9: 1}, 8)
 
 
-@check("graph_sizes", mistake="how often a number of requests occurs counts, not only how many requests it is")
+@check("graph_sizes", mistake="weight the padding of each number of requests by how often that number occurs")
 def test_frequent_numbers(hw: Homework) -> None:
     chosen(hw, {1: 50, 2: 1, 8: 9}, 2)
     chosen(hw, {1: 1, 2: 50, 8: 9}, 2)
     chosen(hw, {1: 1, 7: 100, 8: 1}, 2)
 
 
-@check("graph_sizes", mistake="the best sizes are no powers of two, nor evenly spaced")
+@check("graph_sizes", mistake="the best sizes are neither powers of two nor evenly spaced")
 def test_uneven_numbers(hw: Homework) -> None:
     chosen(hw, {3: 10, 5: 10, 6: 10, 33: 10, 35: 10, 100: 10}, 3)
 
 
-@check("graph_sizes", mistake="splitting where the gain is largest, one size after the other, is not the best choice")
+@check("graph_sizes", mistake="adding one size at a time, always where it gains most, does not find the best choice")
 def test_greedy_is_not_enough(hw: Homework) -> None:
     chosen(hw, {1: 10, 5: 13, 9: 10, 12: 1}, 3)
     for seed in range(20):
@@ -545,7 +558,10 @@ def test_random_steps_of_sizes(hw: Homework) -> None:
 
 
 @check(
-    "graph_sizes", mistake="512 numbers of requests take too long: do not try all combinations", costs=0.3, seconds=8
+    "graph_sizes",
+    mistake="512 numbers of requests take too long: try no combinations, and do not add up the same padding repeatedly",
+    costs=0.3,
+    seconds=8,
 )
 def test_many_numbers(hw: Homework) -> None:
     chosen(hw, {n: 1 for n in range(1, 513)}, 16, least=16 * sum(range(32)))
@@ -587,25 +603,28 @@ def served_ahead(
     computed, needed = sum(map(len, device.launches)), sum(count for _, count, _ in expected)
     late = sum(stopped and count < max_tokens for _, count, stopped in expected)
     assert computed >= needed, "fewer tokens were computed than the outputs have"
-    assert computed <= needed + late, f"{computed} tokens computed; {needed} and at most {late} after a stop string"
+    require(
+        computed <= needed + late,
+        f"{computed} tokens computed; {needed} are needed, and {late} may be late, one for each stop string",
+    )
     return device
 
 
 @check(
-    "serve_ahead", mistake="one request without stop strings gets its max_tokens tokens, and no further one computed"
+    "serve_ahead", mistake="without stop strings, a request gets max_tokens tokens, and no further one may be computed"
 )
 def test_one_request_to_its_limit(hw: Homework) -> None:
     served_ahead(hw, ["x"], 1, 1)
     served_ahead(hw, ["x"], 1, 6)
 
 
-@check("serve_ahead", mistake="a step is launched before the previous one is collected, or the device idles")
+@check("serve_ahead", mistake="launch a step before you collect the previous one, or the device idles")
 def test_the_device_is_busy(hw: Homework) -> None:
     device = served_ahead(hw, ["x", "y"], 2, 8)
     assert_equal(device.idle, 0, name="how often the device had nothing to do")
 
 
-@check("serve_ahead", mistake="a stop string may be spread over several tokens, and is not part of the output")
+@check("serve_ahead", mistake="a stop string may be spread over several tokens, and must not be part of the output")
 def test_a_stop_string(hw: Homework) -> None:
     def spread(prompt: str) -> list[str]:
         return ["one ", "two E", "N", "D three", " END"]
@@ -615,7 +634,7 @@ def test_a_stop_string(hw: Homework) -> None:
     served_ahead(hw, ["x"], 1, 5, ["one"], spread)
 
 
-@check("serve_ahead", mistake="of several stop strings the one that begins first cuts the text")
+@check("serve_ahead", mistake="of several stop strings, the one that begins first cuts the text")
 def test_several_stop_strings(hw: Homework) -> None:
     def two(prompt: str) -> list[str]:
         return ["abc", "def", "ghi"]
@@ -625,7 +644,7 @@ def test_several_stop_strings(hw: Homework) -> None:
     served_ahead(hw, ["x"], 1, 3, ["z", "h"], two)
 
 
-@check("serve_ahead", mistake="the token after a stop string is dropped, also if its text would change the output")
+@check("serve_ahead", mistake="drop the token computed after a stop string, even if it would change the output")
 def test_a_late_token(hw: Homework) -> None:
     def late(prompt: str) -> list[str]:
         return ["a", "b!", "c", "d"] if prompt == "x" else ["1", "2", "3", "4"]
@@ -643,7 +662,10 @@ def test_a_row_with_a_new_request(hw: Homework) -> None:
     served_ahead(hw, ["x", "z", "y", "x", "z"], 2, 4, ["!"], ends)
 
 
-@check("serve_ahead", mistake="requests start in order, in the launch after a row's end was collected")
+@check(
+    "serve_ahead",
+    mistake="start requests in order, in the first launch after the end of the row's old request was collected",
+)
 def test_rows_are_used_again(hw: Homework) -> None:
     started: list[str] = []
 
@@ -659,7 +681,7 @@ def test_rows_are_used_again(hw: Homework) -> None:
     assert_equal(len(device.launches), 9, name="the number of steps")
 
 
-@check("serve_ahead", mistake="for random requests and stop strings the outputs differ from those of requests alone")
+@check("serve_ahead", mistake="for random requests and stop strings, an output differs from that of the request alone")
 def test_random_requests(hw: Homework) -> None:
     for seed in range(150):
         rng = random.Random(seed)
@@ -698,23 +720,26 @@ def numbers(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
 
 
 @check(
-    "Graph", mistake="an operator is called again over what its inputs contain now, and its result goes to the output"
+    "Graph",
+    mistake="replay must call the operator on what its inputs contain now, and write the result to the same output",
 )
 def test_one_operator(hw: Homework) -> None:
     captured(hw, lambda x: x * 2, *(numbers((3,), seed=seed) for seed in range(3)))
 
 
-@check("Graph", mistake="an operator reads the results of those before it, which have changed as well")
+@check(
+    "Graph", mistake="in a replay, an operator must read the new results of earlier operators, not those of the capture"
+)
 def test_a_chain(hw: Homework) -> None:
     captured(hw, lambda x: (x * 2 + 1).tanh() @ x, *(numbers((4, 4), seed=seed) for seed in range(3)))
 
 
-@check("Graph", mistake="a view shares the memory of its base, and is no result that has to be copied")
+@check("Graph", mistake="a view shares the memory of its base, so its result must not be copied")
 def test_views(hw: Homework) -> None:
     captured(hw, lambda x: x.t()[1:].reshape(-1)[::2] + x[0, 0], *(numbers((4, 4), seed=seed) for seed in range(3)))
 
 
-@check("Graph", mistake="an operator with several results, such as max over a dimension, has several to copy")
+@check("Graph", mistake="copy every result of an operator that has several, such as max over a dimension")
 def test_several_results(hw: Homework) -> None:
     def largest(x: Tensor) -> Tensor:
         values, indices = x.max(dim=1)
@@ -723,7 +748,7 @@ def test_several_results(hw: Homework) -> None:
     captured(hw, largest, *(numbers((4, 4), seed=seed) for seed in range(3)))
 
 
-@check("Graph", mistake="what is written in place in the capture is written in every replay")
+@check("Graph", mistake="an operator that writes in place in the capture must do so in every replay")
 def test_writes_in_place(hw: Homework) -> None:
     cache, graph = torch.zeros(5), hw.Graph()
     slot, value = torch.tensor([1]), torch.tensor([3.0])
@@ -741,7 +766,9 @@ def test_writes_in_place(hw: Homework) -> None:
     assert_equal(float(total), 27.0, name="its sum")
 
 
-@check("Graph", mistake="an operator without tensors, such as zeros, is called again: replays would add to its result")
+@check(
+    "Graph", mistake="call operators without inputs again too, such as zeros, or every replay adds to the old result"
+)
 def test_new_tensors(hw: Homework) -> None:
     def add_to_zeros(x: Tensor) -> Tensor:
         return torch.zeros(3, dtype=torch.float64).add_(x)
@@ -749,7 +776,7 @@ def test_new_tensors(hw: Homework) -> None:
     captured(hw, add_to_zeros, *(numbers((3,), seed=seed) for seed in range(3)))
 
 
-@check("Graph", mistake="the output, and every intermediate, stays at the address that it had in the capture")
+@check("Graph", mistake="the output and every intermediate must stay at the addresses that they had in the capture")
 def test_addresses(hw: Homework) -> None:
     graph, x = hw.Graph(), torch.ones(1000)
     y = graph.capture(lambda x: (x + 1) * 2, x)
@@ -758,10 +785,10 @@ def test_addresses(hw: Homework) -> None:
     x.fill_(2.0)
     graph.replay()
     assert y.data_ptr() == address and bool((y == 6).all()), "the output is not where it was, or not right"
-    assert all(bool((other == 7).all()) for other in garbage), "a replay wrote to memory that is somebody else's"
+    assert all(bool((other == 7).all()) for other in garbage), "a replay wrote to memory that belongs to other tensors"
 
 
-@check("Graph", mistake="branches and numbers of Python are those of the capture")
+@check("Graph", mistake="branches and numbers of Python must be those of the capture: do not call the function again")
 def test_branches_are_frozen(hw: Homework) -> None:
     graph, x, factor = hw.Graph(), torch.ones(2), [3.0]
     y = graph.capture(lambda x: x * factor[0] if factor[0] > 0 else x - 1, x)
@@ -771,7 +798,7 @@ def test_branches_are_frozen(hw: Homework) -> None:
     assert_equal(y.tolist(), [15.0, 15.0], name="the output")
 
 
-@check("Graph", mistake="reading a value on the host must be refused: it would be frozen without a word")
+@check("Graph", mistake="refuse to read a value on the host: a graph would silently freeze it")
 def test_reads_are_refused(hw: Homework) -> None:
     x = torch.tensor([1.0, -2.0])
     for function in (lambda x: x * x[0].item(), lambda x: x if x[0] > 0 else -x, lambda x: x[: int(x[0])]):
@@ -780,7 +807,7 @@ def test_reads_are_refused(hw: Homework) -> None:
     assert_raises(RuntimeError, hw.Graph().capture, lambda x: x if torch.equal(x, x) else -x, x, mistake=equal)
 
 
-@check("Graph", mistake="results whose shape depends on values must be refused; an index by numbers is none of them")
+@check("Graph", mistake="refuse results whose shape depends on values, but not an index by numbers")
 def test_shapes_that_depend_on_values(hw: Homework) -> None:
     x = torch.tensor([1.0, -2.0, 3.0])
     for function in (lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: torch.masked_select(x, x > 0)):
@@ -789,7 +816,7 @@ def test_shapes_that_depend_on_values(hw: Homework) -> None:
     captured(hw, lambda x: x[index] + torch.where(x > 0, x, 0.0)[:2], numbers((3,)), numbers((3,), seed=1))
 
 
-@check("Graph", mistake="a graph that is captured again forgets what it recorded before")
+@check("Graph", mistake="a second capture must replace what the first one recorded")
 def test_captured_again(hw: Homework) -> None:
     graph, x, count = hw.Graph(), torch.ones(2), torch.zeros(1)
     graph.capture(lambda x: count.add_(1), x)
@@ -798,7 +825,7 @@ def test_captured_again(hw: Homework) -> None:
     assert count.item() == 1 and y.tolist() == [2.0, 2.0], "the replay has done more than the last capture"
 
 
-@check("Graph", mistake="a decode step of a model, with its cache at fixed addresses, gives other logits in a replay")
+@check("Graph", mistake="replayed, a decode step of a model with its cache at fixed addresses gives wrong logits")
 def test_a_decode_step(hw: Homework) -> None:
     """The model's own layers over a cache of fixed size, whose length is a tensor; the oracle is a plain call."""
     model = tiny_model()

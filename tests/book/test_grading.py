@@ -220,6 +220,16 @@ def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:
     assert message(grading, "last").startswith("Your answer was stopped after 2 seconds of CPU time in line 2")
 
 
+def test_a_right_answer_that_is_too_slow_is_told_the_demand(write: Write) -> None:
+    """Only the demand on `last` has a list of another type. It is graded after the check of the result."""
+    slow = "def last(items):\n    while type(items) is not list:\n        pass\n    return items[-1]\n"
+    grading = graded(write(slow))
+    failure = grading.results[3].failure
+    assert failure is not None and failure[1].status == "timeout"
+    assert failure[1].verdict.startswith("Your answer was stopped after 2 seconds of CPU time in line ")
+    assert failure[1].verdict.endswith(". This check is about: you copy the list.")
+
+
 def test_an_answer_that_ignores_the_signal_is_ended_all_the_same(write: Write) -> None:
     ignore = "import signal\n\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
     grading = graded(write(ignore + "\n\ndef double(x):\n    while True:\n        pass\n\n\n" + RIGHT_LAST))

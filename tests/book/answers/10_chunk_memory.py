@@ -125,6 +125,16 @@ def never_exact(chunks):
     return positions, offsets, [False] * len(chunks)
 
 
+@wrong("place_chunks", fails="test_one_chunk")
+def tuples_compared_with_a_list(chunks):
+    positions, offsets, _ = reference.place_chunks(chunks)
+    tokens, exact = [], []
+    for chunk in chunks:
+        exact.append(chunk.before == tokens)
+        tokens += chunk.token_ids
+    return positions, offsets, exact
+
+
 @wrong("place_chunks", fails="test_other_tokens_in_front")
 def exact_where_nothing_moves(chunks):
     positions, offsets, _ = reference.place_chunks(chunks)
@@ -417,6 +427,28 @@ def a_level_too_many(contexts, num_new, page_size):
 def a_set_of_chunks(contexts, num_new, page_size):
     once = [tuple({id(chunk.pinned): chunk for chunk in context}.values()) for context in contexts]
     return levels_of(once, num_new, page_size)
+
+
+@wrong("chunk_levels", fails="test_dtypes_of_the_levels")
+def pages_in_64_bits(contexts, num_new, page_size):
+    order, levels = reference.chunk_levels(contexts, num_new, page_size)
+    return order, [level._replace(kv_page_indices=level.kv_page_indices.astype(np.int64)) for level in levels]
+
+
+@wrong("chunk_levels", fails="test_requests_without_chunks")
+def no_groups_without_chunks(contexts, num_new, page_size):
+    order, levels = reference.chunk_levels(contexts, num_new, page_size)
+    found = []
+    for level in levels:
+        keep = np.append(level.kv_last_page_len > 0, True)
+        found.append(
+            level._replace(
+                qo_indptr=level.qo_indptr[keep],
+                kv_page_indptr=level.kv_page_indptr[keep],
+                kv_last_page_len=level.kv_last_page_len[keep[:-1]],
+            )
+        )
+    return order, found
 
 
 # ChunkStore ---------------------------------------------------------------------------------------------------------

@@ -627,3 +627,10 @@ def one_program_for_each_block(x, weight, residual, splits):
 def split_in_pytorch(x, weight, residual, splits):
     parts = [w.float() @ part.float() for w, part in zip(weight.split(64, 1), x.split(64), strict=True)]
     return (residual.float() + torch.stack(parts).sum(0)).to(residual.dtype)
+
+
+@wrong("split_k_linear", fails="test_programs_of_the_splits")
+def partial_sums_from_zeros(x, weight, residual, splits):
+    """Every partial sum is written, so filling the tensor first is a launch for nothing."""
+    torch.zeros(splits, len(weight), device=x.device)
+    return by_arrival(x, weight, residual, splits)

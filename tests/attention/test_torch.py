@@ -68,7 +68,7 @@ def test_equals_naive_attention_of_each(data: st.DataObject) -> None:
 def is_padded(kv_lens: list[int], spec: AttentionSpec = FULL) -> bool:
     """Whether the padded backend computes a step's decodes in one call, and plans none of them by itself."""
     backend = PaddedTorchBackend([spec], PagedKVCache([spec], 16, 4, torch.float32), Parts())
-    backend.plan(decodes(kv_lens, 4, list(range(16))))
+    backend.plan(decodes(kv_lens, 4, list(range(sum(-(-n // 4) for n in kv_lens)))))
     assert len(backend._sequences) == (len(kv_lens) if backend._decodes is None else 0)
     return backend._decodes is not None
 
@@ -84,6 +84,8 @@ def test_decodes_of_similar_lengths_are_padded(kv_lens: list[int], padded: bool)
 
 def test_decodes_that_padding_does_not_suit_go_through_the_loop() -> None:
     assert not worth_padding(decodes([5, 9], 4, list(range(16))), max_keys=8)
+    most = PaddedTorchBackend.MAX_BYTES // (2 * FULL.num_kv_heads * FULL.head_dim * 4) // 4 * 4
+    assert is_padded([most, most - 3]) and not is_padded([most, most + 1])
     assert not is_padded([5, 9], replace(FULL, softcap=3.0))
     assert not is_padded([5, 9], replace(FULL, alibi_slopes=(0.5, 0.25, 0.1, 0.05)))
 

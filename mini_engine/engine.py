@@ -331,9 +331,9 @@ class LLMEngine:
         if planner is None or len(schedule.rows) < (1 if running.num_contexts else 2):
             return schedule
         # The backend chooses the order of the step's requests, and the shared pages that it reads once.
-        rows, num_new, contexts = schedule.rows, schedule.num_new, running.contexts if running.num_contexts else ()
+        rows, num_new, requests = schedule.rows, schedule.num_new, running.requests if running.num_contexts else ()
         order, levels = planner.arrange(
-            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows], contexts
+            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows], requests
         )
         return replace(schedule, rows=rows[order], num_new=num_new[order], levels=levels)
 

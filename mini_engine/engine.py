@@ -23,7 +23,7 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.decode_graphs import graph_sizes
-from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
+from mini_engine.errors import ConfigError, RequestError, ScheduleError
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages, free_memory
@@ -181,11 +181,10 @@ class LLMEngine:
             if isinstance(request_id, str) and (request := self.requests.get(request_id)):
                 self._end(request, "abort")
 
-    def finish(self, request: Request, reason: FinishReason, error: MiniEngineError | None = None) -> None:
+    def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request whose text has ended or failed, unless it has ended already; the next report has it."""
         with self.transaction():
             if request.finish_reason is None:
-                request.error = error
                 self._end(request, reason)
 
     def tokens_of(self, request: Request, start: int = 0) -> list[int]:

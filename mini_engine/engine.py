@@ -483,9 +483,8 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
     # Each row has its tokens and its pages, and each page has three numbers.
-    bookkeeping = config.max_batch_size * (4 * length + 4 * -(-length // config.page_size)) + 16 * (
-        config.num_pages or 0
-    )
+    pages_per_row = -(-length // config.page_size)
+    bookkeeping = 4 * config.max_batch_size * (length + pages_per_row) + 16 * (config.num_pages or 0)
     if bookkeeping > free_memory(torch.device("cpu")):
         raise ConfigError(
             f"max_batch_size={config.max_batch_size} and num_pages={config.num_pages} need {bookkeeping} bytes of "
@@ -493,7 +492,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
         )
     num_pages, depth = config.num_pages, config.pipeline_depth
     if num_pages is None:
-        most = config.max_batch_size * -(-length // config.page_size)
+        most = config.max_batch_size * pages_per_row
         num_pages = default_num_pages(specs_of(config, model), config.page_size, model.dtype, model.device, most)
     return replace(
         config,

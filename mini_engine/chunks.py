@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from mini_engine.attention.cascade import context_levels
 from mini_engine.batch import StepBatch
@@ -125,7 +125,6 @@ class ChunkMemory:
                 f"max_chunk_pages is {self.max_pages} and the KV cache has {num_pages} pages; lower the first or raise "
                 "num_pages"
             )
-        self._can_move = all(spec.rope is not None for spec in specs)
         self._chunks: OrderedDict[str, Chunk] = OrderedDict()  # least recently used first
         self._numbers = count()
 
@@ -182,7 +181,7 @@ class ChunkMemory:
             chunks = [self._get(name) for name in names]
             context = _place(chunks)
             moved = [c for c, placed in zip(chunks, context, strict=True) if placed.query_offset]
-            if moved and not self._can_move:
+            if moved and any(spec.rope is None for spec in self.engine.backend.specs):
                 raise ChunkError(
                     f"the chunk {moved[0].name!r} was computed at position {len(moved[0].before)}, and the keys cannot "
                     "be moved, because not every layer of the model has a known RoPE; register the chunk after= those "
@@ -198,12 +197,8 @@ class ChunkMemory:
         Raises:
             ChunkError: if one of them is not registered.
         """
-        tokens: list[int] = []
-        for chunk in map(self._get, names):
-            if chunk.before != tokens:
-                return False
-            tokens = tokens + chunk.token_ids
-        return True
+        chunks = [self._get(name) for name in names]
+        return all(chunk.before == _tokens(chunks[:i]) for i, chunk in enumerate(chunks))
 
     def hidden_states(self, token_ids: ListLike[int], context: Context = ()) -> Float[Tensor, "n hidden"]:
         """Run the model over tokens that follow a context, for example to compute the likelihood of a given text.
@@ -599,7 +594,6 @@ def model_identity(model: LanguageModel) -> str:
 
     It does not depend on the dtype, as long as the dtype represents the checkpoint's values.
     """
-    assert isinstance(model, nn.Module)
     weights = model.state_dict()
     shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     samples = [w.flatten()[:: w.numel() // MAX_SAMPLES + 1].to(torch.float64) for w in weights.values()]

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -181,24 +181,19 @@ def stream(
     metrics = Metrics()
     outputs: dict[int, RequestOutput] = {}
     texts = [""] * len(batch.texts)  # not printed yet
-    titles = deque(enumerate(batch.texts))  # the answer that is being printed, and those after it
 
-    def print_title() -> None:
-        console.print(Rule(Text(printable(titles[0][1]), style="bold cyan"), align="left", style="dim"))
+    def print_answers() -> Iterator[None]:
+        """Print the answers in order; yield wherever the text of the current one is not complete yet."""
+        for index, title in enumerate(batch.texts):
+            console.print(Rule(Text(printable(title), style="bold cyan"), align="left", style="dim"))
+            while index not in outputs:
+                show(console, texts[index], end="")
+                texts[index] = ""
+                yield
+            show(console, texts[index], end="\n\n")
 
-    def print_new() -> None:
-        while titles:
-            index = titles[0][0]
-            show(console, texts[index], end="")
-            texts[index] = ""
-            if index not in outputs:
-                return
-            console.print("\n")
-            titles.popleft()
-            if titles:
-                print_title()
-
-    print_title()
+    printing = print_answers()
+    next(printing)
     live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
     with live if watch else nullcontext():
         for piece in engine.stream_batch(batch.prompts, batch.params):
@@ -207,10 +202,10 @@ def stream(
             if piece.output:
                 outputs[piece.index] = piece.output
             if watch is None:
-                print_new()
+                next(printing, None)
             elif console.is_terminal:
                 live.update(watch.view(console.width, console.height - 1), refresh=True)
-    print_new()
+    next(printing, None)
     for index, output in sorted(outputs.items()):
         if output.error:
             raise RequestError(f"prompt {index + 1}: {output.error}") from output.error

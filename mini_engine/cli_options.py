@@ -80,10 +80,8 @@ class EngineOptions:
             f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
             "dim",
         )
-        if (
-            config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "flash_decoding", "cascade")
-            and not config.warm_up
-        ):
+        compiles = config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "flash_decoding", "cascade")
+        if compiles and not config.warm_up:
             show(console, "The first steps compile kernels, which takes up to a minute; the kernels are cached.", "dim")
         return llm
 

@@ -23,7 +23,7 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.decode_graphs import graph_sizes
-from mini_engine.errors import ConfigError, MiniEngineError, RequestError, ScheduleError
+from mini_engine.errors import ConfigError, RequestError, ScheduleError
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages, free_memory
@@ -181,11 +181,10 @@ class LLMEngine:
             if isinstance(request_id, str) and (request := self.requests.get(request_id)):
                 self._end(request, "abort")
 
-    def finish(self, request: Request, reason: FinishReason, error: MiniEngineError | None = None) -> None:
+    def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request whose text has ended or failed, unless it has ended already; the next report has it."""
         with self.transaction():
             if request.finish_reason is None:
-                request.error = error
                 self._end(request, reason)
 
     def tokens_of(self, request: Request, start: int = 0) -> list[int]:
@@ -331,9 +330,9 @@ class LLMEngine:
         if planner is None or len(schedule.rows) < (1 if running.num_contexts else 2):
             return schedule
         # The backend chooses the order of the step's requests, and the shared pages that it reads once.
-        rows, num_new, contexts = schedule.rows, schedule.num_new, running.contexts if running.num_contexts else ()
+        rows, num_new, requests = schedule.rows, schedule.num_new, running.requests if running.num_contexts else ()
         order, levels = planner.arrange(
-            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows], contexts
+            self.page_table, rows, num_new, running.num_computed[rows], running.admission[rows], requests
         )
         return replace(schedule, rows=rows[order], num_new=num_new[order], levels=levels)
 
@@ -484,9 +483,8 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
     # Each row has its tokens and its pages, and each page has three numbers.
-    bookkeeping = config.max_batch_size * (4 * length + 4 * -(-length // config.page_size)) + 16 * (
-        config.num_pages or 0
-    )
+    pages_per_row = -(-length // config.page_size)
+    bookkeeping = 4 * config.max_batch_size * (length + pages_per_row) + 16 * (config.num_pages or 0)
     if bookkeeping > free_memory(torch.device("cpu")):
         raise ConfigError(
             f"max_batch_size={config.max_batch_size} and num_pages={config.num_pages} need {bookkeeping} bytes of "
@@ -494,7 +492,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
         )
     num_pages, depth = config.num_pages, config.pipeline_depth
     if num_pages is None:
-        most = config.max_batch_size * -(-length // config.page_size)
+        most = config.max_batch_size * pages_per_row
         num_pages = default_num_pages(specs_of(config, model), config.page_size, model.dtype, model.device, most)
     return replace(
         config,

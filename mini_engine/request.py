@@ -129,8 +129,7 @@ class Running:
         seed: seed of each request.
         admission: serial number of the admission that filled the row, to tell its request from earlier ones.
         requests: request of each row.
-        contexts: context of each row.
-        num_contexts: number of rows that have one.
+        num_contexts: number of rows whose request has a context.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
@@ -146,7 +145,6 @@ class Running:
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
         self.seed, self.admission = column(), column()
         self.requests: list[Request | None] = [None] * max_rows
-        self.contexts: list[Context] = [()] * max_rows
         self.num_contexts = 0
         self._rows: dict[Request, int] = {}
         self._admissions = 0
@@ -160,7 +158,6 @@ class Running:
         self.tokens[row, :num_tokens] = request.token_ids
         self.num_known[row] = self.num_scheduled[row] = num_tokens
         self.num_computed[row] = self.num_evicted[row] = request.context_len
-        self.contexts[row] = request.context
         if request.context:
             self.num_contexts += 1
             self.has_evicted = True
@@ -182,8 +179,7 @@ class Running:
         request.token_ids = self.tokens[row, : self.num_known[row]].tolist()
         self.order = self.order[self.order != row]
         self.requests[row] = None
-        self.num_contexts -= bool(self.contexts[row])
-        self.contexts[row] = ()
+        self.num_contexts -= bool(request.context)
         self.admission[row] = 0
         del self._rows[request]
         return request

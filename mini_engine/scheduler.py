@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from mini_engine.batch import PrefixLevel
-from mini_engine.errors import ConfigError, RequestError, check_positive
+from mini_engine.errors import RequestError
 from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.request import Request, Running
@@ -62,7 +62,7 @@ class Scheduler:
     Args:
         page_table: the pool; its rows bound the number of running requests.
         max_model_len: longest prompt and output together.
-        max_num_batched_tokens: most tokens in one step.
+        max_num_batched_tokens: most tokens in one step, at least one for each row (`EngineConfig` checks it).
         window: most keys that any layer sees; pages that have left it are returned. None if a layer sees all keys.
         prefix_sharing: let requests that begin with the same tokens share pages, and keep pages for later requests.
         parts: the engine's replaceable parts.
@@ -73,9 +73,6 @@ class Scheduler:
         budget: most tokens in one step.
         prefix_tree: pages that requests can share; None without prefix sharing.
         num_pinned: pages of the pool that no request can have.
-
-    Raises:
-        ConfigError: if a step cannot hold one token of each request.
     """
 
     def __init__(
@@ -88,12 +85,6 @@ class Scheduler:
         prefix_sharing: bool,
         parts: "Parts",
     ) -> None:
-        check_positive(max_num_batched_tokens=max_num_batched_tokens)
-        if max_num_batched_tokens < page_table.max_rows:
-            raise ConfigError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_batch_size "
-                f"({page_table.max_rows}): a step could not decode every request; raise the first or lower the second"
-            )
         self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len)

@@ -149,11 +149,9 @@ def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     if size % 128 if on_gpu else size > 64 and size % 16:
         pages = "on a GPU pages of 128 tokens or a multiple, on a CPU pages of up to 64 tokens or a multiple of 16"
         return f"needs {pages}; page_size is {size}", "page_size=128"
-    return (
-        (f"needs heads of size 16 or more on a GPU, not {spec.head_dim}", None)
-        if on_gpu and spec.head_dim < 16
-        else None
-    )
+    if on_gpu and spec.head_dim < 16:
+        return f"needs heads of size 16 or more on a GPU, not {spec.head_dim}", None
+    return None
 
 
 def _flashinfer_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:

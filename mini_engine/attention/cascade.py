@@ -30,7 +30,7 @@ from mini_engine.attention.torch import SequencePlan, TorchBackend, keys_of_page
 from mini_engine.batch import PrefixLevel, StepBatch
 from mini_engine.kv_cache.page_table import PageTable, Rows
 from mini_engine.ragged import members
-from mini_engine.request import Context, PinnedPages, PlacedChunk
+from mini_engine.request import Context, PinnedPages, PlacedChunk, Request
 from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
 from mini_engine.transfer import to_device
 
@@ -430,7 +430,7 @@ class LevelPlanner:
         num_new: Int64[np.ndarray, " B"],
         num_computed: Int64[np.ndarray, " B"],
         admissions: Int64[np.ndarray, " B"],
-        contexts: Sequence[Context] = (),
+        requests: Sequence[Request | None] = (),
     ) -> tuple[Int64[np.ndarray, " B"], tuple[PrefixLevel, ...]]:
         """Choose the order of a step's requests and its levels.
 
@@ -440,7 +440,7 @@ class LevelPlanner:
             num_new: new tokens of each.
             num_computed: tokens of each whose keys are in the cache.
             admissions: number of the admission that filled each row.
-            contexts: the chunks before the prompt of each row's request; empty if no request has any.
+            requests: request of each row, whose context is the chunks before its prompt; empty if no request has any.
 
         Returns:
             For each request of the step its index in `rows`, decodes first, and the levels, outermost first. The order
@@ -448,7 +448,7 @@ class LevelPlanner:
         """
         decodes_only = np.count_nonzero(num_new > 1) == 0
         if not (decodes_only and self._still_holds(page_table, admissions)):
-            own = [contexts[row] for row in rows.tolist()] if contexts else []
+            own = [requests[row].context for row in rows.tolist()] if requests else []
             if any(own):
                 self._order, self._levels = context_levels(
                     own, num_new, self._page_size, self._device, self._find_chunks

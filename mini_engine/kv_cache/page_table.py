@@ -85,8 +85,6 @@ class PageTable:
             IndexError: if the pool has fewer pages free; nothing has changed then.
         """
         total = int(num_pages.sum())
-        if total == 0:
-            return
         pages = self._pop(total)
         owner = rows.repeat(num_pages)
         # Index of each new page among the new pages of its row.

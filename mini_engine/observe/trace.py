@@ -121,7 +121,6 @@ class Trace:
         self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
         self._special_ids = frozenset[int]() if self._tokenizer is None else special_ids(self._tokenizer)
         self._unfinished: dict[Request, Detokenizer | None] = {}  # requests that arrived and have not ended
-        self._last_arrival = -1
 
     def record(self, engine: LLMEngine, report: StepReport) -> None:
         """Add a step. The cost does not depend on the number of waiting requests."""
@@ -190,12 +189,11 @@ class Trace:
 
     def _arrivals(self, engine: LLMEngine, report: StepReport) -> list[Request]:
         """Return the requests that this step sees for the first time, in order of arrival."""
-        new = {request for request in report.schedule.admitted if request.arrival > self._last_arrival}
+        new = set(report.schedule.admitted) - self._unfinished.keys()
         for request in reversed(engine.requests.values()):  # new requests are at the end
-            if request.arrival <= self._last_arrival:
+            if request in self._unfinished:
                 break
             new.add(request)
-        self._last_arrival = max((request.arrival for request in new), default=self._last_arrival)
         return sorted(new, key=attrgetter("arrival"))
 
     def _text(self, request: Request, token_id: int) -> str:

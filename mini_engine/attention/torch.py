@@ -237,7 +237,8 @@ class PaddedDecodes:
     ) -> Float[Tensor, "D Hq d"]:
         """Compute attention; the heads of a group are the rows of their KV head, as in `sdpa_attention`."""
         mask = self.visible[spec.window]
-        k, v = (x[self.pages].flatten(1, 2)[:, : mask.shape[-1]].to(q.dtype) for x in (k_pages, v_pages))
+        keys = slice(mask.shape[-1])  # a page may be longer than every sequence (chapter 04)
+        k, v = (x[:, keys][self.pages].flatten(1, 2)[:, keys].to(q.dtype) for x in (k_pages, v_pages))
         for x in (k, v):
             x[self.padding] = 0
         queries = q.unflatten(1, (spec.num_kv_heads, -1))

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import shape_checks
 
@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 shape_checks.install("mini_engine")
 
 # A first call imports and warms up; on a shared machine any call may take long. Speed belongs in benchmarks.
-settings.register_profile("book", deadline=None)
+settings.register_profile("book", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("book")
 
 

@@ -143,11 +143,10 @@ class StepBatch:
         lens = np.asarray(kv_lens, dtype=np.int64)
         num_tokens, num_requests, num_decodes = len(token_ids), len(lens), len(lens)
         # The last key of each request is in its last page. It is the only new key unless `num_new` says otherwise.
-        key_index = lens - 1
-        full_pages = key_index // page_size
-        page_ends = (full_pages + 1).cumsum()
-        offset = last_offset = key_index - full_pages * page_size
-        entry = page_ends - 1
+        key_index = lens - ONE
+        full_pages, offset = np.divmod(key_index, page_size)
+        page_ends, last_page_lens = (full_pages + ONE).cumsum(), offset + ONE
+        entry = page_ends - ONE
         if num_new is None:
             new = ONE
             _check(num_tokens, len(pages), num_requests, lens, new, page_ends)
@@ -162,8 +161,8 @@ class StepBatch:
             if new[:num_decodes].max(initial=0) > max_decode_tokens:
                 raise ValueError("decodes must come first")
             key_index = np.arange(num_tokens) + (lens - new.cumsum()).repeat(new)
-            page = key_index // page_size
-            entry, offset = (entry - full_pages).repeat(new) + page, key_index - page * page_size
+            page, offset = np.divmod(key_index, page_size)
+            entry = (entry - full_pages).repeat(new) + page
         num_rows, logits_of = num_requests, ONE
         if num_logits is not None:
             logits_of = np.asarray(num_logits, dtype=np.int64)
@@ -177,13 +176,12 @@ class StepBatch:
         lens_out, qo_indptr, page_indptr, last_page_len, logits_out = buffers.requests
         if is_new or num_new is not None or num_logits is not None:  # otherwise as in the last step of these sizes
             qo_indptr[1:] = np.broadcast_to(new, num_requests).cumsum()
-            logits_out[:num_requests] = logits_of
-            after = logits_out[:num_requests].cumsum()
-            logit_rows[:num_rows] = np.arange(num_rows) + (qo_indptr[1:] - after).repeat(logits_out[:num_requests])
+            logits_out[:] = logits_of
+            logit_rows[:] = np.arange(num_rows) + (qo_indptr[1:] - logits_out.cumsum()).repeat(logits_out)
         ids[:], buffers.pages[:], positions[:] = token_ids, pages, key_index
         slots[:] = buffers.pages[entry] * np.int64(page_size) + offset
         sources[:] = -1 if token_source is None else token_source
-        lens_out[:num_requests], page_indptr[1:], last_page_len[:num_requests] = lens, page_ends, last_offset + 1
+        lens_out[:], page_indptr[1:], last_page_len[:] = lens, page_ends, last_page_lens
         has_gaps, first_keys = False, None
         if page_positions is not None:
             on_host, first_keys = buffers.page_positions()
@@ -193,7 +191,7 @@ class StepBatch:
             follows[page_indptr[1:-1] - 1] = True  # the first page of a request has no predecessor
             has_gaps = not follows.all()
         # A token's logits are the distribution of the next token.
-        predicted[:num_rows] = positions[logit_rows[:num_rows]] + 1
+        np.add(positions[logit_rows], ONE, out=predicted)
         buffers.upload()
         return cls(
             **buffers.views,
@@ -231,7 +229,7 @@ class StepBatch:
 
 TOKEN_ROWS = "token_ids", "positions", "slot_mapping", "token_source", "logit_rows", "sampled_positions"
 REQUEST_ROWS = "kv_lens", "qo_indptr", "kv_page_indptr", "kv_last_page_len", "num_logits"
-ONE = np.ones(1, dtype=np.int64)
+ONE = np.ones(1, dtype=np.int64)  # numpy adds it faster than a Python number, which it has to convert
 ALIGNMENT = 2  # 8-byte numbers: each array starts at a multiple of 16 bytes, for the vector loads of kernels
 
 
@@ -249,15 +247,15 @@ class StepBuffers:
             default the buffers have their own, and larger memory as soon as a step needs it.
 
     Attributes:
-        tokens: [6] times [T] host. The arrays of TOKEN_ROWS.
+        tokens: host. The arrays of TOKEN_ROWS, [T] or [R].
         pages: [P] host. `kv_page_indices`.
-        requests: [5] times [B+1] host. The arrays of REQUEST_ROWS.
+        requests: host. The arrays of REQUEST_ROWS, [B] or [B+1].
         views: the fields of a `StepBatch` that are views of this memory.
     """
 
-    tokens: list[Int64[np.ndarray, " T"]]
+    tokens: list[Int64[np.ndarray, " _"]]
     pages: Int32[np.ndarray, " P"]
-    requests: list[Int32[np.ndarray, " B+1"]]
+    requests: list[Int32[np.ndarray, " _"]]
     views: dict[str, Tensor]
     _sizes: tuple[int, int, int]
     _on_host: Int64[Tensor, " size"]
@@ -283,15 +281,12 @@ class StepBuffers:
             self._allocate(2 * needed)
         if is_new := self._sizes != sizes:
             self._sizes, self._num_pages = sizes, -1
-            self.tokens = list(self._on_host.numpy()[: 6 * stride].reshape(6, -1)[:, :num_tokens])
-            self.requests = list(np.zeros((5, num_requests + 1), dtype=np.int32))
-            device_tokens = self._on_device.as_strided((6, num_tokens), (stride, 1))
-            self.views = dict(zip(TOKEN_ROWS, device_tokens.unbind(), strict=True))
+            lengths = [num_tokens] * 4 + [num_rows] * 2
+            spans = [slice(i * stride, i * stride + length) for i, length in enumerate(lengths)]
+            self.tokens = [self._on_host.numpy()[span] for span in spans]
+            self.requests = [np.zeros(num_requests + more, dtype=np.int32) for more in (0, 1, 1, 0, 0)]
+            self.views = {name: self._on_device[span] for name, span in zip(TOKEN_ROWS, spans, strict=True)}
             self.views |= zip(REQUEST_ROWS, map(torch.from_numpy, self.requests), strict=True)
-            for name in ("logit_rows", "sampled_positions"):
-                self.views[name] = self.views[name][:num_rows]
-            for name in ("kv_lens", "kv_last_page_len", "num_logits"):
-                self.views[name] = self.views[name][:num_requests]
         if self._num_pages != num_pages:
             self._num_pages, span = num_pages, slice(12 * stride, 12 * stride + num_pages)
             self.pages = self._host_pages[span]

@@ -139,7 +139,7 @@ class ModelRunner:
         host_tokens, done = self._read(tokens)
         # Nothing can fail from here on, so count the step.
         running.num_computed[rows] = num_computed
-        running.num_scheduled[sampling_rows] += 1
+        running.num_scheduled[sampling_rows] = (num_computed if num_logits is None else num_computed[samples]) + 1
         requests = running.requests_of(rows)
         sampled_by = requests if num_logits is None else list(compress(requests, samples.tolist()))
         return Launched(batch, requests, num_computed, sampling_rows, admissions, sampled_by, host_tokens, done)

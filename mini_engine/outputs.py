@@ -57,7 +57,7 @@ class EngineMetrics:
         self.finished += len(report.finished)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepReport:
     """The report of one call of `LLMEngine.step`.
 

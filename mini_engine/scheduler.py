@@ -28,7 +28,7 @@ Tokens = Int32[np.ndarray, " n"]
 EVICTION_BATCHES = 64  # a 64th of the pool is evicted at a time, so that most steps evict nothing
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Schedule:
     """One step: its requests, decodes first, and the number of new tokens of each.
 

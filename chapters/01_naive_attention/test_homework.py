@@ -20,7 +20,7 @@ EXERCISES = [
             "Write it for one query head and one KV head first. Then ask: which axis of q holds the heads of a group, "
             "and can that axis be split in two? Does the bias have such an axis too?",
             "Version 3 of the chapter is the core. Where do soft-cap and bias go, and which dtype should every "
-            "operand have before the first product? For empty rows, do not look at the mask: a bias can hide keys too.",
+            "operand have before the first product? Do not use the mask to find empty rows: a bias can hide keys, too.",
             "Split the head axis of the bias as you split that of q. After the softmax, set the weights of all scores "
             "that are -inf to 0, so that no NaN remains in an empty row. Compute in "
             "torch.promote_types(q.dtype, torch.float32), and convert only the output back.",
@@ -609,7 +609,7 @@ def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
         got = hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved)
         assert_close(got, expected.bfloat16(), atol=0.05)
         share = (got == expected.bfloat16()).double().mean()
-        assert share > 0.98, f"only {share:.0%} of the components equal those of float32, rounded once"
+        assert share > 0.98, f"only {share:.0%} of the components equal the float32 result rounded once"
 
 
 @check("apply_rope", mistake="float64 in, float64 out: somewhere along the way you cast to float32", costs=0.2)
@@ -804,13 +804,16 @@ def assert_converted(hw: Homework, weight: Tensor, head_dim: int, *, check_dtype
 
 @check(
     "convert_rope_weights",
-    mistake="in the direction to interleaved, rows i and i + D/2 become rows 2i and 2i + 1; check your direction",
+    mistake="converting to interleaved makes rows i and i + D/2 into rows 2i and 2i + 1; check your direction",
 )
 def test_one_head_to_interleaved(hw: Homework) -> None:
     assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=True)
 
 
-@check("convert_rope_weights", mistake="to half-split, do the inverse: rows 2i and 2i + 1 become rows i and i + D/2")
+@check(
+    "convert_rope_weights",
+    mistake="converting to half-split does the inverse: rows 2i and 2i + 1 become rows i and i + D/2",
+)
 def test_one_head_to_half_split(hw: Homework) -> None:
     assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=False)
 

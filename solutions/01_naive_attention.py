@@ -58,7 +58,7 @@ def masked_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     weights = torch.softmax(scores, dim=-1)
-    # -inf - (-inf) made a row without visible keys NaN: its weights become 0.
+    # In a row without visible keys, -inf - (-inf) is NaN: set its weights to 0.
     weights = weights.masked_fill(scores == -math.inf, 0.0)
     out = torch.einsum("hgnm,mhd->nhgd", weights, v.to(dtype))
     return out.flatten(1, 2).to(q.dtype)
@@ -76,9 +76,10 @@ def ragged_causal_attention(
 
     Sequence b owns the queries from qo_indptr[b] up to, but not including,
     qo_indptr[b + 1], and the keys and values from kv_indptr[b] up to kv_indptr[b + 1].
-    Its queries belong to its last keys. It may have more keys than queries, because its
-    first keys may come from earlier steps, and it may have no queries in this step.
-    Each query attends to the keys of its own sequence up to and including its own.
+    Its queries are at the positions of its last keys. It may have more keys than
+    queries, because its first keys may come from earlier steps, and it may have no
+    queries in this step. Each query attends to the keys of its own sequence up to and
+    including its own.
 
     Return one output row per query, in the order and the dtype of q, and leave q
     unchanged. You may call masked_attention. Compute no scores between sequences: no
@@ -198,7 +199,7 @@ def attention_cost(
         >>> attention_cost(1, 2, 1, 1, 1, 4)
         (8, 24)
     """
-    # The last query sees all keys; each query before it sees one key less.
+    # The last query sees all keys; each query before it sees one key fewer.
     pairs = num_queries * num_keys - num_queries * (num_queries - 1) // 2
     flops = 4 * pairs * num_qo_heads * head_dim
     components = 2 * head_dim * (num_queries * num_qo_heads + num_keys * num_kv_heads)

@@ -90,7 +90,7 @@ def online_attention(
         scores = (q @ k.to(q.dtype).T * scale).masked_fill(~mask, -math.inf)
         new = torch.maximum(largest, scores.amax(dim=-1))
         exps = torch.exp(scores - _finite(new)[:, None])
-        # The sums so far are relative to the old maximum: express them in the new one.
+        # The sums so far are relative to the old maximum: rescale them to the new one.
         rescale = torch.exp(largest - _finite(new))
         total = rescale * total + exps.sum(dim=-1)
         out = rescale[:, None] * out + exps @ v.to(q.dtype)
@@ -203,5 +203,5 @@ def merge_tree(
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Replace -inf by 0: -inf - 0 gives exp(-inf) = 0, but -inf - (-inf) is NaN."""
+    """Replace -inf with 0: exp(-inf - 0) is 0, but exp(-inf - (-inf)) is NaN."""
     return x.masked_fill(x == -math.inf, 0.0)

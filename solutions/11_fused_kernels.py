@@ -4,12 +4,13 @@ Each exercise but the first is a function that launches Triton programs of your 
 Write a kernel as a function decorated with `@triton.jit` above or below the exercise.
 Without a GPU, Triton's interpreter runs the programs one after the other, and a
 `print` inside a kernel shows its tiles. On a GPU they are compiled, and the grader
-gives your functions tensors of the GPU. `linear` and its kernel are given: they show
-most of the Triton that you need. The rest is `tl.exp` in `gate_up_silu`, `tl.rsqrt` in
-the norms, and in `rotate_and_store` and `split_k_linear` a grid of two dimensions,
-whose second index is `tl.program_id(1)`, the load of one number, as in
-`tl.load(slots + token)`, and an `if` on a number. Allocate with `torch.empty` or
-`new_empty`: `torch.zeros` launches a kernel that fills the tensor.
+gives your functions tensors on the GPU. `linear` and its kernel are given: they show
+most of the Triton that you need. In addition, `gate_up_silu` needs `tl.exp`, and the
+norms need `tl.rsqrt`. For `rotate_and_store` and `split_k_linear` it helps to know that
+a grid can have two dimensions, of which the second index is `tl.program_id(1)`; that
+`tl.load(slots + token)` loads a single number; and that a kernel may use `if` on a
+number. Allocate with `torch.empty` or `new_empty`: `torch.zeros` launches a kernel that
+fills the tensor.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -176,7 +177,7 @@ def norm_linear(
         eps: added to the mean square.
         weight: contiguous, in the dtype of x.
 
-    Example: the root mean square of (3, 4) is 3.54, and the third row adds both.
+    Example: the root mean square of (3, 4) is 3.54. The weight's third row adds both.
 
         >>> x = torch.tensor([[3.0, 4.0]], device=DEVICE)
         >>> w = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=DEVICE)

@@ -2,7 +2,7 @@
 sizes for its graphs, a loop that runs ahead of its results, and a graph of your own.
 
 `pad_decodes` is a part of the engine: once its checks pass, `mini-engine generate
---homework` pads its decode steps with it. `StepTimes` and `Device` are given.
+--homework` uses it to pad decode steps. `StepTimes` and `Device` are given.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StepTimes(NamedTuple):
-    """When things happened to one step, in microseconds.
+    """The times at which the phases of one step ended, in microseconds.
 
     Attributes:
         launched: the host has launched all of its work.
@@ -55,7 +55,7 @@ def run_steps(
         num_steps: number of steps.
         prepare: host time before the launches of a step, in microseconds.
         launch: host time of each launch.
-        work: device time of each launch of a step: that of one kernel, or of all
+        work: device time of what each launch of a step starts: one kernel, or all
             kernels of a graph.
         collect: host time after the wait.
         depth: the pipeline depth.
@@ -137,7 +137,7 @@ def update_tables(
             f"a table of {num_rows} rows and {width} columns is too small for "
             f"{num_requests} requests of up to {counts.max(initial=0)} pages"
         )
-    # True in the order of rows, which is the order of page_indices.
+    # numpy fills the True entries row by row, which is the order of page_indices.
     tables[:num_requests][np.arange(width) < counts[:, None]] = page_indices
     lens[:num_requests] = kv_lens
     tables[num_requests:, 0], lens[num_requests:] = padding_page, 1
@@ -246,7 +246,7 @@ class Device:
 
     Args:
         num_rows: requests that it can hold at a time.
-        model: from a prompt to the tokens that the model writes after it; after the
+        model: maps a prompt to the tokens that the model writes after it; after the
             last of them, further tokens are "?".
 
     Attributes:
@@ -282,7 +282,7 @@ class Device:
         self._in_flight.append(tokens)
 
     def collect(self) -> dict[int, str]:
-        """Wait for the oldest step that has not been collected; its token by row."""
+        """Wait for the oldest step not yet collected, and return its tokens by row."""
         assert self._in_flight, "no step is in flight"
         return self._in_flight.popleft()
 
@@ -366,7 +366,7 @@ class Graph:
         - an operator reads its arguments and writes its results at the same addresses
           as in the capture, whether they are inputs, constants of the function,
           intermediates, or outputs;
-        - numbers, branches and loops of Python are those of the capture;
+        - Python's numbers, branches and loops stay as they were in the capture;
         - operators that write in place do so in every replay.
 
     On a CPU, `torch.utils._python_dispatch.TorchDispatchMode` sees every operator.
@@ -423,7 +423,7 @@ class _Call(NamedTuple):
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     options: dict[str, Any]
-    results: list[Any]  # holding them keeps their memory from being used otherwise
+    results: list[Any]  # kept, so their memory is not reused
 
 
 class _Recorder(TorchDispatchMode):

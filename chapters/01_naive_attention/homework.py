@@ -72,9 +72,10 @@ def ragged_causal_attention(
 
     Sequence b owns the queries from qo_indptr[b] up to, but not including,
     qo_indptr[b + 1], and the keys and values from kv_indptr[b] up to kv_indptr[b + 1].
-    Its queries belong to its last keys. It may have more keys than queries, because its
-    first keys may come from earlier steps, and it may have no queries in this step.
-    Each query attends to the keys of its own sequence up to and including its own.
+    Its queries are at the positions of its last keys. It may have more keys than
+    queries, because its first keys may come from earlier steps, and it may have no
+    queries in this step. Each query attends to the keys of its own sequence up to and
+    including its own.
 
     Return one output row per query, in the order and the dtype of q, and leave q
     unchanged. You may call masked_attention. Compute no scores between sequences: no

@@ -20,8 +20,8 @@ EXERCISES = [
             "Write it for one query head and one KV head first. Then ask: which axis of q holds the heads of a group, "
             "and can that axis be split in two? Does the bias have such an axis too?",
             "Version 3 of the chapter is the core. Where do soft-cap and bias go, and which dtype should every "
-            "operand have before the first product? For empty rows, do not look at the mask: a bias can hide keys too.",
-            "Split the head axis of the bias as you split that of q. After the softmax, set the weights of all scores "
+            "operand have before the first product? Do not use the mask to find empty rows: a bias can hide keys, too.",
+            "Split the head axis of the bias as you split q's. After the softmax, set the weights of all scores "
             "that are -inf to 0, so that no NaN remains in an empty row. Compute in "
             "torch.promote_types(q.dtype, torch.float32), and convert only the output back.",
         ),
@@ -74,8 +74,8 @@ EXERCISES = [
         minutes=12,
         difficulty=2,
         hints=(
-            "Count the visible cells of the mask first. The queries are the last ones: how many keys does the first of "
-            "them attend to?",
+            "Count the visible cells of the mask first. The queries are at the last positions: how many keys does the "
+            "first of them attend to?",
             "The first query attends to num_keys - num_queries + 1 keys, the next to one more, and the last one to all "
             "of them: sum the series. For the bytes, ask of each of the four tensors how many heads it has.",
             "The visible cells are a rectangle of n * m without a triangle of n * (n - 1) / 2, in integer arithmetic. "
@@ -104,9 +104,9 @@ EXERCISES = [
         hints=(
             "Work with one head of 6 rows numbered 0 to 5 on paper. In which order do "
             "adjacent rows form the pairs (0, 3), (1, 4) and (2, 5)? What undoes that order?",
-            "Split the row axis into heads and components, and set aside the components that are not rotated. The "
-            "rotated ones are a table of 2 rows and pairs columns, or of pairs rows and 2 columns: one is the "
-            "transpose of the other.",
+            "Split the row axis into heads and components, and set aside the components that are not rotated. With "
+            "P pairs, the rotated components form a table of 2 rows and P columns in one convention, and of P rows "
+            "and 2 columns in the other: one table is the transpose of the other.",
             "weight.unflatten(0, (-1, head_dim)) gives the heads. On its first rotary_dim components: unflatten axis 1 "
             "into (2, -1) for half-split input or (-1, 2) for interleaved input, transpose axes 1 and 2, flatten them. "
             "Then concatenate the rest and flatten the heads again.",
@@ -254,7 +254,7 @@ def test_visible_scores_far_below_zero(hw: Homework) -> None:
 
 @check(
     "masked_attention",
-    mistake="the bias is added to the scores, one for each query head: split its head axis like that of q",
+    mistake="the bias is added to the scores, one for each query head: split its head axis like q's",
 )
 def test_the_bias_has_query_heads(hw: Homework) -> None:
     q, k, v = random_qkv(2, 3, 4, 2, 4)
@@ -609,7 +609,7 @@ def test_rope_of_bfloat16_is_rounded_once(hw: Homework) -> None:
         got = hw.apply_rope(x, angles.cos(), angles.sin(), interleaved=interleaved)
         assert_close(got, expected.bfloat16(), atol=0.05)
         share = (got == expected.bfloat16()).double().mean()
-        assert share > 0.98, f"only {share:.0%} of the components equal those of float32, rounded once"
+        assert share > 0.98, f"only {share:.0%} of the components equal the float32 result rounded once"
 
 
 @check("apply_rope", mistake="float64 in, float64 out: somewhere along the way you cast to float32", costs=0.2)
@@ -804,13 +804,16 @@ def assert_converted(hw: Homework, weight: Tensor, head_dim: int, *, check_dtype
 
 @check(
     "convert_rope_weights",
-    mistake="in the direction to interleaved, rows i and i + D/2 become rows 2i and 2i + 1; check your direction",
+    mistake="converting to interleaved makes rows i and i + D/2 into rows 2i and 2i + 1; check your direction",
 )
 def test_one_head_to_interleaved(hw: Homework) -> None:
     assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=True)
 
 
-@check("convert_rope_weights", mistake="to half-split, do the inverse: rows 2i and 2i + 1 become rows i and i + D/2")
+@check(
+    "convert_rope_weights",
+    mistake="converting to half-split does the inverse: rows 2i and 2i + 1 become rows i and i + D/2",
+)
 def test_one_head_to_half_split(hw: Homework) -> None:
     assert_converted(hw, torch.arange(6.0)[:, None], 6, to_interleaved=False)
 

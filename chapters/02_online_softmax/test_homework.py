@@ -114,7 +114,7 @@ def attention_in_floats(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: fl
 
 
 def random_scores(num_states: int, n: int, heads: int, seed: int) -> Tensor:
-    """Make scores [n, heads, 3 * num_states] of very different size, some masked: state i holds the keys from 3i."""
+    """Make scores [n, heads, 3 * num_states] of very different sizes, some masked: state i holds the keys from 3i."""
     generator = torch.Generator().manual_seed(seed)
     scores = 5 * torch.randn(n, heads, 3 * num_states, generator=generator, dtype=torch.float64)
     hidden = torch.rand(scores.shape, generator=generator) < 0.4
@@ -322,7 +322,10 @@ def test_one_key(hw: Homework) -> None:
     assert_online(hw, torch.full((1, 1), 3.0), tiles_with_scores([0.7]), 0.5)
 
 
-@check("online_attention", mistake="within one tile it is the softmax of q·k times `scale`, applied to the values")
+@check(
+    "online_attention",
+    mistake="within one tile, the weights are the softmax of q·k times `scale`, and they multiply the values",
+)
 def test_one_tile(hw: Homework) -> None:
     assert_online(hw, torch.full((1, 1), 3.0), tiles_with_scores([0.3, 0.1, -0.4]), 0.5)
 
@@ -351,7 +354,7 @@ def test_scores_near_1000(hw: Homework) -> None:
     assert_online(hw, torch.ones(1, 1), tiles_with_scores([1000.0], [1001.0, 999.0], [1002.0]), 1.0, atol=1e-3)
 
 
-@check("online_attention", mistake="the first maximum is -inf: a maximum of 0 is above scores that are all negative")
+@check("online_attention", mistake="start with a maximum of -inf: relative to 0, exponentials of low scores underflow")
 def test_scores_below_zero(hw: Homework) -> None:
     assert_online(hw, torch.ones(1, 1), tiles_with_scores([-100.0], [-100.0, -100.0]), 1.0, atol=1e-4)
 

@@ -3,8 +3,8 @@
 Five of these functions are parts of the engine. Once their checks pass,
 `mini-engine generate --homework` runs the embedded model, a Llama, on your
 `decoder_layer`, which calls your `rms_norm` and `gated_mlp`. With `--model` and the
-folder or hub id of a Qwen3 it also runs your `qk_norm`, and with that of a GPT-2 it
-loads the checkpoint through your `gpt2_weights`. The last checks of `decoder_layer` and
+folder or hub id of a Qwen3 it also runs your `qk_norm`, and with a GPT-2 it loads the
+checkpoint through your `gpt2_weights`. The last checks of `decoder_layer` and
 `dequantize_q4_1` run the embedded model on them.
 
 The docstring of each function says what the function must do. Replace its line
@@ -35,8 +35,8 @@ def rms_norm(
 ) -> Float[Tensor, "*batch D"]:
     """Normalize each row of x to a root mean square of 1, then multiply by `weight`.
 
-    A row is the last axis of x; any number of axes may precede it, or none. `eps` is
-    added to the mean of the squares, so a row of zeros stays zero.
+    A row runs along the last axis of x; any number of axes may precede it, or none.
+    `eps` is added to the mean of the squares, so a row of zeros stays zero.
 
     Compute in float32, or in float64 if x or `weight` is float64. Round once, at the
     end: the result has the dtype of x. `weight` is never narrower than x. Do not modify
@@ -106,8 +106,8 @@ class LayerWeights:
     """The weights of one Llama or Qwen3 layer, fused. Every matrix is [out, in]."""
 
     input_norm: Float[Tensor, " hidden"]
-    # W = (Hq + 2 Hk) D: the rows of all query heads, then those of the keys of all KV
-    # heads, then those of their values.
+    # W = (Hq + 2 Hk) D: first the rows of all query heads, then the rows for the keys
+    # of all KV heads, then the rows for their values.
     qkv: Float[Tensor, "W hidden"]
     o: Float[Tensor, "hidden QD"]  # QD = Hq D
     mlp_norm: Float[Tensor, " hidden"]
@@ -130,9 +130,9 @@ def decoder_layer(
     """Run one decoder layer of Llama or Qwen3 on the tokens of a step.
 
     The chapter draws the layer and its shapes. This version differs from the chapter's
-    `llama` in two ways: the weights are fused, as the engine holds them, and with
-    `weights.q_norm` and `weights.k_norm` queries and keys pass through QK-norm where
-    Qwen3 has it. The nonlinearity of the MLP is SiLU.
+    `llama` in two ways: the weights are fused, as the engine holds them, and if
+    `weights.q_norm` and `weights.k_norm` are given, queries and keys pass through
+    QK-norm where Qwen3 has it. The nonlinearity of the MLP is SiLU.
 
     Use your `rms_norm`, `qk_norm` and `gated_mlp`, and
     `mini_engine.rope.apply_rope(heads, cos, sin)`. Call `attend(spec.layer, q, k, v)`
@@ -175,9 +175,9 @@ def load_weights(
     fills, which may be some rows of a fused weight. Values are converted to the dtype
     of their destination.
 
-    If the checkpoint does not fit the model exactly, raise ModelLoadError with the name
-    of a tensor that is wrong in the message, and leave every destination as it was. The
-    engine must never run a model that is only partly loaded.
+    If the checkpoint does not fit the model exactly, raise ModelLoadError with a
+    message that names one of the wrong tensors, and leave every destination as it was.
+    The engine must never run a model that is only partly loaded.
 
     Args:
         destinations: the model's tensors by their names in the checkpoint.
@@ -200,7 +200,7 @@ def load_weights(
 
 
 def gpt2_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring a GPT-2 checkpoint into the form of the other families.
+    """Convert a GPT-2 checkpoint to the form of the other families.
 
     In the result, no name has the prefix `transformer.`, every matrix is [out, in], and
     nothing but weights and biases is left. The chapter prints such a checkpoint and

@@ -120,11 +120,11 @@ EXERCISES = [
             "Sort the names into three kinds: leave out, transpose, keep. The shape does not tell the kinds apart: "
             "attn.c_proj.weight is square, and wte.weight is a matrix as well.",
             "str.removeprefix removes a prefix where there is one. Only h.N.attn.bias and h.N.attn.masked_bias are "
-            "buffers; h.N.attn.c_attn.bias is a bias. Four names in a layer are transposed: those of the chapter's "
-            "[in, out] matrices.",
+            "buffers; h.N.attn.c_attn.bias is a bias. Four tensors of each layer are transposed: the matrices that "
+            "are stored as [in, out].",
             "name.endswith(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')) "
-            "names what to transpose, with .t(); name.endswith(('.attn.bias', '.attn.masked_bias')) what to leave "
-            "out. Before you store a name, test whether it is there already.",
+            "finds what to transpose, with .t(); name.endswith(('.attn.bias', '.attn.masked_bias')) finds what to "
+            "leave out. Before you store a name, test whether it is there already.",
         ),
     ),
     Exercise(
@@ -270,7 +270,7 @@ def test_queries_and_keys_have_their_own_weights(hw: Homework) -> None:
     assert_qk_norm(hw, 30 * torch.randn(2, 6, 4), torch.randn(4), torch.randn(4), 4, 1e-12)
 
 
-@check("qk_norm", mistake="pass the eps that you are given on to rms_norm")
+@check("qk_norm", mistake="pass `eps` on to rms_norm, as it was given to you")
 def test_eps_of_qk_norm(hw: Homework) -> None:
     assert_qk_norm(hw, torch.randn(2, 3, 4) / 10, torch.randn(4), torch.randn(4), 2, 0.5)
 
@@ -349,7 +349,7 @@ def test_mlp_dtypes(hw: Homework) -> None:
 
 @dataclass
 class Layer:
-    """A random layer, its weights apart and fused, and what it is called with."""
+    """A random layer: its weights, separate and fused, and the arguments of its call."""
 
     hw: Homework
     spec: AttentionSpec
@@ -732,7 +732,7 @@ def test_wide_projections_are_transposed(hw: Homework) -> None:
 
 @check(
     "gpt2_weights",
-    mistake="both c_proj are transposed as well; that of attention is square, so its shape does not tell you",
+    mistake="both c_proj matrices are transposed as well; attention's is square, so its shape does not tell you",
 )
 def test_square_projections_are_transposed(hw: Homework) -> None:
     theirs, ours = gpt2_checkpoint()
@@ -741,7 +741,7 @@ def test_square_projections_are_transposed(hw: Homework) -> None:
 
 @check(
     "gpt2_weights",
-    mistake="leave out only the two mask buffers: h.N.attn.c_attn.bias is a bias, although it ends with attn.bias, too",
+    mistake="leave out only the two mask buffers: h.N.attn.c_attn.bias is a bias, although it also ends with attn.bias",
 )
 def test_no_weight_or_bias_is_lost(hw: Homework) -> None:
     theirs, ours = gpt2_checkpoint()

@@ -2,7 +2,7 @@
 and the memory they take.
 
 `chunk_levels` is a part of the engine: once its checks pass, `mini-engine generate
---homework` also serves a request over chunks with it. `Stored` and `Level` are given.
+--homework` also uses it to serve a request over chunks. `Stored` and `Level` are given.
 
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
@@ -108,7 +108,7 @@ def place_chunks(chunks: ListLike[Stored]) -> tuple[list[int], list[int], list[b
         Three lists with one entry for each chunk: the position of its first token; its
         query offset, which is added to the position of every query of this request that
         attends to the chunk's stored keys; and whether the chunk is exact, that is,
-        whether its stored keys are those of the same tokens in a plain prompt.
+        whether its stored keys equal the keys of the same tokens in a plain prompt.
 
     Example: the first chunk has three tokens. The second one was computed after it, the
     third one on its own.

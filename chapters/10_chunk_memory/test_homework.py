@@ -48,7 +48,7 @@ EXERCISES = [
         difficulty=1,
         hints=(
             "Only distances count. How far is a query at position p of this request from the chunk's first key? At "
-            "which position would a query be equally far from the first key as it is stored?",
+            "which position would a query be equally far from the position where that key was computed?",
             "The first key is stored at len(before), and acts as if it were at the chunk's position here. A query at p "
             "must be at a distance of p - position from it, so it moves to p + len(before) - position.",
             "tokens = the tokens of all chunks so far; position = len(tokens); offset = len(chunk.before) - position; "
@@ -80,8 +80,9 @@ EXERCISES = [
             "Level i holds the i-th chunk of each list, and neighbors with the same chunk there are a group. Write one "
             "level first, for requests with at most one chunk.",
             "starts = the requests whose chunk differs from the one before; qo_indptr = first_token[[*starts, B]]; "
-            "kv_page_indptr = sums of the groups' numbers of pages; kv_last_page_len = (num_keys - 1) % page_size + 1; "
-            "query_offsets = np.repeat of each request's own offset, not the group's, by num_new in the new order.",
+            "kv_page_indptr = cumulative sums of the groups' page counts; kv_last_page_len = (num_keys - 1) "
+            "% page_size + 1; query_offsets = np.repeat of each request's own offset, not the group's, by num_new in "
+            "the new order.",
         ),
     ),
     Exercise(
@@ -94,7 +95,7 @@ EXERCISES = [
             "enough?",
             "An OrderedDict from name to pages, least recently used first, and a Counter of uses. In add, first "
             "collect the names to evict, and change the store only when you know that there will be room.",
-            "for other in the OrderedDict: stop once free >= num_pages; take it if its count is 0 and it is not in "
+            "for other in the OrderedDict: stop once free >= num_pages; evict it if its count is 0 and it is not in "
             "keep; free += its pages. Raise ChunkError if free is still too small. begin checks all names first.",
         ),
     ),
@@ -173,14 +174,14 @@ def test_towards_the_front(hw: Homework) -> None:
     rotated(hw, [5], [-5])
 
 
-@check("rotate_again", mistake="each row moves by its own offset, not all rows by one")
+@check("rotate_again", mistake="each row moves by its own offset: do not move all rows by the same one")
 def test_an_offset_for_each_row(hw: Homework) -> None:
     rotated(hw, [5, 6, 2, 40], [3, -2, 0, 400])
 
 
 @check(
     "rotate_again",
-    mistake="the frequencies of a stretched RoPE are those of inverse_frequencies(rope), not those of theta alone",
+    mistake="take the frequencies from inverse_frequencies(rope): theta alone does not give those of a stretched RoPE",
 )
 def test_a_stretched_rope(hw: Homework) -> None:
     rotated(hw, [5, 6, 2, 40], [3, -2, 0, 400], ROPES[1])
@@ -246,7 +247,7 @@ def test_a_chunk_that_moves_forward(hw: Homework) -> None:
 
 @check(
     "place_chunks",
-    mistake="the same position is not enough: the tokens before a chunk must be those that it was computed after",
+    mistake="the same position is not enough: a chunk must follow the same tokens that it was computed after",
 )
 def test_other_tokens_in_front(hw: Homework) -> None:
     placed(hw, [([6, 6, 6], []), (TWO, ONE)], [[0, 3], [0, 0], [True, False]])
@@ -327,7 +328,7 @@ def test_own_keys_alone(hw: Homework) -> None:
 
 @check(
     "attend_to_chunks",
-    mistake="a chunk that has not moved needs no rotation, but its state must be merged with that of the own keys",
+    mistake="a chunk that has not moved needs no rotation, but its state must be merged with the state of the own keys",
 )
 def test_a_chunk_in_place(hw: Homework) -> None:
     assert_state(over_chunks(hw, [6], [0], num_own=1, num_new=1))
@@ -440,7 +441,7 @@ def levels_of(
             which = [c for c, own in enumerate(pinned) if own.pages.tolist() == pages]
             assert which, f"level {i}: a group has the pages {pages}, which are not the pages of one chunk in order"
             assert num_keys == lens[which[0]], (
-                f"level {i}: kv_last_page_len gives the chunk with {lens[which[0]]} keys {num_keys} of them"
+                f"level {i}: kv_last_page_len gives a chunk {num_keys} keys instead of {lens[which[0]]}"
             )
             offsets = level.query_offsets[first[place] : first[place + 1]].tolist()
             assert len(set(offsets)) == 1, f"level {i}: the tokens of one request have the offsets {offsets}"
@@ -520,7 +521,8 @@ def test_sharers_at_different_offsets(hw: Homework) -> None:
 
 
 @check(
-    "chunk_levels", mistake="requests do not share the same chunks in another order: levels need not follow positions"
+    "chunk_levels",
+    mistake="requests with the same chunks in other orders do not share them: levels need not follow positions",
 )
 def test_another_order_of_the_same_chunks(hw: Homework) -> None:
     for seed in range(4):
@@ -536,7 +538,7 @@ def test_a_chunk_twice_in_a_request(hw: Homework) -> None:
 
 @check(
     "chunk_levels",
-    mistake="for random contexts, a request misses a chunk or its offset, or requests do not share the same chunks",
+    mistake="a request in a random step misses a chunk or its offset, or the same chunks are not shared",
 )
 def test_random_contexts(hw: Homework) -> None:
     for seed in range(80):
@@ -551,7 +553,7 @@ def test_random_contexts(hw: Homework) -> None:
         _, _, reads = levels_of(hw, requests, num_new, lens, size, seed)
         groups = {(new > 1, frozenset(i for i, _ in own)) for own, new in zip(requests, num_new, strict=True)}
         most = sum(-(-lens[i] // size) for _, own in groups for i in own)
-        assert reads <= most, f"{reads} pages are read; {most} if requests with the same chunks read each of them once"
+        assert reads <= most, f"{reads} pages are read; {most} are enough if requests with the same chunks share them"
 
 
 def planned_step(
@@ -603,7 +605,8 @@ def over_slots(
 
 
 @check(
-    "chunk_levels", mistake="the engine's cascade backend gets different results on your levels than request by request"
+    "chunk_levels",
+    mistake="on your levels, the engine's cascade backend differs from attention computed request by request",
 )
 def test_the_engine_runs_on_it(hw: Homework) -> None:
     spec = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE, rope=RopeConfig(100.0, 8))
@@ -616,7 +619,7 @@ def test_the_engine_runs_on_it(hw: Homework) -> None:
 
 @check(
     "chunk_levels",
-    mistake="FlashInfer's kernels get different results on your levels than request by request",
+    mistake="on your levels, FlashInfer's kernels differ from attention computed request by request",
     seconds=COMPILING,
 )
 def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
@@ -816,8 +819,8 @@ def cached(token_ids: Tensor, positions: Tensor, visible: Tensor) -> tuple[list[
 def recomputed(hw: Homework, lens: ListLike[int], chosen: ListLike[int]) -> None:
     """Chunks of some lengths, each computed on its own, of which some tokens are computed again.
 
-    The oracle is one run over all tokens and, after them, the chosen ones a second time. The former see what they saw
-    before, and the latter see one another in place of their older selves.
+    The oracle is one run over all tokens and, after them, the chosen ones a second time. In it, the tokens of the first
+    pass see what they saw before, and the repeated tokens see one another in place of their first copies.
     """
     n, index = sum(lens), torch.tensor(chosen, dtype=torch.long)
     owner = torch.from_numpy(np.repeat(np.arange(len(lens)), lens))

@@ -25,7 +25,7 @@ EXERCISES = [
             "A read of a tensor that an earlier kernel has written costs nothing; any other read costs once. Handle "
             "the reads of a kernel before its writes.",
             "for kernel in kernels: add to reads the entries of kernel.reads whose names are not in written, then "
-            "update written with kernel.writes. At the end keep those of written that are needed.",
+            "update written with kernel.writes. At the end, keep the entries of written that are needed.",
         ),
     ),
     Exercise(
@@ -81,8 +81,8 @@ EXERCISES = [
             "Load the two halves of the head. Rotate if head < Hq + Hk. The destination is q for the first Hq heads; "
             "otherwise slot = tl.load(slots + token), and KV head h of a slot begins at (slot * Hk + h) * D.",
             "a, b = loads at offsets pair and pair + HALF of (token * (Hq + 2 * Hk) + head) * D. KV head = "
-            "(head - Hq) % Hk for keys and values alike; keys while head < Hq + Hk. Mask pair < HALF if D / 2 is no "
-            "power of two.",
+            "(head - Hq) % Hk for keys and values alike; keys while head < Hq + Hk. Mask pair < HALF if D / 2 is "
+            "not a power of two.",
         ),
     ),
     Exercise(
@@ -116,20 +116,20 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -
 def assert_result(got: Tensor, want: Tensor, like: Tensor, name: str, mistake: str | None = None) -> None:
     """Compare with an oracle in float64, in the dtype of the inputs."""
     assert isinstance(got, Tensor), f"{name} is a tensor, not {type(got).__name__}"
-    assert got.dtype == like.dtype, f"{name} has dtype {got.dtype} and not {like.dtype}, that of the inputs"
+    assert got.dtype == like.dtype, f"{name} has dtype {got.dtype}, but the inputs have {like.dtype}"
     tolerance = TOLERANCE[like.dtype]
     assert_close(got.double(), want, atol=tolerance, rtol=tolerance, name=name, mistake=mistake)
 
 
 def assert_rounded_once(got: Tensor, want: Tensor, name: str) -> None:
-    """Nearly all numbers of a result in 16 bits are the exact ones, rounded."""
-    assert got.dtype == SHORT, f"{name} has dtype {got.dtype} and not {SHORT}, that of the inputs"
+    """Check that nearly all numbers of a result in 16 bits are the exact ones, rounded."""
+    assert got.dtype == SHORT, f"{name} has dtype {got.dtype}, but the inputs have {SHORT}"
     share = float((got != want.to(SHORT)).double().mean())
-    assert share < 0.1, f"{share:.0%} of the numbers of {name} are not the exact ones, rounded once"
+    assert share < 0.1, f"{share:.0%} of the numbers of {name} differ from the exact ones, rounded once"
 
 
 def unchanged(run: Callable[..., object], *inputs: Tensor | float) -> Watch:
-    """Run and watch; the inputs must be what they were."""
+    """Run and watch, and check that the inputs are unchanged."""
     before = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
     with watch() as found:
         run(*inputs)
@@ -320,7 +320,7 @@ def test_any_shape(hw: Homework) -> None:
         assert_norm_linear(hw, 1, columns, rows)
 
 
-@check("norm_linear", mistake="scale every token by its own norm, not all by one")
+@check("norm_linear", mistake="scale every token by its own norm, not all tokens by the same one")
 def test_tokens_of_different_size(hw: Homework) -> None:
     for tokens in (2, 3, 8):
         assert_norm_linear(hw, tokens, 96, 40, span=(-2, 2), eps=1e-12)
@@ -543,7 +543,7 @@ def test_the_inputs_stay(hw: Homework) -> None:
 
 @check(
     "split_k_linear",
-    mistake="the order in which programs run changed the result: do not add up sums in order of arrival",
+    mistake="the order in which programs run changed the result: do not add partial sums in order of arrival",
 )
 def test_the_same_bits_in_any_order(hw: Homework) -> None:
     x, weight, residual = randn(700), randn(20, 700), randn(20)

@@ -2,7 +2,7 @@
 sizes for its graphs, a loop that runs ahead of its results, and a graph of your own.
 
 `pad_decodes` is a part of the engine: once its checks pass, `mini-engine generate
---homework` pads its decode steps with it. `StepTimes` and `Device` are given.
+--homework` uses it to pad decode steps. `StepTimes` and `Device` are given.
 
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
@@ -27,7 +27,7 @@ from torch import Tensor
 
 
 class StepTimes(NamedTuple):
-    """When things happened to one step, in microseconds.
+    """The times at which the phases of one step ended, in microseconds.
 
     Attributes:
         launched: the host has launched all of its work.
@@ -63,7 +63,7 @@ def run_steps(
         num_steps: number of steps.
         prepare: host time before the launches of a step, in microseconds.
         launch: host time of each launch.
-        work: device time of each launch of a step: that of one kernel, or of all
+        work: device time of what each launch of a step starts: one kernel, or all
             kernels of a graph.
         collect: host time after the wait.
         depth: the pipeline depth.
@@ -199,7 +199,7 @@ class Device:
 
     Args:
         num_rows: requests that it can hold at a time.
-        model: from a prompt to the tokens that the model writes after it; after the
+        model: maps a prompt to the tokens that the model writes after it; after the
             last of them, further tokens are "?".
 
     Attributes:
@@ -235,7 +235,7 @@ class Device:
         self._in_flight.append(tokens)
 
     def collect(self) -> dict[int, str]:
-        """Wait for the oldest step that has not been collected; its token by row."""
+        """Wait for the oldest step not yet collected, and return its tokens by row."""
         assert self._in_flight, "no step is in flight"
         return self._in_flight.popleft()
 
@@ -289,7 +289,7 @@ class Graph:
         - an operator reads its arguments and writes its results at the same addresses
           as in the capture, whether they are inputs, constants of the function,
           intermediates, or outputs;
-        - numbers, branches and loops of Python are those of the capture;
+        - Python's numbers, branches and loops stay as they were in the capture;
         - operators that write in place do so in every replay.
 
     On a CPU, `torch.utils._python_dispatch.TorchDispatchMode` sees every operator.

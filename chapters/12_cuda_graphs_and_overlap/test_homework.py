@@ -421,7 +421,9 @@ def test_sources(hw: Homework) -> None:
     assert_equal(batch.feed(torch.arange(100, 110))[:2].tolist(), [103, 104], name="the tokens that requests are fed")
 
 
-@check("pad_decodes", mistake="`page_positions` has an entry for each page, so it grows as `pages` does, by zeros")
+@check(
+    "pad_decodes", mistake="`page_positions` has an entry for each page, so append a zero for each page of the padding"
+)
 def test_page_positions(hw: Homework) -> None:
     batch = padded(hw, decode_arrays([5, 9], positions=True), 4)
     assert_equal(batch.positions.tolist(), [4, 8, 0, 0], name="the positions")
@@ -462,7 +464,7 @@ def tiny_model(device: str = "cpu") -> CausalLM:
 
 
 def served(parts: Parts, device: str = "cpu", **options: Any) -> list[list[int]]:
-    """What five requests of different lengths write."""
+    """The tokens of five requests of different lengths."""
     options = {"num_pages": 40, "page_size": 16 if device == "cuda" else 4, "max_batch_size": 5} | options
     engine = LLMEngine(tiny_model(device), EngineConfig.of(options), parts=parts)
     requests = []
@@ -476,7 +478,7 @@ def served(parts: Parts, device: str = "cpu", **options: Any) -> list[list[int]]
     return [list(request.output_token_ids) for request in requests]
 
 
-@check("pad_decodes", mistake="on your padding the engine generates other tokens, although padding must not change any")
+@check("pad_decodes", mistake="with your padding the engine generates different tokens: padding must not change any")
 def test_the_engine_pads_with_it(hw: Homework) -> None:
     expected, parts = served(Parts()), replace(Parts(), pad_decodes=hw.pad_decodes)
     for sizes in ((5,), (2, 8), (3,)):
@@ -681,7 +683,9 @@ def test_rows_are_used_again(hw: Homework) -> None:
     assert_equal(len(device.launches), 9, name="the number of steps")
 
 
-@check("serve_ahead", mistake="for random requests and stop strings, an output differs from that of the request alone")
+@check(
+    "serve_ahead", mistake="for random requests and stop strings, an output differs from what the request gets alone"
+)
 def test_random_requests(hw: Homework) -> None:
     for seed in range(150):
         rng = random.Random(seed)
@@ -781,14 +785,14 @@ def test_addresses(hw: Homework) -> None:
     graph, x = hw.Graph(), torch.ones(1000)
     y = graph.capture(lambda x: (x + 1) * 2, x)
     address = y.data_ptr()
-    garbage = [torch.full((1000,), 7.0) for _ in range(50)]  # takes the memory of what nobody holds
+    garbage = [torch.full((1000,), 7.0) for _ in range(50)]  # reuses any memory that was freed
     x.fill_(2.0)
     graph.replay()
     assert y.data_ptr() == address and bool((y == 6).all()), "the output is not where it was, or not right"
     assert all(bool((other == 7).all()) for other in garbage), "a replay wrote to memory that belongs to other tensors"
 
 
-@check("Graph", mistake="branches and numbers of Python must be those of the capture: do not call the function again")
+@check("Graph", mistake="Python's branches and numbers must stay as in the capture: do not call the function again")
 def test_branches_are_frozen(hw: Homework) -> None:
     graph, x, factor = hw.Graph(), torch.ones(2), [3.0]
     y = graph.capture(lambda x: x * factor[0] if factor[0] > 0 else x - 1, x)
@@ -822,7 +826,7 @@ def test_captured_again(hw: Homework) -> None:
     graph.capture(lambda x: count.add_(1), x)
     y = graph.capture(lambda x: x + 1, x)
     graph.replay()
-    assert count.item() == 1 and y.tolist() == [2.0, 2.0], "the replay has done more than the last capture"
+    assert count.item() == 1 and y.tolist() == [2.0, 2.0], "the replay did more than the last capture recorded"
 
 
 @check("Graph", mistake="replayed, a decode step of a model with its cache at fixed addresses gives wrong logits")

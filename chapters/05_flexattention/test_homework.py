@@ -20,8 +20,8 @@ EXERCISES = [
         difficulty=1,
         part="mask_mod",
         hints=(
-            "Chapter 01's attention_mask got all positions at once. Here you compare the position of one query with "
-            "that of one key, and broadcasting does the rest.",
+            "Chapter 01's attention_mask got all positions at once. Here you compare one query position with one key "
+            "position, and broadcasting does the rest.",
             "Return a function of (b, h, q_idx, kv_idx). The distance q_idx - kv_idx is 0 for the query's own key, "
             "negative for the future, and below window inside the window.",
             "if window is None: return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx. Otherwise join two comparisons "
@@ -63,8 +63,8 @@ EXERCISES = [
             "First compute two small bool tables [query blocks, key blocks]: whether a block has a visible pair, and "
             "whether all of its pairs are visible. Then turn each table into counts and indices.",
             "F.pad extends the mask to whole blocks with False. Reshape it to [query blocks, size, key blocks, size]; "
-            "any and all over the second and the last axis are the two tables. A block is partial if it has any and "
-            "not all. A stable sort of `not chosen` puts the chosen indices first.",
+            "any and all over the second and the last axis are the two tables. A block is partial if any of its pairs "
+            "is visible but not all are. A stable sort of `not chosen` puts the chosen indices first.",
             "mask = F.pad(mask, (0, -K % size, 0, -Q % size)); pairs = mask.view(rows, size, columns, size); any_ = "
             "pairs.any(3).any(1), all_ the same; for table in (any_ & ~all_, all_): counts = table.sum(-1).int(), "
             "indices = (~table).byte().argsort(dim=-1, stable=True).int().",

@@ -151,7 +151,11 @@ def decoder(window: int | None) -> Pair:
     return lambda q, k: k in range(0 if window is None else max(0, q - window + 1), q + 1)
 
 
-@check("visible", mistake="the comparison is strict or reversed: without a window, show all keys with kv_idx <= q_idx")
+@check(
+    "visible",
+    mistake="the comparison is strict or reversed, or None is treated as a window: without a window, show all keys "
+    "with kv_idx <= q_idx",
+)
 def test_itself_and_the_past(hw: Homework) -> None:
     mask_mod = called(hw.visible(None), "visible")
     assert_sees(mask_mod, [(0, 0), (3, 3), (3, 1), (900, 0)], True)

@@ -206,12 +206,12 @@ def filter_logits(
     rank = torch.arange(logits.shape[-1], device=logits.device)
     kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
     p = best.masked_fill(~kept, -torch.inf).softmax(-1)
-    # A token is kept while those before it have not reached top_p, so the first always
-    # is. Sums are rounded: only a comparison with 1 itself keeps all.
+    # A token is kept if the tokens before it have not reached top_p, so the first is
+    # always kept. Sums are rounded, so top_p = 1 must be compared with 1 itself.
     before = p.cumsum(-1) - p
     kept &= (before < top_p[:, None]) | (top_p == 1)[:, None]
     kept &= p >= min_p[:, None] * p[:, :1]
-    # Every filter keeps a beginning of the sorted row, so one threshold describes all.
+    # Every filter keeps a beginning of the sorted row, so one threshold replaces them.
     threshold = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
     return logits.masked_fill(logits < threshold, -torch.inf)
 
@@ -253,7 +253,7 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     """
     logits = penalize_repetition(logits, batch)
     is_greedy = batch.temperature == 0
-    # A greedy row is divided by 1 and sampled as well; its draw is not used.
+    # A greedy row is divided by 1 and sampled as well, but its draw is not used.
     scaled = logits / torch.where(is_greedy, 1.0, batch.temperature)[:, None]
     kept = filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p)
     noise = gumbel_noise(batch.seeds, batch.positions, logits.shape[-1])
@@ -287,7 +287,8 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
         >>> scan_stop("EN" + "D three", ["END"])
         ('', '', True)
     """
-    # (end, start): the smallest pair is complete first and, among those, the longest.
+    # (end, start): the smallest pair is the stop string that is complete first; of two
+    # that end together, it is the longer.
     found = [(start + len(s), start) for s in stop if (start := text.find(s)) >= 0]
     if found:
         return text[: min(found)[1]], "", True
@@ -310,18 +311,18 @@ def tokens_per_second(
     `context` keys in the cache. It cannot be faster than its bytes over
     `machine.bandwidth`, nor than its FLOPs over `machine.flops`.
 
-    Bytes, of numbers with dtype_bytes each: every matrix of the layers and the LM head,
-    read once for the whole batch, and the keys and values of each sequence. FLOPs: two
-    for each number of those matrices and each sequence; in attention, 4 * head_dim for
-    each query head, key and layer. Leave out the lookup in the embeddings,
-    activations, norms, biases, and writing the new key.
+    Bytes, with dtype_bytes for each number: every matrix of the layers and the LM head,
+    read once for the whole batch, and the keys and values of each sequence. FLOPs, for
+    each sequence: two for each number of those matrices, and in attention 4 * head_dim
+    for each query head, key and layer. Leave out the embedding lookup, activations,
+    norms and biases, and writing the new key and value.
 
     Args:
-        shape: a Llama: its sizes, as in chapter 03.
-        machine: its two measured rates.
+        shape: the sizes of a Llama model, as in chapter 03.
+        machine: a machine with its two measured rates.
         batch_size: number of sequences.
         context: number of keys of each sequence.
-        dtype_bytes: bytes of one number.
+        dtype_bytes: bytes per number.
 
     Example: one layer in which every size is 1, and a vocabulary of 1: 8 numbers in
     matrices and 2 in the cache. At 5 bytes per second, 10 bytes take 2 seconds.

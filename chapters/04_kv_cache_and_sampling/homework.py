@@ -269,18 +269,18 @@ def tokens_per_second(
     `context` keys in the cache. It cannot be faster than its bytes over
     `machine.bandwidth`, nor than its FLOPs over `machine.flops`.
 
-    Bytes, of numbers with dtype_bytes each: every matrix of the layers and the LM head,
-    read once for the whole batch, and the keys and values of each sequence. FLOPs: two
-    for each number of those matrices and each sequence; in attention, 4 * head_dim for
-    each query head, key and layer. Leave out the lookup in the embeddings,
-    activations, norms, biases, and writing the new key.
+    Bytes, with dtype_bytes for each number: every matrix of the layers and the LM head,
+    read once for the whole batch, and the keys and values of each sequence. FLOPs, for
+    each sequence: two for each number of those matrices, and in attention 4 * head_dim
+    for each query head, key and layer. Leave out the embedding lookup, activations,
+    norms and biases, and writing the new key and value.
 
     Args:
-        shape: a Llama: its sizes, as in chapter 03.
-        machine: its two measured rates.
+        shape: the sizes of a Llama model, as in chapter 03.
+        machine: a machine with its two measured rates.
         batch_size: number of sequences.
         context: number of keys of each sequence.
-        dtype_bytes: bytes of one number.
+        dtype_bytes: bytes per number.
 
     Example: one layer in which every size is 1, and a vocabulary of 1: 8 numbers in
     matrices and 2 in the cache. At 5 bytes per second, 10 bytes take 2 seconds.

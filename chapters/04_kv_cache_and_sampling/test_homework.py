@@ -115,8 +115,8 @@ EXERCISES = [
         difficulty=2,
         challenge=True,
         hints=(
-            "Count the numbers in the matrices of one layer, then in the model; then those of one token's keys and "
-            "values. What does a second sequence add to each?",
+            "Count the numbers in the matrices of one layer, then in the whole model, then in the keys and values of "
+            "one token. What does a second sequence add to each?",
             "q and o: hidden_size * num_qo_heads * head_dim each. k and v: hidden_size * num_kv_heads * head_dim "
             "each. gate, up and down: hidden_size * intermediate_size each. Bytes: weights once, cache per sequence; "
             "FLOPs: everything per sequence.",
@@ -182,7 +182,10 @@ def test_one_token_in_its_slot(hw: Homework) -> None:
     assert_appended(hw, 5, [3])
 
 
-@check("append_kv", mistake="the slots of a step have gaps between sequences: they do not follow from the first")
+@check(
+    "append_kv",
+    mistake="the slots of a step have gaps between sequences: use every entry of slot_mapping, not only the first",
+)
 def test_slots_with_gaps(hw: Homework) -> None:
     assert_appended(hw, 8, [1, 2, 6])
 
@@ -793,7 +796,7 @@ def test_seed_and_position_are_not_added(hw: Homework) -> None:
 
 
 @check("sample", mistake="a row draws the same token alone and in a batch: its index must not affect its noise")
-def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
+def test_the_rest_of_the_batch_does_not_matter(hw: Homework) -> None:
     rows = 40
     logits = torch.randn(rows, 12)
     kinds = (SamplingParams(), SamplingParams(temperature=0.7, top_k=5), SamplingParams(top_p=0.8))
@@ -812,18 +815,18 @@ def test_neighbours_and_rows_do_not_matter(hw: Homework) -> None:
 
 @check("sample", mistake="the repetition penalty comes before temperature and filters, for greedy rows as well")
 def test_repetition_penalty(hw: Homework) -> None:
-    """Rows with a penalty stand between rows without: `seen` has rows for the former alone."""
+    """Rows with a penalty alternate with rows without one: `seen` has rows only for those with a penalty."""
     seen = torch.tensor([[True, False, False, False, False]])
-    penalised = FIVE.clone()
-    penalised[0, 0] /= 20.0  # FIVE is positive at token 0
+    penalized = FIVE.clone()
+    penalized[0, 0] /= 20.0  # FIVE is positive at token 0
     greedy = SamplingParams(temperature=0.0, repetition_penalty=20.0)
     batch = build([SamplingParams(temperature=0.0), greedy], [1, 1], [1, 1], seen)
     got = hw.sample(FIVE.expand(2, -1).clone(), batch)
-    assert_values(got, torch.stack([FIVE.argmax(), penalised.argmax()]), name="the greedy tokens without and with it")
+    assert_values(got, torch.stack([FIVE.argmax(), penalized.argmax()]), name="the greedy tokens without and with it")
     params = SamplingParams(repetition_penalty=20.0, top_k=2)
     batch = build([SamplingParams(), params] * DRAWS, range(2 * DRAWS), range(2 * DRAWS), seen.expand(DRAWS, -1))
     tokens = hw.sample(FIVE.expand(2 * DRAWS, -1).clone(), batch)
-    kept = penalised.masked_fill(torch.tensor([[True, True, False, True, False]]), -math.inf)
+    kept = penalized.masked_fill(torch.tensor([[True, True, False, True, False]]), -math.inf)
     assert_follows(kept[0].softmax(-1), tokens[1::2])
     assert_follows(FIVE[0].softmax(-1), tokens[0::2])
 
@@ -1007,7 +1010,8 @@ def test_bytes_of_a_number(hw: Homework) -> None:
 
 
 @check(
-    "tokens_per_second", mistake="a key and a value of num_kv_heads heads, in every layer, for each token of context"
+    "tokens_per_second",
+    mistake="the cache has a key and a value of num_kv_heads heads in every layer for each token of context",
 )
 def test_bytes_of_the_cache(hw: Homework) -> None:
     assert_rate(hw, SLOW_MEMORY, 1, 100, 2, 1 / seconds_of_bytes(SHAPE, SLOW_MEMORY, 1, 100, 2))

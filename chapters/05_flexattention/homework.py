@@ -36,8 +36,8 @@ def visible(window: int | None) -> MaskMod:
     before tracing.
 
     Args:
-        window: keys that a query may see, its own included; None for all keys up to its
-            own.
+        window: number of keys that a query may see, including its own; None for all
+            keys up to its own.
 
     Example: with a window of 2, a query sees its own key and the one before.
 
@@ -69,8 +69,8 @@ def packed_prefix_lm(
 
     Args:
         qo_indptr: first token of each document, and T.
-        prefix_lens: tokens of each document that all of its tokens see; at most the
-            length of the document.
+        prefix_lens: number of tokens at the start of each document that all of its
+            tokens see; at most the length of the document.
 
     Example: documents of two and of three tokens. The first two tokens of the second
     document see each other.
@@ -97,7 +97,7 @@ def capped_alibi(slopes: Float[Tensor, " H"], cap: float) -> ScoreMod:
 
     Args:
         slopes: slope of each query head.
-        cap: the bound that scores approach, above 0.
+        cap: the bound that capped scores approach, above 0.
 
     Example: a score far below the cap hardly changes. A slope of 0.5 subtracts 1.5 from
     the score of a key three positions back.
@@ -137,7 +137,7 @@ def blocks_of_mask(mask: Bool[Tensor, "Q K"], block_size: int) -> Blocks:
 
     Args:
         mask: True where a query sees a key.
-        block_size: queries, and keys, of a block.
+        block_size: number of queries, and also of keys, in a block.
 
     Example: a causal mask of four tokens in blocks of two. The blocks on the diagonal
     are partial, and key block 0 is full for query block 1. Only the first entries of
@@ -169,8 +169,8 @@ def classify_blocks(
     Args:
         first_query, last_query, first_key, last_key: integer tensors that broadcast to
             one shape, with one element for each block.
-        window: keys that a query may see, its own included; None for all keys up to its
-            own.
+        window: number of keys that a query may see, including its own; None for all
+            keys up to its own.
 
     Returns:
         visited: whether some query of the block sees some key, so it must be visited.
@@ -200,7 +200,7 @@ def blocks_of_documents(qo_indptr: Int[Tensor, " B+1"], block_size: int) -> Bloc
 
     Args:
         qo_indptr: first token of each document, and T, at least 1; int32 or int64.
-        block_size: queries, and keys, of a block.
+        block_size: number of queries, and also of keys, in a block.
 
     Example: documents of three and of five tokens, in blocks of two. Query block 1
     contains the last token of the first document, which sees key block 0. Query block 2

@@ -20,8 +20,8 @@ EXERCISES = [
         difficulty=1,
         part="mask_mod",
         hints=(
-            "Chapter 01's attention_mask got all positions at once. Here you compare the position of one query with "
-            "that of one key, and broadcasting does the rest.",
+            "Chapter 01's attention_mask got all positions at once. Here you compare one query position with one key "
+            "position, and broadcasting does the rest.",
             "Return a function of (b, h, q_idx, kv_idx). The distance q_idx - kv_idx is 0 for the query's own key, "
             "negative for the future, and below window inside the window.",
             "if window is None: return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx. Otherwise join two comparisons "
@@ -63,8 +63,8 @@ EXERCISES = [
             "First compute two small bool tables [query blocks, key blocks]: whether a block has a visible pair, and "
             "whether all of its pairs are visible. Then turn each table into counts and indices.",
             "F.pad extends the mask to whole blocks with False. Reshape it to [query blocks, size, key blocks, size]; "
-            "any and all over the second and the last axis are the two tables. A block is partial if it has any and "
-            "not all. A stable sort of `not chosen` puts the chosen indices first.",
+            "any and all over the second and the last axis are the two tables. A block is partial if any of its pairs "
+            "is visible but not all are. A stable sort of `not chosen` puts the chosen indices first.",
             "mask = F.pad(mask, (0, -K % size, 0, -Q % size)); pairs = mask.view(rows, size, columns, size); any_ = "
             "pairs.any(3).any(1), all_ the same; for table in (any_ & ~all_, all_): counts = table.sum(-1).int(), "
             "indices = (~table).byte().argsort(dim=-1, stable=True).int().",
@@ -151,38 +151,60 @@ def decoder(window: int | None) -> Pair:
     return lambda q, k: k in range(0 if window is None else max(0, q - window + 1), q + 1)
 
 
-@check("visible", mistake="without a window, a query sees its own key and all earlier ones, and no later one")
+@check(
+    "visible",
+    mistake="the comparison is strict or reversed, or None is treated as a window: without a window, show all keys "
+    "with kv_idx <= q_idx",
+)
 def test_itself_and_the_past(hw: Homework) -> None:
     mask_mod = called(hw.visible(None), "visible")
     assert_sees(mask_mod, [(0, 0), (3, 3), (3, 1), (900, 0)], True)
     assert_sees(mask_mod, [(0, 1), (1, 3)], False)
 
 
-@check("visible", mistake="the query's own key counts: with a window of 3, position 5 sees 3, 4 and 5, but not 2")
+@check(
+    "visible",
+    mistake="the window is ignored or off by one: it includes the query's own key, so with a window of 3, "
+    "position 5 sees 3, 4 and 5",
+)
 def test_a_window_counts_the_query(hw: Homework) -> None:
     mask_mod = called(hw.visible(3), "visible")
     assert_sees(mask_mod, [(5, 5), (5, 4), (5, 3)], True)
     assert_sees(mask_mod, [(5, 2), (5, 1), (5, 0)], False)
 
 
-@check("visible", mistake="a window extends only backward: keys after the query stay hidden")
+@check(
+    "visible",
+    mistake="you test only distance < window, which is true of later keys as well: also test kv_idx <= q_idx",
+)
 def test_a_window_hides_the_future(hw: Homework) -> None:
     mask_mod = called(hw.visible(3), "visible")
     assert_sees(mask_mod, [(5, 6), (5, 7), (5, 20)], False)
 
 
-@check("visible", mistake="the arguments are tensors of many positions: join comparisons with &, not with `and`")
+@check(
+    "visible",
+    mistake="`and` and .item() need single values, but the arguments are tensors of many positions: join "
+    "comparisons with &",
+)
 def test_many_pairs_at_once(hw: Homework) -> None:
     assert_mask(hw.visible(2), decoder(2), range(5), range(5))
 
 
-@check("visible", mistake="q_idx and kv_idx can be any positions: compare them instead of looking them up in a table")
+@check(
+    "visible",
+    mistake="a table of positions ends somewhere, but q_idx and kv_idx can be any positions: compare them instead",
+)
 def test_any_positions(hw: Homework) -> None:
     assert_mask(hw.visible(None), decoder(None), range(100_000, 100_003), range(99_998, 100_004))
     assert_mask(hw.visible(3), decoder(3), range(100_000, 100_003), range(99_996, 100_004))
 
 
-@check("visible", mistake="FlexAttention traces the mask without values: no `if` on positions, and no .item()")
+@check(
+    "visible",
+    mistake="your mask reads a value with `if` or .item(), but FlexAttention traces it without values: use "
+    "tensor operations only",
+)
 def test_traced(hw: Homework) -> None:
     assert_traced(hw.visible(None), decoder(None), 4)
     assert_traced(hw.visible(2), decoder(2), 4)
@@ -216,45 +238,68 @@ def assert_packed(
     assert_mask(mask_mod, packed(bounds, prefixes), queries or tokens, keys or tokens, name)
 
 
-@check("packed_prefix_lm", mistake="a single document without a prefix is plainly causal")
+@check(
+    "packed_prefix_lm",
+    mistake="later keys are visible without a prefix, or earlier ones are hidden: show keys with kv_idx <= "
+    "q_idx, as in `visible`",
+)
 def test_a_causal_document(hw: Homework) -> None:
     assert_packed(hw, [0, 4], [0])
 
 
 @check(
     "packed_prefix_lm",
-    mistake="all tokens of the document see its first prefix_len tokens, even later ones; the others stay causal",
+    mistake="the prefix is ignored, off by one, or hidden from earlier tokens: all tokens of the document see "
+    "its first prefix_len tokens",
 )
 def test_a_prefix(hw: Homework) -> None:
     assert_packed(hw, [0, 5], [3])
 
 
-@check("packed_prefix_lm", mistake="tokens of different documents do not see each other")
+@check("packed_prefix_lm", mistake="the batch is treated as one long document: hide the keys of other documents")
 def test_two_causal_documents(hw: Homework) -> None:
     assert_packed(hw, [0, 2, 5], [0, 0])
 
 
-@check("packed_prefix_lm", mistake="the prefix of a document begins at its own first token, qo_indptr[d]")
+@check(
+    "packed_prefix_lm",
+    mistake="you count the prefix from the start of the batch: count it from the document's own first token, "
+    "qo_indptr[d]",
+)
 def test_the_prefix_of_a_later_document(hw: Homework) -> None:
     assert_packed(hw, [0, 3, 7], [0, 2], range(3, 7), range(3, 7))
 
 
-@check("packed_prefix_lm", mistake="a prefix is visible in its own document only: (same document) & (causal | prefix)")
+@check(
+    "packed_prefix_lm",
+    mistake="a prefix is visible to other documents, because & binds tighter than |: write (same document) & "
+    "(causal | prefix)",
+)
 def test_a_prefix_stays_in_its_document(hw: Homework) -> None:
     assert_packed(hw, [0, 3, 6], [2, 2])
 
 
-@check("packed_prefix_lm", mistake="each document has its own prefix length")
+@check(
+    "packed_prefix_lm", mistake="one prefix length serves all documents: look up the length by the document of the key"
+)
 def test_each_its_own_prefix(hw: Homework) -> None:
     assert_packed(hw, [0, 4, 8, 12], [1, 4, 2])
 
 
-@check("packed_prefix_lm", mistake="an empty document owns no tokens, but it counts: the next document keeps its index")
+@check(
+    "packed_prefix_lm",
+    mistake="you number only documents that have tokens: count empty ones, too, so that every document keeps its "
+    "own index",
+)
 def test_an_empty_document(hw: Homework) -> None:
     assert_packed(hw, [0, 2, 2, 6], [1, 0, 3])
 
 
-@check("packed_prefix_lm", mistake="FlexAttention traces the mask without values: index captured tensors instead")
+@check(
+    "packed_prefix_lm",
+    mistake="your mask reads a value with `if` or .item(), but FlexAttention traces it without values: index "
+    "captured tensors instead",
+)
 def test_traced_with_tensors(hw: Homework) -> None:
     bounds, prefixes = [0, 2, 6], [0, 3]
     mask_mod = hw.packed_prefix_lm(torch.tensor(bounds), torch.tensor(prefixes))
@@ -282,7 +327,7 @@ def score_of(hw: Homework, slopes: list[float], cap: float, score: float, head: 
     got = score_mod(torch.tensor(score, dtype=torch.float64), *index)
     if isinstance(got, Tensor) and got.shape:
         message = f"for one pair of one head, score_mod returns a tensor of shape {list(got.shape)}"
-        raise CheckFailed(message, "slopes has an element for each head: slopes[h] picks that of head h")
+        raise CheckFailed(message, "you use the slopes of all heads: pick the slope of head h, slopes[h]")
     return got
 
 
@@ -290,14 +335,21 @@ def expected_score(slope: float, cap: float, score: float, distance: int) -> flo
     return cap * math.tanh(score / cap) - slope * distance
 
 
-@check("capped_alibi", mistake="the cap is soft: cap * tanh(score / cap)")
+@check(
+    "capped_alibi",
+    mistake="you clamp the score, or leave out the factor before tanh: the soft-cap is cap * tanh(score / cap)",
+)
 def test_the_cap(hw: Homework) -> None:
     for score in (-100.0, -3.0, 0.0, 1.5, 9.0, 40.0):
         got = score_of(hw, [0.0], 5.0, score, 0, 6, 2)
         assert_close(got, expected_score(0.0, 5.0, score, 4), name=f"the score of {score} with cap 5 and slope 0")
 
 
-@check("capped_alibi", mistake="subtract slope times distance, where the distance is q_idx - kv_idx")
+@check(
+    "capped_alibi",
+    mistake="the ALiBi term has the wrong sign or distance: subtract slope * (q_idx - kv_idx), without an "
+    "absolute value",
+)
 def test_the_distance(hw: Homework) -> None:
     for query, key in ((0, 0), (6, 2), (3, 2), (2, 6)):  # a later key, too: a mask may show it
         want = expected_score(0.5, FAR, 0.0, query - key)
@@ -305,20 +357,30 @@ def test_the_distance(hw: Homework) -> None:
         assert_close(score_of(hw, [0.5], FAR, 0.0, 0, query, key), want, name=name)
 
 
-@check("capped_alibi", mistake="each query head h has its own slope: slopes[h]")
+@check(
+    "capped_alibi",
+    mistake="you use one slope for all heads, or index by b: look up the query head's own slope, slopes[h]",
+)
 def test_a_slope_for_each_head(hw: Homework) -> None:
     for head, slope in enumerate((0.5, 0.25, 0.125)):
         got = score_of(hw, [0.5, 0.25, 0.125], FAR, 0.0, head, 5, 1)
         assert_close(got, expected_score(slope, FAR, 0.0, 4), name=f"the score of head {head}")
 
 
-@check("capped_alibi", mistake="apply the cap first: the ALiBi term is not capped")
+@check(
+    "capped_alibi",
+    mistake="you cap the ALiBi term together with the score: apply the cap first, then subtract the term",
+)
 def test_the_order(hw: Homework) -> None:
     got = score_of(hw, [1.0], 5.0, 8.0, 0, 20, 1)
     assert_close(got, expected_score(1.0, 5.0, 8.0, 19), name="a score of 8 at distance 19 with cap 5 and slope 1")
 
 
-@check("capped_alibi", mistake="the arguments are tensors of many heads and positions: slopes[h] looks up all of them")
+@check(
+    "capped_alibi",
+    mistake="float() and .item() take a single head, but the arguments are tensors of many: slopes[h] looks up "
+    "all slopes at once",
+)
 def test_all_scores_at_once(hw: Homework) -> None:
     slopes, scores = torch.rand(3, dtype=torch.float64), 9 * torch.randn(2, 3, 4, 5, dtype=torch.float64)
     index = torch.meshgrid(
@@ -336,7 +398,11 @@ def test_all_scores_at_once(hw: Homework) -> None:
     assert_close(got, torch.tensor(want, dtype=torch.float64).view(scores.shape), name="the scores")
 
 
-@check("capped_alibi", mistake="FlexAttention traces the function without values: no .item(), and no float()")
+@check(
+    "capped_alibi",
+    mistake="your score_mod reads a value with `if`, float() or .item(), but FlexAttention traces it without "
+    "values: use tensor operations only",
+)
 def test_traced_scores(hw: Homework) -> None:
     slopes, scores = torch.rand(2, dtype=torch.float64), 9 * torch.randn(2, 3, 4, dtype=torch.float64)
     mod = hw.capped_alibi(slopes, 4.0)
@@ -428,39 +494,60 @@ def assert_drawn(hw: Homework, size: int, *rows: str, tail: bool = False) -> Non
     assert_blocks(got, mask, size, tail)
 
 
-@check("blocks_of_mask", mistake="a block with a single visible pair must be visited: it is partial")
+@check(
+    "blocks_of_mask",
+    mistake="you do not look at every pair, or you ask for several visible ones: one visible pair makes a block "
+    "partial",
+)
 def test_one_visible_pair(hw: Homework) -> None:
     assert_drawn(hw, 2, "..", "x.")
 
 
-@check("blocks_of_mask", mistake="a block whose pairs are all visible is full, and is not listed as partial")
+@check(
+    "blocks_of_mask", mistake="a full block is listed as partial, or in both lists: list it among the full blocks only"
+)
 def test_a_full_block(hw: Homework) -> None:
     assert_drawn(hw, 2, "xx", "xx")
 
 
-@check("blocks_of_mask", mistake="a block with a single hidden pair is partial: in a full block every pair is visible")
+@check(
+    "blocks_of_mask",
+    mistake="you judge a block by its corners or by its share of visible pairs: it is full only if every pair is "
+    "visible",
+)
 def test_one_hidden_pair(hw: Homework) -> None:
     assert_drawn(hw, 3, "xxx", "x.x", "xxx")
 
 
-@check("blocks_of_mask", mistake="a block without a visible pair is in no list")
+@check(
+    "blocks_of_mask",
+    mistake="you list every block that is not full as partial: a partial block has at least one visible pair",
+)
 def test_hidden_blocks(hw: Homework) -> None:
     assert_drawn(hw, 2, "xx..", "x...", "....", "....")
 
 
-@check("blocks_of_mask", mistake="axis 0 is queries and axis 1 keys: a mask need not be square or symmetric")
+@check(
+    "blocks_of_mask",
+    mistake="queries and keys are swapped: axis 0 of the mask is queries and axis 1 is keys, and their numbers "
+    "may differ",
+)
 def test_more_keys_than_queries(hw: Homework) -> None:
     assert_drawn(hw, 2, "xx......", "xx......", "x.......", "........")
 
 
-@check("blocks_of_mask", mistake="the listed indices come first, in increasing order")
+@check(
+    "blocks_of_mask",
+    mistake="the indices are not sorted, or stay in their own columns: move them to the front of the row, in "
+    "increasing order",
+)
 def test_order(hw: Homework) -> None:
     assert_drawn(hw, 2, "..x.xx.x", "....xx..", "x.xx..x.", "..xx....")
 
 
 @check(
     "blocks_of_mask",
-    mistake="with 17 key blocks or more, a sort that is not stable loses the order of equal values: pass stable=True",
+    mistake="your sort is not stable: with 17 key blocks or more, it loses the order of equal values; pass stable=True",
 )
 def test_order_of_many_blocks(hw: Homework) -> None:
     mask = torch.rand(8, 80) < 0.5  # 40 key blocks
@@ -469,7 +556,8 @@ def test_order_of_many_blocks(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
-    mistake="a block that extends past the end of the mask is partial, even if all its pairs inside it are visible",
+    mistake="you drop blocks that extend past the end of the mask, or pad them with True: pad them with False, "
+    "so they are never full",
 )
 def test_blocks_that_are_cut_off(hw: Homework) -> None:
     assert_drawn(hw, 2, "xxx", "xxx", "xxx")
@@ -477,14 +565,18 @@ def test_blocks_that_are_cut_off(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
-    mistake="the entries after the listed ones must be valid block indices, too: the kernel may load "
-    "what it does not use",
+    mistake="the entries after the listed ones are not block indices: fill them with valid ones, because the kernel "
+    "may load what it does not use",
 )
 def test_the_rest_of_a_row(hw: Homework) -> None:
     assert_drawn(hw, 2, "....xx", "....xx", tail=True)
 
 
-@check("blocks_of_mask", mistake="a BlockMask has its counts and indices as int32", costs=0.2)
+@check(
+    "blocks_of_mask",
+    mistake="counts and indices are int64, which is what sum and argsort return: convert both to int32",
+    costs=0.2,
+)
 def test_blocks_in_int32(hw: Homework) -> None:
     mask = drawn("xx..", "xxx.")
     assert_blocks(hw.blocks_of_mask(mask, 2), mask, 2, check_dtype=True)
@@ -523,37 +615,60 @@ def assert_classified(
             assert_equal(mine, want, name=f"the tensor {name} ({where})")
 
 
-@check("classify_blocks", mistake="one query and one key: a query sees its own key and earlier ones")
+@check(
+    "classify_blocks",
+    mistake="a comparison is strict or reversed, or visited and full are swapped: a query sees its own key and "
+    "all earlier ones",
+)
 def test_one_query_one_key(hw: Homework) -> None:
     for key in (3, 5, 6):
         assert_classified(hw, (5, 5), (key, key))
 
 
-@check("classify_blocks", mistake="visited: the last query sees the most keys, so the first key must not come after it")
+@check(
+    "classify_blocks",
+    mistake="you decide visited with the wrong pair: compare the last query, which sees the most keys, with the "
+    "first key",
+)
 def test_some_query_sees_some_key(hw: Homework) -> None:
     for first in (0, 4, 6, 7, 8, 12):
         assert_classified(hw, (4, 7), (first, first + 3), only=("visited",))
 
 
-@check("classify_blocks", mistake="full: even the first query must see the last key")
+@check(
+    "classify_blocks",
+    mistake="you decide full with the wrong pair: compare the first query, which sees the fewest keys, with the "
+    "last key",
+)
 def test_every_query_sees_every_key(hw: Homework) -> None:
     for first in (0, 1, 2, 4, 6, 8):
         assert_classified(hw, (4, 7), (first, first + 3), only=("full",))
 
 
-@check("classify_blocks", mistake="with a window, the first query reaches back farthest, by window - 1 positions")
+@check(
+    "classify_blocks",
+    mistake="visited ignores the window, is off by one, or uses the last query: the first query reaches back "
+    "farthest, window - 1 positions",
+)
 def test_where_a_window_ends(hw: Homework) -> None:
     for last in (3, 4, 5, 9):
         assert_classified(hw, (8, 11), (last - 1, last), 4, only=("visited",))
 
 
-@check("classify_blocks", mistake="with a window, a block is full only if even the last query reaches its first key")
+@check(
+    "classify_blocks",
+    mistake="full ignores the window or tests it with the first query: even the last query must reach the "
+    "block's first key",
+)
 def test_full_in_a_window(hw: Homework) -> None:
     for first in (4, 5, 6, 7):
         assert_classified(hw, (8, 9), (first, first + 1), 4, only=("full",))
 
 
-@check("classify_blocks", mistake="with a window a full block must still be causal: no query may come before a key")
+@check(
+    "classify_blocks",
+    mistake="with a window, you test only its far end: in a full block, the first query must see the last key as well",
+)
 def test_full_in_a_window_is_causal(hw: Homework) -> None:
     for first in (8, 9, 10):
         assert_classified(hw, (8, 9), (first, first + 1), 4, only=("full",))
@@ -561,14 +676,19 @@ def test_full_in_a_window_is_causal(hw: Homework) -> None:
 
 @check(
     "classify_blocks",
-    mistake="a window can pass between the corners: compare ranges of distances, not four pairs",
+    mistake="you test only the corners of a block, and a narrow window can pass between them: compare ranges of "
+    "distances instead",
 )
 def test_a_window_narrower_than_a_block(hw: Homework) -> None:
     assert_classified(hw, (4, 7), (3, 10), 1)
     assert_classified(hw, (10, 20), (8, 13), 2)
 
 
-@check("classify_blocks", mistake="the four tensors broadcast: queries as a column and keys as a row make a table")
+@check(
+    "classify_blocks",
+    mistake="`if` and `and` need a single block, but the four tensors may hold many and broadcast: use & and "
+    "other tensor operations",
+)
 def test_a_table_of_blocks(hw: Homework) -> None:
     first = torch.arange(0, 12, 3)
     for window in (None, 4):
@@ -580,7 +700,7 @@ def test_a_table_of_blocks(hw: Homework) -> None:
     assert torch.equal(first, torch.arange(0, 12, 3)), "your function changed the positions that it was given"
 
 
-@check("classify_blocks", mistake="it fails for another block: draw its pairs")
+@check("classify_blocks", mistake="it fails for another block: draw the pairs of the printed one by hand")
 def test_random_blocks(hw: Homework) -> None:
     for _ in range(60):
         q, k = torch.randint(0, 12, (2,)).tolist()
@@ -601,7 +721,8 @@ def assert_documents(hw: Homework, bounds: list[int], size: int, dtype: torch.dt
 
 @check(
     "blocks_of_documents",
-    mistake="a single document is causal: diagonal blocks are partial, and those below are full",
+    mistake="partial and full blocks are confused: in a single causal document, blocks on the diagonal are partial, "
+    "and blocks below it are full",
 )
 def test_blocks_of_one_document(hw: Homework) -> None:
     assert_documents(hw, [0, 6], 2)
@@ -609,7 +730,7 @@ def test_blocks_of_one_document(hw: Homework) -> None:
 
 @check(
     "blocks_of_documents",
-    mistake="the list of a query block begins in its own document, not in an earlier one",
+    mistake="you list all earlier key blocks: begin the list of a query block where its own document begins",
 )
 def test_documents_of_whole_blocks(hw: Homework) -> None:
     assert_documents(hw, [0, 4, 8], 2)
@@ -617,8 +738,8 @@ def test_documents_of_whole_blocks(hw: Homework) -> None:
 
 @check(
     "blocks_of_documents",
-    mistake="if a document begins inside a block, the block's first queries belong to an earlier document "
-    "and still see its keys: the first query reaches back farthest",
+    mistake="you look up the document of the last query, but the first query may belong to an earlier document and "
+    "reaches back farthest: begin the list where the document of the first query begins",
 )
 def test_a_document_begins_inside_a_block(hw: Homework) -> None:
     got = hw.blocks_of_documents(torch.tensor([0, 5, 8, 16]), 4)
@@ -629,30 +750,46 @@ def test_a_document_begins_inside_a_block(hw: Homework) -> None:
         assert_equal(sorted(both[0] + both[1]), expected, name=name)
 
 
-@check("blocks_of_documents", mistake="a block is full only if even its last query is in the document of its first key")
+@check(
+    "blocks_of_documents",
+    mistake="you decide full with the first query: even the last query must be in the document of the block's "
+    "first key",
+)
 def test_full_blocks_of_one_document_only(hw: Homework) -> None:
     assert_documents(hw, [0, 7, 12], 2)
     assert_documents(hw, [0, 3, 10], 2)
 
 
-@check("blocks_of_documents", mistake="one block can contain several documents")
+@check(
+    "blocks_of_documents",
+    mistake="you keep one document per block, but a block can contain several: look up the document of a token, "
+    "not of a block",
+)
 def test_short_documents(hw: Homework) -> None:
     assert_documents(hw, [0, 1, 2, 3, 8], 4)
 
 
-@check("blocks_of_documents", mistake="the last query block extends past the end: it has no full blocks")
+@check(
+    "blocks_of_documents",
+    mistake="you treat the last query block as complete: it extends past the end of the batch, so none of its "
+    "blocks is full",
+)
 def test_the_last_row_is_cut_off(hw: Homework) -> None:
     assert_documents(hw, [0, 6], 4)
 
 
-@check("blocks_of_documents", mistake="an empty document begins where the next one does, and owns no token")
+@check(
+    "blocks_of_documents",
+    mistake="your search ends at an empty document, which owns no token: of several documents that begin at one "
+    "token, take the last",
+)
 def test_empty_documents(hw: Homework) -> None:
     assert_documents(hw, [0, 0, 4, 4, 4, 9, 9], 2)
 
 
 @check(
     "blocks_of_documents",
-    mistake="with 17 key blocks or more, a sort that is not stable loses the order of equal values: pass stable=True",
+    mistake="your sort is not stable: with 17 key blocks or more, it loses the order of equal values; pass stable=True",
 )
 def test_the_order_of_many_blocks(hw: Homework) -> None:
     assert_documents(hw, [0, 5, 80], 2)  # 40 key blocks
@@ -672,7 +809,11 @@ def test_no_dense_mask(hw: Homework) -> None:
     assert largest <= limit, f"some operation creates a tensor of {largest:,} bytes for {num_blocks**2:,} blocks"
 
 
-@check("blocks_of_documents", mistake="a BlockMask has its counts and indices as int32", costs=0.2)
+@check(
+    "blocks_of_documents",
+    mistake="counts and indices are int64, which is what sum and argsort return: convert both to int32",
+    costs=0.2,
+)
 def test_documents_in_int32(hw: Homework) -> None:
     mask = torch.ones(6, 6).tril().bool()
     assert_blocks(hw.blocks_of_documents(torch.tensor([0, 6]), 2), mask, 2, check_dtype=True)

@@ -43,7 +43,7 @@ def slots(
         table: pages of each sequence, of dtype int32.
         rows: the row of each token's sequence.
         positions: each token's position in its sequence, in pages that the row owns.
-        page_size: slots of a page.
+        page_size: number of slots in a page.
 
     Returns:
         The slot of each token, of dtype int64, which indexing requires.
@@ -65,19 +65,19 @@ class PageTable(page_table.PageTable):
 
         table           int32 [max_rows, W]: row b owns the pages table[b, :counts[b]],
                         in order of position; the entries after those are stale
-        counts          int64 [max_rows]: pages of each row
-        refcounts       int32 [num_pages]: owners of each page
+        counts          int64 [max_rows]: number of pages of each row
+        refcounts       int32 [num_pages]: number of owners of each page
         generation      int64 [num_pages]: how many times each page has been taken from
                         the pool
-        num_free_pages  int: pages without an owner
+        num_free_pages  int: number of pages without an owner
         _free_pages     int32 [num_pages]: _free_pages[:num_free_pages] are these pages,
                         in any order; the entries after them are stale
         _free_rows      list[int]: rows without a request
 
     The arrays are NumPy's and keep their size. Also inherited: `allocate()` takes a
     row, which then has no pages; `pages(row)` is a view of the row's pages;
-    `drop_front(row, num_pages)` returns a row's first pages and relies on the state
-    being as described. Whichever methods are called, in whatever order, three
+    `drop_front(row, num_pages)` returns a row's first pages to the pool and relies on
+    the state being as described. Whichever methods are called, in whatever order, three
     invariants hold:
         - refcounts[p] is the number of rows that own page p;
         - a page is free exactly when it has no owner, and is then listed once;
@@ -117,7 +117,7 @@ class PageTable(page_table.PageTable):
 
         Args:
             rows: distinct rows.
-            num_pages: pages for each, 0 or more.
+            num_pages: number of pages for each row, 0 or more.
 
         Raises:
             IndexError: if fewer pages are free than the rows take together. Then
@@ -154,7 +154,7 @@ class PageTable(page_table.PageTable):
         raise NotImplementedError
 
     def truncate(self, row: int, num_pages: int) -> None:
-        """Remove all pages from a row but its first `num_pages`.
+        """Remove all but the first `num_pages` pages from a row.
 
         A row that has no more than that keeps all of its pages. A page returns to the
         pool when its last owner loses it.
@@ -162,7 +162,7 @@ class PageTable(page_table.PageTable):
         raise NotImplementedError
 
     def release(self, row: int) -> None:
-        """Return a row and its pages. The next request finds the row without pages."""
+        """Free a row and drop its pages. Its next request finds a row without pages."""
         raise NotImplementedError
 
 
@@ -180,8 +180,8 @@ def physical_blocks(
         blocks: for each batch index, head and query block, a list of logical block
             indices, all below W. Convert all of them: the padding at the end of a list
             is never read.
-        table: the physical blocks of each sequence, W at most.
-        width: m, blocks of the pool, n or more.
+        table: the physical blocks of each sequence, at most W of them.
+        width: m, the number of blocks in the pool, at least n.
 
     Returns:
         The lists in physical indices, of dtype int32, which the kernel reads.
@@ -211,10 +211,10 @@ def physical_mask(
     """Turn a mask over positions of keys into one over slots of the pool.
 
     A mask_mod is a function (b, h, q_idx, kv_idx) of four integer tensors that returns
-    whether a query sees a key. In the one that you are given, kv_idx is the position of
-    a key in sequence b. In the one that you return, kv_idx is a slot of the pool; b, h
-    and q_idx have the same meaning. It hides every slot of a page that does not belong
-    to sequence b.
+    whether a query sees a key. In the function that you are given, kv_idx is the
+    position of a key in sequence b. In the function that you return, kv_idx is a slot
+    of the pool, and b, h and q_idx have the same meaning. Your function hides every
+    slot of a page that does not belong to sequence b.
 
     FlexAttention traces the function and calls it with scalars and with whole grids, so
     use no `if`, `and` or `or` on its tensors.
@@ -223,7 +223,7 @@ def physical_mask(
         mask_mod: over positions.
         first_keys: position of each page's first key in sequence b, -1 for a page that
             does not belong to it. It need not be a multiple of page_size.
-        page_size: slots of a page.
+        page_size: number of slots in a page.
 
     Example: two pages of 2 slots. The sequence begins in page 1 and continues in page
     0. Its query is at position 2.
@@ -259,9 +259,9 @@ def convert_block_mask(
             its sequence, except as padding.
         table: pages of each sequence in order. The entries after the first counts[b]
             are stale.
-        counts: pages of each sequence.
-        num_pages: pages of the pool.
-        page_size: slots of a page.
+        counts: number of pages of each sequence.
+        num_pages: number of pages in the pool.
+        page_size: number of slots in a page.
 
     Raises:
         ValueError: if a page cannot be divided into whole blocks, because a larger
@@ -298,10 +298,11 @@ def convert_block_mask(
 def compact(table: page_table.PageTable) -> list[tuple[int, int]]:
     """Challenge: move pages to the front of the pool, to give back memory at its end.
 
-    If n pages are in use, afterwards these are pages 0 to n - 1, and all others are
-    free. As few pages as possible move: a page that is already among the first n stays.
-    A page that several rows share moves once, and all its owners follow. Nothing else
-    changes: each row has as many pages as before, in the same order of position.
+    If n pages are in use before the call, pages 0 to n - 1 are in use after it, and all
+    others are free. As few pages as possible move: a page that is already among the
+    first n stays. A page that several rows share moves once, and all its owners follow.
+    Nothing else changes: each row has as many pages as before, in the same order of
+    position.
 
     Change the table through its methods only (`allocate`, `take`, `share`, `replace`,
     `drop_front`, `truncate`, `release`), and read its arrays as you like. At least one

@@ -31,10 +31,11 @@ EXERCISES = [
         minutes=5,
         difficulty=1,
         hints=(
-            "Take one token by hand: position 9, pages of 4, the sequence's pages are 2, 0, 3. In which of them is it, "
-            "and how far from its beginning?",
-            "positions // page_size says which page of the row, positions % page_size the offset in it. A tensor can "
-            "be indexed with two tensors at once: table[rows, ...] picks one entry for each token.",
+            "Work out one token by hand: it is at position 9, a page has 4 slots, and the sequence's pages are 2, 0 "
+            "and 3. Which page is the token in, and how far from the beginning of that page?",
+            "positions // page_size is the index of the page in its row, and positions % page_size is the offset in "
+            "the page. A tensor can be indexed with two tensors at once: table[rows, ...] picks one entry for each "
+            "token.",
             "pages = table[rows, positions // page_size].long(); pages * page_size + positions % page_size.",
         ),
     ),
@@ -94,8 +95,8 @@ EXERCISES = [
         hints=(
             "Begin with blocks as long as a page. A BlockMask has two arrays of indices, two counts, a block size, a "
             "mask_mod and two lengths: which of them does a new order of pages change? Then let a page be two blocks.",
-            "The counts and the block size stay. With r blocks in a page, page p consists of the blocks p * r to "
-            "p * r + r - 1: build the table of blocks from the table of pages, and give it to physical_blocks. "
+            "The counts and the block size stay the same. With r blocks in a page, page p consists of the blocks p * r "
+            "to p * r + r - 1: build the table of blocks from the table of pages, and give it to physical_blocks. "
             "physical_mask needs first_keys: page j of a row starts at j * page_size, a stale entry at -1.",
             "blocks = (table[:, :, None] * r + torch.arange(r)).flatten(1); column = torch.arange(table.shape[1]); "
             "starts = torch.where(column < counts[:, None], column * page_size, -1); both lists become "
@@ -158,7 +159,7 @@ def test_the_second_page(hw: Homework) -> None:
     assert_slots(hw, [[0, 1]], [0, 0], [4, 6], 4)
 
 
-@check("slots", mistake="pages lie anywhere: look up the page of each token; the second does not follow the first")
+@check("slots", mistake="pages can be anywhere: look up the page of each token; the second need not follow the first")
 def test_scattered_pages(hw: Homework) -> None:
     assert_slots(hw, [[2, 0, 3]], [0] * 10, list(range(10)), 4)
 
@@ -224,7 +225,9 @@ class Pool:
         counted = {page: int(n) for page, n in enumerate(table.refcounts) if n}
         assert_equal(counted, dict(sorted(owners.items())), name=f"the field refcounts, as {{page: owners}}{after},")
         assert_equal(int(table.num_free_pages), len(self.free), name=f"the field num_free_pages{after},")
-        mistake = "generation counts how many times a page was taken from the pool, by take or replace, nothing else"
+        mistake = (
+            "generation counts how many times a page was taken from the pool, by take or replace, and nothing else"
+        )
         assert_equal(table.generation.tolist(), self.generation, mistake=mistake, name=f"the field generation{after},")
         assert_equal(table.num_free_rows, self.max_rows - len(self.rows), name=f"the number of free rows{after},")
         listed = sorted(table._free_pages[: len(self.free)].tolist())
@@ -254,12 +257,12 @@ class Pool:
             pages = self.table.pages(row).tolist()
             old = self.rows[row]
             assert len(pages) == len(old) + count, (
-                f"after {call} row {row} has {len(pages)}, not {len(old) + count} pages"
+                f"after {call}, row {row} has {len(pages)} pages, not {len(old) + count}"
             )
             assert_equal(pages[: len(old)], old, name=f"the pages that row {row} had before {call}")
             new = set(pages[len(old) :])
             assert len(new) == count and new <= free, (
-                f"the call {call} gave row {row} {pages[len(old) :]}; free were {sorted(free)}"
+                f"the call {call} gave row {row} the pages {pages[len(old) :]}; the free pages were {sorted(free)}"
             )
             free -= new
             self.rows[row] = pages
@@ -283,7 +286,7 @@ class Pool:
         assert pair is not None, "replace returns None: is a `return` missing?"
         new = int(self.table.pages(row)[index])
         if new not in free:
-            message = f"the call {call} put page {new} there; free were {sorted(free)}"
+            message = f"the call {call} put page {new} there; the free pages were {sorted(free)}"
             raise CheckFailed(message, TAKEN_BACK if new == old else None)
         assert_equal(
             tuple(int(page) for page in pair), (old, new), name=f"the result of {call}, which is (old page, new page),"
@@ -307,7 +310,7 @@ class Pool:
         del self.rows[row]
 
 
-@check("PageTable", mistake="the page leaves the pool, has one owner, and is the row's first")
+@check("PageTable", mistake="a page that is taken leaves the pool, has one owner, and is appended to the row")
 def test_take_one_page(hw: Homework) -> None:
     p = Pool(hw, 4, 2, 2)
     p.take({p.allocate(): 1})
@@ -750,7 +753,7 @@ def assert_lists(logical: BlockMask, got: BlockMask, pages: list[list[int]], kin
         assert_equal(new[b, h, q, :n].tolist(), want, name=f"{name} of a sequence in pages {pages[b]},")
 
 
-BLOCK_SIZE_STAYS = "the result has the block size of the mask: its blocks lie elsewhere, and are as large as before"
+BLOCK_SIZE_STAYS = "the result has the block size of the mask: its blocks are in other places and have the same size"
 
 
 @check("convert_block_mask", mistake="the mask covers the queries that it had, and all slots of the pool as keys")
@@ -801,7 +804,7 @@ def test_stale_entries(hw: Homework) -> None:
 
 @check(
     "convert_block_mask",
-    mistake="the mask may cover more keys than any row has pages for: its padding names blocks there",
+    mistake="the mask may cover more keys than any row has pages for: its padding may name blocks beyond them",
 )
 def test_a_wide_mask(hw: Homework) -> None:
     converted = convert(hw, [6, 3], page_size=4, num_pages=9, spare=3)
@@ -820,7 +823,10 @@ def test_parts_of_pages(hw: Homework) -> None:
         assert_equal(got, (2, 4 // parts), mistake=BLOCK_SIZE_STAYS, name=f"BLOCK_SIZE, with {parts} blocks in a page,")
 
 
-@check("convert_block_mask", mistake="the mask over slots depends on pages alone: their size is page_size in any case")
+@check(
+    "convert_block_mask",
+    mistake="the mask over slots depends on pages, not on blocks: pass page_size, whatever the block size is",
+)
 def test_the_mask_mod_of_parts(hw: Homework) -> None:
     _, whole, _ = convert(hw, [6, 8, 9], page_size=4, num_pages=8)
     _, got, _ = convert(hw, [6, 8, 9], page_size=4, num_pages=8, parts=2)
@@ -954,7 +960,7 @@ def test_through_the_methods(hw: Homework) -> None:
     assert_compact(hw, 9, {0: [8, 7, 1], 1: [8, 7], 4: [6, 3]}, guarded=True)
 
 
-@check("compact", mistake="follow the printed pages by hand: which of them should have moved, and where?")
+@check("compact", mistake="follow the printed pages by hand: which of them should have moved, and where to?")
 def test_random_pools(hw: Homework) -> None:
     for seed in range(30):
         rng = random.Random(seed)

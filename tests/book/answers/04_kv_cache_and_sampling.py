@@ -682,7 +682,7 @@ def seed_plus_position(logits, batch):
     return sampled(logits, batch, seeds=batch.seeds + batch.positions, positions=torch.zeros_like(batch.positions))
 
 
-@wrong("sample", fails="test_neighbours_and_rows_do_not_matter")
+@wrong("sample", fails="test_the_rest_of_the_batch_does_not_matter")
 def one_generator_for_the_batch(logits, batch):
     """Seeded by the first request: the same batch again gives the same tokens, another one does not."""
     seed = int(batch.seeds.sum()) * 10_007 + int(batch.positions.sum())
@@ -690,7 +690,7 @@ def one_generator_for_the_batch(logits, batch):
     return torch.multinomial(kept_probabilities(logits, batch), 1, generator=generator)[:, 0]
 
 
-@wrong("sample", fails="test_neighbours_and_rows_do_not_matter")
+@wrong("sample", fails="test_the_rest_of_the_batch_does_not_matter")
 def keyed_by_row(logits, batch):
     rows = torch.arange(len(logits))
     return sampled(logits, batch, positions=batch.positions * 1000 + rows)

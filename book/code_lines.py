@@ -41,7 +41,7 @@ def markdown(root: Path | None = None) -> str:
     counts = {str(f.relative_to(engine)): count(f.read_text(encoding="utf-8")) for f in sorted(engine.rglob("*.py"))}
     folders: dict[str, int] = {}
     for name, lines in counts.items():
-        folder = name.split("/")[0] + "/" if "/" in name else "the files at the top"
+        folder = name.split("/")[0] + "/" if "/" in name else "top-level files"
         folders[folder] = folders.get(folder, 0) + lines
     rows = [[name, f"{lines:,}"] for name, lines in folders.items()]
     rows.append(["the step: " + ", ".join(f"`{name}`" for name in STEP), f"{sum(counts[name] for name in STEP):,}"])

@@ -57,6 +57,6 @@ def on_gpu(experiment: str) -> results.Result:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:  # a smaller GPU, out of memory
             why = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]
-            print(f"{experiment} did not run on this GPU ({why[0]}). Shown instead: a recording on another GPU.")
+            print(f"{experiment} did not run on this GPU ({why[0]}). The result shown was recorded on another GPU.")
             return recorded
     return results.load(experiment, kept)[0]

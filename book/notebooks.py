@@ -276,7 +276,7 @@ def check(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "
     if failed:
         typer.echo("Run `python -m book notebooks build` where a pair differs.", err=True)
         raise typer.Exit(1)
-    typer.echo("every notebook agrees with its Markdown, and every derivation with its measurement or says why not")
+    typer.echo("every notebook agrees with its Markdown; every derivation agrees with its measurement or says why not")
 
 
 @app.command()

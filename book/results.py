@@ -205,8 +205,8 @@ def results_page_markdown(root: Path) -> str:
     parts = [
         "# Results",
         "",
-        "Every figure is shown with the best value that its machine allows, and with the source of that bound. Each"
-        " experiment's page states the question, the method, and what the figures mean.",
+        "Every figure is shown with the best value that its machine allows and the source of that bound, or with the"
+        " reason why it has none. Each experiment's page states the question, the method, and what the figures mean.",
     ]
     for folder in sorted((root / "experiments").glob("*/results")):
         experiment, readme = folder.parent.name, folder.parent / "README.md"

@@ -29,7 +29,7 @@ def fold_title(source: str, *, draws: bool) -> str | None:
     """
     statements = _statements(source)
     if draws or (statements and all(_is_drawing_function(node) for node in statements)):
-        return "Code of the figure"
+        return "Code for the figure"
     imports = sum(map(_lines, (node for node in statements if isinstance(node, IMPORTS))))
     is_short = 0 < sum(map(_lines, statements)) <= 2 * imports
     return SETUP if is_short and not any(map(_is_argument, statements)) else None

@@ -247,9 +247,9 @@ def _source_page(path: str, language: str) -> str:
         return f'---\nhide: [navigation, toc]\n---\n\n{about}\n\n<div class="source" markdown>\n{listing}</div>\n'
     return (
         f"# Homework {chapter.number}\n\n"
-        f"Write your answers into `{path}`, in any editor. Then grade them:\n\n"
+        f"Write your answers in `{path}`, with any editor. Then grade them:\n\n"
         f"```bash\npytest chapters/{chapter.folder.name}\n```\n\n"
-        "With `--hint EXERCISE` it shows the next of three hints, with `--solutions` it grades the reference.\n\n"
+        "With `--hint EXERCISE`, pytest shows the next of three hints; with `--solutions`, it grades the reference.\n\n"
         f"[Back to the chapter]({Path(chapter.notebook).name}){{ .md-button }}\n\n{listing}"
     )
 

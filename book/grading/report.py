@@ -151,7 +151,7 @@ def _state(grade: Grade | None, now: str) -> Text:
     if grade.passed:
         mark = Text("✓ ", style="green")
     else:
-        mark = Text("✓ right, but misses a demand, ", style="yellow") if grade.points else Text("✗ ", style="red")
+        mark = Text("✓ right, but misses a requirement, ", style="yellow") if grade.points else Text("✗ ", style="red")
     changed = "" if grade.hash == now else ", homework.py has changed since"
     return Text.assemble(mark, grade.date, (changed, "yellow"))
 
@@ -215,8 +215,8 @@ def gradescope(gradings: Sequence[Grading], seconds: float) -> dict[str, Any]:
     return {
         "score": sum(grading.points for grading in gradings),
         "execution_time": round(seconds, 1),
-        "output": "The first check that fails is shown. An answer that is right but misses a demand on memory, dtype "
-        "or time keeps most of its points.",
+        "output": "The first check that fails is shown. An answer that is right but misses a requirement on memory, "
+        "dtype or time keeps most of its points.",
         "output_format": "text",
         "visibility": "visible",
         "stdout_visibility": "hidden",

@@ -26,12 +26,12 @@ const singular = (unit) => (/^[a-z]{3,}s$/i.test(unit) ? unit.slice(0, -1) : uni
 const withUnit = (value, unit) => `${formatNumber(value)} ${value === 1 ? singular(unit) : unit}`;
 
 function verdict(guess, answer, tolerance) {
-  if (guess === answer) return "Exactly ours.";
+  if (guess === answer) return "Exactly our number.";
   if (guess === 0 || answer === 0 || guess > 0 !== answer > 0) return "";
   const ratio = guess / answer;
   const factor = ratio > 1 ? ratio : 1 / ratio;
   const near = tolerance > 1 ? (factor <= tolerance ? "Close enough: within" : "Further off than") + ` a factor of ${tolerance}.` : "";
-  const size = factor < 1.005 ? "Less than 1 % from ours." : `${ratio > 1 ? "Yours is" : "Ours is"} ${formatNumber(Number(factor.toPrecision(3)))} × ${ratio > 1 ? "ours" : "yours"}.`;
+  const size = factor < 1.005 ? "Within 1% of ours." : `${ratio > 1 ? "Yours is" : "Ours is"} ${formatNumber(Number(factor.toPrecision(3)))} × ${ratio > 1 ? "ours" : "yours"}.`;
   return `${size} ${near}`;
 }
 
@@ -80,9 +80,9 @@ function showPrediction(box, guess) {
   const rows = element(
     "dl",
     {},
-    element("dt", { textContent: "You" }),
+    element("dt", { textContent: "Yours" }),
     element("dd", { textContent: withUnit(guess, unit) }),
-    element("dt", { textContent: "We" }),
+    element("dt", { textContent: "Ours" }),
     element("dd", { textContent: withUnit(answer, unit) }),
   );
   const text = verdict(guess, answer, Number(box.dataset.tolerance));

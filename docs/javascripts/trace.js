@@ -415,8 +415,8 @@ class Player {
   drawRequests(step) {
     const { requests } = this.trace;
     const byName = new Map(requests.map((request) => [request.name, request]));
-    const nobody = () => element("span", { textContent: "nobody" });
-    const chips = (names) => (names.length ? names.map((name) => this.chip(byName.get(name))) : [nobody()]);
+    const none = () => element("span", { textContent: "none" });
+    const chips = (names) => (names.length ? names.map((name) => this.chip(byName.get(name))) : [none()]);
     this.running.replaceChildren(...chips([...step.pages.keys()]));
     this.waiting.replaceChildren(...chips(step.waiting));
     // A row each, always the same ones, so that nothing jumps; of many requests, those that run or wait.

@@ -52,7 +52,7 @@ class Figure {
     box.replaceChildren(
       element("div", { className: "figure-controls" }, ...controls),
       element("div", { className: "tree-switches" }, ...switches),
-      element("p", { className: "tree-title", textContent: "Each box is read once. Its height is the requests that share the read." }),
+      element("p", { className: "tree-title", textContent: "Each box is read once. Its height is the number of requests that share the read." }),
       this.picture,
       this.bars,
       this.says,

@@ -279,8 +279,10 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
         f"the long prompt of {workload.long_prompt} tokens": f"{1e3 * bound['long']:.0f} ms",
         f"a step of {size - 1} decodes and a chunk of {rows} tokens": f"{1e3 * chunked:.0f} ms",
         f"all {len(requests)} prompts": f"{bound['prompts']:.2f} s",
-        f"{sum(outputs)} tokens: decode steps, static": f"{static_steps}, {static_steps * bound['decode']:.1f} s",
-        "the same in full batches": f"{full_steps:.0f}, {full_steps * bound['decode']:.1f} s",
+        f"decode steps for {sum(outputs)} tokens, static": f"{static_steps} steps, "
+        f"{static_steps * bound['decode']:.1f} s",
+        "decode steps for the same tokens, in full batches": f"{full_steps:.0f} steps, "
+        f"{full_steps * bound['decode']:.1f} s",
         "offered load": f"{sum(outputs) / last:.0f} tokens/s",
         "throughput, static": f"{slow:.0f} tokens/s",
         "throughput, continuous": f"{fast:.0f} tokens/s, {fast / slow:.1f} times static",

@@ -152,7 +152,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def time_ways(model: CausalLM, setting: Setting, length: int) -> dict[str, list[float]]:
-    """Seconds to the first token behind one document, with and without chunks, and to register and to load it."""
+    """Seconds to the first token after one document, with and without chunks, and to register and to load it."""
     vocab_size, generator = min(LARGEST_TOKEN, model.config.vocab_size), torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (length + setting.question,), generator=generator)
     document, question = tokens[:length].tolist(), tokens[length:].tolist()
@@ -373,7 +373,7 @@ def run_rows(model: CausalLM, token_ids: Tensor, rows: Tensor, cache: Cache, vis
 def score_again(
     model: CausalLM, passage: Passage, num_chunks: int, counts: Sequence[int]
 ) -> dict[tuple[str, int], float]:
-    """Negative log-likelihood of a passage's continuation behind composed chunks, some tokens of which are run again.
+    """Negative log-likelihood of a passage's continuation after composed chunks, some tokens of which are run again.
 
     Returns:
         By the place in each chunk of the tokens that are run again, and their number: ("first", 4). The number is 0
@@ -446,9 +446,9 @@ def prediction(shape: ModelShape, setting: Setting, machine: Machine) -> dict[st
     predicted = {}
     for length in setting.documents:
         total = length + setting.question
-        plain, behind = seconds(total, total), seconds(setting.question, total)
-        predicted[f"{machine.name}: first token behind {length:,} tokens"] = (
-            f"{quantity(plain, 's')} computed, {quantity(behind, 's')} behind a chunk: {plain / behind:.0f} times"
+        plain, chunked = seconds(total, total), seconds(setting.question, total)
+        predicted[f"{machine.name}: first token after a document of {length:,} tokens"] = (
+            f"{quantity(plain, 's')} computed, {quantity(chunked, 's')} after a chunk: {plain / chunked:.0f} times"
         )
     return predicted
 

@@ -382,7 +382,7 @@ def test_a_right_answer_that_misses_a_demand_keeps_most_points(write: Write, tmp
     progress = Progress(tmp_path)
     progress.record(chapter.slug, grading.source or "", grading.results)
     table = printed(progress_table([chapter], progress))
-    assert "5.6 of 15 points" in table and "right, but misses a demand" in table
+    assert "5.6 of 15 points" in table and "right, but misses a requirement" in table
     test = gradescope([grading], 1.0)["tests"][-1]
     assert (test["score"], test["status"]) == (5.6, "failed") and test["output"].startswith("Right, but test_no_slice")
 

@@ -314,7 +314,7 @@ def test_a_chapter_keeps_its_folders_address_and_its_headings(site: Path) -> Non
 def test_a_chapter_folds_its_plumbing_and_describes_its_figures(site: Path) -> None:
     text = (site / SAMPLE / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<summary>Imports and setup</summary><div[^>]*><pre><code>", text)
-    assert re.search(r"<summary>Code of the figure</summary>", text)
+    assert re.search(r"<summary>Code for the figure</summary>", text)
     assert "predict(" not in text.partition("Your prediction")[0].replace("<code>predict(", "")
     drawing = re.search(r'<figure class="nb-figure"[^>]*><svg aria-label="([^"]*)"[^>]* role="img"', text)
     assert drawing and drawing[1] == CAPTION and f"<figcaption><em>{CAPTION}</em></figcaption>" in text

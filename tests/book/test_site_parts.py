@@ -24,8 +24,8 @@ def docs_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("import a\nfrom b import c\n\nx = 1", False, "Imports and setup"),
         ("from b import c\n\nx = 1\ny = 2", False, None),
-        ("ax.bar(1, 2)", True, "Code of the figure"),
-        ("def draw_tree(ax):\n    pass", False, "Code of the figure"),
+        ("ax.bar(1, 2)", True, "Code for the figure"),
+        ("def draw_tree(ax):\n    pass", False, "Code for the figure"),
         ("def softmax(x):\n    pass", False, None),
         ("import a\nimport b\n\nprint(1)", False, None),
         ("import a\nimport b\n\ndef f():\n    pass", False, None),

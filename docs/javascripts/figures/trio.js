@@ -81,8 +81,8 @@ function draw({ policy, budget, prompt }) {
     width: 640,
     height: 124,
     shapes,
-    label: `${steps.length} steps; A's longest pause ${pause}, C's first token after ${first}, all done at ${end}`,
-    says: `A's longest pause between two tokens is ${pause} units of time, C waits ${first} for its first token, and everything ends at ${end}.`,
+    label: `${steps.length} steps; A's longest stall ${pause}, C's first token after ${first}, all done at ${end}`,
+    says: `A's longest wait between two tokens is ${pause} units of time, C waits ${first} for its first token, and everything ends at ${end}.`,
   };
 }
 

@@ -37,7 +37,7 @@ EXERCISES = [
             "counts = -(-kv_lens // page_size) rounds up. indptr is their cumulative sum with a 0 in front. A mask "
             "[B, W] that is True for the entries in use picks them row after row. All pages but the last are full.",
             "used = np.arange(table.shape[1]) < counts[:, None]; indices = table[used]; last_page_len = kv_lens - "
-            "np.maximum(counts - 1, 0) * page_size. Then the dtypes.",
+            "np.maximum(counts - 1, 0) * page_size. Then convert the dtypes.",
         ),
     ),
     Exercise(
@@ -49,8 +49,8 @@ EXERCISES = [
             "np.diff(indptr) is the number of pages of each sequence. Which entries of the table do they fill?",
             "A mask can be written through as well as read through: table[mask] = indices fills row after row.",
             "counts = np.diff(indptr); table = np.zeros((len(counts), counts.max()), dtype=np.int32); "
-            "table[np.arange(table.shape[1]) < counts[:, None]] = indices. kv_lens undoes the last line of the hint "
-            "for csr_from_table.",
+            "table[np.arange(table.shape[1]) < counts[:, None]] = indices. For kv_lens, solve the formula of "
+            "last_page_len in the last hint for csr_from_table.",
         ),
     ),
     Exercise(
@@ -89,8 +89,8 @@ EXERCISES = [
         part="plan_work",
         hints=(
             "Two steps of the same kind: sequences are cut into tiles, then tiles into chunks. In each, n things are "
-            "cut into counts[i] pieces, and every piece must know i and its index among the pieces of i. Write that "
-            "as a function of counts first.",
+            "cut into counts[i] pieces, and every piece needs i and its index among the pieces of i. Write that as a "
+            "function of counts first.",
             "groups = np.repeat(np.arange(len(counts)), counts), and the index is np.arange(len(groups)) minus the "
             "number of pieces before the group. A token t of sequence b is at position t - qo_indptr[b + 1] + "
             "kv_lens[b]; the keys of a tile end after its last query, and begin where the window of its first query "
@@ -145,7 +145,7 @@ def int32(values: Sequence[int]) -> np.ndarray:
 
 
 def assert_array(actual: Any, expected: Sequence[Any], dtype: str, *, name: str) -> None:
-    """Compare an array of whole numbers with a list, and its dtype if one is asked for."""
+    """Compare an array of integers with a list, and its dtype if `dtype` names one."""
     got = torch.from_numpy(actual) if isinstance(actual, np.ndarray) else actual
     want = torch.tensor(expected, dtype=getattr(torch, dtype) if dtype != "any" else torch.int64)
     if dtype == "any" and isinstance(got, Tensor) and not got.is_floating_point():
@@ -729,7 +729,7 @@ IN_WINDOWS = [([1], [5000], 16, 100), ([1, 6], [5000, 40], 4, 10), ([6], [6], 2,
     "sees W keys, its own included",
 )
 def test_a_window(hw: Homework) -> None:
-    """The keys of whole tiles, however they are cut."""
+    """Compare the keys of whole tiles, however they are cut into chunks."""
     for num_new, kv_lens, tile_len, window in IN_WINDOWS:
         want = planned_in_loops(num_new, kv_lens, 4, tile_len, 1, window)
         qo_indptr = indptr_of([range(n) for n in num_new])
@@ -847,7 +847,7 @@ class Decodes:
         return attention_state(q, k, v, scale=0.3)
 
     def run(self, hw: Homework, plan: WorkPlan, first_key: int = 0, exact: bool = False) -> None:
-        """Compare with attention over the keys from `first_key` on; `exact`: in float64, and with its dtype."""
+        """Compare with attention over the keys from `first_key` on; `exact` demands float64 in precision and dtype."""
         pages = self.k_pages, self.v_pages, self.indptr, self.indices
         got = hw.split_kv_decode(self.q, *pages, plan, self.worker)
         said = f"decodes of {self.kv_lens} keys, pages of {self.page_size}, {len(plan.sequences)} items"
@@ -865,7 +865,7 @@ class Decodes:
 
 
 def decode_plan(kv_lens: Sequence[int], chunk: int, order: Sequence[int] | None = None, first_key: int = 0) -> WorkPlan:
-    """A plan in chunks of a size, with the tiles in an order of their own; keys before `first_key` are in no item."""
+    """A plan in chunks of one size, with the tiles in a given order; keys before `first_key` are in no item."""
     items, item_indptr = [], [0]
     for b in order or range(len(kv_lens)):
         items += [(b, b, b + 1, key, min(key + chunk, kv_lens[b])) for key in range(first_key, kv_lens[b], chunk)]
@@ -1026,7 +1026,7 @@ def assert_cut(hw: Homework, num_keys: Sequence[int], num_workers: int, step: Ca
     if step("keys"):
         for tile, counts in enumerate(held):
             assert set(counts) == {1}, (
-                f"{what}: keys of tile {tile} are in {sorted(set(counts))} items, and not in exactly one"
+                f"{what}: keys of tile {tile} are in {sorted(set(counts))} items instead of exactly one"
             )
     if step("loads"):
         assert max(loads) - min(loads) <= 1, f"{what}: the loads of the workers are {loads}"

@@ -83,8 +83,8 @@ def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray,
     """Divide the tokens of one step among the running requests.
 
     `pending[b]` is the number of tokens of request b that are not computed yet. A
-    request with one pending token decodes. Any other request is in its prompt, or after
-    a preemption in its prompt and old output. What must hold:
+    request with one pending token decodes. Any other request is still computing its
+    prompt, or, after a preemption, its prompt and earlier output. What must hold:
         - Every decode gets its token, wherever it is in the array, so no output stalls
           behind a prompt.
         - The rest of the budget goes to the prompts in the order of the array: a prompt
@@ -92,8 +92,8 @@ def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray,
           prompt is split, and gets a chunk.
         - No token of the budget is left while a request could use it.
 
-    A step has up to hundreds of requests, so the engine's version has no loop over
-    them; the grader accepts a loop. The array belongs to the caller: do not change it.
+    A step may have hundreds of requests, so the engine's version has no loop over them;
+    the grader accepts a loop. The array belongs to the caller: do not change it.
 
     Args:
         pending: [B] at least 1 each, the oldest request first; B may be 0.
@@ -162,9 +162,9 @@ def preempt(
           tokens);
         - the row and its pages are back in the page table, but a page that another row
           shares is still in use;
-        - the request waits before all others, because those arrived later;
-        - the request has all its tokens. Those of its output have been sent to a user,
-          so they must not change. When it is admitted again, all its tokens are
+        - the request waits before all others, because they arrived later;
+        - the request has all its tokens. Its output has already been sent to a user, so
+          it must not change. When the request is admitted again, all its tokens are
           computed as if they were its prompt.
 
     Args:
@@ -213,9 +213,9 @@ def schedule(scheduler: Scheduler) -> Schedule | None:
           (`scheduler.running.has_tokens_in_flight`), preempt nothing and return None.
           The engine then collects those tokens, which may end requests, and calls the
           function again.
-        - Waiting requests are admitted (`scheduler.admit`) with what the running ones
-          leave of the budget, but not in a step that preempted a request, because the
-          pool is too small already.
+        - Waiting requests are admitted (`scheduler.admit`) with the part of the budget
+          that the running requests leave, but not in a step that preempted a request,
+          because the pool is too small already.
         - In the step, requests with one new token come first, then those with more.
           Each group is in order of age. `StepBatch` needs this order.
 
@@ -311,7 +311,7 @@ def copy_on_write(
             page's number of owners.
         row: the row that writes. It has pages for `end` tokens.
         first: index of the first token written.
-        end: index after that of the last token written; more than `first`.
+        end: index of the last token written, plus 1; more than `first`.
 
     Returns:
         Pairs (old page, new page) in order of position. The engine copies the contents
@@ -360,8 +360,8 @@ def pages_to_evict(
         [B] integers: pages that each request can return, 0 if none.
 
     Example: pages of 4. The query at position 10 sees the last five positions, 6 to 10.
-    The page with positions 0 to 3 is no longer needed, and the page with positions 4 to
-    7 is. A second request returned its first page before.
+    The page with positions 0 to 3 is no longer needed, but the page with positions 4 to
+    7 is. A second request returned its first page earlier.
 
         >>> num_computed, num_evicted = np.array([10, 10]), np.array([0, 4])
         >>> pages_to_evict(num_computed, num_evicted, window=5, page_size=4)
@@ -377,7 +377,7 @@ def reorder_beams(
 ) -> None:
     """Reorder the rows of a page table for beam search (the challenge).
 
-    Beam search extends several outputs at once, the beams. After every token it keeps
+    Beam search extends several outputs, the beams, at once. After every token it keeps
     the best continuations, whichever beam they come from, so one beam may be continued
     twice and another dropped. Afterwards the row `rows[i]` holds the output that
     `rows[parents[i]]` held before. All rows change at the same moment, and two beams

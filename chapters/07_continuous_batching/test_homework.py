@@ -50,7 +50,8 @@ EXERCISES = [
         part="admit",
         hints=(
             "Rows, pages and tokens of the budget can run short. Which of them may be granted in part?",
-            "Pages must suffice for all its tokens. One token of the budget is enough: prompts are computed in chunks.",
+            "There must be pages for all tokens of the request. One token of the budget is enough: prompts are "
+            "computed in chunks.",
             "0 if free_rows < 1 or num_pages > free_pages, else min(num_tokens, budget), which must not be negative.",
         ),
     ),
@@ -191,11 +192,11 @@ def assert_pages(table: PageTable, rows: ListLike[int], when: str = "", tree: Pr
     for page in range(table.num_pages):
         in_tree = ", and in the prefix tree" if page in cached else ""
         assert table.refcounts[page] == owners[page] + (page in cached), (
-            f"{when}page {page} is in {owners[page]} rows{in_tree}, and its refcount is {table.refcounts[page]}"
+            f"{when}page {page} is in {owners[page]} rows{in_tree}, but its refcount is {table.refcounts[page]}"
         )
     free = table.num_pages - len(owners.keys() | cached)
     assert table.num_free_pages == free, (
-        f"{when}{free} pages have no owner, and the table counts {table.num_free_pages} free ones"
+        f"{when}{free} pages have no owner, but the table counts {table.num_free_pages} free pages"
     )
 
 
@@ -210,7 +211,7 @@ def free_pages(table: PageTable) -> list[int]:
 
 @dataclass
 class Run:
-    """What came of some requests.
+    """What happened while some requests were served.
 
     Attributes:
         steps: how many steps there were.
@@ -234,7 +235,7 @@ ENDS = (0, 12, 24, 36, 48)  # tokens at which an output ends
 
 
 def token_after(stamps: ListLike[int]) -> int:
-    """A model made of arithmetic: its next token depends on all that it attends to, in order."""
+    """A model made of arithmetic: its next token depends on every key that it attends to, in order."""
     state = 7
     for stamp in stamps:
         state = (state * 31 + stamp + 1) % 1_000_003
@@ -242,7 +243,7 @@ def token_after(stamps: ListLike[int]) -> int:
 
 
 def stamps_of(tokens: ListLike[int]) -> list[int]:
-    """What stands for the keys: the key of a token is a function of that token and all before it."""
+    """Numbers in place of keys: the key of a token is a function of that token and all tokens before it."""
     state, stamps = 1, []
     for token in tokens:
         state = (state * 131 + token + 1) % 1_000_003
@@ -310,15 +311,17 @@ class Server:
         """Budget, order and progress."""
         scheduler, running = self.scheduler, self.scheduler.running
         total = sum(work.values())
-        assert total <= scheduler.budget, f"{self.when}{total} tokens, and the budget is {scheduler.budget}"
+        assert total <= scheduler.budget, (
+            f"{self.when}the step has {total} tokens, but the budget is {scheduler.budget}"
+        )
         for row in running.order.tolist():
             is_last = running.num_scheduled[row] >= running.max_len[row]
             pending = int(running.num_scheduled[row] - running.num_computed[row])
             name = running.requests[row].request_id
             assert row not in work or work[row] <= pending, (
-                f"{self.when}request {name} has {pending} tokens to compute, and computes {work[row]}"
+                f"{self.when}request {name} has {pending} tokens to compute, but computes {work[row]}"
             )
-            assert pending != 1 or is_last or row in work, f"{self.when}request {name} decodes, and gets no token"
+            assert pending != 1 or is_last or row in work, f"{self.when}request {name} decodes, but gets no token"
         for request in schedule.preempted:
             text = self.texts[request.arrival]
             assert request.token_ids == text, (
@@ -327,7 +330,7 @@ class Server:
         finishing = any(running.num_scheduled[row] >= running.max_len[row] for row in running.order.tolist())
         if unfinished and not finishing:
             row = running.row_of(unfinished[0])
-            assert row in work, f"{self.when}request {unfinished[0].request_id} is the oldest, and gets no token"
+            assert row in work, f"{self.when}request {unfinished[0].request_id} is the oldest, but gets no token"
         self.run.preemptions += len(schedule.preempted)
         self.run.shared += schedule.num_shared
         self.run.copied += len(schedule.copies)
@@ -422,14 +425,16 @@ def serve(
         if not unfinished and all(at <= server.run.steps for at, *_ in arrivals):
             break
         assert server.run.steps < limit, (
-            f"after {server.run.steps} steps {len(unfinished)} requests have not ended: none makes progress"
+            f"after {server.run.steps} steps {len(unfinished)} requests have not ended: no request makes progress"
         )
         server.step(unfinished)
         assert_pages(table, scheduler.running.order.tolist(), server.when, scheduler.prefix_tree)
     if scheduler.prefix_tree is not None:
         scheduler.prefix_tree.evict(num_pages)
-    assert table.num_free_pages == num_pages, f"{num_pages - table.num_free_pages} pages are lost when all have ended"
-    assert table.num_free_rows == max_batch_size, "rows of the page table are lost when all have ended"
+    assert table.num_free_pages == num_pages, (
+        f"{num_pages - table.num_free_pages} pages are lost after all requests have ended"
+    )
+    assert table.num_free_rows == max_batch_size, "rows of the page table are lost after all requests have ended"
     for request, (_, prompt, num_tokens) in zip(requests, arrivals, strict=True):
         want = alone(prompt, num_tokens, window, ends)
         assert_equal(request.output_token_ids, want, name=f"the output of request {request.request_id}")
@@ -437,7 +442,7 @@ def serve(
 
 
 def random_arrivals(rng: random.Random, most_tokens: int, num_requests: int = 6, common: int = 0) -> list[Arrival]:
-    """Requests whose prompts may begin alike; the longest of them grows to `most_tokens`."""
+    """Requests whose prompts may begin alike; none grows beyond `most_tokens` tokens."""
     beginning = [rng.randrange(50) for _ in range(common)]
     arrivals = []
     for _ in range(num_requests):
@@ -498,7 +503,7 @@ def assert_tokens_of_a_model(
     sliding_window: int | None = None,
     **options: Any,
 ) -> LLMEngine:
-    """A model writes what it writes for one request at a time in a pool that is never short of anything."""
+    """A model generates what it generates for one request at a time, in a pool that is always large enough."""
     model = tiny_model()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
@@ -628,7 +633,7 @@ def test_share_budget_in_the_scheduler(hw: Homework) -> None:
     serve_at_random(replace(Parts(), share_budget=hw.share_budget))
 
 
-@check("share_budget", mistake="with your steps a model writes other tokens than for each request alone")
+@check("share_budget", mistake="with your shares a model generates other tokens than for each request alone")
 def test_share_budget_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), share_budget=hw.share_budget)
     prompts = prompts_of(21, 3, 9, 5, 30)
@@ -776,7 +781,7 @@ def test_it_keeps_its_tokens(hw: Homework) -> None:
     station.preempt(hw)
     assert_equal(request.token_ids, [*prompt, 41, 42], name="token_ids")
     assert_equal(request.output_token_ids, [41, 42], name="output_token_ids")
-    assert request.finish_reason is None, "its finish_reason is set, and it has not ended"
+    assert request.finish_reason is None, "its finish_reason is set, although it has not ended"
 
 
 @check("preempt", mistake="all waiting requests arrived later, so it waits before them; change `waiting` in place")
@@ -808,14 +813,14 @@ def test_one_after_the_other(hw: Homework) -> None:
 @check("preempt", mistake="in the engine's scheduler, in pools that are too small, a request or a page goes wrong")
 def test_preempt_in_the_scheduler(hw: Homework) -> None:
     run = serve_at_random(replace(Parts(), preempt=hw.preempt), rounds=30)
-    assert run.preemptions > 15, "the pools were large enough for all"
+    assert run.preemptions > 15, "the pools were large enough for all requests"
     serve_at_random(replace(Parts(), preempt=hw.preempt), prefix_sharing=True)
 
 
-@check("preempt", mistake="after a preemption a model writes other tokens than for the request alone")
+@check("preempt", mistake="after a preemption a model generates other tokens than for the request alone")
 def test_preempt_with_a_model(hw: Homework) -> None:
     engine = assert_tokens_of_a_model(replace(Parts(), preempt=hw.preempt), prompts_of(9, 6, 11, 8), num_pages=9)
-    assert engine.metrics.preemptions >= 2, "the pool was large enough for all"
+    assert engine.metrics.preemptions >= 2, "the pool was large enough for all requests"
 
 
 # schedule -----------------------------------------------------------------------------------------------------------
@@ -1145,33 +1150,35 @@ def test_random_states(hw: Homework) -> None:
     assert min(met["None"], met["admitted"], met["preempted"]) > 15
 
 
-@check("schedule", mistake="with requests that arrive and finish, some write other tokens than alone, or never finish")
+@check(
+    "schedule", mistake="with requests that arrive and finish, some generate other tokens than alone, or never finish"
+)
 def test_schedule_serves_requests(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     run = serve_at_random(parts, rounds=30)
-    assert run.preemptions > 15, "the pools were large enough for all"
+    assert run.preemptions > 15, "the pools were large enough for all requests"
 
 
-@check("schedule", mistake="at pipeline depth 1, some requests write other tokens than alone")
+@check("schedule", mistake="at pipeline depth 1, some requests generate other tokens than alone")
 def test_schedule_serves_requests_ahead_of_the_results(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     run = serve_at_random(parts, rounds=30, depth=1)
-    assert run.drained > 15 and run.preemptions > 5, "the pools were large enough for all"
+    assert run.drained > 15 and run.preemptions > 5, "the pools were large enough for all requests"
 
 
-@check("schedule", mistake="with windows or shared prefixes, some requests write other tokens than alone")
+@check("schedule", mistake="with windows or shared prefixes, some requests generate other tokens than alone")
 def test_schedule_with_windows_and_shared_prefixes(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     for window, depth in ((None, 0), (3, 1)):
         serve_at_random(parts, window=window, prefix_sharing=True, depth=depth)
 
 
-@check("schedule", mistake="with your schedule a model writes other tokens than for each request alone")
+@check("schedule", mistake="with your schedule a model generates other tokens than for each request alone")
 def test_schedule_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), schedule=hw.schedule)
     for depth in (0, 1):
         engine = assert_tokens_of_a_model(parts, prompts_of(9, 6, 11, 8), num_pages=9, pipeline_depth=depth)
-        assert engine.metrics.preemptions >= 2, "the pool was large enough for all"
+        assert engine.metrics.preemptions >= 2, "the pool was large enough for all requests"
 
 
 # match_prefix -------------------------------------------------------------------------------------------------------
@@ -1208,7 +1215,10 @@ def test_one_page(hw: Homework) -> None:
     assert_match(hw, [[5, 6]], [6, 5], [])
 
 
-@check("match_prefix", mistake="0 is a page like any other: a look-up that finds nothing is None, not just false")
+@check(
+    "match_prefix",
+    mistake="0 is a page like any other: a look-up that finds nothing returns None, so compare with None",
+)
 def test_page_0(hw: Homework) -> None:
     assert_match(hw, [[5, 6], [7, 8]], [5, 6], [0])
 
@@ -1232,7 +1242,7 @@ def test_the_first_difference_ends_it(hw: Homework) -> None:
     assert_match(hw, [[5, 6, 7, 8]], [7, 8], [])
 
 
-@check("match_prefix", mistake="a page that the prompt fills only in part is no match")
+@check("match_prefix", mistake="a page that the prompt fills only in part does not match")
 def test_only_full_pages(hw: Homework) -> None:
     assert_match(hw, [[5, 6, 7, 8]], [5, 6, 7], [0])
     assert_match(hw, [[5, 6, 7, 8]], [5], [])
@@ -1422,7 +1432,7 @@ def test_three_owners_part(hw: Homework) -> None:
     table = assert_copied(hw, [[3], [3], [3]], 0, (1, 2), [0])
     assert_equal(int(table.refcounts[3]), 2, name="the number of owners of the old page")
     assert len(hw.copy_on_write(table, 1, 1, 2)) == 1, "the second owner still shares its page, and should copy it"
-    assert hw.copy_on_write(table, 2, 1, 2) == [], "the last owner has the page for itself, and should copy nothing"
+    assert hw.copy_on_write(table, 2, 1, 2) == [], "the last owner has the page to itself, and should copy nothing"
     assert_pages(table, [0, 1, 2])
 
 
@@ -1464,7 +1474,7 @@ def test_each_row_reads_what_it_wrote(hw: Homework) -> None:
                     memory[int(table.table[row, position // 3]) * 3 + position % 3] = texts[row][-1]
             for row, text in texts.items():
                 read = [memory[int(table.table[row, p // 3]) * 3 + p % 3] for p in range(len(text))]
-                assert read == text, f"row {row} wrote {text} and reads {read}"
+                assert read == text, f"row {row} wrote {text} but reads {read}"
             assert_pages(table, list(texts))
 
 
@@ -1570,10 +1580,10 @@ def test_pages_to_evict_in_the_scheduler(hw: Homework) -> None:
     for window in (1, 3, 7):
         serve_at_random(parts, window=window, rounds=10)
     run = serve([(0, [1, 2, 3], 80)], parts, num_pages=21, page_size=4, max_batch_size=1, budget=4, window=8)
-    assert run.most_pages <= 3, f"a window of 8 keys fills 3 pages of 4 at most, and {run.most_pages} were held"
+    assert run.most_pages <= 3, f"a window of 8 keys fills 3 pages of 4 at most, but {run.most_pages} were held"
 
 
-@check("pages_to_evict", mistake="a model writes other tokens than without eviction")
+@check("pages_to_evict", mistake="a model generates other tokens than without eviction")
 def test_pages_to_evict_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), pages_to_evict=hw.pages_to_evict)
     options = {"num_pages": 60, "max_num_batched_tokens": 8, "sliding_window": 6}
@@ -1609,7 +1619,8 @@ def test_nothing_changes(hw: Homework) -> None:
 
 
 @check(
-    "reorder_beams", mistake="the beam that is dropped returns its pages, and its row shares those of its new parent"
+    "reorder_beams",
+    mistake="the beam that is dropped returns its pages, and its row shares the pages of its new parent",
 )
 def test_one_is_continued_twice(hw: Homework) -> None:
     assert_beams(hw, [[3, 1], [4, 0]], [0, 1], [0, 0])
@@ -1651,7 +1662,7 @@ def test_beams_through_the_methods(hw: Homework) -> None:
     assert_beams(hw, [[3, 1], [4], [3, 5]], [0, 1, 2], [1, 0, 0], kind=GuardedPageTable)
 
 
-@check("reorder_beams", mistake="a search that the earlier checks did not try goes wrong")
+@check("reorder_beams", mistake="a random search that the earlier checks did not try goes wrong")
 def test_random_beams(hw: Homework) -> None:
     rng = random.Random(7)
     for _ in range(100):
@@ -1681,5 +1692,5 @@ def test_a_beam_search(hw: Homework) -> None:
             texts = [list(texts[parent]) for parent in parents]
             for row, text in zip(rows, texts, strict=True):
                 read = [memory[int(table.table[row, p // 3]) * 3 + p % 3] for p in range(len(text))]
-                assert read == text, f"a beam of {text} reads {read}"
+                assert read == text, f"a beam that wrote {text} reads {read}"
             assert_pages(table, rows)

@@ -1,8 +1,8 @@
-"""Homework of chapter 08: the arrays that FlashInfer reads, a plan that gives every
-thread block the same work, and the attention that executes the plan.
+"""Homework of chapter 08: the arrays that FlashInfer reads, a plan that gives all
+thread blocks similar amounts of work, and the attention that executes the plan.
 
-One exercise is a part of the engine. Once its checks are green, `mini-engine generate
---homework` runs a real model on your `plan_work`, in the backend `split_kv`.
+One exercise is a part of the engine. Once its checks pass, `mini-engine generate
+--homework` runs a real model with your `plan_work` on the `split_kv` backend.
 
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own
@@ -40,14 +40,13 @@ def csr_from_table(
 
     Args:
         table: pages of each sequence.
-        kv_lens: keys of each sequence. A sequence may have none, and then it has no
-            page.
+        kv_lens: keys of each sequence. A sequence without keys has no page.
         page_size: keys that fit in one page.
 
     Returns:
         Three arrays of dtype int32:
-        indptr [B+1]: first entry of each sequence in `indices`, and the number of all
-            entries.
+        indptr [B+1]: first entry of each sequence in `indices`, and last the number of
+            all entries.
         indices [P]: the pages of all sequences, one sequence after the other.
         last_page_len [B]: keys in the last page of each sequence, 1 to page_size; 0 for
             a sequence without keys.
@@ -80,8 +79,8 @@ def table_from_csr(
         page_size: keys that fit in one page.
 
     Returns:
-        The table, as wide as the longest sequence has pages and padded with 0, and the
-        keys of each sequence; int32.
+        The table, padded with 0, with as many columns as the longest sequence has
+        pages, and the number of keys of each sequence; both are int32.
 
     Example:
 
@@ -113,11 +112,11 @@ def append_positions(
     the step. Use no Python loop over sequences or tokens.
 
     Args:
-        qo_indptr: [B+1] first new token of each sequence, and the number T of all.
-            Every sequence has one or more.
+        qo_indptr: [B+1] first new token of each sequence, and last the number T of all
+            new tokens. Every sequence has at least one.
         kv_lens: [B] keys of each sequence before the step, 0 or more.
-        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of
-            all.
+        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and last the
+            number of all pages.
         kv_indices: [P] pages of all sequences.
         page_size: keys that fit in one page.
 
@@ -128,8 +127,8 @@ def append_positions(
             more slots than int32 holds.
         last_page_len [B], int32: keys in the last page of each sequence after the step.
 
-    Example: pages of 4. The first sequence has 3 keys in page 2 and gets two more, of
-    which one begins page 5. The second has none yet, and gets one.
+    Example: pages of 4. The first sequence has 3 keys in page 2 and gets two more, the
+    second of which begins page 5. The second sequence has no keys yet and gets one.
 
         >>> lists = [0, 2, 3], [3, 0], [0, 2, 3], [2, 5, 1]
         >>> arrays = (np.array(numbers, dtype=np.int32) for numbers in lists)
@@ -157,8 +156,8 @@ def smallest_chunk(
         least: smallest size that may be returned, also where it is larger than every
             tile.
 
-    Example: with chunks of 40 there are 3 + 1 of them; with chunks of 34 as well; with
-    chunks of 33 there are 5.
+    Example: chunks of 40 keys make 3 + 1 chunks, and so do chunks of 34; chunks of 33
+    make 4 + 1.
 
         >>> smallest_chunk(np.array([100, 20]), num_workers=4)
         34
@@ -175,7 +174,7 @@ def plan_work(
     least_keys: int = 1,
     window: int | None = None,
 ) -> WorkPlan:
-    """Split a step into about as many work items as workers, with even numbers of keys.
+    """Split a step into work items of bounded size, about as many as there are workers.
 
     The new tokens of each sequence, its queries, are cut into tiles of `tile_len`; the
     last tile of a sequence may be shorter. A tile needs every key that one of its
@@ -183,13 +182,14 @@ def plan_work(
     that `smallest_chunk` finds for all tiles of the step together; the last chunk of a
     tile may be shorter. A tile and a chunk of its keys are a work item.
 
-    So the largest item has at most twice the mean load of a worker (and one key) if
-    there are at least two workers for each tile, and chunks may be that small. Use no
-    Python loop over sequences, tiles or items: a step is planned while the GPU waits.
+    So the largest item has at most twice the mean load of a worker, plus one key, if
+    there are at least two workers for each tile and `least_keys` allows such small
+    chunks. Use no Python loop over sequences, tiles or items: a step is planned while
+    the GPU waits.
 
     Args:
-        qo_indptr: [B+1] first query of each sequence, and the number of all. Every
-            sequence has one or more.
+        qo_indptr: [B+1] first query of each sequence, and last the number of all
+            queries. Every sequence has at least one.
         kv_lens: [B] keys of each sequence, those of the queries included: its last
             query is at position kv_lens - 1.
         num_workers: how many items run at the same time.
@@ -202,11 +202,11 @@ def plan_work(
         A WorkPlan: `chunk_size`, and arrays of any integer dtype.
         sequences, first_tokens, end_tokens, first_keys, end_keys [N]: for each item its
             sequence, its queries as a range of the step's tokens, and its keys as a
-            range of positions. Ordered by tile, in a tile by key.
+            range of positions. Items are ordered by tile, and within a tile by key.
         item_indptr [tiles + 1]: first item of each tile, and N.
 
-    Example: a decode with 100 keys, and a prompt of 3 tokens, which with tiles of 2 is
-    two tiles, of 2 and of 3 keys.
+    Example: a decode with 100 keys, and a prompt of 3 tokens. With tiles of 2 queries
+    the prompt has two tiles, which need 2 and 3 keys.
 
         >>> qo_indptr, kv_lens = np.array([0, 1, 4]), np.array([100, 3])
         >>> plan = plan_work(qo_indptr, kv_lens, num_workers=6, tile_len=2)
@@ -243,10 +243,10 @@ def split_kv_decode(
         q: one query for each sequence.
         k_pages: keys of one layer, in NHD.
         v_pages: its values.
-        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and the number of
-            all.
-        kv_indices: pages of all sequences; any number for a page without a key of an
-            item, which may have been evicted.
+        kv_indptr: [B+1] first page of each sequence in `kv_indices`, and last the
+            number of all pages.
+        kv_indices: pages of all sequences. Where no item has a key in a page, the entry
+            may be any number, because the page may have been evicted.
         plan: the work items, see `plan_work`. Every query has one tile.
         worker: returns the attention state of q [1, Hq, D] over k and v [m, Hk, D].
 
@@ -280,11 +280,11 @@ def cut_evenly(
 ]:
     """Challenge: give every worker the same number of keys, to within one.
 
-    `plan_work` gives a worker one item, so one that gets the rest of a tile has less to
-    do. Here a worker may have several items, of one tile or of many. With W workers
-    there are at most tiles + W - 1 items, because every additional item is another
-    partial state to merge. There may be fewer keys than workers, and then some have no
-    item. The keys may be many millions: use no Python loop over keys.
+    `plan_work` gives a worker one item, so a worker that gets the end of a tile has
+    less to do. Here a worker may have several items, of one tile or of many. Return at
+    most tiles + W - 1 items for W workers, because every additional item is another
+    partial state to merge. If there are fewer keys than workers, some workers have no
+    item. There may be many millions of keys: use no Python loop over keys.
 
     Args:
         num_keys: keys of each tile, 1 or more.

@@ -37,7 +37,7 @@ EXERCISES = [
             "counts = -(-kv_lens // page_size) rounds up. indptr is their cumulative sum with a 0 in front. A mask "
             "[B, W] that is True for the entries in use picks them row after row. All pages but the last are full.",
             "used = np.arange(table.shape[1]) < counts[:, None]; indices = table[used]; last_page_len = kv_lens - "
-            "np.maximum(counts - 1, 0) * page_size. Then the dtypes.",
+            "np.maximum(counts - 1, 0) * page_size. Then convert the dtypes.",
         ),
     ),
     Exercise(
@@ -49,8 +49,8 @@ EXERCISES = [
             "np.diff(indptr) is the number of pages of each sequence. Which entries of the table do they fill?",
             "A mask can be written through as well as read through: table[mask] = indices fills row after row.",
             "counts = np.diff(indptr); table = np.zeros((len(counts), counts.max()), dtype=np.int32); "
-            "table[np.arange(table.shape[1]) < counts[:, None]] = indices. kv_lens undoes the last line of the hint "
-            "for csr_from_table.",
+            "table[np.arange(table.shape[1]) < counts[:, None]] = indices. For kv_lens, solve the formula of "
+            "last_page_len in the last hint for csr_from_table.",
         ),
     ),
     Exercise(
@@ -89,8 +89,8 @@ EXERCISES = [
         part="plan_work",
         hints=(
             "Two steps of the same kind: sequences are cut into tiles, then tiles into chunks. In each, n things are "
-            "cut into counts[i] pieces, and every piece must know i and its index among the pieces of i. Write that "
-            "as a function of counts first.",
+            "cut into counts[i] pieces, and every piece needs i and its index among the pieces of i. Write that as a "
+            "function of counts first.",
             "groups = np.repeat(np.arange(len(counts)), counts), and the index is np.arange(len(groups)) minus the "
             "number of pieces before the group. A token t of sequence b is at position t - qo_indptr[b + 1] + "
             "kv_lens[b]; the keys of a tile end after its last query, and begin where the window of its first query "
@@ -145,7 +145,7 @@ def int32(values: Sequence[int]) -> np.ndarray:
 
 
 def assert_array(actual: Any, expected: Sequence[Any], dtype: str, *, name: str) -> None:
-    """Compare an array of whole numbers with a list, and its dtype if one is asked for."""
+    """Compare an array of integers with a list, and its dtype if `dtype` names one."""
     got = torch.from_numpy(actual) if isinstance(actual, np.ndarray) else actual
     want = torch.tensor(expected, dtype=getattr(torch, dtype) if dtype != "any" else torch.int64)
     if dtype == "any" and isinstance(got, Tensor) and not got.is_floating_point():
@@ -201,41 +201,53 @@ def assert_csr(
         assert_array(array, expected, dtype, name=f"{name} of {what}")
 
 
-@check("csr_from_table", mistake="a sequence of 3 keys has one page of 4, and 3 keys in it")
+@check(
+    "csr_from_table",
+    mistake="you count keys instead of pages, leave out the leading 0 of indptr, or find valid entries by their "
+    "values: 3 keys are one page of 4 with 3 keys in it",
+)
 def test_one_page(hw: Homework) -> None:
     assert_csr(hw, [[5]], [3], 4)
 
 
 @check(
     "csr_from_table",
-    mistake="with pages of 4, 8 keys fill two pages: the last is full, not empty, and there is no third",
+    mistake="you take 8 % 4 keys for the last page, or 8 // 4 + 1 for the pages: 8 keys fill exactly two pages of 4",
 )
 def test_a_full_last_page(hw: Homework) -> None:
     assert_csr(hw, [[5, 2]], [8], 4)
 
 
-@check("csr_from_table", mistake="indptr counts pages, not keys, and begins with 0")
+@check(
+    "csr_from_table",
+    mistake="you take the entries column by column, or do not add up the counts: list the pages row by row, and make "
+    "indptr a running total",
+)
 def test_three_sequences(hw: Homework) -> None:
     assert_csr(hw, [[2, 0, 3], [1], [7, 6]], [10, 4, 5], 4)
 
 
 @check(
     "csr_from_table",
-    mistake="the entries after a row's pages are stale, and 0 is a page like any other: trust kv_lens",
+    mistake="you find valid entries by their values: page 0 is valid and stale entries hold any number, so go by "
+    "kv_lens",
 )
 def test_page_0_and_stale_entries(hw: Homework) -> None:
     assert_csr(hw, [[0], [3, 0], [4]], [2, 6, 1], 4, stale=0)
     assert_csr(hw, [[0], [3, 0], [4]], [2, 6, 1], 4, stale=3)
 
 
-@check("csr_from_table", mistake="a sequence without keys has no page, and a last_page_len of 0")
+@check(
+    "csr_from_table",
+    mistake="a sequence without keys gets a page or a full last page: give it no page and a last_page_len of 0",
+)
 def test_a_sequence_without_keys(hw: Homework) -> None:
     assert_csr(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
 
 
 @check(
     "csr_from_table",
-    mistake="take the entries of all rows through one mask: no loop over sequences or pages",
+    mistake="you loop over sequences or pages: select the entries of all rows with one mask",
     costs=0.2,
 )
 def test_csr_without_a_loop(hw: Homework) -> None:
@@ -244,19 +256,27 @@ def test_csr_without_a_loop(hw: Homework) -> None:
     assert_no_loop("csr_from_table", *counts)
 
 
-@check("csr_from_table", mistake="lengths and page sizes of all kinds: work out the printed example by hand")
+@check("csr_from_table", mistake="it fails for random lengths and page sizes: work out the printed example by hand")
 def test_random_tables(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
         assert_csr(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
 
 
-@check("csr_from_table", mistake="FlashInfer reads 32-bit integers: return all three arrays as int32", costs=0.2)
+@check(
+    "csr_from_table",
+    mistake="an array has another dtype, such as int64: FlashInfer reads 32-bit integers, so return all three as int32",
+    costs=0.2,
+)
 def test_csr_in_int32(hw: Homework) -> None:
     assert_csr(hw, [[2, 0, 3], [1]], [10, 4], 4, dtype="int32")
 
 
-@check("csr_from_table", seconds=COMPILING, mistake="FlashInfer computes other lengths from your arrays (on your GPU)")
+@check(
+    "csr_from_table",
+    seconds=COMPILING,
+    mistake="on your GPU, FlashInfer computes other lengths from your arrays: check indptr and last_page_len",
+)
 def test_lengths_on_the_gpu(hw: Homework) -> None:
     if not ON_GPU:
         return
@@ -285,23 +305,35 @@ def assert_table(hw: Homework, pages: Lists, kv_lens: Sequence[int], page_size: 
 
 @check(
     "table_from_csr",
-    mistake="a sequence with two pages has page_size + last_page_len keys: only its last page is part empty",
+    mistake="you make a column too many, or count every page as full: two pages are two columns, and hold page_size + "
+    "last_page_len keys",
 )
 def test_back_to_one_row(hw: Homework) -> None:
     assert_table(hw, [[5, 2]], [6], 4)
 
 
-@check("table_from_csr", mistake="each row has its own pages first and zeros after them; the longest row has no zeros")
+@check(
+    "table_from_csr",
+    mistake="you pad with a number other than 0, or put pages into the wrong row: give each row its own pages, then "
+    "zeros",
+)
 def test_back_to_rows(hw: Homework) -> None:
     assert_table(hw, [[1], [2, 0, 3], [7, 6]], [4, 10, 5], 4)
 
 
-@check("table_from_csr", mistake="a sequence without pages has no keys")
+@check(
+    "table_from_csr",
+    mistake="for a sequence without pages, pages - 1 is negative, and so is its length: use at least 0",
+)
 def test_back_to_an_empty_row(hw: Homework) -> None:
     assert_table(hw, [[2], [], [1, 4]], [3, 0, 8], 4)
 
 
-@check("table_from_csr", mistake="write all rows through one mask: no loop over sequences or pages", costs=0.2)
+@check(
+    "table_from_csr",
+    mistake="you loop over sequences or pages: write the entries of all rows through one mask",
+    costs=0.2,
+)
 def test_table_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -311,14 +343,18 @@ def test_table_without_a_loop(hw: Homework) -> None:
     assert_no_loop("table_from_csr", *counts)
 
 
-@check("table_from_csr", mistake="lengths and page sizes of all kinds: work out the printed example by hand")
+@check("table_from_csr", mistake="it fails for random lengths and page sizes: work out the printed example by hand")
 def test_random_csr(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         kv_lens = [random.Random(seed * 10 + b).randrange(5 * page_size + 1) for b in range(5)] + [page_size]
         assert_table(hw, paged_lists(kv_lens, page_size, seed), kv_lens, page_size)
 
 
-@check("table_from_csr", mistake="return the table and the lengths as int32", costs=0.2)
+@check(
+    "table_from_csr",
+    mistake="the table or the lengths have another dtype, such as int64: return both as int32",
+    costs=0.2,
+)
 def test_table_in_int32(hw: Homework) -> None:
     assert_table(hw, [[2, 0, 3], [1]], [10, 4], 4, dtype="int32")
 
@@ -359,7 +395,8 @@ def assert_append(
 
 @check(
     "append_positions",
-    mistake="3 keys are there, so the new one is at position 3, the last slot of the page, which then is full",
+    mistake="you number the new key from the wrong place, or leave it out of last_page_len: after 3 keys it has "
+    "position 3, and fills its page of 4",
 )
 def test_one_decode(hw: Homework) -> None:
     assert_append(hw, [1], [3], [[2]], 4)
@@ -367,38 +404,51 @@ def test_one_decode(hw: Homework) -> None:
 
 @check(
     "append_positions",
-    mistake="4 keys fill a page of 4, so the new one begins the second page: last_page_len is 1, not 5 and not 4",
+    mistake="you let last_page_len grow past the page, or put the key into the full page: the fifth key begins the "
+    "second page, so last_page_len is 1",
 )
 def test_a_decode_on_a_new_page(hw: Homework) -> None:
     assert_append(hw, [1], [4], [[2, 5]], 4)
 
 
 @check(
-    "append_positions", mistake="a new sequence begins at position 0, and its tokens go through its own pages in order"
+    "append_positions",
+    mistake="you put all new tokens into the last page, or at one position: start at position 0, and fill the pages "
+    "in the order of the list",
 )
 def test_a_prompt(hw: Homework) -> None:
     assert_append(hw, [10], [0], [[3, 0, 2]], 4)
 
 
-@check("append_positions", mistake="each token belongs to its own sequence, with its own length and its own pages")
+@check(
+    "append_positions",
+    mistake="you count over the whole step, or use the pages of another sequence: look up each token's own sequence "
+    "with batch_indices",
+)
 def test_a_mixed_step(hw: Homework) -> None:
     assert_append(hw, [1, 1, 5, 3], [7, 12, 0, 6], [[4, 9], [1, 0, 2, 8], [5, 6], [3, 7, 10]], 4)
 
 
 @check(
     "append_positions",
-    mistake="a large pool has more slots than 32 bits can count: make the pages int64 before you multiply",
+    mistake="page * page_size overflows in int32, because a large pool has more slots: make the pages int64 before "
+    "you multiply",
 )
 def test_a_large_pool(hw: Homework) -> None:
     assert_append(hw, [2], [5], [[2**24]], 128)
 
 
-@check("append_positions", mistake="slots are int64, because a large pool has many; the others are int32", costs=0.2)
+@check(
+    "append_positions",
+    mistake="an array has the wrong dtype: return slot_mapping as int64, because a large pool has many slots, and the "
+    "others as int32",
+    costs=0.2,
+)
 def test_append_dtypes(hw: Homework) -> None:
     assert_append(hw, [2, 1], [3, 0], [[2, 5], [1]], 4, dtypes=("int32", "int32", "int64", "int32"))
 
 
-@check("append_positions", mistake="look up all tokens at once: no loop over sequences or tokens", costs=0.2)
+@check("append_positions", mistake="you loop over sequences or tokens: look up all tokens at once", costs=0.2)
 def test_append_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -407,7 +457,7 @@ def test_append_without_a_loop(hw: Homework) -> None:
     assert_no_loop("append_positions", *counts)
 
 
-@check("append_positions", mistake="steps of all kinds: work out the printed example by hand")
+@check("append_positions", mistake="it fails for random steps: work out the printed example by hand")
 def test_random_steps(hw: Homework) -> None:
     for seed, page_size in enumerate([1, 2, 3, 16, 128]):
         rng = random.Random(seed)
@@ -418,7 +468,10 @@ def test_random_steps(hw: Homework) -> None:
 
 
 @check(
-    "append_positions", seconds=COMPILING, mistake="append_paged_kv_cache stores other keys in your slots (on your GPU)"
+    "append_positions",
+    seconds=COMPILING,
+    mistake="on your GPU, append_paged_kv_cache stores the new keys in other slots than yours: check the positions "
+    "and pages",
 )
 def test_append_on_the_gpu(hw: Homework) -> None:
     if not ON_GPU:
@@ -457,14 +510,19 @@ def assert_chunk(hw: Homework, num_keys: Sequence[int], num_workers: int, least:
 
 @check(
     "smallest_chunk",
-    mistake="12 keys for 4 workers are 3 each; 13 keys are 4 each, because 3 each would make a fifth chunk",
+    mistake="you round the size down, or make it larger than necessary: 12 keys for 4 workers take chunks of 3, 13 "
+    "keys chunks of 4",
 )
 def test_one_tile(hw: Homework) -> None:
     for n in (12, 13, 15, 16, 3):
         assert_chunk(hw, [n], 4)
 
 
-@check("smallest_chunk", mistake="chunks are counted for each tile, rounded up, and not for the sum of all keys")
+@check(
+    "smallest_chunk",
+    mistake="you divide the sum of all keys: no chunk holds keys of two tiles, so round up the number of chunks tile "
+    "by tile",
+)
 def test_several_tiles(hw: Homework) -> None:
     assert_chunk(hw, [100, 20], 4)
     assert_chunk(hw, [4000, 90, 80, 70], 8)
@@ -472,20 +530,31 @@ def test_several_tiles(hw: Homework) -> None:
 
 
 @check(
-    "smallest_chunk", mistake="with more tiles than workers no size is small enough: return the largest number of keys"
+    "smallest_chunk",
+    mistake="no size makes few enough chunks here, because there are more tiles than workers: return the number of "
+    "keys of the longest tile, not the mean",
 )
 def test_more_tiles_than_workers(hw: Homework) -> None:
     assert_chunk(hw, [30, 10, 20, 5], 3)
 
 
-@check("smallest_chunk", mistake="the size is never below `least`, even if all tiles are smaller")
+@check(
+    "smallest_chunk",
+    mistake="you ignore `least`, or cap it at the longest tile: never return a smaller size, even if all tiles have "
+    "fewer keys",
+)
 def test_least(hw: Homework) -> None:
     assert_chunk(hw, [100, 20], 50, least=16)
     assert_chunk(hw, [10, 5], 50, least=16)
     assert_chunk(hw, [10, 5], 1, least=16)
 
 
-@check("smallest_chunk", mistake="do not try one size after the other: a tile may have millions of keys", costs=0.4)
+@check(
+    "smallest_chunk",
+    mistake="you try one size after the other: halve the range of sizes instead, because a tile may have millions of "
+    "keys",
+    costs=0.4,
+)
 def test_many_keys(hw: Homework) -> None:
     lines = [lines_run(hw.smallest_chunk, np.full(4, n), 4) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
@@ -493,7 +562,9 @@ def test_many_keys(hw: Homework) -> None:
     assert_equal(got, 15_000_000, name="smallest_chunk of 1,000 tiles of 30 million keys and 2,000 workers")
 
 
-@check("smallest_chunk", mistake="a size fits, and a smaller one fits as well: is your search one off?")
+@check(
+    "smallest_chunk", mistake="your search is off by one: your size makes too many chunks, or a smaller size would do"
+)
 def test_random_chunks(hw: Homework) -> None:
     rng = random.Random(0)
     for _ in range(200):
@@ -558,27 +629,36 @@ def assert_plan(
             assert_array(array, want[name], "any", name=f"{name} of {what}")
 
 
-@check("plan_work", mistake="one decode and one worker are one item: query 0, keys 0 to 9, and item_indptr is [0, 1]")
+@check(
+    "plan_work",
+    mistake="an end is wrong, or item_indptr has counts instead of a running total: one worker and 10 keys make one "
+    "item, query 0 with keys 0 to 9, and item_indptr [0, 1]",
+)
 def test_one_item(hw: Homework) -> None:
     assert_plan(hw, [1], [10], 1)
 
 
 @check(
     "plan_work",
-    mistake="40 keys and 4 workers are 4 items of 10, with the same query, and the next begins where one ends",
+    mistake="you do not split, or the items overlap: 40 keys for 4 workers are 4 items of 10 for the same query, and "
+    "each begins where the previous one ends",
 )
 def test_one_sequence_is_split(hw: Homework) -> None:
     assert_plan(hw, [1], [40], 4)
 
 
-@check("plan_work", mistake="the last chunk of a tile ends where its keys end, not at a multiple of chunk_size")
+@check(
+    "plan_work",
+    mistake="you let the last chunk of a tile end at a multiple of chunk_size: cut it off where the tile's keys end",
+)
 def test_the_last_chunk_is_shorter(hw: Homework) -> None:
     assert_plan(hw, [1], [41], 4)
 
 
 @check(
     "plan_work",
-    mistake="one chunk size serves all tiles: only the long sequence is split, and item_indptr says where tiles begin",
+    mistake="you split every tile, or take the mean load as the size: find one size for all tiles, which here splits "
+    "only the long sequence",
 )
 def test_only_the_long_one_is_split(hw: Homework) -> None:
     assert_plan(hw, [1, 1, 1, 1], [90, 4000, 80, 70], 8)
@@ -586,7 +666,8 @@ def test_only_the_long_one_is_split(hw: Homework) -> None:
 
 @check(
     "plan_work",
-    mistake="an item is too large: with two workers for each tile the largest load is at most twice the mean",
+    mistake="your chunk size is not the smallest that fits: with two workers for each tile, the largest load is at "
+    "most twice the mean",
 )
 def test_the_largest_load(hw: Homework) -> None:
     rng = random.Random(1)
@@ -601,7 +682,11 @@ def test_the_largest_load(hw: Homework) -> None:
         assert loads.max() <= 2 * mean + 1, f"an item of {loads.max()} keys, of {said}: the mean load is {mean:.1f}"
 
 
-@check("plan_work", mistake="queries are cut into tiles of tile_len, and the last tile of a sequence may be shorter")
+@check(
+    "plan_work",
+    mistake="you lose a sequence's last queries, or a tile spans two sequences: cut each sequence separately, and let "
+    "its last tile be shorter",
+)
 def test_tiles_of_queries(hw: Homework) -> None:
     assert_plan(
         hw, [1, 7, 4], [9, 7, 4], 1, tile_len=3, only=["sequences", "first_tokens", "end_tokens", "item_indptr"]
@@ -609,7 +694,9 @@ def test_tiles_of_queries(hw: Homework) -> None:
 
 
 @check(
-    "plan_work", mistake="a tile needs the keys up to its last query, and none after: its later queries are not in it"
+    "plan_work",
+    mistake="you give a tile all keys of its sequence, or leave out the last query's own key: the keys of a tile end "
+    "with that key",
 )
 def test_causal_tiles(hw: Homework) -> None:
     assert_plan(hw, [7], [7], 1, tile_len=3)
@@ -617,14 +704,18 @@ def test_causal_tiles(hw: Homework) -> None:
 
 @check(
     "plan_work",
-    mistake="the queries are the last of the keys: the first query of a chunk of a prompt is not at position 0",
+    mistake="you let a sequence's queries begin at position 0: they are the last of its keys, so add the keys that "
+    "were there before",
 )
 def test_keys_before_the_step(hw: Homework) -> None:
     assert_plan(hw, [1, 5], [30, 25], 2, tile_len=2)
     assert_plan(hw, [1, 5], [30, 25], 12, tile_len=2)
 
 
-@check("plan_work", mistake="no chunk is smaller than least_keys, except the last one of a tile")
+@check(
+    "plan_work",
+    mistake="you ignore least_keys: pass it to smallest_chunk, so only the last chunk of a tile may be smaller",
+)
 def test_least_keys(hw: Homework) -> None:
     assert_plan(hw, [1, 1], [100, 20], 50, least=16)
 
@@ -633,10 +724,12 @@ IN_WINDOWS = [([1], [5000], 16, 100), ([1, 6], [5000, 40], 4, 10), ([6], [6], 2,
 
 
 @check(
-    "plan_work", mistake="with a window of W the first query of a tile sees W keys, its own included, and none before 0"
+    "plan_work",
+    mistake="you ignore the window, count it from the tile's last query, or leave out the own key: the first query "
+    "sees W keys, its own included",
 )
 def test_a_window(hw: Homework) -> None:
-    """The keys of whole tiles, however they are cut."""
+    """Compare the keys of whole tiles, however they are cut into chunks."""
     for num_new, kv_lens, tile_len, window in IN_WINDOWS:
         want = planned_in_loops(num_new, kv_lens, 4, tile_len, 1, window)
         qo_indptr = indptr_of([range(n) for n in num_new])
@@ -649,13 +742,13 @@ def test_a_window(hw: Homework) -> None:
             assert_equal(keys, expected, name=f"(first key, end) of tile {b} of {what}")
 
 
-@check("plan_work", mistake="chunks start at the tile's first key, which need not be a multiple of chunk_size")
+@check("plan_work", mistake="you start chunks at multiples of chunk_size: count them from the tile's first key")
 def test_chunks_in_a_window(hw: Homework) -> None:
     for num_new, kv_lens, tile_len, window in IN_WINDOWS:
         assert_plan(hw, num_new, kv_lens, 4, tile_len=tile_len, window=window)
 
 
-@check("plan_work", mistake="numpy has to number tiles and items: no loop over sequences, tiles or items", costs=0.2)
+@check("plan_work", mistake="you loop over sequences, tiles or items: let numpy number tiles and items", costs=0.2)
 def test_plan_without_a_loop(hw: Homework) -> None:
     counts = []
     for n in (64, 512):
@@ -668,7 +761,7 @@ def test_plan_without_a_loop(hw: Homework) -> None:
     assert many - few < (512 - 64) / 2, f"plan_work runs {many} lines of Python for 512 tiles, and {few} for 64"
 
 
-@check("plan_work", mistake="steps of all kinds: work out the printed example by hand")
+@check("plan_work", mistake="it fails for random steps: work out the printed example by hand")
 def test_random_plans(hw: Homework) -> None:
     rng = random.Random(0)
     for _ in range(150):
@@ -680,7 +773,9 @@ def test_random_plans(hw: Homework) -> None:
 
 
 @check(
-    "plan_work", seconds=COMPILING, mistake="the backend split_kv on your plan disagrees with FlashInfer (on your GPU)"
+    "plan_work",
+    seconds=COMPILING,
+    mistake="on your GPU, the split_kv backend disagrees with FlashInfer when it runs your plan",
 )
 def test_plan_on_the_gpu(hw: Homework) -> None:
     if not ON_GPU:
@@ -752,7 +847,7 @@ class Decodes:
         return attention_state(q, k, v, scale=0.3)
 
     def run(self, hw: Homework, plan: WorkPlan, first_key: int = 0, exact: bool = False) -> None:
-        """Compare with attention over the keys from `first_key` on; `exact`: in float64, and with its dtype."""
+        """Compare with attention over the keys from `first_key` on; `exact` demands float64 in precision and dtype."""
         pages = self.k_pages, self.v_pages, self.indptr, self.indices
         got = hw.split_kv_decode(self.q, *pages, plan, self.worker)
         said = f"decodes of {self.kv_lens} keys, pages of {self.page_size}, {len(plan.sequences)} items"
@@ -770,7 +865,7 @@ class Decodes:
 
 
 def decode_plan(kv_lens: Sequence[int], chunk: int, order: Sequence[int] | None = None, first_key: int = 0) -> WorkPlan:
-    """A plan in chunks of a size, with the tiles in an order of their own; keys before `first_key` are in no item."""
+    """A plan in chunks of one size, with the tiles in a given order; keys before `first_key` are in no item."""
     items, item_indptr = [], [0]
     for b in order or range(len(kv_lens)):
         items += [(b, b, b + 1, key, min(key + chunk, kv_lens[b])) for key in range(first_key, kv_lens[b], chunk)]
@@ -780,34 +875,47 @@ def decode_plan(kv_lens: Sequence[int], chunk: int, order: Sequence[int] | None 
 
 @check(
     "split_kv_decode",
-    mistake="an item that is a whole sequence: gather its keys through its pages, and call worker once",
+    mistake="you read the slots after the last key, only the first page, or change the worker's state: gather the "
+    "keys of the item and call worker once",
 )
 def test_one_item_each(hw: Homework) -> None:
     Decodes([3], 4).run(hw, decode_plan([3], 4))
     Decodes([10], 4).run(hw, decode_plan([10], 99))
 
 
-@check("split_kv_decode", mistake="two sequences have pages of their own: kv_indptr says where each one's begin")
+@check(
+    "split_kv_decode",
+    mistake="you read the pages of the first sequence for every item: begin where kv_indptr says that the item's "
+    "sequence begins",
+)
 def test_two_sequences_of_pages(hw: Homework) -> None:
     Decodes([10, 3], 4).run(hw, decode_plan([10, 3], 99))
 
 
 @check(
     "split_kv_decode",
-    mistake="the states of a tile's items are merged by their LSEs, not averaged, and none is left out",
+    mistake="you average the states, or keep only one: merge the states of all items of a tile by their LSEs",
 )
 def test_items_are_merged(hw: Homework) -> None:
     Decodes([12], 4).run(hw, decode_plan([12], 8))
     Decodes([30], 4).run(hw, decode_plan([30], 4))
 
 
-@check("split_kv_decode", mistake="a range of keys may begin and end inside a page")
+@check(
+    "split_kv_decode",
+    mistake="you begin or end with whole pages: a range of keys may begin and end inside a page, so find page and "
+    "offset of each position",
+)
 def test_ranges_inside_pages(hw: Homework) -> None:
     Decodes([30], 8).run(hw, decode_plan([30], 5))
     Decodes([7], 16).run(hw, decode_plan([7], 2))
 
 
-@check("split_kv_decode", mistake="each item is computed once, from its own keys and no others")
+@check(
+    "split_kv_decode",
+    mistake="you call worker once for several items, or with keys of other items: call it once for each item, with "
+    "the keys of that item alone",
+)
 def test_a_worker_gets_its_own_keys(hw: Homework) -> None:
     decodes, plan = Decodes([30, 2, 17], 4), decode_plan([30, 2, 17], 6)
     decodes.run(hw, plan)
@@ -817,8 +925,8 @@ def test_a_worker_gets_its_own_keys(hw: Homework) -> None:
 
 @check(
     "split_kv_decode",
-    mistake="gather the keys of the item and no others: the pages of other keys may have been evicted, and their "
-    "entries in kv_indices may be any number",
+    mistake="you gather more keys than the item has: pages of other keys may have been evicted, and their entries in "
+    "kv_indices may be any number",
 )
 def test_pages_of_other_keys(hw: Homework) -> None:
     decodes = Decodes([30], 4)
@@ -828,7 +936,8 @@ def test_pages_of_other_keys(hw: Homework) -> None:
 
 @check(
     "split_kv_decode",
-    mistake="tiles come in any order: first_tokens says whose result it is, item_indptr where its items are",
+    mistake="you take tile t for query t: first_tokens says which query a tile belongs to, and item_indptr where its "
+    "items are",
 )
 def test_tiles_in_another_order(hw: Homework) -> None:
     kv_lens = [9, 30, 2, 17]
@@ -836,7 +945,10 @@ def test_tiles_in_another_order(hw: Homework) -> None:
     Decodes(kv_lens, 4).run(hw, decode_plan(kv_lens, 6, order=[1, 3, 0, 2]))
 
 
-@check("split_kv_decode", mistake="batches of all kinds: compare a single sequence with masked_attention over its keys")
+@check(
+    "split_kv_decode",
+    mistake="it fails for random batches: compare a single sequence with masked_attention over its keys",
+)
 def test_random_decodes(hw: Homework) -> None:
     for seed in range(12):
         rng = random.Random(seed)
@@ -847,15 +959,17 @@ def test_random_decodes(hw: Homework) -> None:
 
 @check(
     "split_kv_decode",
-    mistake="the workers return float64 here, and some values are only as precise as float32: create no tensor in "
-    "another dtype than that of the states",
+    mistake="you convert the states, or create a tensor in another dtype, such as float32: keep the dtype that worker "
+    "returns, here float64",
     costs=0.2,
 )
 def test_the_dtype_of_the_workers(hw: Homework) -> None:
     Decodes([12, 5], 4).run(hw, decode_plan([12, 5], 3), exact=True)
 
 
-@check("split_kv_decode", seconds=COMPILING, mistake="your result differs from FlashInfer's decode (on your GPU)")
+@check(
+    "split_kv_decode", seconds=COMPILING, mistake="on your GPU, your result differs from that of FlashInfer's decode"
+)
 def test_decode_on_the_gpu(hw: Homework) -> None:
     if not ON_GPU:
         return
@@ -912,7 +1026,7 @@ def assert_cut(hw: Homework, num_keys: Sequence[int], num_workers: int, step: Ca
     if step("keys"):
         for tile, counts in enumerate(held):
             assert set(counts) == {1}, (
-                f"{what}: keys of tile {tile} are in {sorted(set(counts))} items, and not in exactly one"
+                f"{what}: keys of tile {tile} are in {sorted(set(counts))} items instead of exactly one"
             )
     if step("loads"):
         assert max(loads) - min(loads) <= 1, f"{what}: the loads of the workers are {loads}"
@@ -925,13 +1039,21 @@ def everything(step: str) -> bool:
     return True
 
 
-@check("cut_evenly", mistake="one worker computes every tile as a whole, from key 0 to its last")
+@check(
+    "cut_evenly",
+    mistake="you count keys over all tiles, or include the key at end_keys: one worker computes every tile as a "
+    "whole, from 0 to its number of keys",
+)
 def test_one_worker(hw: Homework) -> None:
     assert_cut(hw, [5], 1, everything)
     assert_cut(hw, [5, 3, 8], 1, everything)
 
 
-@check("cut_evenly", mistake="each key of each tile is in exactly one item, and no item belongs to two tiles")
+@check(
+    "cut_evenly",
+    mistake="you let an item span two tiles, or drop what does not fit: cut at the end of each tile too, so that each "
+    "key is in exactly one item",
+)
 def test_every_key_once(hw: Homework) -> None:
     for num_keys in ([12], [8, 4], [7, 1, 30, 2]):
         for num_workers in (2, 3, 5):
@@ -939,7 +1061,9 @@ def test_every_key_once(hw: Homework) -> None:
 
 
 @check(
-    "cut_evenly", mistake="the loads of two workers differ by one key at most: 10 keys for 4 workers are 3, 3, 2 and 2"
+    "cut_evenly",
+    mistake="you give the last worker the rest, or round every share up: loads differ by one key at most, as 3, 3, 2 "
+    "and 2 for 10 keys",
 )
 def test_even_loads(hw: Homework) -> None:
     for num_keys in ([12], [10], [8, 4], [7, 1, 30, 2], [100, 1, 1]):
@@ -947,20 +1071,32 @@ def test_even_loads(hw: Homework) -> None:
             assert_cut(hw, num_keys, num_workers, lambda step: step == "loads")
 
 
-@check("cut_evenly", mistake="cut as seldom as you can: a worker goes on in the next tile where its tile ends")
+@check(
+    "cut_evenly",
+    mistake="you cut where neither a tile nor a worker's share ends: let a worker continue with the next tile where "
+    "its tile ends",
+)
 def test_few_items(hw: Homework) -> None:
     for num_keys in ([12], [8, 4], [7, 1, 30, 2], [3, 3, 3, 3]):
         for num_workers in (2, 3, 4, 7):
             assert_cut(hw, num_keys, num_workers, everything)
 
 
-@check("cut_evenly", mistake="with fewer keys than workers some have nothing to do, and no item is empty")
+@check(
+    "cut_evenly",
+    mistake="you keep cuts that coincide, which makes empty items: with fewer keys than workers, some workers have no "
+    "item",
+)
 def test_fewer_keys_than_workers(hw: Homework) -> None:
     assert_cut(hw, [1, 1], 5, everything)
     assert_cut(hw, [2], 3, everything)
 
 
-@check("cut_evenly", mistake="a loop over keys takes too long for millions of them", costs=0.2)
+@check(
+    "cut_evenly",
+    mistake="you loop over keys, which takes too long for millions of them: compute where to cut instead",
+    costs=0.2,
+)
 def test_millions_of_keys(hw: Homework) -> None:
     lines = [lines_run(hw.cut_evenly, np.full(4, n), 6) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
@@ -969,7 +1105,7 @@ def test_millions_of_keys(hw: Homework) -> None:
     assert loads.sum() == 400_000_000 and loads.max() - loads.min() <= 1, "400 tiles of a million keys, 264 workers"
 
 
-@check("cut_evenly", mistake="tiles and workers of all numbers: compare the items printed with your own by hand")
+@check("cut_evenly", mistake="it fails for random tiles and numbers of workers: work out the printed example by hand")
 def test_random_cuts(hw: Homework) -> None:
     rng = random.Random(0)
     for _ in range(100):

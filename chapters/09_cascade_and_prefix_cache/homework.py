@@ -59,7 +59,7 @@ class Level(NamedTuple):
 class Edge:
     """An edge of a radix tree and the node at its end.
 
-    The edge has full pages in a row; the node has the edges that continue them.
+    The edge holds consecutive full pages; the node holds the edges that continue them.
 
     Attributes:
         tokens: [m * page_size] the tokens of its pages.
@@ -102,7 +102,7 @@ class Tree:
             on_path = on_path.parent
 
     def edges(self) -> list[Edge]:
-        """All edges with pages, each after its parent."""
+        """List all edges with pages, each after its parent."""
         found = list(self.root.children.values())
         for edge in found:
             found += edge.children.values()
@@ -125,10 +125,10 @@ def two_level_attention(
     shared pages, all of them full, then those in its own pages. What must hold:
         - `read_pages` reads each shared page once, however many requests there are, and
           each own page once.
-        - Of a request's last own page only the first keys count; after them it holds
-          anything, also NaN.
-        - There may be no shared pages at all, and requests without own pages. Each
-          request has at least one key.
+        - In a request's last own page only the first keys count; the slots after them
+          may hold anything, even NaN.
+        - There may be no shared pages at all, and some requests may have no own pages.
+          Each request has at least one key.
 
     Args:
         q: one query for each request.
@@ -142,9 +142,9 @@ def two_level_attention(
     Returns:
         The state over all keys of each request, as `attention_state` computes it.
 
-    Example: every value is its page's number, and all keys are 0, so that the output is
-    a mean. Both requests share page 5 of two tokens; the first one also has the first
-    token of page 8.
+    Example: every value is its page's number, and all keys are 0, so the output is a
+    mean. Pages have two tokens. Both requests share page 5, and the first one also has
+    the first token of page 8.
 
         >>> def read_pages(pages):
         ...     values = torch.from_numpy(pages).repeat_interleave(2).float()
@@ -199,7 +199,7 @@ def shared_prefixes(
 def find_levels(
     prefixes: Int64[np.ndarray, " B"], saving: Float[np.ndarray, " B"], cost: float
 ) -> list[Level]:
-    """Find the levels of a cascade that pay.
+    """Find the levels of a cascade that pay off.
 
     The requests are in an order that makes sharers neighbors, and `prefixes` says what
     neighbors share. A level lets groups of neighbors read pages together. It costs
@@ -219,9 +219,9 @@ def find_levels(
         - No level is missing inside the innermost one: for every n, take the requests
           that have joined there (if there is no level, all) and share at least n pages
           beyond its depth with the one before them. A further level of n pages would
-          save n times the sum of their `saving`, which is at most `cost`.
+          save n times the sum of their `saving`, and this must not exceed `cost`.
 
-    The best of all sets of levels is not asked for. `prefixes` belongs to the caller:
+    You need not find the best of all sets of levels. `prefixes` belongs to the caller:
     leave it as it is.
 
     Args:
@@ -234,8 +234,8 @@ def find_levels(
     Returns:
         The levels, outermost first; an empty list if none pays.
 
-    Example: the four requests of a step. All of them share 3 pages, the first two share
-    5 more.
+    Example: the four requests of a step. All of them share 3 pages, and the first two
+    share 5 more.
 
         >>> prefixes, saving = np.array([0, 8, 3, 3]), np.ones(4)
         >>> for level in find_levels(prefixes, saving, cost=4.0):
@@ -251,7 +251,7 @@ def find_levels(
 
 
 class RadixTree(Tree):
-    """The prefix cache: keeps pages after their requests, and finds them by tokens.
+    """The prefix cache: keeps pages after their requests end, and finds them by tokens.
 
     `Tree` provides the constructor, the attributes `table`, `time` and `root`, and the
     methods `use` and `edges`. A text is found page by page, full pages only; a page has
@@ -280,8 +280,8 @@ class RadixTree(Tree):
         """Split an edge in two after its first pages.
 
         A new edge takes the first pages, and the place of the edge among its parent's
-        children. The edge itself stays the rear part, with its children, as the only
-        child of the new one. Both were last used when the edge was.
+        children. The edge itself becomes the rear part: it keeps its children and is
+        the only child of the new edge. Both parts have the edge's time of last use.
 
         Args:
             edge: an edge of the tree, not the root.
@@ -295,8 +295,8 @@ class RadixTree(Tree):
     def match(self, token_ids: Tokens) -> Pages:
         """Find the longest chain of full pages that holds the first tokens of a text.
 
-        The pages that are found are used, and no others: where the chain ends inside an
-        edge, the edge is split.
+        Only the pages that are found count as used: if the chain ends inside an edge,
+        the edge is split.
 
         Args:
             token_ids: [n] the text; it may end inside a page.
@@ -309,31 +309,33 @@ class RadixTree(Tree):
     def insert(self, token_ids: Tokens, pages: Pages) -> None:
         """Insert the full pages of a text.
 
-        The tree is one more owner of each page that is new to it. Pages whose text the
-        tree has already stay as they are, and it does not take the request's pages for
-        them. The pages that are new become one edge. All pages of the text are used
-        now. Store copies: the arrays belong to the caller, who will change them.
+        The tree is one more owner of each page that is new to it. If the tree already
+        has pages for the beginning of the text, it keeps those and does not take the
+        request's pages for the same tokens. The pages that are new become one edge. All
+        pages of the text count as used now. Store copies: the arrays belong to the
+        caller, who will change them.
 
         Args:
             token_ids: [n] the text.
-            pages: [m] the pages that hold it, from the first one on, also the last one
-                if that is not full.
+            pages: [m] the pages that hold the text, from the first one on, including a
+                last page that is not full.
         """
         raise NotImplementedError
 
     def evict(self, num_pages: int) -> int:
         """Return to the pool up to `num_pages` pages that only the tree owns.
 
-        A page can go when no other page is after it in the tree and its refcount is 1.
-        Among the edges whose last page can go, the one that was used least recently
-        loses pages, from its end, one after the other; an edge without pages leaves the
-        tree. `table.drop` returns pages to the pool.
+        A page can be evicted if no other page follows it in the tree and its refcount
+        is 1. Among the edges whose last page can be evicted, the least recently used
+        one loses pages from its end, one after the other; an edge without pages leaves
+        the tree. `table.drop` returns pages to the pool.
 
         Args:
             num_pages: how many pages are needed.
 
         Returns:
-            How many were returned: fewer than `num_pages` only if no more could go.
+            How many pages were returned: fewer than `num_pages` only if no more can be
+            evicted.
         """
         raise NotImplementedError
 
@@ -356,8 +358,8 @@ def cascade_attention(
     level holds. What must hold:
         - `read_pages` reads each page of each group once, and each page that no level
           holds once.
-        - Of a request's last page only the first keys count, as `kv_lens` says; after
-          them it holds anything, also NaN. Pages in levels are full.
+        - In a request's last page only the first keys count, as `kv_lens` says; the
+          slots after them may hold anything, even NaN. Pages in levels are full.
         - A request may be alone in some levels or in all, and may have no page after
           its levels.
 
@@ -373,9 +375,9 @@ def cascade_attention(
     Returns:
         The state over all keys of each request.
 
-    Example: as in `two_level_attention`, every value is its page's number, and all keys
-    are 0. Both requests share page 5 of two tokens, and the first one also has the
-    first token of page 8.
+    Example: as in `two_level_attention`, every value is its page's number, all keys are
+    0, and pages have two tokens. Both requests share page 5, and the first one also has
+    the first token of page 8.
 
         >>> def read_pages(pages):
         ...     values = torch.from_numpy(pages).repeat_interleave(2).float()

@@ -31,8 +31,8 @@ EXERCISES = [
         minutes=20,
         difficulty=2,
         hints=(
-            "Which queries see the shared pages, and does any of them need a mask? Then what is left is ordinary "
-            "attention of each request over its own keys.",
+            "Which queries see the shared pages, and does any of them need a mask? What remains is ordinary attention "
+            "of each request over its own keys.",
             "attention_state takes any number of queries. One call over the shared pages with all of q, one call for "
             "each request with q[b : b + 1] over its own pages, cut to own_lens[b] keys. Then merge_states.",
             "own = one attention_state for each pair of neighbors in own_indptr, their out and lse joined with "
@@ -102,7 +102,7 @@ EXERCISES = [
             "two_level_attention has one group of all requests, and then a group for each. What is a level in general?",
             "A level's groups begin where joined is False. A group reads pages[first][before[first] : depth[first]] "
             "for its first request, and all its queries see those keys. The own pages are one more level.",
-            "for level in [*levels, a level in which nobody joins and depth is len(pages[b])]: for first, end in "
+            "for level in [*levels, a level in which no request joins and depth is len(pages[b])]: for first, end in "
             "pairwise([*np.flatnonzero(~level.joined), B]): one attention_state of q[first:end]; join the groups of a "
             "level with torch.cat, and the levels with functools.reduce(merge_states, states).",
         ),
@@ -155,7 +155,7 @@ class Cache:
         return self.k[index].flatten(0, 1), self.v[index].flatten(0, 1)
 
     def expected(self) -> AttentionState:
-        """Plain attention of each request over its keys, gathered."""
+        """Plain attention of each request over its gathered keys."""
         outs, lses = [], []
         for q, slots in zip(self.q, self.slots, strict=True):
             k, v = (x.flatten(0, 1)[slots] for x in (self.k, self.v))
@@ -169,7 +169,11 @@ def assert_state(got: Any, expected: AttentionState) -> None:
     require(isinstance(got, AttentionState), f"your answer should return an AttentionState, not {type(got).__name__}")
     assert_close(got.out, expected.out, atol=1e-9, name="the output")
     assert_close(
-        got.lse, expected.lse, atol=1e-9, name="the LSE", mistake="the output is right, but its LSE is that of a part"
+        got.lse,
+        expected.lse,
+        atol=1e-9,
+        name="the LSE",
+        mistake="the output is right, but the LSE covers only a part of the keys",
     )
 
 
@@ -193,7 +197,10 @@ def two_levels(hw: Homework, shared: ListLike[int], own: Lists, own_lens: ListLi
     return cache
 
 
-@check("two_level_attention", mistake="all queries see all shared keys; no mask and no loop over requests is needed")
+@check(
+    "two_level_attention",
+    mistake="all queries see all shared keys, so they need neither a mask nor a loop over requests",
+)
 def test_shared_pages_alone(hw: Homework) -> None:
     two_levels(hw, [5, 2], [[], [], []], [0, 0, 0])
 
@@ -203,12 +210,12 @@ def test_own_pages_alone(hw: Homework) -> None:
     two_levels(hw, [], [[7, 3], [1], [4, 9, 6]], [8, 4, 12])
 
 
-@check("two_level_attention", mistake="the two states are weighted by their LSEs: merge_states, not a sum or a mean")
+@check("two_level_attention", mistake="weight the two states by their LSEs: use merge_states, not a sum or a mean")
 def test_both_levels(hw: Homework) -> None:
     two_levels(hw, [5, 2, 11], [[7, 3], [1], [4, 9, 6]], [8, 4, 12])
 
 
-@check("two_level_attention", mistake="of the last own page only the keys up to own_lens[b] count")
+@check("two_level_attention", mistake="in the last own page only the keys up to own_lens[b] count")
 def test_a_page_in_part(hw: Homework) -> None:
     two_levels(hw, [5, 2], [[7, 3], [1], [4, 9, 6]], [5, 3, 9])
 
@@ -224,7 +231,11 @@ def test_each_page_is_read_once(hw: Homework) -> None:
     assert_reads(cache, [5, 2, 7, 3, 1, 4, 9, 6])
 
 
-@check("two_level_attention", mistake="on the CPU it is right; look at devices and dtypes", seconds=COMPILING)
+@check(
+    "two_level_attention",
+    mistake="it is right on the CPU but not on the GPU: look at devices and dtypes",
+    seconds=COMPILING,
+)
 def test_flashinfers_cascade(hw: Homework) -> None:
     """In bfloat16 on a GPU, beside FlashInfer's own two-level cascade."""
     if not ON_GPU:
@@ -282,7 +293,7 @@ def prefixes_of(hw: Homework, rows: Lists, limits: ListLike[int] | None = None, 
     distinct = {row[: i + 1] for row in known for i in range(len(row))}
     best = sum(map(len, known)) - len(distinct)
     assert sum(counts) == best, (
-        f"in the order {order} neighbors share {sum(counts)} pages; in another order it would be {best}"
+        f"in the order {order} neighbors share {sum(counts)} pages; in another order they share {best}"
     )
 
 
@@ -290,7 +301,7 @@ def common(one: ListLike[int], other: ListLike[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-@check("shared_prefixes", mistake="a request alone shares nothing; its count is 0")
+@check("shared_prefixes", mistake="a single request shares nothing, so its count is 0")
 def test_one_request(hw: Homework) -> None:
     prefixes_of(hw, [[4, 2]])
 
@@ -360,7 +371,7 @@ def found_levels(
     for i in range(len(levels)):
         without = total_saving(levels[:i] + levels[i + 1 :], saves, cost)
         assert without <= gain + 1e-9, (
-            f"{what}: {len(levels)} levels save {gain:g} in all; without level {i} it would be {without:g}"
+            f"{what}: {len(levels)} levels save {gain:g} in all; without level {i} they would save {without:g}"
         )
     joined, depth = levels[-1] if levels else (np.append(False, given[1:] > 0), np.zeros_like(given))
     more = (given - depth) * joined
@@ -385,7 +396,7 @@ def check_groups(levels: list[tuple[np.ndarray, np.ndarray]], prefixes: np.ndarr
     before, outside = np.zeros_like(prefixes), np.ones(len(prefixes), dtype=bool)
     for i, (joined, depth) in enumerate(levels):
         where = f"{what}, level {i}: joined {joined.astype(int).tolist()}, depth {depth.tolist()}: "
-        assert joined.shape == depth.shape == prefixes.shape, f"{where}both have an entry for each request"
+        assert joined.shape == depth.shape == prefixes.shape, f"{where}both must have an entry for each request"
         assert not joined[0], f"{where}the first request has none before it that it could join"
         assert joined.any(), f"{where}no request joins, so the level holds nothing"
         assert not (joined & ~outside).any(), (
@@ -408,7 +419,7 @@ def check_groups(levels: list[tuple[np.ndarray, np.ndarray]], prefixes: np.ndarr
 
 
 def total_saving(levels: list[tuple[np.ndarray, np.ndarray]], saving: np.ndarray, cost: float) -> float:
-    """Seconds that levels save in all. A level takes over the pages of the one outside it that was left out."""
+    """Seconds that levels save in all. A level takes over the pages of a level outside it that was left out."""
     before, total = np.zeros(len(saving)), 0.0
     for joined, reached in levels:
         depth = np.where(in_groups(joined), reached, before)
@@ -436,7 +447,7 @@ def test_a_level_inside_another(hw: Homework) -> None:
     assert_equal(depths, [[2] * 6, [9, 9, 9, 7, 7, 2]], name="the depth of each level")
 
 
-@check("find_levels", mistake="a level whose saving is below its cost does not pay")
+@check("find_levels", mistake="a level whose saving is below its cost does not pay off")
 def test_a_level_that_does_not_pay(hw: Homework) -> None:
     assert_equal(len(found_levels(hw, [0, 4, 4], 8.5)), 0, name="the number of levels")
     assert_equal(len(found_levels(hw, [0, 4, 4], 7.5)), 1, name="the number of levels")
@@ -457,13 +468,13 @@ def test_two_groups_in_a_level(hw: Homework) -> None:
 
 @check(
     "find_levels",
-    mistake="when some requests do not join, fewer pay for the level: decide again for those that are left",
+    mistake="when some requests do not join, fewer pay for the level: decide again for the requests that are left",
 )
 def test_few_pages_do_not_join(hw: Homework) -> None:
     found_levels(hw, [0, 9, 1, 9], 5.0)
 
 
-@check("find_levels", mistake="a request counts by its saving, not as one")
+@check("find_levels", mistake="weight each request by its saving, instead of counting it as one")
 def test_some_save_nothing(hw: Homework) -> None:
     assert_equal(len(found_levels(hw, [0, 6, 6], 5.0, [1.0, 0.0, 0.0])), 0, name="the number of levels")
     assert_equal(len(found_levels(hw, [0, 6, 6], 5.0, [0.0, 0.5, 0.5])), 1, name="the number of levels")
@@ -475,7 +486,7 @@ def test_an_outer_level_that_is_redundant(hw: Homework) -> None:
     assert_equal([depth.tolist() for _, depth in levels], [[8] * 8], name="the depth of each level")
 
 
-@check("find_levels", mistake="at no cost every page that could be shared is in a level")
+@check("find_levels", mistake="if levels cost nothing, every page that could be shared must be in a level")
 def test_without_a_cost(hw: Homework) -> None:
     for seed in range(60):
         rng = random.Random(seed)
@@ -527,7 +538,9 @@ def planned_step(
     return batch, levels
 
 
-@check("find_levels", mistake="the engine's cascade backend gets other results on your levels than without levels")
+@check(
+    "find_levels", mistake="the engine's cascade backend gets different results with your levels than without levels"
+)
 def test_the_engine_runs_on_it(hw: Homework) -> None:
     spec = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE)
     used = 0
@@ -548,7 +561,11 @@ def test_the_engine_runs_on_it(hw: Homework) -> None:
     assert used > 8, "your levels are hardly ever used"
 
 
-@check("find_levels", mistake="FlashInfer's kernels get other results on your levels than without", seconds=COMPILING)
+@check(
+    "find_levels",
+    mistake="FlashInfer's kernels get different results with your levels than without levels",
+    seconds=COMPILING,
+)
 def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
     """In bfloat16 on a GPU: the `cascade` backend on these levels, beside `flashinfer` without levels."""
     if not ON_GPU:
@@ -618,7 +635,7 @@ class Cached:
             assert edge.parent is not None and edge.parent.children.get(edge.tokens[:size].tobytes()) is edge, (
                 f"the edge {pages} is not its parent's child under the tokens of its first page"
             )
-            assert edge.parent.last_use >= edge.last_use, f"the edge {pages} is used later than the one in front of it"
+            assert edge.parent.last_use >= edge.last_use, f"the edge {pages} was used later than its parent"
         assert len(in_tree) == len(set(in_tree)), f"a page is in the tree twice: {sorted(in_tree)}"
         owners = np.zeros(self.table.num_pages, dtype=int)
         for row in range(8):
@@ -633,7 +650,7 @@ class Cached:
             )
 
 
-@check("RadixTree", mistake="split: four links change, and tokens are cut at num_pages * page_size")
+@check("RadixTree", mistake="in split, four links must change, and the tokens are cut at num_pages * page_size")
 def test_split(hw: Homework) -> None:
     tree, size = Cached(hw).tree, 2
     make_edge = type(tree.root)
@@ -659,14 +676,16 @@ def test_split(hw: Homework) -> None:
     assert front.last_use == edge.last_use == 3, "both parts were last used when the edge was"
 
 
-@check("RadixTree", mistake="in an empty tree nothing is found: an empty array of dtype int32")
+@check("RadixTree", mistake="in an empty tree nothing is found, so return an empty array of dtype int32")
 def test_an_empty_tree(hw: Homework) -> None:
     cached = Cached(hw)
     assert_equal(cached.found([1, 2, 3]), [], name="match in an empty tree")
     assert_equal(cached.found([]), [], name="match of an empty text")
 
 
-@check("RadixTree", mistake="all full pages of a text that was inserted are found, and a page in part never")
+@check(
+    "RadixTree", mistake="all full pages of an inserted text are found, but never a page that is filled only in part"
+)
 def test_a_text_is_found(hw: Homework) -> None:
     cached = Cached(hw)
     _, pages = cached.fill([1, 2, 3, 4, 5, 6, 7], changes=False)
@@ -693,7 +712,7 @@ def test_the_tree_owns_its_pages(hw: Homework) -> None:
     cached.check_structure()
 
 
-@check("RadixTree", mistake="where two texts part, the edge is split, and the new pages are one new edge")
+@check("RadixTree", mistake="where two texts diverge, the edge is split, and the new pages become one new edge")
 def test_texts_that_diverge(hw: Homework) -> None:
     cached = Cached(hw)
     _, one = cached.fill([1, 2, 3, 4, 5, 6, 7, 8])
@@ -707,7 +726,9 @@ def test_texts_that_diverge(hw: Homework) -> None:
     cached.check_structure()
 
 
-@check("RadixTree", mistake="a longer text continues after the pages that the tree has, which stay")
+@check(
+    "RadixTree", mistake="a longer text continues after the pages that the tree has already, and these stay in the tree"
+)
 def test_a_text_that_continues(hw: Homework) -> None:
     cached = Cached(hw)
     _, one = cached.fill([1, 2, 3, 4])
@@ -716,7 +737,9 @@ def test_a_text_that_continues(hw: Homework) -> None:
     cached.check_structure()
 
 
-@check("RadixTree", mistake="pages whose text the tree has already stay, and the request's own are not taken")
+@check(
+    "RadixTree", mistake="pages whose text the tree has already stay in it, and the request's own copies are not taken"
+)
 def test_the_first_pages_stay(hw: Homework) -> None:
     cached = Cached(hw)
     _, one = cached.fill([1, 2, 3, 4, 5, 6])
@@ -727,19 +750,23 @@ def test_the_first_pages_stay(hw: Homework) -> None:
     cached.check_structure()
 
 
-@check("RadixTree", mistake="only the pages that are found are used: split the edge, and `use` its front part")
+@check(
+    "RadixTree", mistake="only the pages that are found count as used: split the edge, and call `use` on its front part"
+)
 def test_a_match_uses_what_it_finds(hw: Homework) -> None:
     cached = Cached(hw)
     _, pages = cached.fill([1, 2, 3, 4, 5, 6, 7, 8])
     before = cached.tree.time
     cached.match([1, 2, 3, 4, 9, 9])
     used = {edge.pages.tolist()[0]: (edge.pages.tolist(), edge.last_use > before) for edge in cached.tree.edges()}
-    assert_equal(used.get(pages[0]), (pages[:2], True), name="the edge of the pages that were found, and if it is used")
-    assert_equal(used.get(pages[2]), (pages[2:], False), name="the lower edge, and whether it is used")
+    assert_equal(
+        used.get(pages[0]), (pages[:2], True), name="the edge of the pages that were found, and whether it was used"
+    )
+    assert_equal(used.get(pages[2]), (pages[2:], False), name="the lower edge, and whether it was used")
     cached.check_structure()
 
 
-@check("RadixTree", mistake="a text is evicted from its end, only as many pages as are needed")
+@check("RadixTree", mistake="evict a text from its end, and only as many pages as are needed")
 def test_evict_from_the_end(hw: Homework) -> None:
     cached = Cached(hw, num_pages=10)
     _, pages = cached.fill([1, 2, 3, 4, 5, 6, 7, 8])
@@ -770,7 +797,7 @@ def test_pages_in_use_stay(hw: Homework) -> None:
     cached.table.release(row)
 
 
-@check("RadixTree", mistake="the edge that was used least recently goes first, whenever it was inserted")
+@check("RadixTree", mistake="evict the least recently used edge first, no matter when it was inserted")
 def test_the_least_recently_used_goes_first(hw: Homework) -> None:
     cached = Cached(hw)
     _, one = cached.fill([1, 1, 2, 2])
@@ -788,7 +815,7 @@ def test_the_least_recently_used_goes_first(hw: Homework) -> None:
     assert_equal(cached.found([3, 3, 4, 4]), two, name="match of the text that was inserted last")
 
 
-@check("RadixTree", mistake="branches leave before the stem that they share")
+@check("RadixTree", mistake="evict the pages of branches before the pages that the branches share")
 def test_branches_before_the_stem(hw: Homework) -> None:
     cached = Cached(hw)
     _, one = cached.fill([1, 1, 2, 2])
@@ -798,9 +825,9 @@ def test_branches_before_the_stem(hw: Homework) -> None:
     cached.check_structure()
 
 
-@check("RadixTree", mistake="over random insertions, matches and evictions, a result or an owner is wrong")
+@check("RadixTree", mistake="over random insertions, matches and evictions, a result or a refcount is wrong")
 def test_a_random_life(hw: Homework) -> None:
-    """The oracle has a page and a time for each prefix, and evicts the oldest that no other prefix continues."""
+    """The oracle has a page and a time for each prefix, and evicts the oldest prefix that no other one continues."""
     for seed in range(25):
         rng = random.Random(seed)
         cached = Cached(hw, num_pages=60, page_size=rng.choice([1, 2]))
@@ -848,12 +875,18 @@ def test_no_levels(hw: Homework) -> None:
     cascade(hw, [[3, 1], [7], [2, 4, 9]], [7, 4, 9], [])
 
 
-@check("cascade_attention", mistake="the level of the prefix, and the requests' own pages after it")
+@check(
+    "cascade_attention",
+    mistake="attend to the pages of the level first, then to each request's own pages, and merge the states",
+)
 def test_one_level(hw: Homework) -> None:
     cascade(hw, [[3, 1, 5], [3, 1, 6]], [12, 12], [([0, 1], [2, 2])])
 
 
-@check("cascade_attention", mistake="kv_lens counts all keys: those in the levels come off first")
+@check(
+    "cascade_attention",
+    mistake="kv_lens counts all keys: subtract those in the levels to find how many are in the own pages",
+)
 def test_a_last_page_in_part(hw: Homework) -> None:
     cascade(hw, [[3, 1, 5], [3, 1, 6, 8], [3, 1, 7]], [9, 15, 11], [([0, 1, 1], [2, 2, 2])])
 
@@ -870,7 +903,7 @@ def test_two_levels(hw: Homework) -> None:
     cascade(hw, pages, [14, 15, 6, 7], [([0, 1, 1, 1], [1, 1, 1, 1]), ([0, 1, 0, 0], [3, 3, 1, 1])])
 
 
-@check("cascade_attention", mistake="a request that is alone in a level, or has no page after the levels, is not lost")
+@check("cascade_attention", mistake="you lose a request that is alone in a level, or that has no page after the levels")
 def test_alone_and_without_own_pages(hw: Homework) -> None:
     pages = [[3, 1], [3, 1, 5], [7, 2]]
     cascade(hw, pages, [8, 10, 6], [([0, 1, 0], [2, 2, 0])])

@@ -39,7 +39,7 @@ class Outcome:
         """The mistake, introduced by how certain it is; empty if there is none."""
         if not self.mistake:
             return ""
-        return f"{'Likely mistake' if self.status == 'failed' else 'This check is about'}: {self.mistake}"
+        return f"{'Likely mistake' if self.status == 'failed' else 'This check looks for a mistake'}: {self.mistake}"
 
     @property
     def verdict(self) -> str:

@@ -227,7 +227,7 @@ def test_a_right_answer_that_is_too_slow_is_told_the_demand(write: Write) -> Non
     failure = grading.results[3].failure
     assert failure is not None and failure[1].status == "timeout"
     assert failure[1].verdict.startswith("Your answer was stopped after 2 seconds of CPU time in line ")
-    assert failure[1].verdict.endswith(". This check is about: you copy the list.")
+    assert failure[1].verdict.endswith(". This check looks for a mistake: you copy the list.")
 
 
 def test_an_answer_that_ignores_the_signal_is_ended_all_the_same(write: Write) -> None:
@@ -253,7 +253,7 @@ def test_exceptions_are_explained(write: Write) -> None:
     assert message(grading, "last") == "Your result: None. Is a `return` missing?"
     panels = "".join(printed(panel) for panel in failures(grading))
     assert "x is 3" in panels and "return x / 0" in panels
-    assert "This check is about: you double once" in panels, "an exception may have another cause"
+    assert "This check looks for a mistake: you double once" in panels, "an exception may have another cause"
     assert "you take the first" not in panels, "a missing return says it all"
 
 

@@ -22,7 +22,7 @@ CHOICES = {
 SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 MAX_CONFIG_BYTES = 2**16
 ALIASES = {"max_seq_len": "max_model_len"}
-# `compile_backend` of TensorRT-LLM's AutoDeploy, as options of ours: decode steps are CUDA graphs anyway, or never.
+# `compile_backend` of TensorRT-LLM's AutoDeploy, as options of this engine: the default captures CUDA graphs anyway.
 COMPILE_BACKENDS: dict[str, dict[str, Any]] = {"torch-cudagraph": {}, "torch-simple": {"cuda_graph_batch_sizes": ()}}
 # Options of AutoDeploy that have no meaning here, and what to do instead.
 FOREIGN = {"use_pt_cache_backend": "the KV cache has no backend of its own here; leave the option out"}
@@ -60,7 +60,7 @@ class EngineConfig:
             kernel to compile.
 
     Raises:
-        ConfigError: for a value that is impossible on any model and machine.
+        ConfigError: for a value that is invalid whatever the model and the machine.
     """
 
     dtype: str = "auto"

@@ -170,7 +170,7 @@ def test_bad_requests_are_refused_and_the_others_finish():
     engine = roomy(num_pages=4, page_size=2, max_batch_size=2, max_num_batched_tokens=8)
     engine.add_request("good", [5, 9], params)
     for request_id, prompt, own, message in (
-        ("good", [1], params, "still running"),
+        ("good", [1], params, "is unfinished"),
         ("empty", [], params, "empty"),
         ("alien", [61], params, "outside 0 to 60"),
         ("truth", [True, False], params, "outside 0 to 60"),

@@ -137,9 +137,9 @@ def make(name: str, spec: AttentionSpec = PLAIN, page_size: int = 16, device: st
     ("options", "message"),
     [
         ({"name": "flashatention"}, "unknown attention backend 'flashatention'; choose one of: torch, "),
-        ({"name": "flex", "page_size": 331}, "up to 64 tokens or a multiple of 16; page_size is 331; set page_size="),
+        ({"name": "flex", "page_size": 331}, "at most 64 or a multiple of 16 on a CPU, not 331; set page_size="),
         ({"name": "flex", "page_size": 331}, "or use attn_backend='torch'"),
-        ({"name": "flex", "page_size": 16, "device": "cuda"}, "page_size is 16; set page_size=128 or use attn_backend"),
+        ({"name": "flex", "page_size": 16, "device": "cuda"}, "a CPU, not 16; set page_size=128 or use attn_backend"),
         (
             {"name": "flex", "page_size": 128, "device": "cuda", "spec": replace(PLAIN, head_dim=8)},
             "heads of size 16 or more on a GPU, not 8; use attn_backend='torch'",

@@ -84,7 +84,7 @@ def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: li
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        (QWEN3, {"page_size": 8}, "needs pages of 16 tokens or a multiple; page_size is 8; set page_size=16 or use"),
+        (QWEN3, {"page_size": 8}, "needs a page_size that is a multiple of 16, not 8; set page_size=16 or use"),
         (replace(QWEN3, head_dim=96), {}, "needs heads of size 64, 128 or 256, not 96; use attn_backend="),
         (QWEN3, {"dtype": torch.float32}, "does not read keys in torch.float32; set dtype='bfloat16' or use"),
         (QWEN3, {"architecture": 10}, "needs a GPU of compute capability 9 (Hopper), not 10; use attn_backend="),

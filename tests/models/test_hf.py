@@ -237,7 +237,7 @@ def refused_models() -> dict[str, tuple[Any, str]]:
             lambda: transformers.T5ForConditionalGeneration(
                 transformers.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
             ).eval(),
-            "encoder with a decoder",
+            "an encoder-decoder model",
         ),
         "sees later tokens": (lambda: tiny("BertConfig"), "not causal"),
         "recurrent": (lambda: tiny("MambaConfig"), "more than keys and values"),

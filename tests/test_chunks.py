@@ -41,7 +41,7 @@ from tests.models.families import our_model, transformers_model
 A, B, C = [5, 6, 7, 8, 9, 33, 4], [10, 11, 12, 13], [40, 3, 41, 3, 42, 43, 44, 45, 46]
 PROMPT = [20, 21, 22]
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen3"])
-Texts = Sequence[tuple[list[int], int]]  # tokens of each chunk, and of how many chunks in front its keys know
+Texts = Sequence[tuple[list[int], int]]  # tokens of each chunk, and how many chunks before it it has seen
 
 
 @cache
@@ -63,7 +63,7 @@ def make_memory(model: CausalLM | str = "llama", max_pages: int | None = None, *
 
 
 def chunk_mask(chunks: Texts, num_others: int) -> Tensor:
-    """What each token sees: a chunk itself, and as many chunks before it as it was computed after; the rest all."""
+    """What each token sees: a chunk sees itself and the chunks that it was computed after; all other tokens see all."""
     lengths = [len(tokens) for tokens, _ in chunks]
     ends = np.cumsum([0, *lengths])
     mask = torch.ones(ends[-1] + num_others, ends[-1] + num_others, dtype=torch.bool).tril()
@@ -74,7 +74,7 @@ def chunk_mask(chunks: Texts, num_others: int) -> Tensor:
 
 @torch.inference_mode()
 def masked_hidden(model: CausalLM, chunks: Texts, prompt: list[int]) -> Tensor:
-    """Hidden states of the prompt's tokens, all positions true, by naive attention under the full mask."""
+    """Hidden states of the prompt's tokens by naive attention with the full mask, every token at its real position."""
     tokens = [token for own, _ in chunks for token in own] + prompt
     mask = chunk_mask(chunks, len(prompt))
 
@@ -195,7 +195,7 @@ def test_the_rotation_and_the_missing_attention_between_chunks_both_matter():
 @settings(max_examples=12)
 @given(data=st.data())
 def test_requests_over_chunks_beside_others(data):
-    """Random chunks, some after others; random requests over them beside plain ones; each gets its tokens alone."""
+    """Random chunks, some after others; random requests over them beside plain ones; each has the same tokens alone."""
     family = data.draw(st.sampled_from(["llama", "qwen3"]))
     model = exact_model(family)
     memory = make_memory(
@@ -218,7 +218,7 @@ def test_requests_over_chunks_beside_others(data):
     for i in range(data.draw(st.integers(1, 5))):
         names = data.draw(st.lists(st.sampled_from(sorted(texts)), max_size=3))
         chain = [0] * len(names)
-        for at, name in enumerate(names):  # the keys of a chunk know those before it
+        for at, name in enumerate(names):  # the keys of a chunk depend on the chunks before it
             after = texts[name][1]
             known: list[str] = []
             while after is not None:
@@ -503,7 +503,7 @@ def test_a_chunk_in_use_is_not_unregistered():
 
 
 class ChunkMachine(RuleBasedStateMachine):
-    """Random operations on chunks and requests beside a list of what should be there."""
+    """Random operations on chunks and requests, mirrored by a list of the chunks that should be there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -605,7 +605,7 @@ def test_a_saved_chunk_is_the_same_chunk(tmp_path):
     assert two.is_exact(["first", "second"])
     for ours, theirs in ((["first", "second"], ["a", "c"]), (["second"], ["c"])):
         assert close(two.hidden_states(PROMPT, two.context(ours)), one.hidden_states(PROMPT, one.context(theirs)))
-    assert two.load(tmp_path / "a.safetensors") == "first"  # there already
+    assert two.load(tmp_path / "a.safetensors") == "first"  # it is there already
 
 
 def test_a_file_belongs_to_a_model_and_a_dtype(tmp_path):
@@ -885,7 +885,7 @@ DEVICES = pytest.mark.parametrize(
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
+    """The norm of the difference, divided by the norm of the expected value."""
     expected = expected.double().cpu()
     return float((got.double().cpu() - expected).norm() / expected.norm())
 

@@ -34,7 +34,7 @@ def a_new_tensor(k_cache, v_cache, k, v, slot_mapping):
 
 @wrong("append_kv", fails="test_one_token")
 def added_to_what_is_there(k_cache, v_cache, k, v, slot_mapping):
-    """`index_add` on a copy: the name is bound to the result, the cache is not."""
+    """`index_add` returns a copy: the name is bound to the copy, and the cache is unchanged."""
     k_cache = k_cache.index_add(0, slot_mapping, k)
     v_cache = v_cache.index_add(0, slot_mapping, v)
 
@@ -180,7 +180,7 @@ def logits_of_the_whole_prefill(num_new, kv_lens, pages, page_size):
 
 @wrong("flat_step", fails="test_a_full_page")
 def into_the_next_page(num_new, kv_lens, pages, page_size):
-    """No check: the sixth key of a page of four is written into its neighbour."""
+    """No check: the sixth key of a page of four is written into its neighbor."""
     fits = step(num_new, kv_lens, pages, max(*kv_lens, page_size))
     slots = torch.tensor(pages).repeat_interleave(torch.tensor(num_new)) * page_size + fits.positions
     return fits._replace(slot_mapping=slots)
@@ -580,7 +580,7 @@ def kept_probabilities(logits, batch):
 
 @right("sample")
 def a_generator_for_every_draw(logits, batch):
-    """Other noise than the engine's, and as good."""
+    """Different noise from the engine's, but just as valid."""
     tokens = []
     for p, seed, position in zip(
         kept_probabilities(logits, batch), batch.seeds.tolist(), batch.positions.tolist(), strict=True

@@ -626,7 +626,7 @@ def full_for_the_first_query(qo_indptr, size):
 
 @wrong("blocks_of_documents", fails="test_short_documents")
 def at_most_one_start_in_a_block(qo_indptr, size):
-    """Puts the start of a document into a table by block: of several, one is left."""
+    """Puts the start of a document into a table by block: if there are several in a block, only one is left."""
     total = int(qo_indptr[-1])
     first = torch.arange(0, total, size)
     begins = torch.zeros(len(first), dtype=torch.long)
@@ -675,7 +675,7 @@ def by_the_mask(qo_indptr, size):
 
 @wrong("blocks_of_documents", fails="test_no_dense_mask")
 def by_tokens_and_blocks(qo_indptr, size):
-    """Every token asks every block for its document: exact, and 128 times the numbers that are needed."""
+    """Every token asks every block for its document: exact, but with 128 times as many numbers as needed."""
     total = int(qo_indptr[-1])
     rows = torch.arange(total)
     start = qo_indptr[torch.searchsorted(qo_indptr, rows.to(qo_indptr.dtype), right=True) - 1]

@@ -332,7 +332,7 @@ def the_last_token_is_not_computed_yet(running, waiting, page_table):
 
 @wrong("preempt", fails="test_it_waits_first")
 def a_new_queue(running, waiting, page_table):
-    """Bind a new queue to the name: that of the caller is unchanged."""
+    """Bind a new queue to the name: the caller's queue is unchanged."""
     row = int(running.order[-1])
     request = running.leave(row)
     page_table.release(row)
@@ -906,7 +906,7 @@ def owned_by_exactly_two(table, row, first, end):
 
 @right("pages_to_evict")
 def while_the_first_is_hidden(num_computed, num_evicted, window, page_size):
-    """One page at a time, as long as the last key of the first page is behind the window."""
+    """One page at a time, as long as the last key of the first page has left the window."""
     counts = np.zeros(len(num_computed), dtype=np.int64)
     while (gone := num_computed - (num_evicted + (counts + 1) * page_size - 1) >= window).any():
         counts += gone
@@ -988,7 +988,7 @@ def changed_beams_only(table, rows, parents):
 
 
 def shared(table, rows, parents):
-    """Give each row its parent's pages behind its own, and return the pages that the rows had."""
+    """Give each row its parent's pages after its own, and return the pages that the rows had."""
     before = [table.pages(row).copy() for row in rows]
     for row, parent in zip(rows, parents, strict=True):
         table.share(row, before[parent])

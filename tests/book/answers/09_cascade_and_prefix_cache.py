@@ -129,7 +129,7 @@ def by_python_sorting(pages, limits):
 
 @right("shared_prefixes")
 def backwards(pages, limits):
-    """The same dictionary read from Z to A: counts move by one, and are those of the neighbor behind."""
+    """The dictionary order from Z to A: each count moves to the other of its two neighbors."""
     order, prefixes = reference.shared_prefixes(pages, limits)
     return order[::-1], np.append(0, prefixes[:0:-1])
 

@@ -108,7 +108,7 @@ def with_numpy(chunks):
 
 @wrong("place_chunks", fails="test_two_chunks_on_their_own")
 def offsets_of_keys(chunks):
-    """By how much keys would have to be moved: the sign is that of the other way round."""
+    """The distance that keys would have to move, which has the opposite sign."""
     positions, offsets, exact = reference.place_chunks(chunks)
     return positions, [-offset for offset in offsets], exact
 

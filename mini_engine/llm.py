@@ -35,7 +35,7 @@ from mini_engine.sampling_params import SamplingParams
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
 NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
-MAX_CHARACTERS_PER_TOKEN = 64  # longer texts cannot fit into the model's limit and are refused without being read
+MAX_CHARACTERS_PER_TOKEN = 64  # of the model's limit; longer texts are refused without being tokenized
 
 
 @dataclass(eq=False)
@@ -207,7 +207,7 @@ class TextEngine:
         tokenizer, limit = self._tokenizer(), self.engine.config.max_model_len
         assert limit is not None
         if len(prompt) > limit * MAX_CHARACTERS_PER_TOKEN:
-            raise RequestError(f"the prompt has {len(prompt)} characters, more than {limit} tokens hold; shorten it")
+            raise RequestError(f"the prompt has {len(prompt)} characters, too many for {limit} tokens; shorten it")
         try:
             prompt.encode()
             return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)

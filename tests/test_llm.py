@@ -86,7 +86,7 @@ TOO_LONG = "{% for i in range(99999) %}{{ 'hello ' }}{% endfor %}"
         ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "RecursionError"),
         ("{{ '' }}", "wrote 0 characters"),
         ("{{ messages.nothing.here }}", "chat template"),
-        (TOO_LONG, "has 599994 characters, more than 8192 tokens hold"),
+        (TOO_LONG, "has 599994 characters, too many for 8192 tokens"),
     ],
 )
 def test_a_chat_template_that_fails_is_a_refused_request(llm, monkeypatch, template, message):

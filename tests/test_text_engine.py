@@ -228,7 +228,7 @@ def test_a_prompt_that_cannot_be_served_leaves_the_others_alone(prompt, message)
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
     llm = front_end()
     monkeypatch.setattr(LETTERS, "encode", lambda *args, **options: pytest.fail("it was tokenized"))
-    with pytest.raises(RequestError, match="has 1000000 characters, more than 128 tokens hold"):
+    with pytest.raises(RequestError, match="has 1000000 characters, too many for 128 tokens"):
         llm.generate("A" * 10**6)
     assert llm.generate(["A" * 10**6, [5]], GREEDY)[1].error is None
 

@@ -81,7 +81,7 @@ def serve_continuous(
     return [finished[str(index)] for index in range(len(requests))]
 
 
-# How each peer serves requests with transformers' model. Only continuous batching limits the tokens of a step, to ours.
+# How each peer serves requests with transformers' model. The number limits the tokens of a step, as in our engine.
 PEERS: dict[str, Callable[["PreTrainedModel", int, Sequence[BenchRequest]], list[list[int]]]] = {
     "transformers": serve_padded,
     "transformers-continuous": serve_continuous,

@@ -202,7 +202,7 @@ def test_a_page_in_use_is_not_evicted_and_counts_as_used():
 
 
 def test_cached_pages_in_front_of_pages_in_use_can_be_evicted():
-    """A request computes pages that the tree has already, and goes on behind them: it owns only the last one."""
+    """A request computes pages that the tree has already, and continues after them: it owns only the last one."""
     table = PageTable(8, 2, 2)
     tree = PrefixTree(table)
     fill(table, tree, [1, 1, 2, 2])

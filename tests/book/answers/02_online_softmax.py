@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 02, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 02, with the check that must be the first to find each mistake."""
 
 import math
 from functools import reduce

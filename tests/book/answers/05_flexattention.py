@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 05, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 05, with the check that must be the first to find each mistake."""
 
 import torch
 import torch.nn.functional as F
@@ -472,7 +472,7 @@ def with_maximum(first_query, last_query, first_key, last_key, window):
 
 
 def ends(first_query, last_query, first_key, last_key, window, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     past = change.get("past", lambda near, far: (far >= 0, near >= 0))
     inside = change.get("inside", lambda near, far: (near < window, far < window))
     nearest, furthest = first_query - last_key, last_query - first_key
@@ -578,7 +578,7 @@ def a_row_at_a_time(qo_indptr, block_size):
 
 
 def flat_blocks(qo_indptr, size, *, right_side=True, back="first", document_of_full="last", cut=True):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     total = int(qo_indptr[-1])
     first = torch.arange(0, total, size, dtype=qo_indptr.dtype)
     last = first + size - 1

@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 06, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 06, with the check that must be the first to find each mistake."""
 
 import numpy as np
 import torch
@@ -557,7 +557,7 @@ def as_long_as_the_list(blocks, table, width):
 
 @wrong("physical_blocks", fails="test_the_width")
 def filled_up_with_minus_one(blocks, table, width):
-    """-1 is no block: a kernel that looks ahead reads outside of the pool."""
+    """-1 is not a block: a kernel that looks ahead reads outside the pool."""
     turned = reference.physical_blocks(blocks, table, width)
     turned[..., blocks.shape[-1] :] = -1
     return turned
@@ -602,7 +602,7 @@ def slot_by_slot(mask_mod, first_keys, page_size):
 
 
 def over(mask_mod, first_keys, page_size, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
 
     def over_slots(b, h, q_idx, kv_idx):
         row = b * 0 if change.get("first_row") else b
@@ -760,7 +760,7 @@ def by_arithmetic(mask, table, counts, num_pages, page_size):
 
 
 def converted(mask, table, counts, num_pages, page_size, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     block = mask.BLOCK_SIZE[1]
     refused = page_size != block if change.get("whole_pages") else page_size % block
     if refused and not change.get("any_size"):
@@ -942,7 +942,7 @@ def with_a_dictionary(table):
 
 
 def compacted(table, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     used = np.flatnonzero(table.refcounts).astype(np.int32)
     old, n = used[used >= len(used)], len(used)
     new = np.setdiff1d(np.arange(n), used)

@@ -417,7 +417,7 @@ def scheduled(
     share_budget=None,
     preempt=None,
 ):
-    """The reference with one thing changed: what most wrong answers below are made of."""
+    """The reference with one thing changed, from which most of the wrong answers below are made."""
     share_budget = share_budget or scheduler.parts.share_budget
     preempt = preempt or scheduler.preempt
     preempted, copies = [], []
@@ -492,7 +492,7 @@ def none_for_nothing(scheduler):
 
 @wrong("schedule", fails="test_two_decodes")
 def arrays_of_floats(scheduler):
-    """Append an empty list, which makes floats of the integers."""
+    """Append an empty list, which turns the integers into floats."""
     step = scheduled(scheduler)
     return step and replace(step, num_new=np.append(step.num_new, []))
 
@@ -827,7 +827,7 @@ def by_arrays(table, row, first, end):
 
 
 def copied(table, row, indices, *, only_shared=True):
-    """The reference over other pages: what the wrong answers below are made of."""
+    """The reference over other pages, from which the wrong answers below are made."""
     pages = table.pages(row).tolist()
     return [table.replace(row, i) for i in indices if not only_shared or table.refcounts[pages[i]] > 1]
 

@@ -239,7 +239,7 @@ def _saved(all_joined, prefixes, saving, cost):
 
 @right("find_levels")
 def by_thresholds(prefixes, saving, cost):
-    """Asks for each number of pages whether it pays, and drops levels one by one as long as that saves more."""
+    """Tests for each number of pages whether it pays off, and drops levels one by one as long as that saves more."""
     found, depth, outside = [], np.zeros_like(prefixes), np.arange(len(prefixes)) > 0
     while True:
         more = (prefixes - depth) * outside

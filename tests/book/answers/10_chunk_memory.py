@@ -578,7 +578,7 @@ class CountsBeforeItChecks(reference.ChunkStore):
 
 @wrong("ChunkStore", fails="test_the_oldest_goes")
 class EvictsAll(reference.ChunkStore):
-    """Evicts all that may go once there is no room."""
+    """Evicts everything that may be evicted once there is no room."""
 
     def add(self, name, num_pages, keep=()):
         if name in self._pages or self.num_pages + num_pages <= self._max_pages:

@@ -603,7 +603,7 @@ class CallsTheFunction(Base):
 
 @wrong("Graph", fails="test_one_operator")
 class NewResults(Base):
-    """The results are new tensors, which nobody reads."""
+    """The results are new tensors, which nothing reads."""
 
     def store(self, out, new):
         pass

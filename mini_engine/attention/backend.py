@@ -147,8 +147,8 @@ class BackendInfo:
 def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     on_gpu, size = cache.device.type == "cuda", cache.page_size
     if size % 128 if on_gpu else size > 64 and size % 16:
-        sizes = "a multiple of 128 on a GPU, and at most 64 or a multiple of 16 on a CPU"
-        return f"needs a page_size that is {sizes}, not {size}", "page_size=128"
+        pages = "a page_size that is a multiple of 128 on a GPU, and at most 64 or a multiple of 16 on a CPU"
+        return f"needs {pages}, not {size}", "page_size=128"
     if on_gpu and spec.head_dim < 16:
         return f"needs heads of size 16 or more on a GPU, not {spec.head_dim}", None
     return None

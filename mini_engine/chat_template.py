@@ -36,7 +36,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 
     Raises:
         RequestError: if there is no template, if the messages are malformed, or if the template refuses them, fails,
-            renders nothing or exceeds a bound.
+            renders nothing or exceeds a limit.
     """
     variables = {
         **tokenizer.special_tokens_map,
@@ -54,7 +54,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
         raise RequestError(f"the chat template did not finish in {WALL_SECONDS} s; use a simpler one") from error
     except OSError as error:
         raise RequestError(
-            f"cannot start a process for the chat template: {error}; free memory or processes"
+            f"cannot start a process for the chat template: {error}; free memory or end other processes"
         ) from error
     if worker.returncode:
         cause = worker.stderr.decode(errors="replace").splitlines()[-1:] or [f"exit code {worker.returncode}"]

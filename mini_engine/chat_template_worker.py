@@ -33,7 +33,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without leading underscores, as in transformers: Python looks such names up itself."""
+    """Jinja's namespace without names that begin with an underscore, which Python itself uses; as in transformers."""
 
     def __init__(self, /, *args: Any, **attributes: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def render(template: str, variables: dict[str, Any]) -> str:
 
 
 def set_limits() -> None:
-    """Limit this process. Python raises MemoryError at the memory limit, and the kernel kills at the time limit."""
+    """Limit this process. At the memory limit Python raises MemoryError; at the time limit the kernel kills it."""
     limits = {resource.RLIMIT_CPU: CPU_SECONDS, resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
@@ -81,7 +81,7 @@ def main() -> None:
         text = render(**json.load(sys.stdin.buffer))
         answer = {"text": text}
         if not 0 < len(text) <= OUTPUT_CHARS:
-            answer = {"error": f"it wrote {len(text)} characters, and may write 1 to {OUTPUT_CHARS}"}
+            answer = {"error": f"it wrote {len(text)} characters; it must write 1 to {OUTPUT_CHARS}"}
     except MemoryError:
         raise
     except Exception as error:  # a template may raise anything

@@ -8,9 +8,9 @@ chunk and to the request's own keys, and the states are merged. There are two mo
   same tokens, its keys are those of a plain prompt, and so is the output.
 - *Composed.* A chunk that was computed on its own, or after other tokens, is used at another position. With RoPE,
   attention depends only on distances, so the queries are rotated by the distance that the chunk has moved, and its keys
-  act as if they had been computed there. The output is an approximation, because the chunks have not attended to each
-  other as they would in a plain prompt. PromptCache (Gim et al. 2024, section 3) reuses such chunks unchanged;
-  CacheBlend (Yao et al. 2024, section 4) recomputes the most affected tokens, which this module does not.
+  act as if they had been computed at the new position. The output is an approximation, because the chunks have not
+  attended to each other as they would in a plain prompt. PromptCache (Gim et al. 2024, section 3) reuses such chunks
+  unchanged; CacheBlend (Yao et al. 2024, section 4) recomputes the most affected tokens, which this module does not.
 
 Explained in chapter 10.
 """
@@ -184,8 +184,8 @@ class ChunkMemory:
             if moved and any(spec.rope is None for spec in self.engine.backend.specs):
                 raise ChunkError(
                     f"the chunk {moved[0].name!r} was computed at position {len(moved[0].before)}, and the keys cannot "
-                    "be moved, because not every layer of the model has a known RoPE; register the chunk after= those "
-                    "that come before it"
+                    "be moved, because not every layer of the model has a known RoPE; register the chunk with after= "
+                    "naming the chunk that comes before it"
                 )
             for name in names:
                 self._chunks.move_to_end(name)
@@ -271,9 +271,9 @@ class ChunkMemory:
                     missing -= len(chunk.pinned.pages)
             if missing > 0:
                 raise ChunkError(
-                    f"{num_pages} pages of registered chunks would have to be evicted, but unfinished requests or the "
-                    f"new chunk need {missing} of them; wait until these requests have ended, raise max_chunk_pages, "
-                    "or raise num_pages"
+                    f"{num_pages} pages of registered chunks would have to be evicted, but only {num_pages - missing} "
+                    "are not needed by unfinished requests or the new chunk; wait until requests have ended, raise "
+                    "max_chunk_pages, or raise num_pages"
                 )
             for name in evicted:
                 self.unregister(name)
@@ -328,8 +328,8 @@ class ChunkMemory:
         with self.engine.transaction():
             if before != _tokens(self._chain(after)):
                 raise ChunkFileError(
-                    f"the chunk in {path} was computed after {len(before)} tokens, which are not those of after="
-                    f"{after!r}; register or load the chunks that come before it, and name the last of them by after="
+                    f"the chunk in {path} was computed after {len(before)} tokens, which differ from those of after="
+                    f"{after!r}; register or load the chunks that come before it, and name the last one with after="
                 )
             return self._add(token_ids, name, after, fill)
 
@@ -592,7 +592,7 @@ class ChunkedLLM:
 def model_identity(model: LanguageModel) -> str:
     """Return a digest of a model's layers, and of the names, shapes and some values of its weights.
 
-    It does not depend on the dtype, as long as the dtype represents the checkpoint's values.
+    It does not depend on the dtype, as long as the dtype represents the checkpoint's values exactly.
     """
     weights = model.state_dict()
     shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]

@@ -104,7 +104,7 @@ def chat(
 
 @command(app)
 def bench(engine: EngineOptions, bench: BenchOptions) -> None:
-    """Measure tokens/s and compare with the bound, and with peers in the same run."""
+    """Measure tokens/s, and compare them with the upper bound and with other engines in the same run."""
     from mini_engine.bench.run import run_bench
 
     run_bench(make_console(), engine, bench)
@@ -129,7 +129,7 @@ class Batch(NamedTuple):
         llm: the model.
         texts: the prompts as given.
         prompts: their tokens.
-        params: the sampling parameters of all.
+        params: the sampling parameters of all requests.
     """
 
     llm: "LLM"
@@ -168,13 +168,13 @@ def load_batch(
 def stream(
     console: Console, engine: "TextEngine", watch: "Watch | None", batch: Batch
 ) -> "tuple[list[RequestOutput], Metrics]":
-    """Serve requests, and print the answers in order as they are generated, or after drawing the engine.
+    """Serve requests and print the answers in order: as they are generated, or at the end if `watch` draws the engine.
 
     Returns:
         The outputs, in order, and the cost of the run.
 
     Raises:
-        RequestError: the error of the first request that could not be served; the others have been.
+        RequestError: the error of the first request that could not be served, after all others have been served.
     """
     from mini_engine.observe.metrics import Metrics
 
@@ -219,7 +219,7 @@ def answer(console: Console, engine: "TextEngine", watch: "Watch | None", batch:
         The outputs, in order.
 
     Raises:
-        RequestError: the error of the first request that could not be served; the others have been.
+        RequestError: the error of the first request that could not be served, after all others have been served.
     """
     from mini_engine.roofline import measure_machine
 

@@ -132,7 +132,7 @@ def load_parts(path: str) -> "Parts":
             without arguments that returns one.
 
     Raises:
-        ConfigError: if there is no such object, or the module raises an exception.
+        ConfigError: if there is no such object, it is not a `Parts`, or the module raises an exception.
     """
     from mini_engine.parts import Parts
 
@@ -169,7 +169,7 @@ def _option(name: str, kind: Any, help: str | None) -> inspect.Parameter:
 
 
 def _option_type(hint: Any) -> Any:
-    """Return a type for the command line: for a union the first that has one, for a sequence a list."""
+    """Return a type for the command line: a list if a sequence is allowed, otherwise the first member of a union."""
     members = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     listed = [GenericAlias(list, typing.get_args(m)) for m in members if typing.get_origin(m) is Sequence]
     return listed[0] if listed else members[0]

@@ -22,7 +22,7 @@ CHOICES = {
 SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 MAX_CONFIG_BYTES = 2**16
 ALIASES = {"max_seq_len": "max_model_len"}
-# `compile_backend` of TensorRT-LLM's AutoDeploy, as options of ours: decode steps are CUDA graphs anyway, or never.
+# `compile_backend` of TensorRT-LLM's AutoDeploy, as options of this engine: the default captures CUDA graphs anyway.
 COMPILE_BACKENDS: dict[str, dict[str, Any]] = {"torch-cudagraph": {}, "torch-simple": {"cuda_graph_batch_sizes": ()}}
 # Options of AutoDeploy that have no meaning here, and what to do instead.
 FOREIGN = {"use_pt_cache_backend": "the KV cache has no backend of its own here; leave the option out"}
@@ -36,7 +36,7 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's, but float32 on a CPU without bfloat16 instructions), "float32", "bfloat16",
             "float16" or "float64".
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        attn_backend: name of the attention backend.
+        attn_backend: name of the attention backend, such as "torch_padded" (the default), "flex" or "flashinfer".
         max_batch_size: requests that run at once; others wait.
         max_model_len: longest prompt and output together; default the model's own limit.
         num_pages: pages of the KV cache; default enough for `max_batch_size` of the longest requests, or as many as
@@ -52,15 +52,15 @@ class EngineConfig:
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
         cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A smaller step
-            is padded to the next size; a larger step is launched kernel by kernel. Default 1, 2, 4, and multiples of 8
-            up to `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
+            is padded to the next size; a larger step is launched kernel by kernel. Default 1, 2, 4, multiples of 8 and
+            `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
         persistent_decode: compute a decode step of a single request in one custom CUDA kernel, for Llama and Qwen3 in
             bfloat16 on a Hopper GPU. Of the engine's parts it calls only the sampler.
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile.
 
     Raises:
-        ConfigError: for a value that is impossible on any model and machine.
+        ConfigError: for a value that is invalid whatever the model and the machine.
     """
 
     dtype: str = "auto"

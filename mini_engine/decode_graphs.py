@@ -120,7 +120,7 @@ class DecodeGraphs:
 
     Attributes:
         sizes: the sizes.
-        buffers: buffers that take turns, and that every step must be built into. All graphs read the same memory.
+        buffers: buffers that take turns; every step must be built into one of them. All graphs read the same memory.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DecodeGraphs:
         return self._pad(arrays, size, self._padding_page)
 
     def get(self, size: int, groups: tuple[int, ...] = ()) -> DecodeGraph:
-        """Return the graph of a size, capturing it if needed, which overwrites the arrays of the last step.
+        """Return the graph of a size. It is captured at the first call, which overwrites the arrays of the last step.
 
         Args:
             size: number of requests.
@@ -177,7 +177,7 @@ class DecodeGraphs:
         """Launch a step that has been padded to a graph's size.
 
         Args:
-            graph: the graph of the size, which was there before the step was built.
+            graph: the graph of this size, returned by `get` before the step was built.
             batch: the step, with padding after its requests, in one of `buffers`.
             sampling: the sampler's parameters of the requests, without the padding.
             rows: [R] rows of the requests.

@@ -101,7 +101,7 @@ class LLMEngine:
         self._on_step: OnStep | None = None
         self.requests: dict[str, Request] = {}
         self._in_flight: deque[Launched] = deque()
-        # Requests that must each compute a token alone, one at a time, because a step with all of them failed.
+        # Requests that must each compute one token in a step of their own, because a step with all of them failed.
         self._suspects: list[Request] = []
         self._finished: list[Request] = []  # not reported yet
         self._arrivals = 0
@@ -155,7 +155,7 @@ class LLMEngine:
         prompt = in_front + prompt
         with self.transaction():
             if request_id in self.requests:
-                raise RequestError(f"a request named {request_id!r} is still running; give each its own name")
+                raise RequestError(f"a request named {request_id!r} is unfinished; give each its own name")
             if not self._pinned.issuperset(chunk.pinned for chunk in context):
                 raise RequestError("a chunk of the request has been unregistered or evicted; register it again")
             request = Request(
@@ -169,7 +169,7 @@ class LLMEngine:
                 context=context,
             )
             self.scheduler.add(request)
-            if self._suspects:  # `_recover` queues it when they are done
+            if self._suspects:  # `_recover` queues the request when the suspects are done
                 self.scheduler.remove(request)
             self.requests[request_id] = request
             self._arrivals += 1
@@ -204,7 +204,7 @@ class LLMEngine:
     # --- pages without a request ---------------------------------------------------------------------------------
 
     def pin(self, num_pages: int) -> PinnedPages:
-        """Take pages out of the pool for keys that many requests attend to. They stay until `unpin`.
+        """Take pages out of the pool for keys that many requests attend to. `unpin` returns them.
 
         Raises:
             RequestError: if these are more than `num_pinnable`.
@@ -450,8 +450,8 @@ class LLMEngine:
             return None
         if not PersistentDecode.accepts(self.model, self.cache):
             raise ConfigError(
-                "persistent_decode needs a Llama or Qwen3 in bfloat16, without biases, windows or soft-caps, with "
-                "row lengths that are multiples of 1,024, on a Hopper GPU; leave it out"
+                "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows or "
+                "soft-caps, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
             )
         return PersistentDecode(self.model, self.cache)
 

@@ -35,7 +35,7 @@ from mini_engine.sampling_params import SamplingParams
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
 NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
-MAX_CHARACTERS_PER_TOKEN = 64  # longer texts cannot fit into the model's limit and are refused without being read
+MAX_CHARACTERS_PER_TOKEN = 64  # of the model's limit; longer texts are refused without being tokenized
 
 
 @dataclass(eq=False)
@@ -207,7 +207,7 @@ class TextEngine:
         tokenizer, limit = self._tokenizer(), self.engine.config.max_model_len
         assert limit is not None
         if len(prompt) > limit * MAX_CHARACTERS_PER_TOKEN:
-            raise RequestError(f"the prompt has {len(prompt)} characters, too many for the {limit} tokens; shorten it")
+            raise RequestError(f"the prompt has {len(prompt)} characters, too many for {limit} tokens; shorten it")
         try:
             prompt.encode()
             return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
@@ -308,7 +308,7 @@ class TextEngine:
             # An output that was cut off may end in half a character, which must not be taken for a stop string.
             if request.finish_reason in ("stop", "length") and not detokenizer.stopped:
                 detokenizer.finish()
-        except Exception as error:  # of the tokenizer; the other requests go on
+        except Exception as error:  # from the tokenizer; the other requests go on
             failure = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.engine.finish(request, "error")
@@ -418,7 +418,7 @@ class Inference(TextEngine):
         options: further fields of `EngineConfig`.
 
     Attributes:
-        default_params: those of the model's own `generate`: greedy unless its generation config says otherwise.
+        default_params: the parameters of the model's own `generate`: greedy unless its generation config samples.
 
     Raises:
         ConfigError: for a model that the engine cannot run, or impossible options.
@@ -464,10 +464,10 @@ def params_of_generation(config: GenerationConfig | None) -> SamplingParams:
 
 
 def as_prompts(prompts: Prompt | ListLike[Prompt]) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether it is a single one.
+    """Return the prompts as a list, and whether a single prompt was given.
 
     Raises:
-        RequestError: if it is neither a prompt nor a list of them.
+        RequestError: if it is neither a prompt nor a list of prompts.
     """
     if isinstance(prompts, str):
         return [prompts], True

@@ -99,7 +99,7 @@ class ModelRunner:
             device=self._device,
             pad=parts.pad_decodes,
         )
-        # While the host writes the arrays of a step, those of the previous steps may still have to be copied.
+        # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
         self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
         # Kept from step to step for as long as the same requests sample.

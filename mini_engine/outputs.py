@@ -24,7 +24,7 @@ class EngineMetrics:
         computed_tokens: tokens that went through the model, including recomputation after a preemption.
         output_tokens: tokens sampled.
         prompt_tokens: tokens of the admitted requests, including the output so far of a preempted request.
-        shared_tokens: number of these tokens that were not computed, because they were in cached pages.
+        shared_tokens: number of these tokens that were not computed, because the cache already had their keys.
         evicted_pages: pages of ended or preempted requests that were evicted from the prefix tree.
         preemptions: number of times that a request was preempted.
         finished: requests that ended.

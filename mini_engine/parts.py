@@ -1,8 +1,9 @@
 """The parts of the engine that can be replaced: functions, and the class of the page table.
 
 The engine is built from one `Parts`, passed to its constructors. Replace a part and the engine runs on yours:
-`LLM(parts=replace(Parts(), rms_norm=my_rms_norm))`. A part takes and returns arrays, and is called at most once per
-step or layer; the scheduler calls some of them once per request that arrives or is preempted.
+`LLM(parts=replace(Parts(), rms_norm=my_rms_norm))`. Parts take and return arrays, and most are called once or twice per
+step or layer. The scheduler calls some parts once per request that arrives or is preempted, and the backends in plain
+PyTorch call attention once per sequence.
 """
 
 from collections import OrderedDict

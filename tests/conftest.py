@@ -1,4 +1,4 @@
-"""Check every shape and type annotation of the engine while the tests run, and never a test's own speed."""
+"""Check every shape and type annotation of the engine while the tests run; never fail a test for being slow."""
 
 import os
 
@@ -20,7 +20,7 @@ settings.load_profile("book")
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say which tests one worker runs: all of the site, which it builds, the graders by chapter, and others by file."""
+    """Group the tests that one worker runs: all of the site, which it builds; graders by chapter; others by file."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             chapter = item.callspec.params.get("slug", "") if hasattr(item, "callspec") else ""

@@ -1,4 +1,4 @@
-"""What several test modules use: tiny engines, a way to serve requests, and a request computed alone."""
+"""Helpers for several test modules: tiny engines, a loop that serves requests, and a request computed alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
 
 @cache
 def double_model(family: str) -> CausalLM:
-    """A tiny model in float64, in which results do not depend on the order of additions."""
+    """A tiny model in float64, so that rounding does not change which tokens are sampled."""
     return our_model(transformers_model(family, seed=2, dtype=torch.float64))
 
 
@@ -54,7 +54,7 @@ def adapted_model(family: str) -> HFModel:
 
 
 def save_tiny_model(folder: Path, words: ListLike[str]) -> None:
-    """Write a checkpoint of a tiny random Llama. Its tokenizer splits text at spaces and has 61 words."""
+    """Write a checkpoint of a tiny random Llama. Its tokenizer splits text at spaces and knows `words`."""
     transformers_model("llama", seed=2).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -76,7 +76,7 @@ def make_engine(
 
 
 def make_text_engine(model: LanguageModel, **options: Any) -> TextEngine:
-    """An engine on a tiny model with text in front."""
+    """A text front end over an engine on a tiny model."""
     return TextEngine(make_engine(model, **options), WORDS, SamplingParams())
 
 
@@ -88,8 +88,8 @@ def serve(
 ) -> dict[str, list[int]]:
     """Step until all requests have ended, and return the tokens of each.
 
-    Each request joins, and some are aborted, before the step named. At the end the engine is checked for leaks, which
-    empties the prefix tree.
+    `arrivals` and `aborts` say before which step a request is added or aborted. At the end the engine is checked for
+    leaks, which empties the prefix tree.
     """
     outputs: dict[str, list[int]] = defaultdict(list)
     step = 0
@@ -113,7 +113,7 @@ def serve(
 
 
 def check_nothing_leaked(engine: LLMEngine) -> None:
-    """No request owns a page; those that the prefix tree still owns can all be evicted."""
+    """Check that no request owns a page, and that all pages of the prefix tree can be evicted."""
     table, tree = engine.page_table, engine.scheduler.prefix_tree
     if tree is not None:
         num_cached = len(tree.pages)
@@ -132,10 +132,10 @@ def alone(
     limit: int | None = None,
     guess: ListLike[int] = (),
 ) -> list[int]:
-    """The tokens of one request alone, by naive attention over all its keys: no pages, no batch, nothing evicted.
+    """Compute the output of one request alone, with naive attention over all its keys: no pages, batch or eviction.
 
-    A right guess takes one pass instead of one for each token: each of its tokens is what those before it give, and it
-    ends where the request ends. A wrong guess has no effect.
+    A correct `guess` is verified in one pass, instead of one pass per token: each of its tokens must be sampled after
+    the tokens before it, and the guess must end where the request ends. A wrong guess has no effect.
     """
     specs = model.attention_specs
     if window is not None:
@@ -144,7 +144,7 @@ def alone(
     longest = min(len(prompt) + params.max_tokens, limit or model.config.max_position_embeddings)
 
     def sampled(naive: ListAttend, tokens: list[int], computed: int, num: int) -> list[int]:
-        """What follows each of the last tokens, `num` of them; `naive` has the keys of the first `computed`."""
+        """Sample the token after each of the last `num` tokens; `naive` has the keys of the first `computed` tokens."""
         naive.step = [(0, computed, len(tokens) - computed)]
         hidden = model(torch.tensor(tokens[computed:]), torch.arange(computed, len(tokens)), naive)
         positions = list(range(len(tokens) - num + 1, len(tokens) + 1))
@@ -179,7 +179,7 @@ def make_request(prompt: list[int], max_tokens: int, arrival: int = 0, end_token
 
 @st.composite
 def requests(draw: st.DrawFn, most: int, longest: int) -> list[Arrival]:
-    """Requests of which many begin like an earlier one, for any number of tokens, and then diverge."""
+    """Requests, many of which share a prefix of any length with an earlier request and then diverge."""
     made: list[Arrival] = []
     for i in range(draw(st.integers(1, most))):
         stem = draw(st.sampled_from([prompt for _, prompt, _ in made])) if made and draw(st.booleans()) else []
@@ -195,7 +195,7 @@ def requests(draw: st.DrawFn, most: int, longest: int) -> list[Arrival]:
 
 
 def counting_parts() -> tuple[Parts, Counter[str]]:
-    """The default parts, each of which counts its calls."""
+    """Return the default parts, each of which counts its calls, and the counter."""
     calls: Counter[str] = Counter()
     counted: dict[str, Any] = {}
     for field in fields(Parts):
@@ -226,7 +226,7 @@ def _counting_class(default: type, calls: Counter[str], name: str) -> type:
 
 @dataclass(frozen=True)
 class SavedTrace:
-    """What a trace's file says; `waiting` has the queue of each step."""
+    """The contents of a trace file; `waiting` has the queue of each step."""
 
     num_pages: int
     page_size: int

@@ -1,8 +1,8 @@
-"""Beartype and jaxtyping on every function of the engine, at half the price of jaxtyping's own decorator.
+"""Beartype and jaxtyping on every function of the engine, at half the cost of jaxtyping's own decorator.
 
-That decorator runs beartype three times a call: on the parameters, and for the result on the parameters again. Here
-beartype wraps the function itself, inside a scope in which a letter of a shape means one number. What is checked is the
-same; a failure is beartype's error, without jaxtyping's list of letters.
+That decorator runs beartype three times per call: on the parameters, and later on the parameters and the result. Here
+beartype wraps the function itself, inside a scope in which each axis name has one size. The checks are the same, but a
+failure is beartype's error, without jaxtyping's list of axis sizes.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def install(package: str) -> None:
 
 
 def checked(definition: Any) -> Any:
-    """A function, method, property or data class that checks what it is given and what it returns."""
+    """Return a function, method, property or data class that checks its arguments and its results."""
     if inspect.isclass(definition):
         if dataclasses.is_dataclass(definition) and "__init__" in vars(definition):
             definition.__init__ = checked(definition.__init__)
@@ -59,7 +59,7 @@ def _on_function(function: Callable) -> Callable:
 
 
 def _resolved(hint: Any, names: dict[str, Any]) -> Any:
-    """What a hint written as a string means; Any where it names what only a type checker imports."""
+    """Evaluate a hint that is written as a string; Any if it has a name that is imported only for type checking."""
 
     def holder() -> None: ...
 

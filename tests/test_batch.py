@@ -134,7 +134,7 @@ def test_steps_in_given_memory_keep_their_addresses(made, data):
 
 @given(steps(), steps())
 def test_a_step_after_an_interrupted_one_is_right(interrupted, step):
-    """The step that failed halfway had the same sizes, but its arrays are not there."""
+    """The step that failed halfway had the same sizes, but its arrays were not completed."""
     buffers = StepBuffers("cpu")
     StepBatch.build(**interrupted, into=buffers)
     for array in (*buffers.tokens, *buffers.requests):
@@ -191,7 +191,7 @@ def test_any_partition_writes_the_same_tokens_to_the_same_slots(data):
     for b, length in enumerate(lengths):
         slots = [page * page_size + offset for page in pages[b] for offset in range(page_size)]
         assert written[b] == [(100 * b + t, t, slots[t]) for t in range(length)]
-        assert predicted[b] == [length]  # one row of logits, for the token behind the prompt
+        assert predicted[b] == [length]  # one row of logits, for the token after the prompt
 
 
 def test_positions_follow_the_pages_that_are_left_after_eviction():
@@ -219,7 +219,7 @@ def test_a_gap_is_between_pages_of_one_request(page_positions, has_gaps):
 
 
 def test_drafted_tokens_need_logits_of_their_own():
-    # Three drafted tokens behind the last one: four distributions. The prompt is not complete and needs none.
+    # Three drafted tokens after the last one: four distributions. The prompt is not complete and needs none.
     batch = StepBatch.build(
         token_ids=[5, 6, 7, 8, 1, 2, 3, 4, 9], num_new=[4, 5], kv_lens=[14, 5], pages=[1, 0, 2, 3], page_size=5,
         num_logits=[4, 0], max_decode_tokens=4,
@@ -270,7 +270,7 @@ def test_feed_reads_the_last_tokens_of_the_rows_named(step, last_token):
     )
 )
 def test_one_copy_keeps_shapes_dtypes_and_values(kinds):
-    """What goes to a GPU in one piece; packed and unpacked here on the host."""
+    """The arrays that go to a GPU in one copy, here packed and unpacked on the host."""
     rng = np.random.default_rng(0)
     arrays = {str(i): rng.integers(0, 99, shape).astype(dtype) for i, (dtype, shape) in enumerate(kinds)}
     arrays["transposed"] = np.arange(6).reshape(2, 3).T

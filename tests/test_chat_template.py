@@ -165,7 +165,7 @@ def test_memory_is_bounded(tokenizer, template):
 
 
 def test_output_is_bounded(tokenizer):
-    with pytest.raises(RequestError, match="may write"):
+    with pytest.raises(RequestError, match="must write"):
         render_chat(tokenizer, [USER], "{% for a in range(99999) %}{{ 'hello world ' * 50 }}{% endfor %}")
 
 

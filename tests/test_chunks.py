@@ -41,7 +41,7 @@ from tests.models.families import our_model, transformers_model
 A, B, C = [5, 6, 7, 8, 9, 33, 4], [10, 11, 12, 13], [40, 3, 41, 3, 42, 43, 44, 45, 46]
 PROMPT = [20, 21, 22]
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen3"])
-Texts = Sequence[tuple[list[int], int]]  # tokens of each chunk, and of how many chunks in front its keys know
+Texts = Sequence[tuple[list[int], int]]  # tokens of each chunk, and how many chunks before it it has seen
 
 
 @cache
@@ -63,7 +63,7 @@ def make_memory(model: CausalLM | str = "llama", max_pages: int | None = None, *
 
 
 def chunk_mask(chunks: Texts, num_others: int) -> Tensor:
-    """What each token sees: a chunk itself, and as many chunks before it as it was computed after; the rest all."""
+    """What each token sees: a chunk sees itself and the chunks that it was computed after; all other tokens see all."""
     lengths = [len(tokens) for tokens, _ in chunks]
     ends = np.cumsum([0, *lengths])
     mask = torch.ones(ends[-1] + num_others, ends[-1] + num_others, dtype=torch.bool).tril()
@@ -74,7 +74,7 @@ def chunk_mask(chunks: Texts, num_others: int) -> Tensor:
 
 @torch.inference_mode()
 def masked_hidden(model: CausalLM, chunks: Texts, prompt: list[int]) -> Tensor:
-    """Hidden states of the prompt's tokens, all positions true, by naive attention under the full mask."""
+    """Hidden states of the prompt's tokens by naive attention with the full mask, every token at its real position."""
     tokens = [token for own, _ in chunks for token in own] + prompt
     mask = chunk_mask(chunks, len(prompt))
 
@@ -195,7 +195,7 @@ def test_the_rotation_and_the_missing_attention_between_chunks_both_matter():
 @settings(max_examples=12)
 @given(data=st.data())
 def test_requests_over_chunks_beside_others(data):
-    """Random chunks, some after others; random requests over them beside plain ones; each gets its tokens alone."""
+    """Random chunks, some after others; random requests over them beside plain ones; each has the same tokens alone."""
     family = data.draw(st.sampled_from(["llama", "qwen3"]))
     model = exact_model(family)
     memory = make_memory(
@@ -218,7 +218,7 @@ def test_requests_over_chunks_beside_others(data):
     for i in range(data.draw(st.integers(1, 5))):
         names = data.draw(st.lists(st.sampled_from(sorted(texts)), max_size=3))
         chain = [0] * len(names)
-        for at, name in enumerate(names):  # the keys of a chunk know those before it
+        for at, name in enumerate(names):  # the keys of a chunk depend on the chunks before it
             after = texts[name][1]
             known: list[str] = []
             while after is not None:
@@ -457,9 +457,9 @@ def test_the_least_recently_used_chunk_that_no_request_needs_is_evicted():
     assert [u.name for u in memory.usage()] == ["d", "a", "b", "e"]
     memory.register(C[:8], "f")
     assert [u.name for u in memory.usage()] == ["b", "e", "f"]
-    with pytest.raises(ChunkError, match="unfinished requests or the new chunk need 1 of them; wait until"):
+    with pytest.raises(ChunkError, match="only 3 are not needed by unfinished requests or the new chunk; wait until"):
         memory.register(C + A, "g")
-    with pytest.raises(ChunkError, match="need 1 of them"):
+    with pytest.raises(ChunkError, match="only 2 are not needed"):
         memory.register(C, "g", after="e")
     assert [u.name for u in memory.usage()] == ["b", "e", "f"]
     with pytest.raises(ChunkError, match="there is no chunk 'c': it was never registered, or it has been evicted"):
@@ -474,7 +474,7 @@ def test_chunks_leave_every_request_room_to_end():
     engine = memory.engine
     params = replace(GREEDY, max_tokens=17)  # 20 tokens in 5 pages
     engine.add_request("running", PROMPT, params)
-    with pytest.raises(ChunkError, match="the new chunk need 1 of them"):
+    with pytest.raises(ChunkError, match="only 0 are not needed by"):
         memory.register(A + A, "too long")
     memory.register(C, "c")
     with pytest.raises(RequestError, match=r"fill 6 pages .* there are only 5, besides 3 that hold chunks"):
@@ -503,7 +503,7 @@ def test_a_chunk_in_use_is_not_unregistered():
 
 
 class ChunkMachine(RuleBasedStateMachine):
-    """Random operations on chunks and requests beside a list of what should be there."""
+    """Random operations on chunks and requests, mirrored by a list of the chunks that should be there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -596,7 +596,7 @@ def test_a_saved_chunk_is_the_same_chunk(tmp_path):
     one.register(C, "c", after="a")
     for name in ("a", "c"):
         one.save(name, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ChunkFileError, match="computed after 7 tokens, which are not those of after=None"):
+    with pytest.raises(ChunkFileError, match="computed after 7 tokens, which differ from those of after=None"):
         two.load(tmp_path / "c.safetensors")
     assert two.load(tmp_path / "a.safetensors", "first") == "first"
     with pytest.raises(ChunkError, match="no chunk 'a'"):
@@ -605,7 +605,7 @@ def test_a_saved_chunk_is_the_same_chunk(tmp_path):
     assert two.is_exact(["first", "second"])
     for ours, theirs in ((["first", "second"], ["a", "c"]), (["second"], ["c"])):
         assert close(two.hidden_states(PROMPT, two.context(ours)), one.hidden_states(PROMPT, one.context(theirs)))
-    assert two.load(tmp_path / "a.safetensors") == "first"  # there already
+    assert two.load(tmp_path / "a.safetensors") == "first"  # it is there already
 
 
 def test_a_file_belongs_to_a_model_and_a_dtype(tmp_path):
@@ -744,7 +744,7 @@ def test_keys_that_cannot_be_moved_stay_at_their_positions(model):
     memory.register(A, "a")
     memory.register(B, "b")
     for names in (["a", "b"], ["b", "a"]):
-        with pytest.raises(ChunkError, match=r"computed at position 0, and the keys cannot be moved, .* after= those"):
+        with pytest.raises(ChunkError, match=r"computed at position 0, and the keys cannot be moved, .* with after="):
             memory.context(names)
     memory.register(B, "behind a", after="a")
     assert generate(memory, ["a", "behind a"], PROMPT) == generate(memory, [], A + B + PROMPT)
@@ -885,7 +885,7 @@ DEVICES = pytest.mark.parametrize(
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
+    """The norm of the difference, divided by the norm of the expected value."""
     expected = expected.double().cpu()
     return float((got.double().cpu() - expected).norm() / expected.norm())
 

@@ -1,4 +1,4 @@
-"""What a graph is captured for is what its replays are planned for."""
+"""A graph is captured for the same levels for which its replays are planned."""
 
 from __future__ import annotations
 

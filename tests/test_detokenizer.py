@@ -46,7 +46,7 @@ def every_byte() -> Tokenizer:
 
 
 def pieces_of(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
-    """What each token shows, and at last what had been held back."""
+    """The text that each token shows, and finally the text that had been held back."""
     detokenizer = Detokenizer(tokenizer, special_ids(tokenizer), stop)
     pieces = []
     for token in token_ids:
@@ -76,7 +76,7 @@ def test_pieces_add_up_to_the_text_of_any_tokens(backend, halves, data):
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from([b"\x80", b"\xff", b"\xe4\xbd", b"\xf0\x9f", b"\xf0\x9f\x98\x80", b"\xc3\xa9", b"a"])))
 def test_pieces_add_up_to_the_text_of_any_bytes(written):
-    """A byte that ends no character takes none of the characters around it away, however many there are."""
+    """Bytes that end no character remove none of the characters around them, however many bytes there are."""
     text = b"".join(written)
     assert "".join(pieces_of(every_byte(), list(text))) == text.decode(errors="replace")
 
@@ -211,5 +211,5 @@ def test_what_only_looked_like_a_stop_string_comes_at_the_end(backend):
 
 
 def test_a_stop_string_may_be_found_in_what_was_held_back():
-    """Only at the end is it known that a byte is not part of a character."""
+    """It is known only at the end that a byte is not part of a character."""
     assert "".join(pieces_of(every_byte(), [*b"ab\xc3"], stop=("b\ufffd",))) == "a"

@@ -83,7 +83,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
         sliding_window=window,
         prefix_sharing=data.draw(st.booleans()),
         pipeline_depth=data.draw(st.sampled_from([0, 1])),
-        cuda_graph_batch_sizes=data.draw(st.none() | st.lists(st.integers(1, 4))),  # on a CPU the padding alone
+        cuda_graph_batch_sizes=data.draw(st.none() | st.lists(st.integers(1, 4))),  # on a CPU only the padding
     )
     got = serve(engine, arrivals, aborts)
     for name, prompt, params in all_requests:
@@ -170,7 +170,7 @@ def test_bad_requests_are_refused_and_the_others_finish():
     engine = roomy(num_pages=4, page_size=2, max_batch_size=2, max_num_batched_tokens=8)
     engine.add_request("good", [5, 9], params)
     for request_id, prompt, own, message in (
-        ("good", [1], params, "still running"),
+        ("good", [1], params, "is unfinished"),
         ("empty", [], params, "empty"),
         ("alien", [61], params, "outside 0 to 60"),
         ("truth", [True, False], params, "outside 0 to 60"),
@@ -344,7 +344,7 @@ def test_values_that_float32_cannot_hold_harm_no_other_request(odd):
     strange = engine.add_request("odd", PROMPTS[2], params)
     assert serve(engine, {0: [("beside", PROMPTS[0], GREEDY)]})["beside"] == alone(engine.model, PROMPTS[0], GREEDY)
     assert len(strange.output_token_ids) == 6
-    if odd.get("temperature", 1) < 1 or ("top_p" in odd and "repetition_penalty" not in odd):  # next to greedy
+    if odd.get("temperature", 1) < 1 or ("top_p" in odd and "repetition_penalty" not in odd):  # almost greedy
         assert strange.output_token_ids == alone(engine.model, PROMPTS[2], GREEDY)
 
 
@@ -401,7 +401,7 @@ def work_of(report: StepReport) -> list[tuple[str, int]]:
 
 @DEPTHS
 def test_after_an_error_the_requests_of_the_step_compute_a_token_each_alone(depth):
-    """In order, and in chunks if they are long; one that waited and one that arrives meanwhile join afterwards."""
+    """In order, and in chunks if they are long; a waiting request and one that arrives meanwhile join afterwards."""
     failures = iter([False, True])
     parts = failing_sampler(lambda batch: OSError() if next(failures, False) else None)
     engine = roomy(parts=parts, max_num_batched_tokens=8, pipeline_depth=depth)
@@ -455,7 +455,7 @@ def test_a_step_whose_tokens_cannot_be_read_counts_as_not_launched(depth, monkey
 
 @DEPTHS
 def test_an_interrupt_anywhere_in_a_step_loses_no_token(depth, monkeypatch):
-    """Ctrl-C at the n-th of everything that a step calls, in turn; the caller goes on stepping."""
+    """Ctrl-C at the n-th call inside a step, for one n after the other; the caller keeps stepping."""
     import mini_engine.engine as module
 
     doors = [
@@ -579,7 +579,7 @@ def test_a_warm_up_that_fails_says_why(monkeypatch):
 @pytest.mark.parametrize("attn_backend", [name for name, info in BACKENDS.items() if "cpu" in info.devices])
 def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_backend):
     parts, calls = counting_parts()
-    prompt = list(range(3, 36)) * 2  # longer than a chunk of keys of "chunked"
+    prompt = list(range(3, 36)) * 2  # longer than a KV tile of "chunked"
     shared = {0: [("long", prompt, GREEDY)], 1: [("sharer", [*prompt[:11], 50], GREEDY)]}
     tight = {0: [(str(i), [i] * 4, replace(GREEDY, max_tokens=8)) for i in range(2)]}
     for family in ("qwen3", "gpt2"):
@@ -595,7 +595,7 @@ def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_bac
     bypassed = engine.backend.bypasses
     assert bypassed < {field.name for field in fields(Parts)}
     unused = {field.name for field in fields(Parts) if calls[field.name] == 0}
-    # Only "chunked" splits keys of so few tokens, and no request here has registered chunks in front of it.
+    # Only "chunked" splits keys of so few tokens, and no request here has registered chunks before it.
     assert unused <= bypassed | {"merge_states", "chunk_levels"}
 
 

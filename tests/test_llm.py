@@ -86,7 +86,7 @@ TOO_LONG = "{% for i in range(99999) %}{{ 'hello ' }}{% endfor %}"
         ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "RecursionError"),
         ("{{ '' }}", "wrote 0 characters"),
         ("{{ messages.nothing.here }}", "chat template"),
-        (TOO_LONG, "has 599994 characters, too many for the 8192 tokens"),
+        (TOO_LONG, "has 599994 characters, too many for 8192 tokens"),
     ],
 )
 def test_a_chat_template_that_fails_is_a_refused_request(llm, monkeypatch, template, message):
@@ -183,7 +183,7 @@ def test_options_and_models_that_do_not_exist_are_refused(options, error, messag
 def test_options_that_this_model_or_machine_does_not_allow_are_refused(folder):
     for options, message in [
         ({"max_model_len": 1}, "takes 2 to 128"),
-        ({"attn_backend": "flex", "page_size": 100}, "multiple of 16; page_size is 100"),
+        ({"attn_backend": "flex", "page_size": 100}, "multiple of 16 on a CPU, not 100"),
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "PyTorch sees no GPU here")]),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -96,7 +96,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, times: int) -> torch.Tens
 
 
 def assert_follows(probabilities: torch.Tensor, counts: torch.Tensor) -> None:
-    """Pearson's chi-squared test, at a level that a right sampler misses once in about ten thousand seeds."""
+    """Pearson's chi-squared test, at a level that a correct sampler fails for about one seed in ten thousand."""
     expected = probabilities * counts.sum()
     assert counts[probabilities == 0].sum() == 0
     kept = probabilities > 0

@@ -34,10 +34,10 @@ def make_scheduler(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Steps of an engine without a model, of which every slot remembers what its key was computed from.
+    """Steps of an engine without a model. Every slot records the tokens that its key was computed from.
 
-    `texts` are the tokens of each request that exist, those still on the device included; a token is a function of all
-    tokens before it. The host learns the tokens of a step when it is collected, up to `depth` launches later.
+    `texts` has the tokens of each request, including those still on the device; a token is a function of all tokens
+    before it. The host learns the tokens of a step when it is collected, up to `depth` launches later.
     """
 
     @initialize(
@@ -187,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.append(tuple(np.array(column, dtype=np.int64) for column in zip(*sampled, strict=True)) or NONE)
 
     def slot(self, row: int, position: int) -> int:
-        """Where a token lies; its page must not have been given up."""
+        """The slot of a token; its page must not have been released."""
         running, size = self.scheduler.running, self.table.page_size
         index = position - int(running.num_evicted[row])
         assert index >= 0, "a visible page was evicted"
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def all_end(self):
-        """Without new arrivals all end, in at most the steps that they take one at a time."""
+        """Without new arrivals all requests end, in at most as many steps as they take one at a time."""
         for _ in range(sum(2 * request.max_len + 2 for request in self.unfinished)):
             if self.unfinished:
                 self.step()
@@ -251,7 +251,7 @@ TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadl
 @pytest.mark.parametrize("prefix_sharing", [False, True])
 @pytest.mark.parametrize("windows", [[None], [1, 2, 3, 5, 8]], ids=["no window", "windows"])
 def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
-    """What the machine meets too rarely: many requests that share and are preempted, return, and share again."""
+    """Traffic that the machine rarely draws: many requests share, are preempted, return, and share again."""
     met = Counter()
     for seed in range(20):
         random = Random(seed)
@@ -346,7 +346,7 @@ def test_a_free_page_is_left_for_each_running_request():
     scheduler.add(make_request([1] * 8, 4, 0))
     run(scheduler)
     scheduler.add(make_request([1] * 8, 4, 1))
-    assert run(scheduler) == [(0, 1)]  # its third page leaves one, and that one is kept for it
+    assert run(scheduler) == [(0, 1)]  # its third page leaves one free page, which is held back for it
 
 
 def test_a_request_is_admitted_with_pages_for_its_whole_prompt():

@@ -56,7 +56,7 @@ def front_end(tokenizer: PreTrainedTokenizerFast = LETTERS, **options: Any) -> T
 
 @cache
 def free(prompt: tuple[int, ...], seed: int | None, temperature: float) -> list[int]:
-    """The tokens of a request alone, of which others get the first ones."""
+    """The tokens of a request alone; requests that end earlier get the first of them."""
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=20, ignore_eos=True)
     return alone(double_model("qwen3"), list(prompt), params)
 
@@ -119,7 +119,7 @@ def limit_steps(llm: TextEngine, most: int = 3000) -> None:
 
 @st.composite
 def wishes(draw: st.DrawFn) -> SamplingParams:
-    """What requests may ask for, stop strings that often occur among it."""
+    """Random parameters, including stop strings that occur often."""
     return SamplingParams(
         temperature=1.0, seed=draw(st.integers(0, 5)), max_tokens=draw(st.integers(1, 12)),
         ignore_eos=draw(st.booleans()), stop_token_ids=draw(st.lists(st.integers(0, 60), max_size=6)),
@@ -228,7 +228,7 @@ def test_a_prompt_that_cannot_be_served_leaves_the_others_alone(prompt, message)
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
     llm = front_end()
     monkeypatch.setattr(LETTERS, "encode", lambda *args, **options: pytest.fail("it was tokenized"))
-    with pytest.raises(RequestError, match="has 1000000 characters, too many for the 128 tokens"):
+    with pytest.raises(RequestError, match="has 1000000 characters, too many for 128 tokens"):
         llm.generate("A" * 10**6)
     assert llm.generate(["A" * 10**6, [5]], GREEDY)[1].error is None
 
@@ -416,7 +416,7 @@ def test_a_step_visits_only_the_requests_that_got_a_token():
 
 
 def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
-    """Ctrl-C at the n-th of everything that a step of the front end calls, in turn, the tokenizer included."""
+    """Ctrl-C at the n-th call inside a step of the front end, for one n after the other, the tokenizer included."""
     tokenizer = letters()
     backend = tokenizer.backend_tokenizer
     params = [replace(SAMPLED, seed=1, max_tokens=9), replace(SAMPLED, seed=3, max_tokens=4, ignore_eos=True)]
@@ -460,7 +460,7 @@ def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
 
 @DEPTHS
 def test_a_listener_that_fails_once_delays_outputs_and_loses_none(depth):
-    """The step in which the short request ends fails in the other stream's hands."""
+    """The step in which the short request ends fails while the other stream runs it."""
     failures = 0
 
     def fail(engine: LLMEngine, report: Any) -> None:

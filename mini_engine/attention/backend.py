@@ -147,8 +147,8 @@ class BackendInfo:
 def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     on_gpu, size = cache.device.type == "cuda", cache.page_size
     if size % 128 if on_gpu else size > 64 and size % 16:
-        pages = "on a GPU pages of 128 tokens or a multiple, on a CPU pages of up to 64 tokens or a multiple of 16"
-        return f"needs {pages}; page_size is {size}", "page_size=128"
+        pages = "a page_size that is a multiple of 128 on a GPU, and at most 64 or a multiple of 16 on a CPU"
+        return f"needs {pages}, not {size}", "page_size=128"
     if on_gpu and spec.head_dim < 16:
         return f"needs heads of size 16 or more on a GPU, not {spec.head_dim}", None
     return None
@@ -170,7 +170,7 @@ def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
 
 def _flash_decoding_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     if cache.page_size % 16:
-        return f"needs pages of 16 tokens or a multiple; page_size is {cache.page_size}", "page_size=16"
+        return f"needs a page_size that is a multiple of 16, not {cache.page_size}", "page_size=16"
     return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 

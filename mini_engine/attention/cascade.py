@@ -99,8 +99,8 @@ class LevelCosts:
     def saving(self, num_tokens: Int64[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Seconds saved for each page that a request of `num_tokens` queries does not read again.
 
-        The computation of the level is charged in full. A request with many queries takes longer to compute than to
-        read again, so it saves nothing.
+        The computation of the level is charged in full. With many queries, computing their attention over a page takes
+        longer than reading the page again, so the level saves nothing.
         """
         return np.maximum(self.reread_seconds - self.compute_seconds * num_tokens, 0.0)
 

@@ -1,7 +1,7 @@
-"""The `flash_decoding` backend: decodes on our own kernel for Hopper, prompts on FlashInfer.
+"""The `flash_decoding` backend: decodes on the project's own kernel for Hopper, prompts on FlashInfer.
 
 The kernel supports plain layers: heads of size 64 or 128, up to 8 query heads for each KV head, keys in the model's
-dtype, and no window, soft-cap or ALiBi. FlashInfer also computes decodes in other layers. Explained in chapter 12.
+dtype, and no window, soft-cap or ALiBi. In other layers FlashInfer computes the decodes, too. Explained in chapter 12.
 """
 
 import logging

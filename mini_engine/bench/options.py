@@ -16,7 +16,7 @@ class BenchOptions:
     Attributes:
         workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths), "latency"
             (one request), "shared-prefix" (requests with a long common prefix), "long-context" (long prompts) or "host"
-            (host time per step without a model; only `json` applies to it). A CPU serves smaller ones than a GPU.
+            (host time per step without a model; only `json` applies to it). All are smaller on a CPU.
         peer: also measure this engine: "transformers", "transformers-continuous", "vllm" or "sglang". May be given
             several times.
         batch_size: number of requests of "batches". May be given several times.

@@ -1,8 +1,9 @@
 """A peer of a benchmark in its own process: `python -m mini_engine.bench.peer_child NAME`.
 
-Standard input has one JSON object per line: the options, then an object for each list of requests. Each is answered by
-a line on standard output: that the engine is ready, then the generated tokens and how many seconds that took, not
-counting the time to read the requests. The engine's own output goes to standard error. `PeerProcess` is the other end.
+A *peer* is another engine that the benchmark measures. Standard input has one JSON object per line: the options, then
+an object for each list of requests. The answers are lines on standard output: that the engine is ready, then the
+generated tokens and the seconds that it took, without the time to read the requests. The engine's own output goes to
+standard error. `PeerProcess` is the other end.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# From prompts and the sampling parameters of each to all outputs.
+# Takes prompts and the sampling parameters of each, and returns the outputs.
 Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[list[int]]]
 
 

@@ -32,7 +32,7 @@ class PeerOptions:
         prefix_sharing: keep a prefix cache.
         cache_tokens: capacity of the KV cache, in tokens.
         cache_bytes: bytes of these tokens.
-        memory_share: share of the device's memory that is free.
+        memory_share: share of the device's memory that the peer may use.
     """
 
     model: str
@@ -103,11 +103,11 @@ class PeerProcess:
             return json.loads(line)
         self._log.seek(0)
         last = "\n".join(self._log.read().splitlines()[-LOG_LINES:])
-        raise PeerError(f"the peer {self._name} ended before it answered; leave it out, or fix this:\n{last}")
+        raise PeerError(f"the peer {self._name} exited before it answered; leave it out, or fix this:\n{last}")
 
 
 def check_installed(name: str) -> None:
-    """Raise ConfigError if the engine of `LOADERS` cannot be imported here."""
+    """Raise ConfigError if `name` is in `LOADERS` and the engine is not installed here."""
     if name in LOADERS and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"the peer {name} is not installed in this Python environment ({sys.executable}): install {name} there, or "

@@ -56,7 +56,7 @@ def serve_continuous(
 ) -> list[list[int]]:
     """Serve with transformers' continuous batching: `generate_batch`, but with a `max_new_tokens` for each request.
 
-    Its cache holds all requests at once, and prefixes are not shared because the workloads have none.
+    Its cache holds all requests at once. Common prefixes are not shared, not even in the workload that has them.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -81,7 +81,7 @@ def serve_continuous(
     return [finished[str(index)] for index in range(len(requests))]
 
 
-# How each peer serves requests with transformers' model, with as many tokens per step as ours.
+# How each peer serves requests with transformers' model. The number limits the tokens of a step, as in our engine.
 PEERS: dict[str, Callable[["PreTrainedModel", int, Sequence[BenchRequest]], list[list[int]]]] = {
     "transformers": serve_padded,
     "transformers-continuous": serve_continuous,

@@ -40,7 +40,7 @@ from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.roofline import device_name, measure_machine
 
 PAGE_SIZE = 128  # of our engine; every backend supports it on every device
-GPU_STEP_TOKENS = 8192  # most tokens of our steps on a GPU, where a prompt's products need some thousand rows
+GPU_STEP_TOKENS = 8192  # most tokens of our steps on a GPU, where matrix products need thousands of rows to be fast
 SPARE_CACHE = 1.1  # extra space in a peer's KV cache, because it rounds requests up to its own blocks
 SHARE_OF_FREE = 0.95  # of the device's free memory that a peer may use
 PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")

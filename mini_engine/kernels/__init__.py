@@ -1,1 +1,1 @@
-"""Triton kernels, each with its PyTorch reference."""
+"""Faster parts of the engine: kernels in Triton and CUDA, FlashInfer's kernels, and fused layers."""

@@ -2,10 +2,10 @@
 
 A decode step reads every key and value once and computes little with them, so the kernel has to keep the memory busy
 from its first to its last microsecond. It does so in three ways. The keys of all requests are one sequence of tiles of
-16 keys, which the thread blocks share equally ("stream-K" of Osama et al. 2023, for attention Sanovar et al. 2024,
-"Lean Attention"), so no block is idle while another still works on a long request. The blocks of different KV heads
-read the same pages at the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps
-that compute.
+16 keys, which the thread blocks share equally ("stream-K", Osama et al. 2023; for attention "Lean Attention", Sanovar
+et al. 2024), so no block is idle while another still works on a long request. The blocks of different KV heads read the
+same pages at the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps that
+compute.
 
 The kernel is in `flash_decoding.cu`. Its reference is `attention/torch.py`. Explained in chapter 12.
 """

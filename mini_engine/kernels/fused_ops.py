@@ -1,4 +1,4 @@
-"""The parts of a layer as FlashInfer's kernels: one launch each, and as little host time as a launch can take.
+"""The parts of a layer on FlashInfer's kernels: as few launches as possible, each with little host time.
 
 On a GPU a small model is limited by the host, because each call of a PyTorch operator costs several microseconds. Each
 function here has the name and signature of the part that is its reference. Shape, dtype and layout alone determine

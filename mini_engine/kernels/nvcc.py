@@ -1,4 +1,4 @@
-"""Load the project's CUDA kernels. nvcc compiles each for a model's sizes when it is first used."""
+"""Load the project's CUDA kernels. nvcc compiles a kernel for a model's sizes when it is first used."""
 
 import ctypes
 from functools import cache

@@ -104,7 +104,7 @@ class PersistentDecode:
 
     @staticmethod
     def accepts(model: LanguageModel, kv_cache: PagedKVCache) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of fitting sizes."""
+        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of suitable sizes."""
         if not isinstance(model, LlamaForCausalLM) or model.device.type != "cuda" or model.dtype != torch.bfloat16:
             return False
         config, specs = model.config, model.attention_specs

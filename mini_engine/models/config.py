@@ -189,7 +189,7 @@ def _bad(name: str, value: object, remedy: str) -> ModelLoadError:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Check a value and return it, numbers as float.
+    """Check a value and return it; a value of `_NUMBERS` is returned as a float.
 
     Raises:
         ModelLoadError: if no model can have this value.
@@ -203,7 +203,7 @@ def _checked(name: str, value: Any) -> Any:
     if name in _FLAGS and type(value) is not bool:
         raise _bad(name, value, "it must be true or false")
     if name == "hidden_act" and value not in list(ACTIVATIONS):
-        raise _bad(name, value, f"known are {', '.join(ACTIVATIONS)}")
+        raise _bad(name, value, f"it must be one of {', '.join(ACTIVATIONS)}")
     return float(value) if name in _NUMBERS else value
 
 
@@ -235,7 +235,7 @@ def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple
         raise _bad("layer_types", types, f"it must be a list that names all {layers} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise _bad("layer_types", kind, "known are full_attention and sliding_attention")
+            raise _bad("layer_types", kind, "it must be full_attention or sliding_attention")
     return tuple(types), _checked("sliding_window", window) if "sliding_attention" in types else None
 
 
@@ -265,5 +265,5 @@ def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
             if scaling.low_freq_factor >= scaling.high_freq_factor:
                 raise _bad("low_freq_factor", scaling.low_freq_factor, "it must be below high_freq_factor")
         case kind:
-            raise _bad("rope_type", kind, "known are default, linear and llama3")
+            raise _bad("rope_type", kind, "it must be default, linear or llama3")
     return RopeConfig(value("rope_theta"), head_dim, scaling)

@@ -194,7 +194,7 @@ class HFModel(LanguageModel):
 def _check_kind(model: PreTrainedModel) -> None:
     """Raise ConfigError if the model's class or configuration shows that the engine cannot run it."""
     if model.config.is_encoder_decoder:
-        raise _refused("it is an encoder with a decoder")
+        raise _refused("it is an encoder-decoder model")
     if model.get_output_embeddings() is None:
         raise _refused(f"{type(model).__name__} gives no logits", "load the model with AutoModelForCausalLM")
     if model.base_model is model:
@@ -207,7 +207,7 @@ def _check_kind(model: PreTrainedModel) -> None:
         raise _refused(f"its layers keep more than keys and values ({', '.join(kinds) or 'a recurrent state'})")
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1 or devices == {"meta"}:
-        raise _refused(f"its weights are spread over {', '.join(sorted(devices))}", "load it onto one device")
+        raise _refused(f"its weights are on {' and '.join(sorted(devices))}", "load it onto one device")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise _refused("it takes no position_ids")
 

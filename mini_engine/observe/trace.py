@@ -69,7 +69,7 @@ class TraceStep:
         admitted: requests that got pages for this step.
         preempted: requests that lost their pages, newest first.
         left: requests that ended between the previous step and this one, because they were aborted, failed, or
-            contained a stop string, with their finish reasons.
+            generated a stop string, with their finish reasons.
         outputs: the tokens that were collected.
         ended: requests whose last token is among the outputs, with their finish reasons.
     """
@@ -97,7 +97,7 @@ class TraceStep:
 
     @property
     def hits(self) -> dict[str, int]:
-        """Tokens of admitted requests that were not computed, because pages of another request held them."""
+        """Tokens of admitted requests that were not computed, because the cache already held their keys and values."""
         shared = {w.request_id: w.num_computed - w.num_new for w in self.batch if w.request_id in self.admitted}
         return {name: count for name, count in shared.items() if count}
 

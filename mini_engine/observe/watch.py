@@ -157,9 +157,9 @@ class Watch:
         for token in step.outputs:
             self._requests[token.request_id].text += token.text
         self._totals.update({"preempted": len(step.preempted), "tokens shared": sum(step.hits.values())})
-        news = [(name, f"begins with {count} tokens that others have computed") for name, count in step.hits.items()]
+        news = [(name, f"begins with {count} tokens that the cache already has") for name, count in step.hits.items()]
         news += [(name, "has ended: its pages are free again") for name in step.ended]
-        news += [(name, "was preempted: it is computed again when there are pages") for name in step.preempted]
+        news += [(name, "was preempted: it is computed again when pages are free") for name in step.preempted]
         for name, what in news[-1:]:
             self._news = Text.assemble((f"step {index}: ", "dim"), self._requests[name].badge, f" {what}")
 

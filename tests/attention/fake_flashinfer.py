@@ -20,7 +20,7 @@ from mini_engine.sampling import gumbel_noise
 
 
 class Wrapper:
-    """What the wrappers of decodes and prompts have in common."""
+    """The common part of the wrappers for decodes and for prompts."""
 
     def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
         self.layout, self.options = kv_layout, options
@@ -162,14 +162,14 @@ def min_p_sampling_from_probs(probs: Tensor, min_p: Tensor, *, seed: Tensor, off
 
 
 class Event:
-    """A CUDA event: there is nothing to wait for."""
+    """A stand-in for a CUDA event, with nothing to wait for."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
 
 
 def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True, architecture: int = 9) -> ModuleType:
-    """Let `import flashinfer` give the stand-in, and a backend be built without a GPU."""
+    """Make `import flashinfer` return the stand-in, and let backends be built without a GPU."""
     module = ModuleType("flashinfer")
     module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]

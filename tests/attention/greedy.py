@@ -1,4 +1,4 @@
-"""A backend on a GPU under load: the engine's greedy tokens beside those of a model in float64."""
+"""A backend on a GPU under load: the engine's greedy tokens, compared with a model in float64."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def check_greedy(
 
     Args:
         device: a GPU.
-        family: of TINY.
+        family: a key of TINY.
         most_lost: see `check_near_greedy`.
-        fewer_best: likewise.
-        options: of the engine.
+        fewer_best: see `check_near_greedy`.
+        options: the engine's options.
     """
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, **TINY[family])
     model = our_model(theirs, parts=default_parts(device)).to(device)
@@ -60,18 +60,18 @@ def check_near_greedy(
     most_lost: float | None = None,
     fewer_best: float = 0.1,
 ) -> None:
-    """Check that each token is the best of the model in float64, or as close to it as bfloat16 can tell.
+    """Check that each token is the best one of the model in float64, or as close to the best as bfloat16 can tell.
 
-    Two logits that are each off by an error change places if they are less than twice the error apart. The error is
-    that of the model in bfloat16 on the host.
+    Two logits that are each off by an error can change places if they are less than twice the error apart. The error
+    is measured with the model in bfloat16 on the host.
 
     Args:
         theirs: transformers' model in bfloat16.
-        prompts: of each request.
+        prompts: the prompt of each request.
         outputs: tokens of each request.
         most_lost: how far the logit of a token may be below the best one, over the range of the logits; None for twice
             the largest error.
-        fewer_best: how much smaller the share of best tokens may be than that of the model in bfloat16 on the host.
+        fewer_best: how much smaller the share of best tokens may be than with the model in bfloat16 on the host.
     """
     plain, exact = our_model(theirs), our_model(copy.deepcopy(theirs).double())
     lost, errors, best = [], [], []

@@ -29,7 +29,7 @@ class Step:
         width = max(self.limits)
         if width == 0:
             return list(range(len(self.pages))), ()
-        table = np.full((len(self.pages), width), -1, dtype=np.int32)  # stale behind a request's pages
+        table = np.full((len(self.pages), width), -1, dtype=np.int32)  # stale after a request's pages
         for row, pages in zip(table, self.pages, strict=True):
             row[: len(pages)] = pages[:width]
         limits, num_new = np.array(self.limits), np.array(self.num_new)
@@ -52,7 +52,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn, most: int = 8, decodes_only: bool = False) -> Step:
-    """Requests that begin with some of an earlier one's pages; some of those are written in this very step."""
+    """Requests that begin with some pages of an earlier request; some of these pages are written in the same step."""
     page_size = draw(st.integers(1, 4))
     tails = st.integers(0, 3 * page_size)
     made: list[tuple[list[int], int, int]] = []
@@ -79,12 +79,12 @@ def steps(draw: st.DrawFn, most: int = 8, decodes_only: bool = False) -> Step:
 
 
 def prefixed(num_requests: int, shared: int, own: int) -> Step:
-    """Decodes that share a prefix of so many pages."""
+    """Decodes that share a prefix of this many pages."""
     pages = [[*range(shared), *range(shared + b * own, shared + (b + 1) * own)] for b in range(num_requests)]
     total = (shared + own) * 16
     return Step(16, shared + num_requests * own, pages, [total - 1] * num_requests, [1] * num_requests)
 
 
 def in_pages(cost: float) -> LevelCosts:
-    """A level costs as much as reading so many pages again; computing and merging cost nothing."""
+    """Costs counted in pages read: a level costs this many, and computing and merging cost nothing."""
     return LevelCosts(reread_seconds=1.0, compute_seconds=0.0, level_seconds=cost, merge_seconds=0.0)

@@ -1,4 +1,4 @@
-"""Sequences fed through a backend in pieces, and what naive attention over the whole of each gives."""
+"""Sequences fed through a backend in pieces, and the result of naive attention over each whole sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def expected(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Naive attention over the whole of one sequence."""
+    """Compute naive attention over one whole sequence."""
     positions = torch.arange(len(q), device=q.device)
     bias = None
     if spec.alibi_slopes:
@@ -58,7 +58,7 @@ def random_step(
 ) -> tuple[StepBatch, int]:
     """A step of a few sequences on random pages, some of which were evicted, and the number of the cache's pages.
 
-    The evicted pages lie in front of those that are left, and with `gaps` between them too.
+    The evicted pages are before the remaining pages and, with `gaps`, also between them.
     """
     count = data.draw(st.integers(1, 5))
     kv_lens = data.draw(st.lists(st.integers(1, longest), min_size=count, max_size=count))
@@ -69,7 +69,7 @@ def random_step(
     if data.draw(st.booleans()):
         page_positions = []
         for pages, n, m in zip(num_pages, kv_lens, new, strict=True):
-            # Pages in front of the first new token's may have been evicted: those behind start further on.
+            # Pages before the first new token's page may have been evicted, so the remaining pages start later.
             hole_at = data.draw(st.integers(0, (n - m) // page_size)) if gaps else 0
             hole = data.draw(st.integers(0, 3)) * page_size
             page_positions += [page * page_size + (hole if page >= hole_at else 0) for page in range(pages)]

@@ -67,7 +67,7 @@ def test_keys_whose_pages_were_evicted_are_as_good_as_masked(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_window_counts_positions_and_not_keys(name: str) -> None:
-    """Two decodes whose pages in the middle are gone: the first page is out of sight, although 8 keys are left."""
+    """Two decodes without their middle pages: the first page is outside the window, although only 8 keys are left."""
     spec = replace(PLAIN, window=9)
     cache = full_cache([spec], 4, 4, torch.float64)
     backend = create_backend(name, [spec], cache, Parts())
@@ -105,7 +105,7 @@ def test_sequences_may_share_pages(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_layer_computes_the_spec_of_the_backend_whatever_the_model_was_built_with(name: str) -> None:
-    """A narrower window is given to the backend alone."""
+    """Only the backend is given a narrower window."""
     narrow = replace(PLAIN, window=3)
     assert isinstance(create_backend(name, [PLAIN], PagedKVCache([PLAIN], 1, 4, torch.float64), Parts()), Attend)
     backend = create_backend(name, [narrow], full_cache([narrow], 3, 4, torch.float64), Parts())
@@ -127,7 +127,7 @@ def test_keys_stored_in_a_narrower_dtype_are_rounded_once(name: str) -> None:
 
 
 def make(name: str, spec: AttentionSpec = PLAIN, page_size: int = 16, device: str = "cpu", **options: Any) -> object:
-    """A backend over a small cache; "meta" and "cuda" caches have their device's name without its memory."""
+    """A backend over a small cache; "meta" and "cuda" caches have that device's name, but no memory on it."""
     cache = PagedKVCache([spec], 1, page_size, options.pop("dtype", torch.float32), **options)
     cache.device = torch.device(device)
     return create_backend(name, [spec], cache, Parts())
@@ -137,9 +137,9 @@ def make(name: str, spec: AttentionSpec = PLAIN, page_size: int = 16, device: st
     ("options", "message"),
     [
         ({"name": "flashatention"}, "unknown attention backend 'flashatention'; choose one of: torch, "),
-        ({"name": "flex", "page_size": 331}, "up to 64 tokens or a multiple of 16; page_size is 331; set page_size="),
+        ({"name": "flex", "page_size": 331}, "at most 64 or a multiple of 16 on a CPU, not 331; set page_size="),
         ({"name": "flex", "page_size": 331}, "or use attn_backend='torch'"),
-        ({"name": "flex", "page_size": 16, "device": "cuda"}, "page_size is 16; set page_size=128 or use attn_backend"),
+        ({"name": "flex", "page_size": 16, "device": "cuda"}, "a CPU, not 16; set page_size=128 or use attn_backend"),
         (
             {"name": "flex", "page_size": 128, "device": "cuda", "spec": replace(PLAIN, head_dim=8)},
             "heads of size 16 or more on a GPU, not 8; use attn_backend='torch'",

@@ -52,7 +52,7 @@ def test_lists_are_those_of_create_block_mask(length, window):
     first = torch.arange(0, length, size)
     last = first + size - 1
     visited, full = classify_blocks(first[:, None], last[:, None], first, last, window)
-    # What lies behind the last query and key is nobody's, so the last row and column are never full there.
+    # A block that extends past the last query or key is never full for `create_block_mask`.
     inside = last < length
     for ours, counts, indices in (
         (visited & ~(full & inside & inside[:, None]), theirs.kv_num_blocks, theirs.kv_indices),
@@ -66,14 +66,14 @@ def test_lists_are_those_of_create_block_mask(length, window):
 
 @st.composite
 def tables(draw):
-    """The pages of three sequences, a page of one perhaps shared by the next, and where each page's keys begin."""
+    """The pages of three sequences, a page of one possibly shared by the next, and where each page's keys begin."""
     rows = []
     for _ in range(3):
         pages = draw(st.permutations(range(POOL)))[: draw(st.integers(1, 5))]
         first = draw(st.integers(0, 4)) * PAGE  # pages before it were evicted
         rows.append((pages, [first + i * PAGE for i in range(len(pages))]))
     width = max(len(pages) for pages, _ in rows)
-    # Behind its own, a row repeats a page, or holds any other: only the starts say what is its own.
+    # After its own pages a row repeats a page or holds any other: only the starts tell which pages are its own.
     table = [pages + [draw(st.sampled_from(range(POOL)))] * (width - len(pages)) for pages, _ in rows]
     starts = [begin + [-1] * (width - len(begin)) for _, begin in rows]
     return rows, torch.tensor(table), torch.tensor(starts)

@@ -44,7 +44,7 @@ CAPPED = replace(PLAIN, layer=1, kv_layer=1, softcap=3.0)
 ALIBI = replace(PLAIN, layer=2, kv_layer=2, alibi_slopes=(0.5, 0.25, 0.1, 0.05))
 WINDOW = replace(PLAIN, layer=3, kv_layer=3, window=5)
 SPECS = (PLAIN, CAPPED, ALIBI, WINDOW)
-# Levels cost nothing, so every shared page is in one; or so much that none is.
+# Either levels cost nothing, so every shared page is in a level, or they cost so much that none pays off.
 FREE = CascadeCosts(level_seconds=0.0, bandwidth=np.inf, flops=np.inf)
 NEVER = CascadeCosts(level_seconds=1.0)
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_without_a_cost_every_shared_page_is_read_once(step: Step) -> None:
 @given(steps(decodes_only=True), st.floats(0.5, 12))
 def test_every_level_pays_and_together_they_beat_flat(step: Step, cost: float) -> None:
     _, levels = step.plan(in_pages(cost))
-    # Pages of each request that a level and those outside it hold; requests that begin a group with pages.
+    # The pages of each request in a level and the levels outside it; the tokens at which groups with pages begin.
     depth = [np.zeros(len(step.pages), dtype=int)]
     begins: list[list[int]] = []
     for level in levels:
@@ -117,7 +117,7 @@ def test_every_level_pays_and_together_they_beat_flat(step: Step, cost: float) -
         begins.append([tokens.start for tokens, pages in groups(level) if pages])
 
     def cost_of(kept: list[int]) -> float:
-        """Pages read, plus the levels' cost. What a dropped level held is read by the groups inside it."""
+        """Pages read, plus the levels' cost. The groups inside a dropped level read its pages."""
         reads, done = 0, depth[0]
         for i in kept:
             reads += sum(int(depth[i + 1][b] - done[b]) for b in begins[i])
@@ -154,7 +154,7 @@ H200 = LevelCosts.of(H200_COSTS, HEADS, PagedKVCache([HEADS], 1, 16, torch.bfloa
 @pytest.mark.parametrize(
     ("num_requests", "shared", "saved_us"),
     [
-        # Flat decode on tensor cores less two levels by hand, measured on an H200.
+        # Flat decode on tensor cores minus two levels planned by hand, measured on an H200.
         (16, 256, 44 - 22),
         (64, 256, 127 - 38),
         (64, 1024, 454 - 56),
@@ -186,7 +186,7 @@ def test_prompts_that_are_compute_bound_save_nothing() -> None:
 
 
 def test_an_outer_level_that_an_inner_one_makes_redundant_is_dropped() -> None:
-    """Two documents behind a system prompt: the prompt is read twice instead of in a level of its own."""
+    """Two documents after a system prompt: the prompt is read twice instead of in a level of its own."""
     system, documents = [0, 1, 2], [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
     pages = [[*system, *documents[b % 2], 20 + b] for b in range(8)]
     step = Step(16, 30, pages, [8 * 16 + 3] * 8, [1] * 8)
@@ -290,7 +290,7 @@ def test_equals_flat_attention_in_float64(step: Step, costs: CascadeCosts, key_c
 
 
 def test_pages_of_a_level_are_not_read_for_each_request() -> None:
-    """A level's keys are gathered once: with a pool of NaN behind a wrong page, the result would show it."""
+    """A level's keys are gathered once."""
     step = prefixed(3, 2, 1)
     _, levels = step.plan(costs_of(FREE, 16))
     gathered: list[int] = []
@@ -334,7 +334,7 @@ def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
 
 
 def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> None:
-    """Requests of two prefixes arrive in turns; in each step after their prompts, sharers are neighbors."""
+    """Requests with two prefixes arrive alternately; in each step after their prompts, sharers are neighbors."""
     model = double_model("llama")
     steps: list[tuple[list[str], tuple[PrefixLevel, ...]]] = []
 
@@ -391,7 +391,7 @@ def random_bf16(spec: AttentionSpec, count: int, seed: int) -> list[torch.Tensor
 
 
 def mixed_tree(extra: int = 0) -> Step:
-    """Two documents behind one system prompt, requests that share nothing, and prompts; `extra` more keys in each."""
+    """Two documents after one system prompt, requests that share nothing, and prompts; `extra` more keys in each."""
     system, documents = list(range(10)), [list(range(10, 30)), list(range(30, 55))]
     stems = [system + documents[0]] * 5 + [system + documents[1]] * 3 + [system] * 2 + [[]] * 2
     new = [1] * 9 + [17, 1, 30]
@@ -473,7 +473,7 @@ def test_levels_are_planned_once_on_the_gpu_while_they_stay() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: str) -> None:
-    """One graph for 8 requests; replayed for 5 and 8 of them, for other lengths and other prefixes."""
+    """One graph for 8 requests, replayed for 5 and for 8 requests with other lengths and other prefixes."""
     pytest.importorskip("flashinfer")
     size, longest = 8, prefixed(8, 40, 4)
     mine, reference = filled_caches((WIDE,), longest.num_pages + 1, [layout, "NHD"])
@@ -504,7 +504,7 @@ def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: st
             with torch.cuda.graph(graph):
                 out = backend(0, *data)
         graph.replay()
-        real = len(step.pages)  # the requests of the padding write to one slot
+        real = len(step.pages)  # all padding rows write to one slot
         torch.testing.assert_close(out[:real], flat(0, *data)[:real], **BF16)
 
 

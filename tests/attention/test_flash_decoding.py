@@ -67,7 +67,7 @@ def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=50))
 def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int]) -> None:
-    """So that one counter for each range is enough, and one place for the results of an item that it continues."""
+    """One counter for each range is then enough, and one place for the results of an item that it continues."""
     kv_lens = np.array(lens, dtype=np.int32)
     ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), 33)["ranges"]
     used = ranges[ranges[:, 2] > 0, 5:7].tolist()
@@ -84,7 +84,7 @@ def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: li
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        (QWEN3, {"page_size": 8}, "needs pages of 16 tokens or a multiple; page_size is 8; set page_size=16 or use"),
+        (QWEN3, {"page_size": 8}, "needs a page_size that is a multiple of 16, not 8; set page_size=16 or use"),
         (replace(QWEN3, head_dim=96), {}, "needs heads of size 64, 128 or 256, not 96; use attn_backend="),
         (QWEN3, {"dtype": torch.float32}, "does not read keys in torch.float32; set dtype='bfloat16' or use"),
         (QWEN3, {"architecture": 10}, "needs a GPU of compute capability 9 (Hopper), not 10; use attn_backend="),
@@ -123,7 +123,7 @@ def check_kernel(
     dtype: torch.dtype,
     times: int = 2,
 ) -> None:
-    """One step of decodes beside the torch backend in float64, on pages in random order."""
+    """Compare one step of decodes with the torch backend in float64, on pages in random order."""
     device = torch.device("cuda")
     num_pages = sum(-(-n // page_size) for n in kv_lens) + 1
     pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(len(kv_lens))).tolist()
@@ -131,7 +131,7 @@ def check_kernel(
     mine = PagedKVCache([spec], num_pages, page_size, dtype, device, layout)
     theirs = PagedKVCache([spec], num_pages, page_size, torch.float64, device)
     backend = create_backend("flash_decoding", [spec], mine, Parts())
-    for _ in range(times):  # the counters are left at zero
+    for _ in range(times):  # a launch leaves the counters at zero
         check_equal(batch, backend, TorchBackend([spec], theirs, Parts()), BF16)
     assert all(isinstance(wrapper, PlannedDecode) for wrapper in backend._wrappers.values())  # type: ignore[attr-defined]
 

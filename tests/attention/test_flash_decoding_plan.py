@@ -32,7 +32,7 @@ SPECS = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=5), replace(PLAIN, la
 
 
 class Kernel(FlashDecoding):
-    """What the kernel does, range by range: items that a range continues come back to the range that began them."""
+    """The kernel in Python, range by range: the range that began an item collects the results of its other ranges."""
 
     def __init__(
         self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
@@ -75,7 +75,7 @@ class Kernel(FlashDecoding):
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[None]:
-    """FlashInfer's place is taken by naive attention, the kernel's by Python, and a CPU's cache is accepted."""
+    """Naive attention stands in for FlashInfer and Python for the kernel, and a cache on a CPU is accepted."""
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch)
         patch.setattr(module, "FlashDecoding", Kernel)
@@ -113,7 +113,7 @@ def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
 
 
 def test_what_a_graph_has_recorded_reads_the_work_of_each_step(fake: None) -> None:
-    """At the same addresses, whatever the lengths; and layers of one number of KV heads share it."""
+    """It is at the same addresses, whatever the lengths, and layers with the same number of KV heads share it."""
     backend = FlashDecodingBackend(SPECS, PagedKVCache(SPECS, 12, 16, torch.float64), Parts())
     seen = set()
     for kv_lens, pages in (([1, 1], [11, 11]), ([33, 16], [3, 0, 7, 1]), ([20, 70], [0, 1, 5, 4, 3, 2, 6])):
@@ -132,7 +132,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
     fake: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With graphs: on a CPU they call the function again, over the same padding and the same arrays."""
-    monkeypatch.setattr(FlashDecodingBackend, "_computes", lambda self, kind: True)  # of small heads too
+    monkeypatch.setattr(FlashDecodingBackend, "_computes", lambda self, kind: True)  # of small heads, too
     model = double_model("llama")
     engine = make_engine(
         model, attn_backend="flash_decoding", num_pages=9, page_size=16, max_batch_size=5, max_model_len=48,

@@ -1,4 +1,4 @@
-"""The flashinfer backend on a GPU: FlashInfer's kernels beside the references."""
+"""The flashinfer backend on a GPU: FlashInfer's kernels, compared with the references."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
 
 
 def test_a_step_waits_for_the_device_nowhere(gpu: torch.device) -> None:
-    """Neither while it is planned nor in a layer does torch synchronize."""
+    """torch synchronizes neither while the step is planned nor in a layer."""
     spec = QWEN3
     batch = StepBatch.build(
         token_ids=[0] * 21, num_new=[1, 20], kv_lens=[50, 40], pages=range(7), page_size=16, device="cuda"

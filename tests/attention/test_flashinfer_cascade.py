@@ -105,7 +105,7 @@ def fake() -> Iterator[None]:
 @settings(max_examples=10)
 @given(steps(), st.sampled_from([0.0, 3.0, 1e9]))
 def test_equals_flat_attention(fake: None, layout: str, step: Step, cost: float) -> None:
-    """Up to the float32 logarithms that FlashInfer returns."""
+    """Up to the rounding of the float32 logarithms that FlashInfer returns."""
     batch = step.batch(*step.plan(in_pages(cost)))
     mine = PagedKVCache(SPECS, step.num_pages, step.page_size, torch.float64, layout=layout)
     theirs = PagedKVCache(SPECS, step.num_pages, step.page_size, torch.float64)
@@ -115,7 +115,7 @@ def test_equals_flat_attention(fake: None, layout: str, step: Step, cost: float)
 @settings(max_examples=20)
 @given(steps(decodes_only=True), st.integers(0, 3))
 def test_padding_behind_a_step_changes_nothing(fake: None, step: Step, padding: int) -> None:
-    """In a graph the levels have a fixed number of groups, and the requests of the padding are in none with pages."""
+    """In a graph the levels have a fixed number of groups, and the padding rows are in no group with pages."""
     batch = step.batch(*step.plan(in_pages(0.0)))
     size, page_size = batch.num_sequences + padding, step.page_size
     padded = StepBatch.build(
@@ -142,7 +142,7 @@ def test_levels_are_planned_again_only_when_they_change(fake: None) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_chunks_at_any_offset_equal_the_reference(fake: None, layout: str) -> None:
-    """Decodes and prompts over chunks, one of them over none, and the same requests with their chunks moved."""
+    """Decodes and prompts over chunks, one of them without chunks, and the same requests with their chunks moved."""
     specs = tuple(replace(spec, window=None, alibi_slopes=None, rope=RopeConfig(100.0, 8)) for spec in SPECS[:2])
     caches = [PagedKVCache(specs, 20, 4, torch.float64, layout=layout) for layout in (layout, "NHD")]
     mine, theirs = FlashInferCascadeBackend(specs, caches[0], Parts()), CascadeBackend(specs, caches[1], Parts())

@@ -1,4 +1,4 @@
-"""What else FlashInfer offers, beside the engine's references: the functions that chapter 08 shows."""
+"""The other functions of FlashInfer that chapter 08 shows, compared with the engine's references."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ DRAWS, VOCABULARY = 40_000, 50
 
 
 def check_frequencies(tokens: Tensor, probs: Tensor) -> None:
-    """Every token is drawn as often as its probability says, up to five standard deviations; impossible ones never."""
+    """Each token is drawn as often as its probability predicts, to five standard deviations; impossible ones never."""
     counts = torch.bincount(tokens.long().cpu(), minlength=VOCABULARY)
     assert len(tokens) == DRAWS and not counts[probs == 0].any()
     deviation = (DRAWS * probs * (1 - probs)).sqrt()

@@ -33,7 +33,7 @@ SPECS = (
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[None]:
-    """FlashInfer's place is taken by naive attention; prompts of three new tokens are long."""
+    """Naive attention stands in for FlashInfer, and prompts of three new tokens count as long."""
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch)
         patch.setattr(module, "FA3_MIN_TOKENS", 3)

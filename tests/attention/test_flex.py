@@ -102,7 +102,7 @@ def test_block_mask_lists_what_the_mask_shows_and_nothing_else(data: st.DataObje
         filled = (tiles.positions >= 0)[:, :, None]
         assert torch.equal(full, (by_block.all(dim=3) | ~filled).all(dim=1) & filled.any(dim=1))
 
-        # The mask_mod says the same of every query and slot, so that a partial block shows no more than it should.
+        # The mask_mod agrees for every query and slot, so a partial block shows no more than it should.
         grid = torch.meshgrid(*(torch.arange(n) for n in visible.shape), indexing="ij")
         assert torch.equal(mask.mask_mod(grid[0], torch.tensor(0), grid[1], grid[2]), visible)
 
@@ -178,7 +178,7 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_mask_is_built_once_a_step_for_each_kind_of_layer() -> None:
-    """Not for every layer, and not for prompts or decodes that the step has none of."""
+    """Not for every layer, and only for the prompts or decodes that the step has."""
     built: list[int | None] = []
 
     def counted(*positions: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def block_lists(mask: BlockMask) -> Tensor:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> None:
-    """What is kept equals what would be built, and nothing is built that would be equal."""
+    """A kept mask equals the mask that would be built, and no mask is built that would equal the kept one."""
     page_size = data.draw(st.sampled_from([1, 3, 8, 32, 128]))
     window = data.draw(st.none() | st.integers(1, 3 * page_size))
     spec = replace(PLAIN, window=window)
@@ -224,7 +224,7 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
     pages = np.random.default_rng(data.draw(st.integers(0, 9))).permutation(24).reshape(3, 8)
 
     def masks(kept: FlexBackend, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """The lists of blocks, and what the mask says of every slot."""
+        """The block indices, and the value of the mask at every slot."""
         kept.plan(batch)
         [(tiles, planned)] = kept._tile_plans
         [(block_mask, _)] = planned.values()
@@ -247,7 +247,7 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
         lists, visible = masks(kept, batch)
         new_lists, new_visible = masks(FlexBackend([spec], cache, Parts()), batch)
         assert torch.equal(lists, new_lists) and torch.equal(visible, new_visible)
-        # A window smaller than a block fills none, and yet the query passes the end of one.
+        # A window smaller than a block makes no block full, but the query still passes the end of a block.
         assert bool(built) != torch.equal(lists, before) or (window is not None and window < kept._kv_block)
         before, lens = lists, lens + 1
 
@@ -343,8 +343,8 @@ def count_recompilations(specs: Sequence[AttentionSpec], page_size: int, dtype: 
     compiled = counters["stats"]["unique_graphs"]
     assert compiled > 0
     for seed in range(page_size + 2):
-        step([1, 1], [9 + seed, 30 + seed], seed)  # over the end of a page
-    step([1, 1, 2], [3, 100, 17], seed=1)  # others in their place, a short chunk
+        step([1, 1], [9 + seed, 30 + seed], seed)  # past the end of a page
+    step([1, 1, 2], [3, 100, 17], seed=1)  # other sequences in their place, a short chunk
     step([1, 1, 30], [60, 60, 90], seed=2)  # a chunk in the middle of a prompt
     return counters["stats"]["unique_graphs"] - compiled
 
@@ -358,7 +358,7 @@ def test_nothing_is_compiled_again_as_sequences_grow() -> None:
 
 
 def test_nothing_is_compiled_again_while_requests_come_and_go() -> None:
-    """Through the whole engine: chunks, preemptions, shared prefixes, sequences that grow over the ends of pages."""
+    """Through the whole engine: chunks, preemptions, shared prefixes, sequences that grow past the ends of pages."""
     model = our_model(transformers_model("llama", seed=2, num_hidden_layers=2))
     engine = make_engine(
         model, attn_backend="flex", num_pages=8, page_size=16, max_batch_size=4, max_num_batched_tokens=32,

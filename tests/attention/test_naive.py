@@ -171,7 +171,7 @@ def test_mask_follows_positions_not_places() -> None:
 @pytest.mark.parametrize("num_heads", [1, 2, 6, 8, 12, 16])
 def test_alibi_equals_bloom(num_heads: int) -> None:
     length = 7
-    # Bloom's bias grows with the key alone; ours is 0 at the query itself. A softmax does not see the difference.
+    # Bloom's bias depends only on the key; ours is 0 at the query itself. Softmax cancels the difference.
     bloom = build_alibi_tensor(torch.ones(1, length, dtype=torch.int64), num_heads, torch.float32)
     positions = torch.arange(length)
     ours = alibi_bias(alibi_slopes(num_heads), positions, positions)

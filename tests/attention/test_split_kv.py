@@ -126,7 +126,7 @@ def test_equals_the_reference_however_keys_are_split(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize(("thread_blocks", "merges"), [(2, 0), (8, 3), (80, 39)])
 def test_states_are_merged_by_the_part(thread_blocks: int, merges: int) -> None:
-    """One decode of 40 keys: a chunk for each of the workers of a KV head."""
+    """One decode of 40 keys: one chunk for each worker of a KV head."""
     calls = []
     parts = replace(Parts(), merge_states=lambda a, b: calls.append(1) or merge_states(a, b))
     backend = SplitKVBackend(

@@ -1,4 +1,4 @@
-"""States against masked_attention; merge as an associative, commutative operation with a neutral element."""
+"""States against masked_attention; merge as an associative, commutative operation with an identity element."""
 
 import math
 from functools import reduce

@@ -66,7 +66,7 @@ def test_equals_naive_attention_of_each(data: st.DataObject) -> None:
 
 
 def is_padded(kv_lens: list[int], spec: AttentionSpec = FULL) -> bool:
-    """Whether the padded backend computes a step's decodes in one call, and plans none of them by itself."""
+    """Whether the padded backend computes a step's decodes in one call, and plans none of them separately."""
     backend = PaddedTorchBackend([spec], PagedKVCache([spec], 16, 4, torch.float32), Parts())
     backend.plan(decodes(kv_lens, 4, list(range(sum(-(-n // 4) for n in kv_lens)))))
     assert len(backend._sequences) == (len(kv_lens) if backend._decodes is None else 0)
@@ -91,7 +91,7 @@ def test_decodes_that_padding_does_not_suit_go_through_the_loop() -> None:
 
 
 def test_the_reference_calls_masked_attention_for_every_sequence() -> None:
-    """The padded backend lists the part as bypassed, and calls it for prompts alone."""
+    """The padded backend lists the part as bypassed, and calls it only for prompts."""
 
     def calls(backend_class: type[TorchBackend]) -> int:
         made = []
@@ -118,7 +118,7 @@ def test_long_sequences_are_attended_to_in_chunks(key_chunk: int) -> None:
 
 
 def test_decodes_of_several_tokens_are_not_padded() -> None:
-    """As a step has them that verifies drafted tokens."""
+    """A step that verifies drafted tokens has such decodes."""
     batch = StepBatch.build(
         token_ids=[0] * 7,
         num_new=[3, 2, 2],

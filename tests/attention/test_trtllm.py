@@ -41,7 +41,7 @@ QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(0, 3))
 def test_a_table_has_the_pages_of_each_request_and_then_zeros(rows: list[list[int]], extra: int) -> None:
-    """And with the lengths of its rows it gives CSR again, whatever the pages are: page 0 is one of them."""
+    """With the lengths of its rows it converts back to CSR, whatever the pages are, page 0 included."""
     indices = np.array([page for row in rows for page in row], dtype=np.int32)
     indptr = np.cumsum([0, *map(len, rows)], dtype=np.int32)
     table = block_tables(indices, indptr, max(map(len, rows)) + extra)
@@ -108,7 +108,7 @@ NARROW = 0.08  # relative, over a whole step: on Hopper, XQA rounds queries and 
 @settings(max_examples=10)
 @given(st.data())
 def test_kernels_equal_the_reference(gpu: torch.device, shape: str, layout: str, data: st.DataObject) -> None:
-    """Any mix of decodes and prompts on random pages, beside the torch backend in float64."""
+    """Any mix of decodes and prompts on random pages, compared with the torch backend in float64."""
     # Each shape and page size is a kernel that takes half a minute to compile.
     specs, page_size = SHAPES[shape], data.draw(st.sampled_from([16, 32, 64, 128] if shape == "qwen3" else [16]))
     batch, num_pages = random_step(data, page_size, gaps=False, longest=500, device="cuda")
@@ -140,7 +140,7 @@ def test_a_long_context_is_split_over_thread_blocks(gpu: torch.device) -> None:
     mine = PagedKVCache([QWEN3], 1000, 16, torch.bfloat16, gpu, "HND")
     theirs = PagedKVCache([QWEN3], 1000, 16, torch.float64, gpu)
     backend = create_backend("flashinfer_trtllm", [QWEN3], mine, Parts())
-    for _ in range(3):  # the counters are left at zero
+    for _ in range(3):  # a launch leaves the counters at zero
         check_equal(batch, backend, TorchBackend([QWEN3], theirs, Parts()), BF16)
 
 

@@ -42,7 +42,7 @@ SPECS = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=5))
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[None]:
-    """FlashInfer's place is taken by naive attention, and a CPU's cache is accepted."""
+    """Naive attention stands in for FlashInfer, and a cache on a CPU is accepted."""
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch)
         patch.setattr(module, "SCRATCH_BYTES", 64)

@@ -113,7 +113,7 @@ def test_a_request_that_is_refused_is_not_measured(llm):
 
 @dataclass
 class Fake:
-    """Answers with one token, but in the first request ends with another."""
+    """Answers with the same token throughout, but ends the first request with `last`."""
 
     last: int
     served: list[int] = field(default_factory=list)
@@ -197,7 +197,7 @@ def test_the_bound_counts_prompts_too(llm):
 
 
 def test_blocks_are_as_long_as_transformers_makes_them():
-    """Named `block_size` up to 5.17, `page_size` since: the peer is not told, and its pool is counted in these."""
+    """The option is `block_size` up to 5.17 and `page_size` since, so the peer keeps the default, which this checks."""
     config = vars(ContinuousBatchingConfig())
     assert (config.get("page_size") or config["block_size"]) == BLOCK
 

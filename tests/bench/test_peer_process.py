@@ -1,4 +1,4 @@
-"""A peer in another process: the fake package below stands for vLLM, and shows what it was asked for."""
+"""A peer in another process: the fake package below stands in for vLLM, and shows what it was asked for."""
 
 import io
 import json
@@ -62,7 +62,7 @@ BROKEN = "class SamplingParams: ...\n\n\ndef LLM(**options):\n    raise RuntimeE
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Puts a package `vllm` in front of the module path, here and in processes that are started."""
+    """Put a package `vllm` first on the module path, here and in child processes."""
 
     def install(source: str) -> None:
         folder = tmp_path / "site"
@@ -113,7 +113,7 @@ def test_a_peer_that_is_not_installed_is_refused_before_the_model_is_opened():
 
 
 def test_the_child_imports_nothing_before_its_engine():
-    """The engines start processes that import its module again."""
+    """The engines start processes that import the child's module again."""
     check = "import sys, mini_engine.bench.peer_child as child; print({'torch', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

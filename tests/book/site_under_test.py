@@ -1,6 +1,6 @@
-"""The site that the browser tests look at: built from a copy of the tree with one more chapter in it.
+"""The site for the browser tests, built from a copy of the tree with one more chapter in it.
 
-That chapter holds everything that a chapter may.
+That chapter has one of everything that a chapter may contain.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: 
 
 
 def sample_notebook() -> nbformat.NotebookNode:
-    """One of everything that a chapter may hold."""
+    """A notebook with one of everything that a chapter may contain."""
     v4 = nbformat.v4
 
     def shown(html: str) -> nbformat.NotebookNode:
@@ -134,7 +134,7 @@ PROBLEMS = r"""() => {
 
 
 class Tab:
-    """A page of the browser that notes whatever goes wrong while it loads."""
+    """A browser page that records whatever goes wrong while it loads."""
 
     def __init__(self, context: sync_api.BrowserContext, address: str) -> None:
         self.address, self.problems = address, list[str]()

@@ -63,7 +63,7 @@ def test_a_clicked_page_is_the_last_of_the_chosen_request(figure: sync_api.Page)
     figure.get_by_role("button", name="Request B").click()
     click_page(figure, 9)
     assert arrays(figure) == expected(EXAMPLE | {"B": ([1, 9], 5)})
-    assert changed(figure) == [2, 3, 1]  # all entries behind B's old ones
+    assert changed(figure) == [2, 3, 1]  # all entries after B's old ones
     assert "Page 9 is now B's last page" in figure.locator(".csr-says").inner_text()
     click_page(figure, 7)
     assert arrays(figure) == expected(EXAMPLE | {"B": ([1, 9, 7], 9)})
@@ -81,7 +81,7 @@ def test_a_stored_key_changes_one_number_and_needs_room(figure: sync_api.Page) -
 
 
 def test_the_last_page_can_be_taken_back_down_to_none(figure: sync_api.Page) -> None:
-    click_page(figure, 0)  # in the middle of A: stays
+    click_page(figure, 0)  # in the middle of A: it stays
     assert arrays(figure) == expected(EXAMPLE)
     click_page(figure, 3)
     assert arrays(figure) == expected(EXAMPLE | {"A": ([2, 0], 8)})

@@ -1,4 +1,4 @@
-"""A notebook's experiment runs on the reader's GPU once, and is what was recorded where that cannot be."""
+"""A notebook's experiment runs on the reader's GPU once; without a GPU the recorded result is used."""
 
 from pathlib import Path
 

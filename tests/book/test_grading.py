@@ -169,7 +169,7 @@ def test_the_solution_earns_all_points(write: Write) -> None:
 
 
 def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
-    """The four exercises loop, abort, exit the process, and are right: the right one is graded after all."""
+    """The four exercises loop, abort, exit the process, and are right: the right one is still graded."""
     grading = graded(
         write(
             "import os\n\n\n"
@@ -258,7 +258,7 @@ def test_exceptions_are_explained(write: Write) -> None:
 
 
 def test_what_ends_a_process_costs_its_own_exercise(write: Write) -> None:
-    """KeyboardInterrupt and the outcomes of pytest are no `Exception`s."""
+    """KeyboardInterrupt and the outcomes of pytest are not `Exception`s."""
     grading = graded(
         write(
             "import pytest\n\n\n"
@@ -323,7 +323,7 @@ def test_an_unwritten_exercise_is_not_a_mistake(write: Write) -> None:
 
 
 def test_one_mistake_costs_once(write: Write) -> None:
-    """quadruple calls a double that is wrong, and a helper that is the reader's own."""
+    """`quadruple` calls a wrong `double`, and a helper that the reader has written."""
     grading = graded(
         write(
             "def double(x):\n    return x + 2\n\n\n"
@@ -394,7 +394,7 @@ def test_a_wrong_answer_that_misses_a_demand_gets_nothing(write: Write) -> None:
 
 
 def test_a_demand_alone_earns_nothing(write: Write) -> None:
-    """A run of selected checks may leave out those of the result: the points are not known yet."""
+    """A run of selected checks may leave out the checks of the result, so the points are not known yet."""
     chapter = write(SLICING_LAST)
     with Grading(chapter, chapter.homework, LIMITS) as grading:
         grading.run(chapter.checks_of(chapter.exercise("last"))[-1])
@@ -471,7 +471,7 @@ def test_a_part_is_finished_while_its_file_stays_as_graded(write: Write, tmp_pat
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_exercise_of_a_layer_runs_in_the_engine(family: str) -> None:
-    """The reference answer of chapter 03 takes the weights of a layer, and the engine's part the layer."""
+    """The reference answer of chapter 03 takes the weights of a layer; the engine's part takes the layer itself."""
     answers = solution("03_language_model")
     own = _on_layers(answers.decoder_layer, answers.LayerWeights)
     models = [

@@ -1,4 +1,4 @@
-"""The graders' assertions: they pass what is right and name what is wrong, the plainest first."""
+"""The graders' assertions: they pass what is right and name what is wrong, the plainest mistake first."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Memory as counted, on cases that can be counted by hand."""
+"""The memory counter, on cases that can be counted by hand."""
 
 import torch
 

@@ -64,7 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it that a test may spoil; the book's root is the current folder."""
+    """A copy of that pair for a test to spoil; the book's root is the current folder."""
     folder = tmp_path / "chapters" / "07_tiny"
     folder.mkdir(parents=True)
     for file in (built, built.with_suffix(".ipynb")):

@@ -1,4 +1,4 @@
-"""The shapes are the published models', in their number of parameters."""
+"""The shapes have as many parameters as the published models."""
 
 import pytest
 import torch

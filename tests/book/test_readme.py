@@ -1,4 +1,4 @@
-"""The README says what is there: its links, its commands and its chapters."""
+"""The README agrees with the repository: its links, its commands and its chapters."""
 
 import re
 from pathlib import Path

@@ -146,7 +146,7 @@ def test_a_readme_gets_its_numbers_from_the_results(root: Path) -> None:
     results.write(result())
     readme = root / "experiments" / "01_first" / "README.md"
     readme.write_text(f"# First\n\n{results.RESULTS}\nold\n{results.END_OF_RESULTS}\n\nReading.\n", encoding="utf-8")
-    for _ in range(2):  # again changes nothing
+    for _ in range(2):  # doing it again changes nothing
         results.fill_readme("01_first", {"latency"}, root)
         text = readme.read_text(encoding="utf-8")
         assert "2.50 ms" in text and "Recorded on GPU X" in text and "old" not in text and "tests" not in text

@@ -58,7 +58,7 @@ def test_every_page_renders_without_a_network_and_fits_a_phone(
             tabs[0].open(first[kind(path)])
             tabs[0].page.wait_for_load_state()
         if tabs[0].page.evaluate(SHOW, address + path):
-            loaded.append(path)  # scripts and style sheets of its own draw what is in it
+            loaded.append(path)  # its own scripts and style sheets draw its contents
         elif found := tabs[0].problems + tabs[0].page.evaluate(PROBLEMS):
             report[path] = found
     for paths in batches(loaded, len(tabs)):
@@ -98,7 +98,7 @@ def test_every_link_inside_the_site_leads_somewhere(site: Path) -> None:
             target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             target = target / "index.html" if target.is_dir() else target
             ids = parsed[target].ids if target in parsed else {parts.fragment}
-            is_page = not parts.path.endswith(".ipynb")  # a notebook's link that was not made one to its page
+            is_page = not parts.path.endswith(".ipynb")  # a notebook's link that does not lead to its page
             if not is_page or not target.is_file() or unquote(parts.fragment) not in ids:
                 broken.append(f"{file.relative_to(site)}: {link}")
     assert broken == []

@@ -22,7 +22,7 @@ TRACE = read_trace(FILE)
 pytestmark = needs_browser
 
 LABELS = "() => [...document.querySelectorAll('.trace-page')].map((cell) => cell.textContent)"
-# The share of each page that is colored as written, out of its background; 0 for a free page.
+# The share of each page that is colored as filled, read from its background; 0 for a free page.
 FILLED = r"""() => [...document.querySelectorAll(".trace-page")].map((cell) =>
     Number(cell.style.background.match(/\) (?:0%, \S.*?\) )?([\d.]+)%/)?.[1] ?? 0))"""
 
@@ -54,7 +54,7 @@ def shown(player: sync_api.Page) -> int:
 
 
 def small_trace(num_pages: int = 3, name: str = "<b>x</b>") -> str:
-    """A trace of two steps, by hand: a request with a name that is no HTML."""
+    """A trace of two steps, written by hand; the request's name must not be read as HTML."""
 
     def step(index: int, kind: str, new: int, computed: int, arrived: dict[str, int]) -> dict[str, object]:
         args = {"arrived": arrived, "waiting": [], "admitted": list(arrived), "preempted": [], "left": {}, "ended": {}}

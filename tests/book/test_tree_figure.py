@@ -36,7 +36,7 @@ def gigabytes(figure: sync_api.Page) -> list[float]:
 
 
 def boxes(figure: sync_api.Page) -> list[int]:
-    """How many reads are drawn of the system prompt, the documents, and the own tokens."""
+    """How many reads are drawn of the system prompt, the documents, and each request's own tokens."""
     return [figure.locator(f".tree-figure rect.tree-{part}").count() for part in ("system", "document", "own")]
 
 

@@ -1,4 +1,4 @@
-"""The experiment measures every operator of a layer, each beside a bound of its own."""
+"""The experiment measures every operator of a layer, each with its own bound."""
 
 from dataclasses import replace
 from pathlib import Path

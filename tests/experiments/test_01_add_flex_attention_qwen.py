@@ -31,7 +31,7 @@ TINY = replace(
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling takes seconds for each shape; what is computed is the same."""
+    """Compiling takes seconds for each shape; the results are the same."""
     monkeypatch.setattr(run, "compiled_flex_attention", flex_attention)
 
 

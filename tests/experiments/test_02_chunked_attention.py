@@ -1,4 +1,4 @@
-"""All ways compute one function, every figure has its bound, and what would not fit is counted and does not run."""
+"""All ways compute one function, every figure has its bound, and cases that would not fit are counted but not run."""
 
 from dataclasses import replace
 from itertools import islice
@@ -59,7 +59,7 @@ def test_the_count_on_shapes_alone_is_the_count_of_a_real_run() -> None:
     naive, chunks = run.whole(SMALL)[run.NAIVE], run.chunks(SMALL, 8)[8]
     for way in (naive, chunks):
         assert run.counted_peak(SMALL, PROMPT, way) == run.measured_peak(lambda way=way: way(q, k, v), q.device)
-    # What the README predicts: 13 bytes for each score, and 12 for each of a chunk's.
+    # What the README predicts: 13 bytes for each score, and 12 for each score of a chunk.
     assert run.counted_peak(SMALL, PROMPT, naive) == pytest.approx(13 * 4 * 24 * 24, rel=0.1)
     long = run.Case("piece", 256, 4096)
     assert run.counted_peak(SMALL, long, run.chunks(SMALL, 512)[512]) == pytest.approx(12 * 4 * 256 * 512, rel=0.1)

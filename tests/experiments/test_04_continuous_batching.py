@@ -61,7 +61,7 @@ def test_a_request_joins_while_others_run(model):
 
 def test_chunks_let_others_go_on_beside_a_long_prompt(model):
     def tokens_beside(max_num_batched_tokens: int) -> int:
-        """Tokens of others between the last token before the long prompt came in and its own first."""
+        """Tokens of other requests between the last one before the long prompt arrived and its own first token."""
         two = [run.Request(0.0, [5, 6], 12), run.Request(0.0, [7] * 40, 2)]
         first, long = run.serve(run.make_engine(model, two, WORKLOAD, max_num_batched_tokens), two)
         return sum(at < long[0] for at in first)

@@ -142,7 +142,7 @@ def test_the_recorded_cases_are_those_of_the_script(recorded):
 
 
 def test_recorded_bounds_are_the_machines_rates(recorded):
-    """Of the kernels that took turns, one; sections that ran later measured the machine again."""
+    """Kernels that took turns have the same bound; sections that ran later measured the machine again."""
     for figure in ("decode: rate", "prefill: rate"):
         assert len({row.bound for row in recorded.rows if row.figure == figure}) == 1
     bandwidths = [row.bound for row in recorded.rows if row.unit == "B/s"]

@@ -1,4 +1,4 @@
-"""The ways that are timed compute the same, and the modes differ as their names say."""
+"""All timed ways compute the same result, and the modes differ as their names say."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_no_recorded_time_beats_its_bound():
 
 
 def test_computing_all_tokens_again_is_full_recompute(model):
-    """Behind the first chunk; and computing none again is what composed chunks give in the engine."""
+    """After the first chunk; and recomputing no tokens gives the result of composed chunks in the engine."""
     memory = run.make_memory(model, 64, num_copies=3)
     tokens = torch.randint(61, (32,), generator=torch.Generator().manual_seed(3)).tolist()
     passage = run.Passage(tokens[:24], tokens[24:])

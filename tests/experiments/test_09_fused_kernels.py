@@ -82,7 +82,7 @@ def test_all_rungs_compute_the_same_layers(model, num_tokens, without_a_gpu):
 
 
 def test_rows_of_the_kernels(model, without_a_gpu, monkeypatch):
-    """Every stage has the kernels that are expected of it: those have bounds."""
+    """The kernels that a stage is expected to have get bounds."""
     counts = iter([1, 1, 1, 2, 2 * 11, 2 * 6])  # of the stages, in order; two layers
 
     def profiled(call):

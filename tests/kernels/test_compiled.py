@@ -17,7 +17,7 @@ from mini_engine.rope import rope_tables
 from tests.models.families import our_model, transformers_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-GRAPHS = 2 * 2  # in front of attention and behind it; for one token, and for any other number
+GRAPHS = 2 * 2  # before attention and after it; for one token, and for any other number
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def assert_layers_are_equal(layer: CompiledLayer, model: CausalLM, num_tokens: i
             want = decoder_layer(own, want, cos, sin, attend)
     assert x.dtype == want.dtype
     tolerance = {"atol": 1e-4, "rtol": 1e-4}
-    if device == "cuda":  # in 16 bit: rounded after other operations, on a residual stream that grows
+    if device == "cuda":  # in 16 bits: rounded after other operations, on a residual stream that grows
         tolerance = {"atol": 2e-2 * float(want.abs().max()), "rtol": 2e-2}
     torch.testing.assert_close(x, want, **tolerance)
 

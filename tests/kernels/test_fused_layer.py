@@ -35,7 +35,7 @@ def test_folding_the_norms_changes_no_layer(family: str) -> None:
 @pytest.mark.parametrize("backend", ["flashinfer", "cascade"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, layout: str) -> None:
-    """Two decodes behind random keys, a prompt, and a chunk of one; both in bfloat16 beside the model in float64."""
+    """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64."""
     pytest.importorskip("flashinfer")
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
     fused = default_parts(torch.device("cuda"))

@@ -18,7 +18,7 @@ from mini_engine.rope import RopeConfig, inverse_frequencies, rope_tables
 from tests.attention import fake_flashinfer
 from tests.models.families import our_model, transformers_model, whole
 
-# The kernels round once, the references after the activation too.
+# The kernels round once, the references also after the activation.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -103,7 +103,7 @@ def test_gated_mlp(ops: ModuleType, device: str, name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_models_run_on_the_fused_parts(ops: ModuleType, device: str, family: str) -> None:
-    """In bfloat16, beside the same model on the references."""
+    """In bfloat16, compared with the same model on the references."""
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
     tokens = [[5, 9, 33, 4, 60], [8, 3]]
     fused, reference = (our_model(theirs, parts=parts).to(device) for parts in (ops.gpu_parts(), Parts()))

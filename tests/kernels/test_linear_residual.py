@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mini_engine.kernels.linear_residual import LinearResidual, default_tile, linear_residual_reference
 from mini_engine.kernels.tiles import Tile
 
-# On a GPU machine Triton compiles the kernels, and a compiled kernel takes no tensor of the CPU.
+# On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on machines without a GPU")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {  # rows and columns of the weight
@@ -43,7 +43,7 @@ def assert_close_to_float64(got: torch.Tensor, inputs: tuple[torch.Tensor, ...])
 
 
 def cases() -> list:
-    """Small shapes in the interpreter, those of the models too on a GPU."""
+    """Small shapes in the interpreter; on a GPU also the shapes of the models."""
     return [
         pytest.param(device, num_tokens, name, marks=marks)
         for device, marks in (("cpu", INTERPRETED), ("cuda", pytest.mark.gpu))
@@ -74,7 +74,7 @@ def test_the_tile_changes_no_result(device: str, tile: Tile, num_tokens: int) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_calls_leave_the_counters_at_zero(device: str) -> None:
-    """Of one object, with shapes that differ."""
+    """Calls of one object, with different shapes."""
     add = LinearResidual(device)
     for num_tokens, name in ((3, "small"), (2, "many splits"), (64, "small"), (3, "small")):
         inputs = random_inputs(num_tokens, SHAPES[name], device)
@@ -84,14 +84,14 @@ def test_calls_leave_the_counters_at_zero(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_token_does_not_depend_on_the_others(device: str) -> None:
-    """Bit for bit, among 2 to 16 tokens, which have one tile."""
+    """Bit for bit, for 2 to 16 tokens, which use the same tile."""
     x, weight, residual = random_inputs(9, SHAPES["many splits"], device)
     add = LinearResidual(device)
     assert torch.equal(add(x, weight, residual)[3:5], add(x[3:5], weight, residual[3:5]))
 
 
 def test_few_rows_are_split() -> None:
-    """Where the rows alone make too few programs; one token splits nothing, its programs take few rows instead."""
+    """Where the rows alone make too few programs. For one token nothing is split; programs take fewer rows instead."""
     assert default_tile(8, 1024, 3072).splits == 4
     assert default_tile(8, 8192, 1024).splits == 1
     assert default_tile(8, 16, 256).splits == 2  # of at least one load each
@@ -112,7 +112,7 @@ def test_runs_are_equal_bit_for_bit_whichever_program_comes_last(num_tokens: int
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_a_chain_with_programmatic_dependent_launch(num_tokens: int) -> None:
-    """Each kernel reads what the one before it wrote: captured in a CUDA graph and replayed."""
+    """Each kernel reads what the previous kernel wrote: captured in a CUDA graph and replayed."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     x, weight, _ = random_inputs(num_tokens, (1024, 1024), "cuda")

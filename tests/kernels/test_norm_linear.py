@@ -1,4 +1,4 @@
-"""The norm behind the product: in Triton's interpreter here, on a GPU where there is one."""
+"""The norm applied after the product: in Triton's interpreter here, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mini_engine.kernels import norm_linear as kernels
 from mini_engine.kernels.tiles import MAX_TOKENS, Tile, padded_tokens
 
 EPS = 1e-6
-# On a GPU machine Triton compiles the kernels, and a compiled kernel takes no tensor of the CPU.
+# On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on machines without a GPU")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 FUNCTIONS = {
@@ -45,7 +45,7 @@ def assert_close_to_float64(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def cases() -> list:
-    """Small shapes in the interpreter, those of the models too on a GPU."""
+    """Small shapes in the interpreter; on a GPU also the shapes of the models."""
     return [
         pytest.param(device, num_tokens, name, marks=marks)
         for device, marks in (("cpu", INTERPRETED), ("cuda", pytest.mark.gpu))
@@ -100,7 +100,7 @@ def test_few_sizes_are_compiled() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_a_chain_with_programmatic_dependent_launch(num_tokens: int) -> None:
-    """Each kernel reads what the one before it wrote: captured in a CUDA graph and replayed."""
+    """Each kernel reads what the previous kernel wrote: captured in a CUDA graph and replayed."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     x, norm_weight, weight = random_inputs(num_tokens, (1024, 1024), "cuda")

@@ -1,4 +1,4 @@
-"""One launch beside the parts that it replaces: in Triton's interpreter here, on a GPU where there is one."""
+"""One launch, compared with the parts that it replaces: in Triton's interpreter here, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mini_engine.models.layers import qk_norm, rms_norm
 from mini_engine.rope import apply_rope
 
 pytest.importorskip("triton")
-# On a GPU machine Triton compiles the kernels, and a compiled kernel takes no tensor of the CPU.
+# On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on machines without a GPU")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -22,7 +22,7 @@ DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=py
 def test_queries_and_cache_are_those_of_the_parts(
     device, layout, normalized, norm, num_qo_heads, num_kv_heads, head_dim
 ):  # fmt: skip
-    """Behind the product of normalized tokens, and behind that of others, whose norm is still to be applied."""
+    """After the product of normalized tokens, and after a product whose norm is still to be applied."""
     from mini_engine.kernels.rotate_and_append import rotate_and_append
 
     generator = torch.Generator().manual_seed(num_qo_heads)
@@ -33,7 +33,7 @@ def test_queries_and_cache_are_those_of_the_parts(
 
     num_tokens, page_size, num_pages = 5, 4, 7
     weight = random((num_qo_heads + 2 * num_kv_heads) * head_dim, 72) / 72**0.5
-    tokens = random(num_tokens, 72) * torch.logspace(-3, 2, num_tokens).to(device, dtype)[:, None]  # eps counts in one
+    tokens = random(num_tokens, 72) * torch.logspace(-3, 2, num_tokens).to(device, dtype)[:, None]  # one needs eps
     ones = torch.ones(72, dtype=torch.float64, device=device)
     product = (rms_norm(tokens.double(), ones, 1e-6) @ weight.double().T).to(dtype)
     qkv = product if normalized else tokens @ weight.T

@@ -1,4 +1,4 @@
-"""The norm and SwiGLU behind the product: in Triton's interpreter here, on a GPU where there is one."""
+"""The norm and SwiGLU after the product: in Triton's interpreter here, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from mini_engine.models.layers import rms_norm
 
 pytest.importorskip("triton")
-# On a GPU machine Triton compiles the kernels, and a compiled kernel takes no tensor of the CPU.
+# On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on machines without a GPU")
 GPU = pytest.mark.gpu
 CASES = [
@@ -27,7 +27,7 @@ def test_equals_norm_product_and_activation_in_float64(
 
     generator = torch.Generator().manual_seed(size)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    scales = torch.logspace(-3, 3, num_tokens)[:, None]  # eps counts in the first
+    scales = torch.logspace(-3, 3, num_tokens)[:, None]  # the first needs eps
     tokens = (torch.randn(num_tokens, hidden_size, generator=generator) * scales).to(device, dtype)
     weight = (torch.randn(2 * size, hidden_size, generator=generator) / hidden_size**0.5).to(device, dtype)
     gate_up = F.linear(tokens, weight)

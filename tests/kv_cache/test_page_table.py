@@ -17,7 +17,7 @@ def array(*values: int) -> np.ndarray:
 
 
 class PageTableMachine(RuleBasedStateMachine):
-    """Random operations beside a model: the pages of each row, and what each row believes them to contain."""
+    """Random operations, mirrored by a model: the pages of each row, and what they must contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.rows.values()))
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """Any run of another row's pages, behind whatever the row has already."""
+        """Any run of another row's pages, after the pages that the row already has."""
         donor, row = self.draw_row(data, with_pages=True), self.draw_row(data)
         first = data.draw(st.integers(0, len(self.rows[donor])))
         last = data.draw(st.integers(first, len(self.rows[donor])))
@@ -102,7 +102,7 @@ class PageTableMachine(RuleBasedStateMachine):
         assert old == self.rows[row][index] and new in free
         self.rows[row][index] = new
         self.times_taken[new] += 1
-        self.memory[new] = self.memory[old]  # the copy that the caller owes
+        self.memory[new] = self.memory[old]  # the copy that the caller has to make
 
     @precondition(lambda self: any(self.rows.values()))
     @rule(data=st.data())
@@ -153,7 +153,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @invariant()
     def rows_are_gathered_like_a_loop(self) -> None:
         rows = sorted(self.rows)
-        counts = [max(0, len(self.rows[row]) - row % 2) for row in rows]  # of every second row all but the last page
+        counts = [max(0, len(self.rows[row]) - row % 2) for row in rows]  # for every second row, all but the last page
         expected = [page for row, count in zip(rows, counts, strict=True) for page in self.rows[row][:count]]
         assert self.table.pages_of(array(*rows), array(*counts)).tolist() == expected
 

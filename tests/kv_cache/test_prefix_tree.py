@@ -37,7 +37,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.places: dict[int, Place | None] = {}
 
     def prefixes(self, prompt: list[int]) -> list[tuple[int, ...]]:
-        """Those of whole pages, shortest first."""
+        """The prefixes of whole pages, shortest first."""
         return [tuple(prompt[:end]) for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)]
 
     def draw_row(self, data: st.DataObject) -> int:
@@ -46,7 +46,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.table.num_free_rows)
     @rule(prompt=PROMPT, shares=st.booleans())
     def arrive(self, prompt: list[int], shares: bool) -> None:
-        """A request that does not share computes what the tree may have already."""
+        """A request that does not share computes pages that the tree may already have."""
         row = self.table.allocate()
         self.prompts[row], self.places[row], self.num_computed[row] = prompt, None, 0
         if shares:
@@ -57,7 +57,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), chunk=st.integers(1, 5), inserts=st.booleans())
     def compute(self, data: st.DataObject, chunk: int, inserts: bool) -> None:
-        """A chunk of a prompt, in pages that are taken for it; perhaps some are evicted for that."""
+        """Compute a chunk of a prompt in pages that are taken for it, evicting cached pages if necessary."""
         row = self.draw_row(data)
         end = min(len(self.prompts[row]), self.num_computed[row] + chunk)
         missing, num_missing = self.table.missing(np.array([row]), np.array([end]))
@@ -90,7 +90,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, NUM_PAGES + 1))
     def evict(self, num_pages: int) -> None:
-        """Cached pages become free, the end of a text first; one that a request owns leaves only if it must."""
+        """Cached pages become free, the end of a text first; a page that a request owns leaves only if necessary."""
         refcounts, num_free = self.table.refcounts.copy(), self.table.num_free_pages
         cached = {prefix for prefix, page in self.page_of.items() if refcounts[page] == 1}
         at_an_end = {
@@ -202,7 +202,7 @@ def test_a_page_in_use_is_not_evicted_and_counts_as_used():
 
 
 def test_cached_pages_in_front_of_pages_in_use_can_be_evicted():
-    """A request computes pages that the tree has already, and goes on behind them: it owns only the last one."""
+    """A request computes pages that the tree has already, and continues after them: it owns only the last one."""
     table = PageTable(8, 2, 2)
     tree = PrefixTree(table)
     fill(table, tree, [1, 1, 2, 2])
@@ -228,7 +228,7 @@ class CountedTokens(np.ndarray):
 
 @pytest.mark.parametrize("num_tokens", [64, 4096])
 def test_the_work_does_not_grow_with_the_other_requests_or_the_chunks(num_tokens):
-    """Each token is read a few times: it is looked up, compared with one of the tree, and stored."""
+    """Each token is read a few times: it is looked up, compared with one in the tree, and stored."""
     table = PageTable(2 * num_tokens, 4, 40)
     tree = PrefixTree(table)
     prompt = np.arange(num_tokens, dtype=np.int32).view(CountedTokens)
@@ -290,7 +290,7 @@ def test_an_insertion_starts_over_if_its_beginning_was_evicted_meanwhile():
 
 
 def test_a_text_inserted_in_chunks_is_one_edge():
-    """So a match compares it at once, however it was computed."""
+    """A match then compares it at once, however it was computed."""
     lookups = []
 
     def counted(children, token_ids, page_size):

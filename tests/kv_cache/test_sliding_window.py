@@ -1,4 +1,4 @@
-"""Eviction behind a window: no page too early, none too late."""
+"""Eviction of pages that have left the window: none too early, none too late."""
 
 import numpy as np
 from hypothesis import given

@@ -74,7 +74,7 @@ def test_a_folder_of_transformers_loads(family: str, shard: str | None, tmp_path
 
 
 def test_loading_holds_one_copy_and_one_tensor(tmp_path: Path) -> None:
-    """Every tensor is read when its turn comes, and let go before the turn after the next."""
+    """Each tensor is read when it is needed, and released before the tensor after the next is read."""
     transformers_model("llama").save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     alive: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
@@ -128,7 +128,7 @@ def test_a_broken_tokenizer_is_a_typed_error(content: str, named: str, folder: P
 
 
 def test_a_tokenizer_that_panics_is_a_typed_error(folder: Path) -> None:
-    """The library is written in Rust: an index out of range there is no Exception in Python."""
+    """The library is written in Rust: an index out of range there does not raise an Exception in Python."""
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"] |= {"continuing_subword_prefix": "much longer", "merges": [["a", "b"]]}
     (folder / "tokenizer.json").write_text(json.dumps(content))

@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, Any], alignment: int | None = None) -> Path:
-    """A file by the gguf library. A tensor is an array, or (rows of raw bytes, type)."""
+    """Write a file with the gguf library. A tensor is an array, or (rows of raw bytes, type)."""
     writer = gguf.GGUFWriter(path, "llama")
     if alignment:
         writer.add_custom_alignment(alignment)
@@ -356,7 +356,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float = 1.0)
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama_3_scaling_is_recovered_from_its_divisors(factor: float, tmp_path: Path) -> None:
-    """Long contexts go wrong without it, and no metadata says it: only the tensor rope_freqs does."""
+    """Long contexts go wrong without it, and no metadata states it: only the tensor rope_freqs has it."""
     theirs = transformers_model(
         "llama", hidden_size=256, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}
     )

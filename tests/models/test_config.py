@@ -123,7 +123,7 @@ BAD = [
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
     ("llama", {"rope_theta": -1.0}, "rope_theta = -1.0"),
     ("llama", {"rope_theta": float("inf")}, "rope_theta = inf"),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'.*default, linear and llama3"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'.*default, linear or llama3"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0"),
     ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor"),

@@ -31,7 +31,7 @@ EMBEDDED = "smollm2-135m-instruct"
 
 
 def their_tokens(theirs: Any, prompt: list[int], max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """What `generate` of transformers gives for one prompt, and how sure it was of each token."""
+    """The output of transformers' `generate` for one prompt, and by how much each token's logit led the next best."""
     ids = torch.tensor([prompt], device=theirs.device)
     how = {"do_sample": False, "max_new_tokens": max_new_tokens, "output_logits": True}
     output = theirs.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **how)
@@ -40,12 +40,12 @@ def their_tokens(theirs: Any, prompt: list[int], max_new_tokens: int) -> tuple[l
 
 
 def agree_until(ours: list[int], want: list[int]) -> int:
-    """How many tokens are equal before the first that is not."""
+    """Count the equal tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(ours, want, strict=True)) if a != b), len(want))
 
 
 def assert_tokens_of_transformers(theirs: Any, outputs: list[RequestOutput], max_new_tokens: int = 12) -> None:
-    """Equal, or different only from where transformers itself is undecided."""
+    """Equal, or different only from a token on where transformers' two best logits are nearly equal."""
     for output in outputs:
         want, gaps = their_tokens(theirs, output.prompt_token_ids, max_new_tokens)
         equal = agree_until(output.token_ids, want)
@@ -66,7 +66,7 @@ def llama() -> Any:
     ("family", "attn_backend"), [*((family, "torch_padded") for family in FAMILIES), ("gemma2", "flex")]
 )
 def test_greedy_tokens_equal_transformers(family, attn_backend):
-    """What else the schedule may do is in tests/test_engine.py, where these models are served too."""
+    """tests/test_engine.py serves these models under other schedules."""
     chunks: list[int] = []
 
     def watch(_, report: StepReport) -> None:
@@ -149,7 +149,7 @@ def tiny(config_class: str, **changes: Any) -> Any:
         ("CohereConfig", {"num_key_value_heads": 2, "logit_scale": 0.3}),
         ("GraniteConfig", {"num_key_value_heads": 2, "logits_scaling": 3.0, "attention_multiplier": 0.2}),
         ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 4}),
-        # These two have their window in the mask alone.
+        # These two have their window only in the mask.
         ("PhimoeConfig", {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 10}),
         (
             "Qwen2MoeConfig",
@@ -175,7 +175,7 @@ def test_no_token_sees_a_later_one_or_a_neighbour(theirs):
 
 
 def test_the_trap_attention_without_a_mask_function_is_not_causal(llama, monkeypatch):
-    """Attention registered under a name without a mask function is not given a mask, and nothing says so."""
+    """Attention registered under a name without a mask function is not given a mask, without a warning."""
 
     def plain(module, query, key, value, mask, *, scaling, **_):
         assert mask is None
@@ -187,7 +187,7 @@ def test_the_trap_attention_without_a_mask_function_is_not_causal(llama, monkeyp
     trapped.set_attn_implementation("trap")
     first, second = (their_logits(trapped, [5, 9, 33, last])[0] for last in (7, 60))
     assert (first - second).abs().max() > 1e-2, "the first token saw the last"
-    # The engine masks by position, and asks for the mask once, to know that it is the one that the model wants.
+    # The engine masks by position. It builds the model's mask only once, to check that the two agree.
     first, second = (whole(HFModel(trapped), [[5, 9, 33, last]])[0][0] for last in (7, 60))
     torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, "mini_engine_probe")
@@ -237,7 +237,7 @@ def refused_models() -> dict[str, tuple[Any, str]]:
             lambda: transformers.T5ForConditionalGeneration(
                 transformers.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
             ).eval(),
-            "encoder with a decoder",
+            "an encoder-decoder model",
         ),
         "sees later tokens": (lambda: tiny("BertConfig"), "not causal"),
         "recurrent": (lambda: tiny("MambaConfig"), "more than keys and values"),
@@ -396,7 +396,7 @@ def test_published_shapes_in_bfloat16_on_the_gpu(config, attn_backend):
 
 
 def check_published_shape(config, attn_backend: str, device: torch.device) -> None:
-    # With the embedding as its head, a random model repeats its last token whatever attention gives.
+    # With tied embeddings, a random model repeats its last token whatever attention returns.
     config = type(config)(**config.to_dict() | {"tie_word_embeddings": False})
     theirs = random_transformers_model(config, torch.bfloat16, device)
     inference = Inference(
@@ -418,7 +418,7 @@ def check_published_shape(config, attn_backend: str, device: torch.device) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("attn_backend", ["torch_padded", "flex"])
 def test_real_text_in_bfloat16_on_the_gpu(attn_backend):
-    """The first tokens of each answer are transformers': after that the two roundings may part."""
+    """The first tokens of each answer equal transformers'; after that, rounding may make them differ."""
     checkpoint = open_checkpoint(EMBEDDED)
     load = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load(checkpoint.path, dtype=torch.bfloat16, device_map="cuda")

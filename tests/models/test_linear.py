@@ -28,7 +28,7 @@ def test_equals_the_plain_product(dtype, rows, out, threads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
 def test_rows_and_weights_may_be_views(dtype, rows):
-    """Products of slices and transposes are those of their values, whatever memory lies between these."""
+    """Products of slices and transposes are those of their values, whatever lies between them in memory."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 2 * rows, generator=generator).to(dtype)[:, ::2].T
     weight = torch.randn(64, 96, generator=generator).to(dtype).T[8:32]
@@ -36,7 +36,7 @@ def test_rows_and_weights_may_be_views(dtype, rows):
 
 
 def test_without_onednn(monkeypatch):
-    """Some builds of torch have none."""
+    """Some builds of torch do not have it."""
     monkeypatch.setattr("mini_engine.models.linear.ONEDNN", False)
     x, weight = torch.ones(FEW_ROWS + 1, 8), torch.ones(3, 8)
     assert torch.equal(linear(x, weight), torch.full((FEW_ROWS + 1, 3), 8.0))

@@ -37,7 +37,7 @@ def checkpoint(family: str, **changes: Any) -> dict[str, Tensor]:
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for; knows which were read, and how many are still alive."""
+    """Tensors that are created when they are looked up; it records which were read and how many are still alive."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -202,7 +202,7 @@ def test_gpt2_with_a_prefix_that_is_skipped_does_not_load() -> None:
 
 
 def test_gpt2_square_weights_are_transposed_too() -> None:
-    """c_attn would fail by its shape; the square attn.c_proj would load untransposed in silence."""
+    """c_attn would fail because of its shape; the square attn.c_proj would silently load untransposed."""
     weight = torch.arange(16.0).reshape(4, 4)
     assert torch.equal(gpt2_weights({"h.0.attn.c_proj.weight": weight})["h.0.attn.c_proj.weight"], weight.T)
 

@@ -90,7 +90,7 @@ def test_bfloat16_keeps_its_dtype_and_stays_close_to_float32(family: str) -> Non
     assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
     for logits, reference in zip(whole(model, SEQUENCES), exact, strict=True):
         assert logits.dtype == torch.float32
-        # bfloat16 has 8 bits: each rounding is off by up to 0.4 percent, and a few dozen follow one another.
+        # bfloat16 has 8 significant bits: each rounding is off by up to 0.4 percent, and there are a few dozen.
         assert (logits - reference).norm() < 0.05 * reference.norm()
 
 

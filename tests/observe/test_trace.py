@@ -113,7 +113,7 @@ def test_the_queue_is_the_schedulers():
 
 
 def test_recording_does_not_read_the_queue():
-    """Of 1,000 requests a step looks at the new ones, and at the first that it has seen before."""
+    """Of 1,000 requests, a step looks only at the new ones and at one that it has seen before."""
     trace, looks = Trace(), Counter()
 
     class Watched(ValuesView):

@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 01, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 01, with the check that must be the first to find each mistake."""
 
 import math
 
@@ -115,7 +115,7 @@ def every_other_head(q, k, v, **options):
 
 @wrong("masked_attention", fails="test_scale")
 def scale_twice(q, k, v, *, scale, mask=None, bias=None, softcap=None):
-    """The fused kernel has a scale of its own where it is not told."""
+    """Without `scale`, the fused kernel uses its own default."""
     qh, kh, vh = (x.transpose(0, 1)[None] for x in (q * scale, k, v))
     return F.scaled_dot_product_attention(qh, kh, vh, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
@@ -208,7 +208,7 @@ def mask_written_into_the_bias(q, k, v, *, scale, mask=None, bias=None, softcap=
 
 @wrong("masked_attention", fails="test_float64_stays_float64")
 def attention_in_float64(q, k, v, **options):
-    """Right, but float32 becomes float64; half precisions come back as they should."""
+    """Right, but float32 becomes float64; half precision comes back as it should."""
     out = attention(q, k, v, **options, dtype=torch.float64)
     return out if q.dtype == torch.bfloat16 else out.double()
 
@@ -236,7 +236,7 @@ def repeated_keys(q, k, v, **options):
 
 @wrong("masked_attention", fails="test_keys_are_not_copied")
 def expanded_then_reshaped(q, k, v, **options):
-    """`expand` copies nothing; the reshape behind it copies everything."""
+    """`expand` copies nothing; the reshape after it copies everything."""
     group = q.shape[1] // k.shape[1]
     k, v = (x[:, :, None].expand(-1, -1, group, -1).reshape(len(x), *q.shape[1:]) for x in (k, v))
     return reference.masked_attention(q, k, v, **options)
@@ -359,7 +359,7 @@ def keys_cut_like_queries(q, k, v, qo_indptr, kv_indptr, scale):
 
 @wrong("ragged_causal_attention", fails="test_a_sequence_without_queries")
 def skips_empty_sequences(q, k, v, qo_indptr, kv_indptr, scale):
-    """Drops a sequence without queries from the one list of bounds and not from the other."""
+    """Drops a sequence without queries from one list of bounds but not from the other."""
     kept = [0, *[b + 1 for b in range(len(qo_indptr) - 1) if qo_indptr[b + 1] > qo_indptr[b]]]
     return ragged(q, k, v, qo_indptr[kept], kv_indptr[: len(kept)], scale)
 
@@ -671,7 +671,7 @@ def window_only_without_slopes(query_positions, key_positions, *, window=None, s
 
 @wrong("attention_bias", fails="test_positions_with_gaps")
 def consecutive_queries(query_positions, key_positions, *, window=None, slopes=None):
-    """Takes the first position of the queries and counts on."""
+    """Takes the first position of the queries and counts up from there."""
     queries = query_positions[0] + torch.arange(len(query_positions))
     return reference.attention_bias(queries, key_positions, window=window, slopes=slopes)
 

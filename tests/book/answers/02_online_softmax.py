@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 02, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 02, with the check that must be the first to find each mistake."""
 
 import math
 from functools import reduce
@@ -270,7 +270,7 @@ def maximum_of_the_newest_tile(q, tiles, *, scale):
 
 @wrong("online_attention", fails="test_the_maximum_never_falls")
 def without_a_maximum(q, tiles, *, scale):
-    """exp(100) is beyond float32."""
+    """exp(100) overflows float32."""
     return online(q, tiles, scale=scale, no_maximum=True)
 
 
@@ -659,7 +659,7 @@ def nothing_to_merge(q, k, v, *, num_splits, worker):
 
 @right("merge_tree")
 def padded_to_a_power_of_two(states, merge):
-    """Empty states fill up, and an axis of its own counts the states."""
+    """Pads with empty states, and stacks the states along a new axis."""
     out, lse = torch.stack([s.out for s in states]), torch.stack([s.lse for s in states])
     missing = 2 ** (len(states) - 1).bit_length() - len(states)
     out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
@@ -675,7 +675,7 @@ def padded_to_a_power_of_two(states, merge):
 
 @right("merge_tree")
 def neighbours_first(states, merge):
-    """Lists of states, joined for each call and cut again."""
+    """Lists of states, concatenated for each call and split again."""
     states = list(states)
     n = states[0].lse.shape[0]
     while len(states) > 1:
@@ -690,7 +690,7 @@ def neighbours_first(states, merge):
 
 
 def levels(states, merge, odd):
-    """A level at a time, a pair at a time in one call; `odd` says what becomes of the state that is left over."""
+    """A level at a time, a pair at a time in one call; `odd` decides what happens to the state that is left over."""
     states = list(states)
     n = states[0].lse.shape[0]
     while len(states) > 1:
@@ -730,7 +730,7 @@ def loses_the_odd_one(states, merge):
 
 @wrong("merge_tree", fails="test_odd_numbers")
 def counts_the_odd_one_twice(states, merge):
-    """Fills up with a copy of the last state in place of an empty one."""
+    """Pads with a copy of the last state instead of an empty one."""
     states = list(states)
     while len(states) & (len(states) - 1):
         states.append(states[-1])

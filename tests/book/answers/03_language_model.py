@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 03, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 03, with the check that must be the first to find each mistake."""
 
 from dataclasses import replace
 
@@ -245,7 +245,7 @@ def qk_normalized(q, k, weights, eps, **change):
 
 
 def decoder(x, weights, cos, sin, spec, attend, eps, **change):
-    """The reference with one thing changed: what most of the wrong answers below are made of."""
+    """The reference with one thing changed, from which most of the wrong answers below are made."""
     normed = x if change.get("no_norm") else reference.rms_norm(x, weights.input_norm, eps)
     heads = F.linear(normed, weights.qkv)
     sizes = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)

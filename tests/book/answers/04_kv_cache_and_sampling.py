@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 04, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 04, with the check that must be the first to find each mistake."""
 
 import math
 
@@ -34,7 +34,7 @@ def a_new_tensor(k_cache, v_cache, k, v, slot_mapping):
 
 @wrong("append_kv", fails="test_one_token")
 def added_to_what_is_there(k_cache, v_cache, k, v, slot_mapping):
-    """`index_add` on a copy: the name is bound to the result, the cache is not."""
+    """`index_add` returns a copy: the name is bound to the copy, and the cache is unchanged."""
     k_cache = k_cache.index_add(0, slot_mapping, k)
     v_cache = v_cache.index_add(0, slot_mapping, v)
 
@@ -146,7 +146,7 @@ def page_plus_offset(num_new, kv_lens, pages, page_size):
 
 @wrong("flat_step", fails="test_three_sequences")
 def one_long_sequence(num_new, kv_lens, pages, page_size):
-    """Positions that go on from one sequence to the next."""
+    """Positions that continue from one sequence to the next."""
     first = kv_lens[0] - num_new[0]
     return step(num_new, kv_lens, pages, page_size, positions=torch.arange(first, first + sum(num_new)))
 
@@ -180,7 +180,7 @@ def logits_of_the_whole_prefill(num_new, kv_lens, pages, page_size):
 
 @wrong("flat_step", fails="test_a_full_page")
 def into_the_next_page(num_new, kv_lens, pages, page_size):
-    """No check: the sixth key of a page of four is written into its neighbour."""
+    """No check: the sixth key of a page of four is written into its neighbor."""
     fits = step(num_new, kv_lens, pages, max(*kv_lens, page_size))
     slots = torch.tensor(pages).repeat_interleave(torch.tensor(num_new)) * page_size + fits.positions
     return fits._replace(slot_mapping=slots)
@@ -222,7 +222,7 @@ def with_requests_that_leave(run, prompts, *, eos_token_id, max_tokens, page_siz
 
 
 def greedy(run, prompts, eos_token_id, max_tokens, page_size, **change):
-    """The reference with one thing changed: what most of the wrong answers below are made of."""
+    """The reference with one thing changed, from which most of the wrong answers below are made."""
     sequences, computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
     running = list(range(len(prompts)))
     while running:
@@ -265,7 +265,7 @@ def prefill_token_by_token(run, prompts, *, eos_token_id, max_tokens, page_size)
 
 @wrong("generate_greedy", fails="test_no_token_is_computed_twice")
 def without_a_cache(run, prompts, *, eos_token_id, max_tokens, page_size):
-    """Right tokens, and every prefix computed again."""
+    """Right tokens, but every prefix is computed again."""
     return greedy(run, prompts, eos_token_id, max_tokens, page_size, no_cache=True)
 
 
@@ -311,7 +311,7 @@ def one_step_too_many(run, prompts, *, eos_token_id, max_tokens, page_size):
 
 @wrong("generate_greedy", fails="test_two_prompts")
 def one_prompt_after_the_other(run, prompts, *, eos_token_id, max_tokens, page_size):
-    """The same texts, and the weights are read once for each request."""
+    """The same texts, but the weights are read once for each request."""
     outputs = []
     for page, prompt in enumerate(prompts):
 
@@ -407,7 +407,7 @@ def sorted_and_scattered_back(logits, top_k, top_p, min_p):
 
 
 def filtered(logits, top_k, top_p, min_p, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     best, order = logits.sort(-1, descending=not change.get("smallest"))
     rank = torch.arange(logits.shape[-1])
     kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
@@ -557,7 +557,7 @@ def filtered_in_place(logits, top_k, top_p, min_p):
 
 
 def sampled(logits, batch, *, seeds=None, positions=None, temperature=None, noise=None, filters=True, penalty=True):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     if penalty:
         logits = reference.penalize_repetition(logits, batch)
     temperature = batch.temperature if temperature is None else temperature
@@ -580,7 +580,7 @@ def kept_probabilities(logits, batch):
 
 @right("sample")
 def a_generator_for_every_draw(logits, batch):
-    """Other noise than the engine's, and as good."""
+    """Different noise from the engine's, but just as valid."""
     tokens = []
     for p, seed, position in zip(
         kept_probabilities(logits, batch), batch.seeds.tolist(), batch.positions.tolist(), strict=True
@@ -684,7 +684,7 @@ def seed_plus_position(logits, batch):
 
 @wrong("sample", fails="test_the_rest_of_the_batch_does_not_matter")
 def one_generator_for_the_batch(logits, batch):
-    """Seeded by the first request: the same batch again gives the same tokens, another one does not."""
+    """Seeded by the first request: the same batch again gives the same tokens, another batch does not."""
     seed = int(batch.seeds.sum()) * 10_007 + int(batch.positions.sum())
     generator = torch.Generator().manual_seed(seed % 2**63)
     return torch.multinomial(kept_probabilities(logits, batch), 1, generator=generator)[:, 0]
@@ -875,7 +875,7 @@ def by_the_costs_of_matrices(shape, machine, batch_size, context, dtype_bytes):
 
 
 def rate(shape, machine, batch_size, context, dtype_bytes, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     q, kv = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = shape.hidden_size * (2 * q + 2 * kv + change.get("mlp_matrices", 3) * shape.intermediate_size)
     weights = shape.num_layers * layer + change.get("vocabularies", 1) * shape.vocab_size * shape.hidden_size

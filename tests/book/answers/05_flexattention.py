@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 05, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 05, with the check that must be the first to find each mistake."""
 
 import torch
 import torch.nn.functional as F
@@ -472,7 +472,7 @@ def with_maximum(first_query, last_query, first_key, last_key, window):
 
 
 def ends(first_query, last_query, first_key, last_key, window, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     past = change.get("past", lambda near, far: (far >= 0, near >= 0))
     inside = change.get("inside", lambda near, far: (near < window, far < window))
     nearest, furthest = first_query - last_key, last_query - first_key
@@ -578,7 +578,7 @@ def a_row_at_a_time(qo_indptr, block_size):
 
 
 def flat_blocks(qo_indptr, size, *, right_side=True, back="first", document_of_full="last", cut=True):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     total = int(qo_indptr[-1])
     first = torch.arange(0, total, size, dtype=qo_indptr.dtype)
     last = first + size - 1
@@ -626,7 +626,7 @@ def full_for_the_first_query(qo_indptr, size):
 
 @wrong("blocks_of_documents", fails="test_short_documents")
 def at_most_one_start_in_a_block(qo_indptr, size):
-    """Puts the start of a document into a table by block: of several, one is left."""
+    """Puts the start of a document into a table by block: if there are several in a block, only one is left."""
     total = int(qo_indptr[-1])
     first = torch.arange(0, total, size)
     begins = torch.zeros(len(first), dtype=torch.long)
@@ -675,7 +675,7 @@ def by_the_mask(qo_indptr, size):
 
 @wrong("blocks_of_documents", fails="test_no_dense_mask")
 def by_tokens_and_blocks(qo_indptr, size):
-    """Every token asks every block for its document: exact, and 128 times the numbers that are needed."""
+    """Every token asks every block for its document: exact, but with 128 times as many numbers as needed."""
     total = int(qo_indptr[-1])
     rows = torch.arange(total)
     start = qo_indptr[torch.searchsorted(qo_indptr, rows.to(qo_indptr.dtype), right=True) - 1]

@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 06, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 06, with the check that must be the first to find each mistake."""
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def table_of_the_first_row(table, rows, positions, page_size):
 
 @right("PageTable")
 class OldestPageFirst(page_table.PageTable):
-    """The pool as a queue: pages are taken in front, and those behind them move up. Rows are filled through a mask."""
+    """The pool as a queue: pages are taken from the front, and the rest move up. Rows are filled through a mask."""
 
     def _take_from_pool(self, count):
         if self.num_free_pages < count:
@@ -133,7 +133,7 @@ class OldestPageFirst(page_table.PageTable):
 
 @right("PageTable")
 class PageByPage(reference.PageTable):
-    """Loops where few pages are concerned."""
+    """Loops where only a few pages are involved."""
 
     def truncate(self, row, num_pages):
         while self.counts[row] > num_pages:
@@ -176,7 +176,7 @@ class SamePageTwice(reference.PageTable):
 
 @wrong("PageTable", fails="test_take_several_pages")
 class OneEntryForAllPages(reference.PageTable):
-    """Every page of a row goes to the entry behind its old ones: the last one wins."""
+    """Every page of a row goes to the entry after its old pages: the last one wins."""
 
     def take(self, rows, num_pages):
         owner = np.repeat(rows, num_pages)
@@ -186,7 +186,7 @@ class OneEntryForAllPages(reference.PageTable):
 
 @wrong("PageTable", fails="test_growing")
 class NewPagesFirst(reference.PageTable):
-    """The keys that are there end up at other positions."""
+    """The keys that are already there end up at other positions."""
 
     def take(self, rows, num_pages):
         before = self.counts[rows].copy()
@@ -299,7 +299,7 @@ class CountsStay(reference.PageTable):
 
 @wrong("PageTable", fails="test_truncate")
 class KeepsTheLast(reference.PageTable):
-    """Drops pages in front, as a sliding window does."""
+    """Drops pages at the front, as a sliding window does."""
 
     def truncate(self, row, num_pages):
         self.drop_front(row, max(0, int(self.counts[row]) - num_pages))
@@ -315,7 +315,7 @@ class DropsSoMany(reference.PageTable):
 
 @wrong("PageTable", fails="test_nothing_to_truncate")
 class GrowsWhereItShouldShrink(reference.PageTable):
-    """Sets the count without a look at the old one: stale entries become pages of the row."""
+    """Sets the count without looking at the old one: stale entries become pages of the row."""
 
     def truncate(self, row, num_pages):
         super().truncate(row, num_pages)
@@ -370,7 +370,7 @@ class SharesFromTheFirstEntry(reference.PageTable):
 
 @wrong("PageTable", fails="test_share")
 class SharedPagesAreTaken(reference.PageTable):
-    """A share is no take: the content is the same."""
+    """Counts a share as a take, although the contents are unchanged."""
 
     def share(self, row, pages):
         super().share(row, pages)
@@ -465,7 +465,7 @@ class TakesTheOldPageBack(reference.PageTable):
 
 @wrong("PageTable", fails="test_replace_without_a_free_page")
 class DropsBeforeItTakes(reference.PageTable):
-    """Of a full pool it takes the page that it has just given back: nothing is copied, and nobody notices."""
+    """From a full pool it takes the page that it has just returned, so nothing is copied."""
 
     def replace(self, row, index):
         old = self.table[row, [index]]
@@ -538,7 +538,7 @@ def in_int64(blocks, table, width):
 
 @wrong("physical_blocks", fails="test_one_list")
 def sorted_pages(blocks, table, width):
-    """As if the kernel wanted its blocks in the order of the pool."""
+    """As if the kernel needed its blocks in the order of the pool."""
     n = blocks.shape[-1]
     turned = reference.physical_blocks(blocks, table, width)
     return torch.cat([turned[..., :n].sort(-1).values, turned[..., n:]], dim=-1)
@@ -557,7 +557,7 @@ def as_long_as_the_list(blocks, table, width):
 
 @wrong("physical_blocks", fails="test_the_width")
 def filled_up_with_minus_one(blocks, table, width):
-    """-1 is no block: a kernel that looks ahead reads outside of the pool."""
+    """-1 is not a block: a kernel that looks ahead reads outside the pool."""
     turned = reference.physical_blocks(blocks, table, width)
     turned[..., blocks.shape[-1] :] = -1
     return turned
@@ -602,7 +602,7 @@ def slot_by_slot(mask_mod, first_keys, page_size):
 
 
 def over(mask_mod, first_keys, page_size, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
 
     def over_slots(b, h, q_idx, kv_idx):
         row = b * 0 if change.get("first_row") else b
@@ -629,7 +629,7 @@ def over(mask_mod, first_keys, page_size, **change):
 
 @wrong("physical_mask", fails="test_the_page_that_starts_at_0")
 def drops_the_first_page(mask_mod, first_keys, page_size):
-    """`start > 0`: 0 is taken for "nothing there"."""
+    """`start > 0`: 0 is mistaken for "no page"."""
     return over(mask_mod, first_keys, page_size, drops_zero=True)
 
 
@@ -675,7 +675,7 @@ def hides_nothing(mask_mod, first_keys, page_size):
 
 @wrong("physical_mask", fails="test_pages_of_others")
 def hides_by_the_position(mask_mod, first_keys, page_size):
-    """-1 + 1 is position 0: only the first slot of another's page is hidden."""
+    """-1 + 1 is position 0: only the first slot of another sequence's page is hidden."""
     return over(mask_mod, first_keys, page_size, by_position=True)
 
 
@@ -700,7 +700,7 @@ def starts_rounded_to_pages(mask_mod, first_keys, page_size):
 
 @right("convert_block_mask")
 def by_hand(mask, table, counts, num_pages, page_size):
-    """Lists in loops, and the inverse table as well."""
+    """Loops over lists, with the inverse table."""
     parts, rest = divmod(page_size, mask.BLOCK_SIZE[1])
     if rest or not parts:
         raise ValueError("a block does not divide a page")
@@ -760,7 +760,7 @@ def by_arithmetic(mask, table, counts, num_pages, page_size):
 
 
 def converted(mask, table, counts, num_pages, page_size, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     block = mask.BLOCK_SIZE[1]
     refused = page_size != block if change.get("whole_pages") else page_size % block
     if refused and not change.get("any_size"):
@@ -850,7 +850,7 @@ def stale_entries_count(*args):
 
 @wrong("convert_block_mask", fails="test_a_wide_mask")
 def only_pages_in_use(*args):
-    """Narrows the table to the longest row: the padding of the lists names blocks behind it."""
+    """Narrows the table to the longest row: the padding of the lists names blocks after it."""
     return converted(*args, narrow=True)
 
 
@@ -942,7 +942,7 @@ def with_a_dictionary(table):
 
 
 def compacted(table, **change):
-    """The reference with one thing changed: what the wrong answers below are made of."""
+    """The reference with one thing changed, from which the wrong answers below are made."""
     used = np.flatnonzero(table.refcounts).astype(np.int32)
     old, n = used[used >= len(used)], len(used)
     new = np.setdiff1d(np.arange(n), used)
@@ -995,7 +995,7 @@ def new_and_old_swapped(table):
 
 @wrong("compact", fails="test_one_gap")
 def to_any_free_page(table):
-    """replace takes whatever is free, and that need not be a gap in front."""
+    """replace takes whatever is free, and that need not be a gap at the front."""
     pairs = []
     n = int((table.refcounts > 0).sum())
     for row in range(table.max_rows):
@@ -1022,7 +1022,7 @@ def one_copy_for_each_owner(table):
 
 @wrong("compact", fails="test_through_the_methods")
 def through_the_fields(table):
-    """What PageTable's own code could do, had it this method."""
+    """What PageTable's own code could do if it had this method."""
     n = int((table.refcounts > 0).sum())
     old, new = n + np.flatnonzero(table.refcounts[n:]), np.flatnonzero(table.refcounts[:n] == 0)
     moved = np.arange(table.num_pages)

@@ -332,7 +332,7 @@ def the_last_token_is_not_computed_yet(running, waiting, page_table):
 
 @wrong("preempt", fails="test_it_waits_first")
 def a_new_queue(running, waiting, page_table):
-    """Bind a new queue to the name: that of the caller is unchanged."""
+    """Bind a new queue to the name: the caller's queue is unchanged."""
     row = int(running.order[-1])
     request = running.leave(row)
     page_table.release(row)
@@ -417,7 +417,7 @@ def scheduled(
     share_budget=None,
     preempt=None,
 ):
-    """The reference with one thing changed: what most wrong answers below are made of."""
+    """The reference with one thing changed, from which most of the wrong answers below are made."""
     share_budget = share_budget or scheduler.parts.share_budget
     preempt = preempt or scheduler.preempt
     preempted, copies = [], []
@@ -492,7 +492,7 @@ def none_for_nothing(scheduler):
 
 @wrong("schedule", fails="test_two_decodes")
 def arrays_of_floats(scheduler):
-    """Append an empty list, which makes floats of the integers."""
+    """Append an empty list, which turns the integers into floats."""
     step = scheduled(scheduler)
     return step and replace(step, num_new=np.append(step.num_new, []))
 
@@ -827,7 +827,7 @@ def by_arrays(table, row, first, end):
 
 
 def copied(table, row, indices, *, only_shared=True):
-    """The reference over other pages: what the wrong answers below are made of."""
+    """The reference over other pages, from which the wrong answers below are made."""
     pages = table.pages(row).tolist()
     return [table.replace(row, i) for i in indices if not only_shared or table.refcounts[pages[i]] > 1]
 
@@ -906,7 +906,7 @@ def owned_by_exactly_two(table, row, first, end):
 
 @right("pages_to_evict")
 def while_the_first_is_hidden(num_computed, num_evicted, window, page_size):
-    """One page at a time, as long as the last key of the first page is behind the window."""
+    """One page at a time, as long as the last key of the first page has left the window."""
     counts = np.zeros(len(num_computed), dtype=np.int64)
     while (gone := num_computed - (num_evicted + (counts + 1) * page_size - 1) >= window).any():
         counts += gone
@@ -988,7 +988,7 @@ def changed_beams_only(table, rows, parents):
 
 
 def shared(table, rows, parents):
-    """Give each row its parent's pages behind its own, and return the pages that the rows had."""
+    """Give each row its parent's pages after its own, and return the pages that the rows had."""
     before = [table.pages(row).copy() for row in rows]
     for row, parent in zip(rows, parents, strict=True):
         table.share(row, before[parent])

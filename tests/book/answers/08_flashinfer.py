@@ -1,4 +1,4 @@
-"""Right and wrong answers to chapter 08, with the check that has to find each mistake first."""
+"""Right and wrong answers to the homework of chapter 08, with the check that must be the first to find each mistake."""
 
 from dataclasses import replace
 from functools import reduce
@@ -108,7 +108,7 @@ def row_by_row(table, kv_lens, page_size):
 
 @right("table_from_csr")
 def by_columns(indptr, indices, last_page_len, page_size):
-    """Looks up every entry of the table, and blanks those that are none."""
+    """Looks up every entry of the table, and blanks those after a row's last page."""
     counts = indptr[1:] - indptr[:-1]
     columns = np.arange(counts.max())
     entries = np.minimum(indptr[:-1, None] + columns, len(indices) - 1)
@@ -613,7 +613,7 @@ def decoded(q, k_pages, v_pages, kv_indptr, kv_indices, plan, worker, **change):
 
 @wrong("split_kv_decode", fails="test_one_item_each")
 def whole_pages_are_read(*args):
-    """Slots behind the last key hold something else."""
+    """Slots after the last key hold something else."""
     return decoded(*args, whole_pages=True)
 
 

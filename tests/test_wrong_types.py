@@ -81,7 +81,7 @@ refused(RequestError, "the request's name is 7", engine.add_request, 7, [5, 9], 
 refused(RequestError, "params is a dict", engine.add_request, "a", [5, 9], {"temperature": 0})
 for prompt in (None, 5, iter([5]), {5}, np.array([5])):
     refused(RequestError, "give a list of token ids", engine.add_request, "a", prompt, GREEDY)
-refused(RequestError, "outside 0 to 60", engine.add_request, "a", [True], GREEDY)
+refused(RequestError, "integers from 0 to 60", engine.add_request, "a", [True], GREEDY)
 for name in (None, 5, [], {}):
     engine.abort(name)
 assert not engine.has_unfinished

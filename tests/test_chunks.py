@@ -752,7 +752,7 @@ def test_keys_that_cannot_be_moved_stay_at_their_positions(model):
 
 def test_chunks_and_prompts_that_are_refused():
     memory = make_memory()
-    for tokens, message in (([], "prompt is empty"), ([61], "integers from 0 to 60"), ([1] * 128, "the model takes 128")):
+    for tokens, message in (([], "prompt is empty"), ([61], "from 0 to 60"), ([1] * 128, "the model takes 128")):
         with pytest.raises(ChunkError, match=f"the chunk cannot be registered: .*{message}"):
             memory.register(tokens)
     memory.register([7] * 60, "long")

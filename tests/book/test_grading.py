@@ -530,7 +530,7 @@ def test_a_grader_must_fit_its_solution(write: Write) -> None:
 def test_a_demand_costs_less_than_half_of_the_points(write: Write) -> None:
     chapter = write("")
     grader = chapter.folder / "test_homework.py"
-    grader.write_text(GRADER.replace("costs=0.3", "costs=0.7"))
+    grader.write_text(GRADER.replace("costs=0.3", "costs=0.75"))
     with pytest.raises(ValueError, match="test_no_slice: a check costs all points"):
         load_chapter(chapter.folder)
     grader.write_text(GRADER.replace('"you take the first"', '"you take the first", costs=0.2'))

@@ -392,10 +392,10 @@ def schedule_step(scheduler: Scheduler) -> Schedule | None:
         if scheduler.running.has_tokens_in_flight:
             return None
         preempted.append(scheduler.preempt())
-    if preempted or not scheduler.waiting:  # a request admitted now would be the first to be preempted again
-        admitted, shares, num_shared = list[Request](), list[int](), 0
-    else:
+    admitted, shares, num_shared = list[Request](), list[int](), 0
+    if scheduler.waiting and not preempted:  # a request admitted now would be the first to be preempted again
         admitted, shares, num_shared = scheduler.admit(scheduler.budget - num_tokens, copies)
+    if admitted:
         num_tokens += sum(shares)
         rows = np.append(rows, scheduler.running.order[len(scheduler.running) - len(admitted) :])
         num_new = np.append(num_new, shares).astype(np.int64)

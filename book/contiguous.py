@@ -37,10 +37,8 @@ class ContiguousKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
-        by_kv_layer = {spec.kv_layer: spec for spec in specs}
         self.layers: list[tuple[Tensor, Tensor]] = []
-        for index in range(len(by_kv_layer)):
-            spec = by_kv_layer[index]
+        for spec in specs:
             shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
             pair = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers.append((pair[0], pair[1]))

@@ -157,7 +157,7 @@ def decoder_layer(
         >>> zeros, ones, x = torch.zeros, torch.ones(2), torch.tensor([[3.0, 4.0]])
         >>> mlp = ones, zeros(8, 2), zeros(2, 4)
         >>> weights = LayerWeights(ones, zeros(6, 2), zeros(2, 2), *mlp)
-        >>> spec = AttentionSpec(0, 0, 1, 1, head_dim=2, scale=1.0)
+        >>> spec = AttentionSpec(0, 1, 1, head_dim=2, scale=1.0)
         >>> rotation = torch.ones(1, 1), zeros(1, 1)
         >>> values = lambda layer, q, k, v: v
         >>> decoder_layer(x, weights, *rotation, spec, values, 1e-6).tolist()

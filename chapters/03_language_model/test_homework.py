@@ -409,7 +409,7 @@ def layer(
     parts |= {"input_norm": torch.randn(hidden), "mlp_norm": torch.randn(hidden)}
     if qk_norm:
         parts |= {"q_norm": torch.randn(head_dim), "k_norm": torch.randn(head_dim)}
-    spec = AttentionSpec(3, 3, num_qo_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
+    spec = AttentionSpec(3, num_qo_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
     angles = torch.randn(tokens, head_dim // 2) * rotated
     return Layer(hw, spec, 3 * torch.randn(tokens, hidden), parts, angles.cos(), angles.sin())
 

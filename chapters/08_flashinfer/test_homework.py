@@ -787,7 +787,7 @@ def test_plan_on_the_gpu(hw: Homework) -> None:
     from mini_engine.parts import Parts
 
     specs = [
-        AttentionSpec(i, i, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, window=window)
+        AttentionSpec(i, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, window=window)
         for i, window in enumerate((None, 100))
     ]
     num_new, kv_lens = [1, 1, 1, 40, 200], [1, 900, 5000, 90, 200]

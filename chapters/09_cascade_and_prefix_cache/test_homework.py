@@ -542,7 +542,7 @@ def planned_step(
     "find_levels", mistake="the engine's cascade backend gets different results with your levels than without levels"
 )
 def test_the_engine_runs_on_it(hw: Homework) -> None:
-    spec = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE)
+    spec = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE)
     used = 0
     for seed in range(8):
         rows, lens, num_pages = page_tree(seed, 4)
@@ -570,7 +570,7 @@ def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
     """In bfloat16 on a GPU: the `cascade` backend on these levels, beside `flashinfer` without levels."""
     if not ON_GPU:
         return
-    spec = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    spec = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
     rows, lens, num_pages = page_tree(0, 16)
     batch, levels = planned_step(hw, rows, lens, 16, "cuda")
     cache = PagedKVCache([spec], num_pages, 16, torch.bfloat16, "cuda")

@@ -609,7 +609,7 @@ def over_slots(
     mistake="on your levels, the engine's cascade backend differs from attention computed request by request",
 )
 def test_the_engine_runs_on_it(hw: Homework) -> None:
-    spec = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE, rope=RopeConfig(100.0, 8))
+    spec = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=SCALE, rope=RopeConfig(100.0, 8))
     batch, cache, kv = planned_step(hw, spec, 4, torch.float64, "cpu")
     q = randn(len(batch.token_ids), 4, 8)
     backend = create_backend("cascade", [spec], cache, Parts())
@@ -627,7 +627,7 @@ def test_flashinfers_kernels_run_on_it(hw: Homework) -> None:
     if not ON_GPU:
         return
     rope = RopeConfig(10_000.0, 128)
-    spec = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, rope=rope)
+    spec = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, rope=rope)
     batch, cache, kv = planned_step(hw, spec, 16, torch.bfloat16, "cuda")
     q = randn(len(batch.token_ids), 16, 128, dtype=torch.bfloat16, device="cuda")
     backend = create_backend("cascade", [spec], cache, Parts())

@@ -213,7 +213,7 @@ class Setting:
 
     def specs(self) -> list[AttentionSpec]:
         heads = self.num_qo_heads, self.num_kv_heads, self.head_dim
-        return [AttentionSpec(i, i, *heads, scale=self.head_dim**-0.5) for i in range(self.num_layers)]
+        return [AttentionSpec(i, *heads, scale=self.head_dim**-0.5) for i in range(self.num_layers)]
 
     @property
     def bytes_per_layer(self) -> int:

@@ -117,7 +117,7 @@ def backend_runs(case: Case, setting: Setting, device: torch.device, page_size: 
     """For each backend of ours a function that attends in every layer once; pages are in random order."""
     q_heads, kv_heads, head_dim = setting.heads
     num_layers = layers_of(case, setting)
-    specs = [AttentionSpec(i, i, q_heads, kv_heads, head_dim, head_dim**-0.5) for i in range(num_layers)]
+    specs = [AttentionSpec(i, q_heads, kv_heads, head_dim, head_dim**-0.5) for i in range(num_layers)]
     pages_each = -(-case.keys // page_size)
     cache = PagedKVCache(specs, case.requests * pages_each, page_size, setting.dtype, device)
     for pair in cache.layers:

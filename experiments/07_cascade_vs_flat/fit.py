@@ -46,7 +46,7 @@ class Kind:
     def of(cls, result: results.Result) -> Kind:
         """Read the kind of layer from a result's parameters."""
         q_heads, kv_heads, head_dim = (int(size) for size in str(result.parameters["heads"]).split(" / "))
-        spec = AttentionSpec(0, 0, q_heads, kv_heads, head_dim, head_dim**-0.5)
+        spec = AttentionSpec(0, q_heads, kv_heads, head_dim, head_dim**-0.5)
         return cls(spec, int(result.parameters["page size"]), getattr(torch, str(result.parameters["dtype"])))
 
     def costs(self, costs: CascadeCosts) -> LevelCosts:

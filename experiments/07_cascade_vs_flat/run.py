@@ -102,7 +102,7 @@ class Step:
         shared, own = case.shared // page_size, -(-case.own // page_size)
         num_pages = shared + case.requests * own
         q_heads, kv_heads, head_dim = setting.heads
-        self.specs = [AttentionSpec(0, 0, q_heads, kv_heads, head_dim, head_dim**-0.5)]
+        self.specs = [AttentionSpec(0, q_heads, kv_heads, head_dim, head_dim**-0.5)]
         layout = "HND" if device.type == "cuda" else "NHD"
         self.cache = PagedKVCache(self.specs, num_pages, page_size, setting.dtype, device, layout)
         for tensor in self.cache.layers[0]:

@@ -167,7 +167,7 @@ def rotated_and_appended(device: torch.device) -> Layer:
     def run(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
         attention, mlp, eps = layer.attention, layer.mlp, layer.eps
         qkv = linear(parts.rms_norm(x, layer.input_norm, eps), attention.qkv.weight)
-        norms, pages = (attention.q_norm, attention.k_norm), step.backend.cache.layers[layer.spec.kv_layer]
+        norms, pages = (attention.q_norm, attention.k_norm), step.backend.cache.layers[layer.spec.layer]
         q = rotate_and_append(qkv, norms, eps, cos, sin, pages, step.layout, step.slots)
         x = x + linear(step.backend.run(layer.spec.layer, q).flatten(1), attention.o.weight)
         hidden = parts.rms_norm(x, layer.mlp_norm, eps)
@@ -187,7 +187,7 @@ def folded(device: torch.device, pdl: bool = False) -> Layer:
     def run(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
         attention, mlp, eps = layer.attention, layer.mlp, layer.eps
         qkv = norm_linear(x, layer.input_norm, eps, attention.qkv.weight, pdl=pdl)
-        norms, pages = (attention.q_norm, attention.k_norm), step.backend.cache.layers[layer.spec.kv_layer]
+        norms, pages = (attention.q_norm, attention.k_norm), step.backend.cache.layers[layer.spec.layer]
         q = rotate_and_append(qkv, norms, eps, cos, sin, pages, step.layout, step.slots)
         x = add(step.backend.run(layer.spec.layer, q).flatten(1), attention.o.weight, x, pdl=pdl)
         inner = norm_gate_up_silu(x, layer.mlp_norm, eps, mlp.gate_up.weight, pdl=pdl)

@@ -153,7 +153,7 @@ def planned_backends(
     q_heads, kv_heads, head_dim = setting.heads
     stored = None if kv_dtype == setting.dtype else kv_dtype
     specs = [
-        AttentionSpec(i, i, q_heads, kv_heads, head_dim, head_dim**-0.5, kv_dtype=stored)
+        AttentionSpec(i, q_heads, kv_heads, head_dim, head_dim**-0.5, kv_dtype=stored)
         for i in range(layers_of(case, setting, kv_dtype))
     ]
     batch, num_pages = step_of(case, device)

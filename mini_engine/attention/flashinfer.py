@@ -139,7 +139,7 @@ class FlashInferBackend(AttentionBackend):
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         """Store keys and values in one launch, in either layout, straight from the output of the projection."""
-        pages, kind = self.cache.layers[self.specs[layer].kv_layer], self._kinds[layer]
+        pages, kind = self.cache.layers[layer], self._kinds[layer]
         if kind.kv_dtype:
             k, v = round_kv(k, kind.k_scale, kind.kv_dtype), round_kv(v, kind.v_scale, kind.kv_dtype)
         if layer == 0:  # here and not in `plan`, so that a CUDA graph records it
@@ -150,7 +150,7 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        pages, kind = self.cache.layers[self.specs[layer].kv_layer], self._kinds[layer]
+        pages, kind = self.cache.layers[layer], self._kinds[layer]
         planned, scales = self._planned[kind], {"k_scale": kind.k_scale, "v_scale": kind.v_scale}
         out = q.new_empty(q.shape)
         if len(planned) == 1:  # views cost host time

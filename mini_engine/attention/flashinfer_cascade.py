@@ -76,7 +76,7 @@ class FlashInferCascadeBackend(FlashInferBackend):
         kind = self._kinds[layer]
         if not (self._levels and _may_share(kind)):
             return super().run(layer, q)
-        pages = self.cache.layers[self.specs[layer].kv_layer]
+        pages = self.cache.layers[layer]
         out, shared_out = q.new_empty(2, *q.shape)
         lse, shared_lse = q.new_empty(2, *q.shape[:2], dtype=torch.float32)
         for tokens, wrapper in self._planned[kind]:

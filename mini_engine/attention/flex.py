@@ -162,14 +162,14 @@ class FlexBackend(AttentionBackend):
         return tiles, mods
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        k_cache, v_cache = self._layers[self.specs[layer].kv_layer]
+        k_cache, v_cache = self._layers[layer]
         self.parts.append_kv(k_cache, v_cache, k, v, self._slot_mapping)
         if self._unwritten is not None:
             v_cache.index_fill_(0, self._unwritten, 0)
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         spec = self.specs[layer]
-        k, v = self._attended[spec.kv_layer]
+        k, v = self._attended[spec.layer]
         parts = []
         for tiles, mods in self._tile_plans:
             block_mask, score_mod = mods[self._kinds[layer]]

@@ -15,8 +15,7 @@ class AttentionSpec:
     """The attention of one layer, fixed when the model is built.
 
     Attributes:
-        layer: index of the layer in the model.
-        kv_layer: index of the layer of the KV cache that this layer reads and writes.
+        layer: index of the layer in the model and in the KV cache.
         num_qo_heads: query (and output) heads.
         num_kv_heads: key and value heads; divides `num_qo_heads` (grouped-query attention).
         head_dim: size of one head.
@@ -32,7 +31,6 @@ class AttentionSpec:
     """
 
     layer: int
-    kv_layer: int
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
@@ -52,7 +50,7 @@ class AttentionSpec:
     @property
     def kind(self) -> "AttentionSpec":
         """The spec without its place in the model: layers of one kind share a plan."""
-        return replace(self, layer=0, kv_layer=0)
+        return replace(self, layer=0)
 
 
 @runtime_checkable
@@ -62,7 +60,7 @@ class Attend(Protocol):
     This is all that a model knows about keys and values. Every `AttentionBackend` is an `Attend`.
 
     Args:
-        layer: index of the layer in the model.
+        layer: index of the layer in the model and in the KV cache.
         q: [T, Hq, D] queries of all sequences, laid end to end.
         k: [T, Hk, D] their keys.
         v: [T, Hk, D] their values.

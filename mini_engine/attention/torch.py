@@ -66,7 +66,7 @@ class TorchBackend(AttentionBackend):
         self._sequences = self._plan_sequences(batch, range(batch.num_sequences))
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[self.specs[layer].kv_layer])
+        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[layer])
         self.parts.append_kv(k_cache, v_cache, k.to(k_cache.dtype), v.to(v_cache.dtype), self._slot_mapping)
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
@@ -92,7 +92,7 @@ class TorchBackend(AttentionBackend):
         self, spec: AttentionSpec, sequence: SequencePlan, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk D"]]:
         """Read a sequence's keys and values from their pages."""
-        k, v = (pages.flatten(0, 1)[sequence.slots].to(dtype) for pages in self.cache.layers[spec.kv_layer])
+        k, v = (pages.flatten(0, 1)[sequence.slots].to(dtype) for pages in self.cache.layers[spec.layer])
         return k, v
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
@@ -160,7 +160,7 @@ class PaddedTorchBackend(TorchBackend):
         out = super().run(layer, q)
         if self._decodes is not None:
             spec, count = self.specs[layer], len(self._decodes.pages)
-            out[:count] = self._decodes.attend(spec, q[:count], *self.cache.layers[spec.kv_layer])
+            out[:count] = self._decodes.attend(spec, q[:count], *self.cache.layers[spec.layer])
         return out
 
 

@@ -44,7 +44,7 @@ class StubModel(LanguageModel):
     """A language model that computes nothing."""
 
     config = ModelLimits(vocab_size=max(ROWS), max_position_embeddings=4096)
-    attention_specs = (AttentionSpec(0, 0, num_qo_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),)
+    attention_specs = (AttentionSpec(0, num_qo_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),)
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def decoder_layer(
     layer.fold_norms()  # does nothing after the first step
     pdl = flashinfer.utils.device_support_pdl(x.device)
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
-    pages = attend.cache.layers[spec.kv_layer]
+    pages = attend.cache.layers[spec.layer]
     q = rotate_and_append(
         linear(x, attention.qkv.weight), norms, layer.eps, cos, sin, pages, attend.cache.layout, attend.slot_mapping,
         tokens=x, pdl=pdl,

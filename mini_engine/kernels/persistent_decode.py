@@ -161,5 +161,5 @@ def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache) -> list[int]:
         layer.input_norm, layer.mlp_norm,
     )  # fmt: skip
     addresses = [tensor.data_ptr() for tensor in (*weights, *norms)]
-    pages = kv_cache.layers[layer.spec.kv_layer]
+    pages = kv_cache.layers[layer.spec.layer]
     return addresses + [0] * (2 - len(norms)) + [tensor.data_ptr() for tensor in pages]

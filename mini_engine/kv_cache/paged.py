@@ -53,9 +53,7 @@ class PagedKVCache:
         self.num_pages, self.page_size, self.layout = num_pages, page_size, layout
         self.dtype, self.device = dtype, torch.device(device)
         self.layers: list[tuple[Tensor, Tensor]] = []
-        by_kv_layer = {spec.kv_layer: spec for spec in specs}
-        for index in range(len(by_kv_layer)):
-            spec = by_kv_layer[index]
+        for spec in specs:
             page = (page_size, spec.num_kv_heads) if layout == "NHD" else (spec.num_kv_heads, page_size)
             shape, stored = (num_pages, *page, spec.head_dim), spec.kv_dtype or dtype
             k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
@@ -130,8 +128,7 @@ def default_num_pages(
 
 def page_bytes(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one page over all layers."""
-    layers = {spec.kv_layer: spec for spec in specs}.values()
-    return page_size * sum(2 * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize for spec in layers)
+    return page_size * sum(2 * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize for spec in specs)
 
 
 def free_memory(device: torch.device) -> int:

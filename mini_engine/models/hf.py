@@ -186,7 +186,7 @@ class HFModel(LanguageModel):
         else:
             raise _refused("its attention is not causal, or its mask is not that of a sliding window")
         self._specs[module] = AttentionSpec(
-            layer, layer, num_qo_heads, num_kv_heads, head_dim, scale, window=window, softcap=softcap
+            layer, num_qo_heads, num_kv_heads, head_dim, scale, window=window, softcap=softcap
         )
         return torch.zeros_like(query).transpose(1, 2)
 

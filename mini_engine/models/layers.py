@@ -101,7 +101,6 @@ def attention_spec(config: ModelConfig, layer: int, scale: float) -> AttentionSp
     """Describe the attention of one layer. Only a layer of type `sliding_attention` has a window."""
     return AttentionSpec(
         layer=layer,
-        kv_layer=layer,
         num_qo_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

@@ -143,7 +143,7 @@ def check_equal(batch: StepBatch, mine: AttentionBackend, oracle: AttentionBacke
         q, k, v = qkv.to(mine.cache.device, mine.cache.dtype).split(heads, dim=1)
         got, want = mine(spec.layer, q, k, v), oracle(spec.layer, *(x.to(oracle.cache.dtype) for x in (q, k, v)))
         torch.testing.assert_close(got.to(want.dtype), want, atol=atol, rtol=atol)
-        for own, theirs in zip(mine.cache.layers[spec.kv_layer], oracle.cache.layers[spec.kv_layer], strict=True):
+        for own, theirs in zip(mine.cache.layers[spec.layer], oracle.cache.layers[spec.layer], strict=True):
             stored = own if mine.cache.layout == "NHD" else own.transpose(1, 2)
             assert torch.equal(stored.to(theirs.dtype), theirs)
 
@@ -183,7 +183,7 @@ def error_of_narrow_keys(batch: StepBatch, mine: AttentionBackend, oracle: Atten
         got, want = mine(spec.layer, q, k, v), oracle(spec.layer, q.to(wide), *rounded)
         lost, total = lost + float((got.to(wide) - want).square().sum()), total + float(want.square().sum())
         for own, theirs, scale in zip(
-            mine.cache.layers[spec.kv_layer], oracle.cache.layers[spec.kv_layer], KV_SCALES, strict=True
+            mine.cache.layers[spec.layer], oracle.cache.layers[spec.layer], KV_SCALES, strict=True
         ):
             stored = own if mine.cache.layout == "NHD" else own.transpose(1, 2)
             assert torch.equal(stored.to(wide) * scale, theirs)

@@ -21,10 +21,10 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from tests.attention.stepping import expected, full_cache, random_qkv, run_in_steps
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
-WINDOW = replace(PLAIN, layer=1, kv_layer=1, window=5)
-CAPPED = replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0)
-ALIBI = replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=(0.5, 0.25, 0.1, 0.05, 0.02, 0.01))
+PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+WINDOW = replace(PLAIN, layer=1, window=5)
+CAPPED = replace(PLAIN, layer=1, window=5, softcap=4.0)
+ALIBI = replace(PLAIN, layer=2, num_kv_heads=6, alibi_slopes=(0.5, 0.25, 0.1, 0.05, 0.02, 0.01))
 FEATURED = (PLAIN, CAPPED, ALIBI)
 # `torch_padded` pads only where no layer has a soft-cap or slopes.
 ON_CPU = [name for name, info in BACKENDS.items() if "cpu" in info.devices]

@@ -39,10 +39,10 @@ from tests.attention.stepping import full_cache
 from tests.helpers import GREEDY, Arrival, alone, double_model, make_engine, requests, serve
 from tests.models.families import our_model, transformers_model
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
-CAPPED = replace(PLAIN, layer=1, kv_layer=1, softcap=3.0)
-ALIBI = replace(PLAIN, layer=2, kv_layer=2, alibi_slopes=(0.5, 0.25, 0.1, 0.05))
-WINDOW = replace(PLAIN, layer=3, kv_layer=3, window=5)
+PLAIN = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
+CAPPED = replace(PLAIN, layer=1, softcap=3.0)
+ALIBI = replace(PLAIN, layer=2, alibi_slopes=(0.5, 0.25, 0.1, 0.05))
+WINDOW = replace(PLAIN, layer=3, window=5)
 SPECS = (PLAIN, CAPPED, ALIBI, WINDOW)
 # Either levels cost nothing, so every shared page is in a level, or they cost so much that none pays off.
 FREE = CascadeCosts(level_seconds=0.0, bandwidth=np.inf, flops=np.inf)
@@ -147,7 +147,7 @@ def test_sharers_of_any_prefix_become_neighbors(rows: list[list[int]]) -> None:
 
 # --- what a level costs ----------------------------------------------------------------------------------------------
 
-HEADS = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
+HEADS = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
 H200 = LevelCosts.of(H200_COSTS, HEADS, PagedKVCache([HEADS], 1, 16, torch.bfloat16))
 
 
@@ -362,12 +362,12 @@ def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> Non
 
 # FlashInfer's kernels and the reference round bfloat16 at different places, on unit-normal keys and values.
 BF16 = {"atol": 2e-2, "rtol": 0}
-WIDE = AttentionSpec(0, 0, num_qo_heads=8, num_kv_heads=4, head_dim=128, scale=0.1)
+WIDE = AttentionSpec(0, num_qo_heads=8, num_kv_heads=4, head_dim=128, scale=0.1)
 GPU_SPECS = (
     WIDE,
-    replace(WIDE, layer=1, kv_layer=1, softcap=20.0),
-    replace(WIDE, layer=2, kv_layer=2, window=40),
-    replace(WIDE, layer=3, kv_layer=3, alibi_slopes=tuple(alibi_slopes(8).tolist())),
+    replace(WIDE, layer=1, softcap=20.0),
+    replace(WIDE, layer=2, window=40),
+    replace(WIDE, layer=3, alibi_slopes=tuple(alibi_slopes(8).tolist())),
 )
 
 

@@ -25,7 +25,7 @@ from mini_engine.parts import Parts
 from tests.attention.greedy import check_greedy
 from tests.attention.stepping import check_equal, decodes, full_cache, recorded, run_in_steps
 
-QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 
 
 # --- the shares -------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_many_requests_and_long_ones(gpu: torch.device, kv_lens: list[int]) -> N
 
 @pytest.mark.gpu
 def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
-    specs = (QWEN3, replace(QWEN3, layer=1, kv_layer=1, num_qo_heads=24))
+    specs = (QWEN3, replace(QWEN3, layer=1, num_qo_heads=24))
     cache = full_cache(specs, 40, 16, torch.bfloat16, device="cuda")
     backend = create_backend("flash_decoding", specs, cache, Parts())
     runs = run_in_steps(backend, specs, [90, 1, 140, 33], [40, 1, 139, 8], range(40), 16, torch.bfloat16, "cuda")
@@ -181,7 +181,7 @@ def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_graph_replays_with_new_lengths(gpu: torch.device, layout: str) -> None:
     """Captured over padding, then replayed over steps of other lengths and pages; the second layer is FlashInfer's."""
-    specs, num_pages, page_size = (QWEN3, replace(QWEN3, layer=1, kv_layer=1, window=33)), 200, 16
+    specs, num_pages, page_size = (QWEN3, replace(QWEN3, layer=1, window=33)), 200, 16
     mine = PagedKVCache(specs, num_pages, page_size, torch.bfloat16, gpu, layout)
     theirs = PagedKVCache(specs, num_pages, page_size, torch.float64, gpu)
     for pairs in zip(mine.layers, theirs.layers, strict=True):

@@ -27,8 +27,8 @@ from tests.attention import fake_flashinfer
 from tests.attention.stepping import check_equal, decodes, full_cache, random_step, run_in_steps
 from tests.helpers import alone, double_model, make_engine, serve
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=64, scale=0.1)
-SPECS = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=5), replace(PLAIN, layer=2, kv_layer=2, scale=0.2))
+PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=64, scale=0.1)
+SPECS = (PLAIN, replace(PLAIN, layer=1, window=5), replace(PLAIN, layer=2, scale=0.2))
 
 
 class Kernel(FlashDecoding):
@@ -156,7 +156,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
 def test_flashinfer_decodes_the_layers_that_the_kernel_does_not_compute(fake: None, other: dict) -> None:
-    specs = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, **other))
+    specs = (PLAIN, replace(PLAIN, layer=1, **other))
     mine, theirs = (PagedKVCache(specs, 7, 16, torch.float64) for _ in range(2))
     backend = FlashDecodingBackend(specs, mine, Parts())
     check_equal(decodes([50, 40], range(7), 16), backend, TorchBackend(specs, theirs, Parts()), 1e-6)

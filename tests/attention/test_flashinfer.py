@@ -31,14 +31,14 @@ def gpu() -> torch.device:
     return torch.device("cuda")
 
 
-LLAMA = AttentionSpec(0, 0, num_qo_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
-QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
-GEMMA2 = AttentionSpec(0, 0, num_qo_heads=8, num_kv_heads=4, head_dim=256, scale=1 / 16, softcap=50.0)
-GPT2 = AttentionSpec(0, 0, num_qo_heads=12, num_kv_heads=12, head_dim=64, scale=0.125)
+LLAMA = AttentionSpec(0, num_qo_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+GEMMA2 = AttentionSpec(0, num_qo_heads=8, num_kv_heads=4, head_dim=256, scale=1 / 16, softcap=50.0)
+GPT2 = AttentionSpec(0, num_qo_heads=12, num_kv_heads=12, head_dim=64, scale=0.125)
 SHAPES = {
     "llama": (LLAMA,),
-    "qwen3": (QWEN3, replace(QWEN3, layer=1, kv_layer=1, window=33)),
-    "gemma2": (GEMMA2, replace(GEMMA2, layer=1, kv_layer=1, window=40)),
+    "qwen3": (QWEN3, replace(QWEN3, layer=1, window=33)),
+    "gemma2": (GEMMA2, replace(GEMMA2, layer=1, window=40)),
     "gpt2": (GPT2,),
     "alibi": (replace(QWEN3, alibi_slopes=tuple(alibi_slopes(16).tolist())),),
 }

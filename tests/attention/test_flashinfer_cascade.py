@@ -29,12 +29,12 @@ from tests.attention import fake_flashinfer
 from tests.attention.prefix_steps import Step, in_pages, prefixed, steps
 from tests.attention.stepping import check_equal
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
+PLAIN = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
 SPECS = (
     PLAIN,
-    replace(PLAIN, layer=1, kv_layer=1, softcap=3.0),
-    replace(PLAIN, layer=2, kv_layer=2, window=5),
-    replace(PLAIN, layer=3, kv_layer=3, alibi_slopes=tuple(alibi_slopes(4).tolist())),
+    replace(PLAIN, layer=1, softcap=3.0),
+    replace(PLAIN, layer=2, window=5),
+    replace(PLAIN, layer=3, alibi_slopes=tuple(alibi_slopes(4).tolist())),
 )
 
 
@@ -164,5 +164,5 @@ def test_chunks_at_any_offset_equal_the_reference(fake: None, layout: str) -> No
 
 @pytest.mark.parametrize("spec", SPECS[2:])
 def test_layers_with_a_window_or_alibi_alone_have_no_planner(fake: None, spec: AttentionSpec) -> None:
-    specs = (replace(spec, layer=0, kv_layer=0),)
+    specs = (replace(spec, layer=0),)
     assert FlashInferCascadeBackend(specs, PagedKVCache(specs, 1, 16, torch.float64), Parts()).planner is None

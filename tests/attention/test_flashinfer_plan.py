@@ -23,11 +23,11 @@ from mini_engine.parts import Parts
 from tests.attention import fake_flashinfer
 from tests.attention.stepping import check_equal, full_cache, random_step, run_in_steps
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
 SPECS = (
     PLAIN,
-    replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0),
-    replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=tuple(alibi_slopes(6).tolist())),
+    replace(PLAIN, layer=1, window=5, softcap=4.0),
+    replace(PLAIN, layer=2, num_kv_heads=6, alibi_slopes=tuple(alibi_slopes(6).tolist())),
 )
 
 
@@ -103,7 +103,7 @@ def test_long_prompts_take_flashattention_3(fake: None, new: list[int], has_fa3:
 
 
 def test_layers_of_one_kind_share_a_plan() -> None:
-    assert LayerKind.of(PLAIN) == LayerKind.of(replace(PLAIN, layer=7, kv_layer=7))
+    assert LayerKind.of(PLAIN) == LayerKind.of(replace(PLAIN, layer=7))
     assert len({LayerKind.of(spec) for spec in SPECS}) == 3
 
 

@@ -37,9 +37,9 @@ from tests.helpers import alone, make_engine, serve
 from tests.models.families import our_model, transformers_model
 
 SLOPES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
-PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
-WINDOW = replace(PLAIN, layer=1, kv_layer=1, window=5, softcap=4.0)
-ALIBI = replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=SLOPES)
+PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+WINDOW = replace(PLAIN, layer=1, window=5, softcap=4.0)
+ALIBI = replace(PLAIN, layer=2, num_kv_heads=6, alibi_slopes=SLOPES)
 ALL = replace(PLAIN, window=21, softcap=4.0, alibi_slopes=SLOPES)
 
 
@@ -186,7 +186,7 @@ def test_a_mask_is_built_once_a_step_for_each_kind_of_layer() -> None:
         return classify_blocks(*positions, window)
 
     parts = replace(Parts(), classify_blocks=lambda *args: counted(*args[:4], window=args[4]))
-    specs = [replace(PLAIN, layer=i, kv_layer=i, window=(None, 5)[i % 2]) for i in range(3)]
+    specs = [replace(PLAIN, layer=i, window=(None, 5)[i % 2]) for i in range(3)]
     backend = FlexBackend(specs, PagedKVCache(specs, 6, 16, torch.float64), parts)
 
     def step(new: list[int], kv_lens: list[int]) -> list[int | None]:
@@ -253,7 +253,7 @@ def test_decodes_keep_their_mask_until_a_list_changes(data: st.DataObject) -> No
 
 
 def test_each_kind_of_layer_keeps_lists_of_its_own() -> None:
-    specs = [PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=20)]
+    specs = [PLAIN, replace(PLAIN, layer=1, window=20)]
     cache = PagedKVCache(specs, 8, 8, torch.float64)
     kept = FlexBackend(specs, cache, Parts())
 

@@ -21,11 +21,11 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from tests.attention.stepping import random_step
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
 SPECS = (
     PLAIN,
-    replace(PLAIN, layer=1, kv_layer=1, window=7, softcap=4.0),
-    replace(PLAIN, layer=2, kv_layer=2, num_kv_heads=6, alibi_slopes=(0.5, 0.25, 0.1, 0.05, 0.02, 0.01)),
+    replace(PLAIN, layer=1, window=7, softcap=4.0),
+    replace(PLAIN, layer=2, num_kv_heads=6, alibi_slopes=(0.5, 0.25, 0.1, 0.05, 0.02, 0.01)),
 )
 
 
@@ -120,7 +120,7 @@ def test_equals_the_reference_however_keys_are_split(data: st.DataObject) -> Non
         qkv = torch.randn(batch.num_tokens, sum(heads), 16, generator=generator, dtype=torch.float64).split(heads, 1)
         got, want = backend(spec.layer, *qkv), oracle(spec.layer, *qkv)
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
-        for mine, theirs in zip(own.layers[spec.kv_layer], reference.layers[spec.kv_layer], strict=True):
+        for mine, theirs in zip(own.layers[spec.layer], reference.layers[spec.layer], strict=True):
             assert torch.equal(mine, theirs)
 
 

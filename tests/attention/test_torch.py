@@ -16,8 +16,8 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from tests.attention.stepping import full_cache, run_in_steps
 
-FULL = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
-SPECS = (FULL, replace(FULL, layer=1, kv_layer=1, window=5))
+FULL = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
+SPECS = (FULL, replace(FULL, layer=1, window=5))
 
 
 def decodes(kv_lens: list[int], page_size: int, order: list[int], evicted: list[int] | None = None) -> StepBatch:
@@ -109,7 +109,7 @@ def test_the_reference_calls_masked_attention_for_every_sequence() -> None:
 
 @pytest.mark.parametrize("key_chunk", [1, 4, 100])
 def test_long_sequences_are_attended_to_in_chunks(key_chunk: int) -> None:
-    specs = (FULL, replace(FULL, layer=1, kv_layer=1, window=5, softcap=4.0))
+    specs = (FULL, replace(FULL, layer=1, window=5, softcap=4.0))
     backend = type("Chunks", (TorchBackend,), {"KEY_CHUNK": key_chunk})(
         specs, full_cache(specs, 8, 4, torch.float64), Parts()
     )

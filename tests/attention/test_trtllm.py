@@ -33,7 +33,7 @@ from tests.attention.stepping import (
     run_in_steps,
 )  # fmt: skip
 
-QWEN3 = AttentionSpec(0, 0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def gpu() -> torch.device:
 
 SHAPES = {
     "llama": (replace(QWEN3, num_qo_heads=9, num_kv_heads=3, head_dim=64, scale=0.125),),
-    "qwen3": (QWEN3, replace(QWEN3, layer=1, kv_layer=1, window=33)),
+    "qwen3": (QWEN3, replace(QWEN3, layer=1, window=33)),
     "wide": (replace(QWEN3, num_qo_heads=8, num_kv_heads=1, head_dim=256, scale=1 / 16),),
     "gpt2": (replace(QWEN3, num_qo_heads=12, num_kv_heads=12, head_dim=64, scale=0.125),),
 }

@@ -36,8 +36,8 @@ from tests.attention.stepping import (
 )  # fmt: skip
 from tests.helpers import alone, double_model, make_engine, serve
 
-PLAIN = AttentionSpec(0, 0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
-SPECS = (PLAIN, replace(PLAIN, layer=1, kv_layer=1, window=5))
+PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+SPECS = (PLAIN, replace(PLAIN, layer=1, window=5))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from book.contiguous import ContiguousKVCache
 from mini_engine.attention.spec import AttentionSpec
 
-SPECS = tuple(AttentionSpec(i, i, num_qo_heads=6, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30))
+SPECS = tuple(AttentionSpec(i, num_qo_heads=6, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30))
 
 
 def test_bytes_per_token_of_smollm2():

@@ -70,7 +70,7 @@ def test_one_level_holds_the_prefix_of_all_requests(case):
 
 # --- the fit ----------------------------------------------------------------------------------------------------------
 
-BFLOAT16 = fit.Kind(AttentionSpec(0, 0, 16, 8, 128, 128**-0.5), 16, torch.bfloat16)
+BFLOAT16 = fit.Kind(AttentionSpec(0, 16, 8, 128, 128**-0.5), 16, torch.bfloat16)
 GRID = np.array([(n, shared, own) for n in (8, 16, 64, 256, 512) for shared in (64, 256, 1024) for own in (8, 16)])
 
 

@@ -13,19 +13,19 @@ from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import MOST_CPU_CACHE_BYTES, PagedKVCache, append_kv, default_num_pages, round_kv
 
-SPEC = AttentionSpec(0, 0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+SPEC = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("NHD", (3, 4, 2, 8)), ("HND", (3, 2, 4, 8))])
 def test_a_layout_is_the_order_of_a_page_s_axes(layout: str, shape: tuple[int, ...]) -> None:
-    specs = [SPEC, AttentionSpec(1, 1, num_qo_heads=4, num_kv_heads=1, head_dim=8, scale=1.0)]
+    specs = [SPEC, AttentionSpec(1, num_qo_heads=4, num_kv_heads=1, head_dim=8, scale=1.0)]
     cache = PagedKVCache(specs, 3, 4, torch.bfloat16, layout=layout)
     assert [tuple(x.shape) for x in cache.layers[0]] == [shape, shape]
     assert cache.bytes_per_token == 2 * (2 + 1) * 8 * 2
 
 
 def test_a_layer_may_store_keys_in_a_dtype_of_its_own() -> None:
-    specs = [SPEC, replace(SPEC, layer=1, kv_layer=1, kv_dtype=torch.float8_e4m3fn)]
+    specs = [SPEC, replace(SPEC, layer=1, kv_dtype=torch.float8_e4m3fn)]
     cache = PagedKVCache(specs, 3, 4, torch.bfloat16)
     assert [k.dtype for k, _ in cache.layers] == [torch.bfloat16, torch.float8_e4m3fn]
     assert cache.bytes_per_token == 2 * 2 * 8 * (2 + 1)

@@ -87,7 +87,7 @@ class ListAttend:
         rows, out, spec = 0, [], self.specs[layer]
         for sequence, start, length in self.step:
             part = slice(rows, rows + length)
-            kept = self.stored.setdefault((spec.kv_layer, sequence), [])
+            kept = self.stored.setdefault((spec.layer, sequence), [])
             kept.append((k[part], v[part]))
             keys, values = (torch.cat(tensors) for tensors in zip(*kept, strict=True))
             mask = attention_mask(torch.arange(start, start + length), torch.arange(start + length), spec.window)

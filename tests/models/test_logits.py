@@ -114,9 +114,9 @@ def test_attention_is_described_by_the_specs() -> None:
     common = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 24**-0.5, "softcap": 2.0}
     common["rope"] = RopeConfig(theta=10000.0, head_dim=16)
     assert model.attention_specs == (
-        AttentionSpec(layer=0, kv_layer=0, window=5, **common),
-        AttentionSpec(layer=1, kv_layer=1, window=None, **common),
-        AttentionSpec(layer=2, kv_layer=2, window=5, **common),
+        AttentionSpec(layer=0, window=5, **common),
+        AttentionSpec(layer=1, window=None, **common),
+        AttentionSpec(layer=2, window=5, **common),
     )
 
 

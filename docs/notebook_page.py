@@ -36,6 +36,7 @@ def tidy(html: str, resolve: Callable[[str], str]) -> tuple[Tag, TableOfContents
             continue  # a code cell is wrapped into a second one
         page.append(_code_cell(soup, cell) if _has_class(cell, "jp-CodeCell") else _text_cell(soup, cell))
     _merge_folds(page)
+    ask_once(page)
     for diagram in page.find_all(class_="jp-Mermaid"):
         # The notebook's HTML holds mermaid's text as it is, so the parser takes a line break in it for an element.
         text = unescape(diagram.pre.decode_contents()) if diagram.pre is not None else diagram.get_text()
@@ -110,6 +111,21 @@ def _merge_folds(page: Tag) -> None:
         if first.summary.get_text() == second.summary.get_text():
             second.summary.insert_after(*first.find_all(class_="nb-in", recursive=False))
             cell.decompose()
+
+
+def ask_once(page: Tag) -> None:
+    """Remove a question in italics, "Predict: …?", from the end of a text if the box that follows asks it."""
+    for box in page.find_all(class_="prediction"):
+        cell = box.find_parent(class_="nb-cell")
+        text = cell.find_previous_sibling(class_="nb-text") if cell is not None else None
+        if text is None or cell.find_previous_sibling() is not text:
+            continue
+        paragraph = text.find_all(True, recursive=False)[-1]
+        question = paragraph.contents[-1] if paragraph.contents else None
+        if isinstance(question, Tag) and question.name == "em" and question.get_text().startswith("Predict:"):
+            question.decompose()
+            if not paragraph.get_text().strip():
+                paragraph.decompose()
 
 
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:

@@ -57,6 +57,26 @@ def test_cells_that_only_show_something_are_hidden(source: str, is_hidden: bool)
     assert is_output_only(source) is is_hidden
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<p>A page. <em>Predict: how many?</em></p>", "A page."),
+        ("<p>A page.</p><p><em>Predict: how many?</em></p>", "A page."),
+        ("<p><em>Predict: how many?</em> Count them.</p>", "Predict: how many? Count them."),
+        ("<p>A <em>page</em></p>", "A page"),
+        ("<p><em>Predict: how many?</em></p><ul><li>a list</li></ul>", "Predict: how many?a list"),
+    ],
+)
+def test_a_question_that_the_box_asks_is_not_asked_twice(text: str, left: str) -> None:
+    from notebook_page import ask_once
+
+    box = '<div class="nb-cell"><div class="prediction"><p>Predict. How many?</p></div></div>'
+    page = BeautifulSoup(f'<div class="nb-text">{text}</div>{box}', "html.parser")
+    ask_once(page)
+    assert page.find(class_="nb-text").get_text().strip() == left
+    assert "How many?" in page.find(class_="prediction").get_text()
+
+
 def test_equal_folds_of_successive_cells_are_one_and_a_diagram_keeps_its_line_breaks() -> None:
     from notebook_page import tidy
 

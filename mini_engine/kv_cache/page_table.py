@@ -161,7 +161,7 @@ class PageTable:
         return self.table[row, : self.counts[row]]
 
     def pages_of(self, rows: Rows, counts: Int[np.ndarray, " B"]) -> Pages:
-        """Return the first `counts[b]` pages of each row, row by row; those of one row as a view."""
+        """Return the first `counts[b]` pages of each row, row by row; a view if there is only one row."""
         if len(rows) == 1:
             return self.table[rows[0], : counts[0]]
         longest = int(counts.max(initial=0))

@@ -14,9 +14,10 @@
 // block writes to a buffer again, it has received values that all other blocks published after they had read the buffer.
 //
 // Waiting. A product cannot start before its vector has arrived. So a warp first loads the weights that it will multiply first
-// from shared memory into registers, and waits after that. While a warp waits for its part of a vector, only one of its lanes
-// repeats a load, until the first value is there. If all threads of all blocks did, their loads would compete with the stores
-// that they wait for. (Waits for single heads and splits are an exception: there, every lane repeats its own loads.)
+// from shared memory into registers, and waits after that. Every lane repeats the load of its own values until they are there.
+// The results of attention are an exception: they are several times as many values, and the wait for them is the longest. If
+// all threads of all blocks repeated their loads, these would compete with the stores that they wait for. There, only one lane
+// of each warp repeats a load, until the first value is there.
 //
 // Attention. The keys of each KV head are split among several blocks. If a head has few splits, every block receives the
 // results of all splits and merges them itself. If it has many, each block merges its share of the dimensions, and the blocks
@@ -45,7 +46,7 @@ constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * 2;           // keys in 
 constexpr int CHUNKS = HEAD_DIM / 8;                                 // number of 16-byte chunks in a key
 constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;  // padded, so that rows start in different banks
 constexpr int MAX_SPLITS = 16;  // most splits of a KV head; a warp merges them, one lane for each
-constexpr int FEW_SPLITS = 4;   // up to this many splits, every block merges all of them
+constexpr int FEW_SPLITS = 8;   // up to this many splits, every block merges all of them
 static_assert(GROUP <= 8, "queries are the columns of one tile of the tensor cores");
 
 // The addresses of a layer's weights and cache. `_pointers` in persistent_decode.py fills it.
@@ -108,26 +109,34 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 // Wait for all consumers of the block. `__syncthreads` would wait for the producer, too.
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// The rows of a matrix that belong to this block. A unit is never divided between blocks.
+// The part of `all` items that belongs to this block.
 struct Share {
     int first, end;
-    __device__ explicit Share(int all, int unit = 1)
-        : first(all / unit * blockIdx.x / BLOCKS * unit), end(all / unit * (blockIdx.x + 1) / BLOCKS * unit) {}
+    __device__ explicit Share(int all) : first(all * blockIdx.x / BLOCKS), end(all * (blockIdx.x + 1) / BLOCKS) {}
+};
+
+// The rows of a matrix that belong to this block. Pairs of rows are never divided, because two bf16 are published together.
+struct Rows {
+    int first, end;
+    __device__ explicit Rows(int all) : first(Share((all + 1) / 2).first * 2), end(min(Share((all + 1) / 2).end * 2, all)) {}
 };
 
 // The four phases of a layer, and the last phase of a step. Each multiplies the rows of one matrix by a vector.
 enum Phase { QKV, O, GATE_UP, DOWN, LM_HEAD };
 
-// The size of a phase's matrix. `unit` adjacent rows are finished by one thread: two, because two bf16 are published together.
-// `parts` matrices of this size are stacked: two for gate and up.
+// The size of a phase's matrix. `parts` matrices of this size are stacked: two for gate and up.
 struct Matrix {
-    int rows, columns;
-    int unit, parts;
+    int rows, columns, parts;
 
     __device__ Matrix(int phase, const Step& step)
         : rows(phase == QKV ? QKV_SIZE : phase == GATE_UP ? INTERMEDIATE : phase == LM_HEAD ? step.vocab_size : HIDDEN),
           columns(phase == O ? Q_SIZE : phase == DOWN ? INTERMEDIATE : HIDDEN),
-          unit(phase == LM_HEAD ? 1 : 2), parts(phase == GATE_UP ? 2 : 1) {}
+          parts(phase == GATE_UP ? 2 : 1) {}
+    // Number of buffers that hold this block's rows.
+    __device__ int buffers() const {
+        const Rows own(rows);
+        return (own.end - own.first + ROWS - 1) / ROWS * parts * (columns / COLUMNS);
+    }
 };
 
 // --- the ring of weights -----------------------------------------------------------------------------------------------
@@ -174,15 +183,15 @@ struct Producer {
 
     // Copy the block's share of a matrix: eight rows of each part, then the next eight rows of each part.
     __device__ void stream(const bf16* weights, const Matrix& matrix) {
-        const Share share(matrix.rows, matrix.unit);
+        const Rows own(matrix.rows);
 #pragma unroll 1
-        for (int row = share.first; row < share.end; row += ROWS)
+        for (int row = own.first; row < own.end; row += ROWS)
 #pragma unroll 1
             for (int part = 0; part < matrix.parts; part++)
 #pragma unroll 1
                 for (int column = 0; column < matrix.columns; column += COLUMNS) {
                     const bf16* from = weights + static_cast<int64_t>(part * matrix.rows + row) * matrix.columns + column;
-                    copy(from, matrix.columns, min(ROWS, share.end - row));
+                    copy(from, matrix.columns, min(ROWS, own.end - row));
                 }
     }
 };
@@ -212,10 +221,9 @@ struct Product {
     int buffer = 0;                       // which half of `partial` is written
     uint4 first[LOADS], second[LOADS];    // the thread's elements of the next two buffers
 
-    // Load the first two buffers of the block's share of a matrix.
+    // Load the first two buffers of a matrix.
     __device__ void begin(const Matrix& matrix) {
-        const Share share(matrix.rows, matrix.unit);
-        end = position + (share.end - share.first + ROWS - 1) / ROWS * matrix.parts * (matrix.columns / COLUMNS);
+        end = position + matrix.buffers();
         load();
     }
     // Load the buffers at `position` and `position + 1` into registers, and release them.
@@ -334,19 +342,11 @@ template <int N> __device__ inline void receive(const Tagged* from, int stride, 
     for (int i = 0; i < N; i++) bits[2 * i] = static_cast<uint32_t>(values[i][0]), bits[2 * i + 1] = static_cast<uint32_t>(values[i][1]);
 }
 
-// Wait until the first of the warp's values has arrived. Only one lane loads it, to keep waiting cheap.
-__device__ inline void wait_for_first(const Tagged* of_lane, uint32_t tag) {
-    if (threadIdx.x % 32 == 0)
-        while (load_one(of_lane) >> 32 != tag) {}
-    __syncwarp();
-}
-
 // Receive a vector of N bf16 and write it to shared memory. A warp receives the same columns that it will multiply, so it does
 // not have to wait for the other warps.
 template <int N> __device__ inline void gather(const Tagged* from, uint32_t tag) {
     constexpr int EACH = N / (4 * CONSUMERS);
     uint32_t pairs[2 * EACH];
-    wait_for_first(from + 2 * threadIdx.x, tag);
     receive<EACH>(from + 2 * threadIdx.x, 2 * CONSUMERS, tag, pairs);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
@@ -398,7 +398,6 @@ struct Residual {
     // Receive the residual stream from the other blocks.
     __device__ void gather(const Tagged* from, uint32_t tag) {
         uint32_t pairs[2 * EACH];
-        wait_for_first(from + 2 * threadIdx.x, tag);
         receive<EACH>(from + 2 * threadIdx.x, 2 * CONSUMERS, tag, pairs);
 #pragma unroll
         for (int i = 0; i < 2 * EACH; i++) x[2 * i] = low_of(pairs[i]), x[2 * i + 1] = high_of(pairs[i]);
@@ -687,17 +686,21 @@ __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
     }
 }
 
-// Merge few splits: every block receives the results of all of them and merges all dimensions. A thread merges four of
+// Merge up to MOST splits: every block receives the results of all of them and merges all dimensions. A thread merges four of
 // every 1,024.
-__device__ inline void gather_splits(const Step& step, int num_splits, uint32_t tag) {
-    constexpr int EACH = Q_SIZE / (4 * CONSUMERS), AT_ONCE = EACH % 2 ? 1 : 2;
-    wait_for_first(step.splits + (threadIdx.x / 32 % num_splits * Q_SIZE + 4 * threadIdx.x) / 2, tag);
+template <int MOST> __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t tag) {
+    constexpr int EACH = Q_SIZE / (4 * CONSUMERS), AT_ONCE = EACH % 2 == 0 && MOST <= 4 ? 2 : 1;
+    if (threadIdx.x % 32 == 0) {  // only one lane waits for the warp's first value
+        const Tagged* first = step.splits + (threadIdx.x / 32 % num_splits * Q_SIZE + 4 * threadIdx.x) / 2;
+        while (load_one(first) >> 32 != tag) {}
+    }
+    __syncwarp();
 #pragma unroll 1
     for (int begin = 0; begin < EACH; begin += AT_ONCE) {
         // A split that does not exist counts as arrived, and has weight 0.
-        Tagged values[FEW_SPLITS][AT_ONCE][2], lse[FEW_SPLITS][AT_ONCE];
+        Tagged values[MOST][AT_ONCE][2], lse[MOST][AT_ONCE];
 #pragma unroll
-        for (int s = 0; s < FEW_SPLITS; s++)
+        for (int s = 0; s < MOST; s++)
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const Tagged arrived = s < num_splits ? 0 : static_cast<Tagged>(tag) << 32;
@@ -707,7 +710,7 @@ __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t 
         do {
             ready = true;
 #pragma unroll
-            for (int s = 0; s < FEW_SPLITS; s++)
+            for (int s = 0; s < MOST; s++)
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++) {
                     const int at = 4 * (threadIdx.x + (begin + i) * CONSUMERS);
@@ -715,21 +718,21 @@ __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t 
                     load_missing(lse[s][i], step.lse + s * Q_HEADS + at / HEAD_DIM, tag);
                 }
 #pragma unroll
-            for (int s = 0; s < FEW_SPLITS; s++)
+            for (int s = 0; s < MOST; s++)
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++)
                     ready &= values[s][i][0] >> 32 == tag && values[s][i][1] >> 32 == tag && lse[s][i] >> 32 == tag;
         } while (!ready);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            float weights[FEW_SPLITS], most = -INFINITY, all = 0, x[4] = {};
+            float weights[MOST], most = -INFINITY, all = 0, x[4] = {};
 #pragma unroll
-            for (int s = 0; s < FEW_SPLITS; s++) most = fmaxf(most, weights[s] = __uint_as_float(static_cast<uint32_t>(lse[s][i])));
+            for (int s = 0; s < MOST; s++) most = fmaxf(most, weights[s] = __uint_as_float(static_cast<uint32_t>(lse[s][i])));
 #pragma unroll
-            for (int s = 0; s < FEW_SPLITS; s++) all += weights[s] = exp2_of(weights[s] - most);
+            for (int s = 0; s < MOST; s++) all += weights[s] = exp2_of(weights[s] - most);
             const float scale = __fdividef(1, all);
 #pragma unroll
-            for (int s = 0; s < FEW_SPLITS; s++) {
+            for (int s = 0; s < MOST; s++) {
                 const float weight = weights[s] * scale;
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
@@ -747,11 +750,11 @@ __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t 
 
 __device__ inline float swiglu(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
 
-// Complete the rows of one unit: add the warps' sums, apply what follows the product (the residual stream, RMSNorm's factor,
+// Complete a pair of rows: add the warps' sums, apply what follows the product (the residual stream, RMSNorm's factor,
 // SwiGLU), and publish the values or write the logit. `local` is the index of `row` in `sums`.
 __device__ inline void finish(const Step& step, int phase, int row, int local, const Sums* sums, uint32_t tag) {
     if (phase == O || phase == DOWN) {
-        float* own = shared().residual + row - Share(HIDDEN, 2).first;
+        float* own = shared().residual + row - Rows(HIDDEN).first;
         own[0] += total(sums[local]), own[1] += total(sums[local + 1]);
         publish((phase == O ? step.after_attention : step.after_mlp) + row / 2, pack(own[0], own[1]), tag);
         return;
@@ -767,8 +770,12 @@ __device__ inline void finish(const Step& step, int phase, int row, int local, c
         publish(step.qkv + row / 2, pack(total(sums[local]) * factor, total(sums[local + 1]) * factor), tag);
     } else {
         step.logits[row] = total(sums[local]) * factor;
+        if (row + 1 < step.vocab_size) step.logits[row + 1] = total(sums[local + 1]) * factor;
     }
 }
+
+// The phase at an index of the loop over all phases of a step.
+__device__ inline int phase_of(int i) { return i < 4 * LAYERS ? i % 4 : LM_HEAD; }
 
 // The kernel. All phases share one loop, which keeps the code small.
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
@@ -798,20 +805,22 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         sincosf((num_keys - 1) * step.inv_freq[i], shared().sine + i, shared().cosine + i);
     const int64_t token = *step.token_source < 0 ? *step.token_id : step.last_token[*step.token_source];
     const bf16* embedded = step.embedding + token * HIDDEN;
-    const Share own(HIDDEN, 2);
-    for (int i = own.first + threadIdx.x; i < own.end; i += CONSUMERS) shared().residual[i - own.first] = __bfloat162float(embedded[i]);
+    const Rows held(HIDDEN);  // of the residual stream
+    for (int i = held.first + threadIdx.x; i < held.end; i += CONSUMERS) shared().residual[i - held.first] = __bfloat162float(embedded[i]);
     Product product;
+    product.begin(Matrix(QKV, step));
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
-        const int phase = i < 4 * LAYERS ? i % 4 : LM_HEAD;
+        const int phase = phase_of(i);
         const Layer& layer = shared().layers[min(i / 4, LAYERS - 1)];
         const uint32_t tag = count * LAYERS + i / 4 + 1;
         const Matrix matrix(phase, step);
-        product.begin(matrix);  // before the wait for the vector
         if (phase == O) {
             if (split.has_work) attend(step, layer, split, tag);
-            if (split.count <= FEW_SPLITS) {
-                gather_splits(step, split.count, tag);
+            if (split.count <= FEW_SPLITS / 2) {  // fewer splits need fewer registers, so more loads are in flight at once
+                gather_splits<FEW_SPLITS / 2>(step, split.count, tag);
+            } else if (split.count <= FEW_SPLITS) {
+                gather_splits<FEW_SPLITS>(step, split.count, tag);
             } else {
                 merge(step, split.count, tag);
                 gather<Q_SIZE>(step.attention, tag);
@@ -825,15 +834,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             if (phase == QKV) split.load(layer, split.first, split.place);  // behind the loads that the product waits for
             residual.normalize();
         }
-        const Share share(matrix.rows, matrix.unit);
+        const Rows own(matrix.rows);
 #pragma unroll 1
-        for (int begin = share.first; begin < share.end; begin += FLUSH / matrix.parts) {
-            const int rows = min(FLUSH / matrix.parts, share.end - begin), local = matrix.unit * threadIdx.x;
+        for (int begin = own.first; begin < own.end; begin += FLUSH / matrix.parts) {
+            const int rows = min(FLUSH / matrix.parts, own.end - begin), local = 2 * threadIdx.x;
             product.accumulate(matrix.columns, (rows + ROWS - 1) / ROWS * matrix.parts);
             sync_consumers();
             if (local < rows) finish(step, phase, begin + local, local, shared().partial[product.buffer], tag);
             product.buffer ^= 1;
         }
+        if (phase != LM_HEAD) product.begin(Matrix(phase_of(i + 1), step));  // before the wait for its vector
     }
     // Every block has read the count by now, because this block has received values from all of them.
     if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;

@@ -27,7 +27,7 @@ def model_of(family: str) -> LlamaForCausalLM:
     from transformers import LlamaConfig, Qwen3Config
 
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family](
-        **SHAPES[family], num_hidden_layers=3, num_key_value_heads=8, vocab_size=5000, rope_theta=10_000.0,
+        **SHAPES[family], num_hidden_layers=3, num_key_value_heads=8, vocab_size=5001, rope_theta=10_000.0,
         max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
     model = random_model(config, torch.bfloat16, torch.device("cuda"))
@@ -57,7 +57,7 @@ def test_a_step_equals_the_model(family: str, layout: str) -> None:
     assert PersistentDecode.accepts(model, mine)
     decode = PersistentDecode(model, mine)
     backend = create_backend("torch", model.attention_specs, theirs, Parts())
-    last_token = torch.randint(5000, (3,), generator=generator).cuda()
+    last_token = torch.randint(5001, (3,), generator=generator).cuda()
     for step, length in enumerate((1, 2, 16, 17, 127, 129, 384, 640, 2048, 2049, 5000)):
         batch = StepBatch.build(
             token_ids=[step], num_new=None, kv_lens=[length], page_size=PAGE, device="cuda",

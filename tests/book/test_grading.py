@@ -75,28 +75,28 @@ EXERCISES = [
 ]
 
 
-@check("double", mistake="you add two", seconds=2)
+@check("double", mistake="you add two", seconds=1.5)
 def test_three(hw: Homework) -> None:
     assert_equal(hw.double(3), 6)
 
 
-@check("double", mistake="you square", seconds=2)
+@check("double", mistake="you square", seconds=1.5)
 def test_two_and_one(hw: Homework) -> None:
     assert hw.double(2) == 4
     assert hw.double(1) == 2, "one doubled is two"
 
 
-@check("quadruple", mistake="you double once", seconds=2)
+@check("quadruple", mistake="you double once", seconds=1.5)
 def test_quadruple(hw: Homework) -> None:
     assert_equal(hw.quadruple(3), 12)
 
 
-@check("Counter", mistake="you forget the start", seconds=2)
+@check("Counter", mistake="you forget the start", seconds=1.5)
 def test_counter(hw: Homework) -> None:
     assert_equal(hw.Counter(1).add(2), 3)
 
 
-@check("last", mistake="you copy the list", seconds=2, costs=0.3)
+@check("last", mistake="you copy the list", seconds=1.5, costs=0.3)
 def test_no_slice(hw: Homework) -> None:
     class Items(list):
         slices = 0
@@ -110,14 +110,14 @@ def test_no_slice(hw: Homework) -> None:
     assert items.slices == 0, "a slice was taken"
 
 
-@check("last", mistake="you take the first", seconds=2)
+@check("last", mistake="you take the first", seconds=1.5)
 def test_last(hw: Homework) -> None:
     assert_equal(hw.last([1, 2]), 2)
 """
 
 RIGHT_DOUBLE = "def double(x):\n    return 2 * x\n"
 RIGHT_LAST = "def last(items):\n    return items[len(items) - 1]\n"
-LIMITS = Limits(start=60.0, load=4.0, elapsed_factor=3.0)
+LIMITS = Limits(start=60.0, load=2.5, elapsed_factor=3.0)
 
 Write = Callable[[str], Chapter]
 
@@ -185,7 +185,7 @@ def test_a_loop_and_a_crash_cost_their_own_exercises(write: Write) -> None:
         "last": "passed",
     }
     assert grading.points == 8
-    assert "stopped after 2 seconds of CPU time in line " in message(grading, "double")
+    assert "stopped after 1.5 seconds of CPU time in line " in message(grading, "double")
     assert message(grading, "quadruple").startswith("Your answer ended the Python process with SIGABRT in line 11.")
     assert message(grading, "Counter") == "Your answer ended the Python process with exit code 3."
     aborted = grading.results[1].failure
@@ -202,12 +202,12 @@ def test_memory_outside_of_a_tensor_is_named(write: Write) -> None:
 
 
 def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:
-    """The limits are 2 seconds of CPU time and 6 elapsed seconds, as they would be on a machine that is busy."""
+    """The limits are 1.5 seconds of CPU time and 4.5 elapsed seconds, as they would be on a machine that is busy."""
     grading = graded(
         write(
             "import time\n\n\n"
             "def double(x):\n    return 2 * x\n\n\n"
-            "def quadruple(x):\n    time.sleep(3)\n    return 4 * x\n\n\n"
+            "def quadruple(x):\n    time.sleep(2)\n    return 4 * x\n\n\n"
             "class Counter:\n    def __init__(self, start):\n        time.sleep(3600)\n\n\n"
             "def last(items):\n    end = time.process_time() + 3600\n"
             "    while time.process_time() < end:\n        pass\n"
@@ -215,9 +215,9 @@ def test_waiting_costs_nothing_unless_it_never_ends(write: Write) -> None:
     )
     assert statuses(grading) == {"double": "passed", "quadruple": "passed", "Counter": "timeout", "last": "timeout"}
     assert message(grading, "Counter").startswith(
-        "Your answer was stopped after 6 seconds in line 15, 2 or fewer of them CPU time"
+        "Your answer was stopped after 4.5 seconds in line 15, 1.5 or fewer of them CPU time"
     )
-    assert message(grading, "last").startswith("Your answer was stopped after 2 seconds of CPU time in line 2")
+    assert message(grading, "last").startswith("Your answer was stopped after 1.5 seconds of CPU time in line 2")
 
 
 def test_a_right_answer_that_is_too_slow_is_told_the_demand(write: Write) -> None:
@@ -226,7 +226,7 @@ def test_a_right_answer_that_is_too_slow_is_told_the_demand(write: Write) -> Non
     grading = graded(write(slow))
     failure = grading.results[3].failure
     assert failure is not None and failure[1].status == "timeout"
-    assert failure[1].verdict.startswith("Your answer was stopped after 2 seconds of CPU time in line ")
+    assert failure[1].verdict.startswith("Your answer was stopped after 1.5 seconds of CPU time in line ")
     assert failure[1].verdict.endswith(". This check looks for a mistake: you copy the list.")
 
 
@@ -351,7 +351,7 @@ def test_other_exercises_are_replaced_before_the_file_runs(write: Write) -> None
         ("raise KeyboardInterrupt\n", "Your file cannot be imported in line 1: KeyboardInterrupt"),
         ("raise SystemExit\n", "Your file calls sys.exit() outside its functions."),
         ("import os\nos.abort()\n", "Your file ended the Python process with SIGABRT in line 2."),
-        ("while True: pass\n", "Your file was stopped after 4 seconds of CPU time in line 1"),
+        ("while True: pass\n", "Your file was stopped after 2.5 seconds of CPU time in line 1"),
     ],
 )
 def test_a_file_that_cannot_be_read_costs_all_points_and_says_why(write: Write, homework: str, sentence: str) -> None:

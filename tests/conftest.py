@@ -1,5 +1,6 @@
 """Check every shape and type annotation of the engine while the tests run; never fail a test for being slow."""
 
+import gc
 import os
 
 import pytest
@@ -26,3 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chapter = item.callspec.params.get("slug", "") if hasattr(item, "callspec") else ""
             group = "site" if "site" in getattr(item, "fixturenames", ()) else f"{item.path.name} {chapter}"
             item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name} {group}"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt everything that exists by now from garbage collection: a worker has loaded millions of objects."""
+    gc.freeze()

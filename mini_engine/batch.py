@@ -309,12 +309,16 @@ class StepBuffers:
         if self._memory is not None and size > len(self._memory):
             raise ValueError(f"the step needs {size} numbers, but its memory on the device has {len(self._memory)}")
         self.forget()
-        self._on_device = self._on_host = (
+        on_device = on_host = (
             torch.empty(size, dtype=torch.int64, device=self._device) if self._memory is None else self._memory
         )
         if self._device.type == "cuda":
-            self._on_host = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        self._host_pages, self._device_pages = self._on_host.numpy().view(np.int32), self._on_device.view(torch.int32)
+            on_host = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        host_pages, device_pages = on_host.numpy().view(np.int32), on_device.view(torch.int32)
+        # One assignment without a call, so that an error or an interrupt leaves all of the old memory or none of it.
+        self._on_device, self._on_host, self._host_pages, self._device_pages = (
+            on_device, on_host, host_pages, device_pages
+        )  # fmt: skip
 
 
 def step_memory(num_tokens: int, num_pages: int, device: torch.device | str) -> Int64[Tensor, " size"]:

@@ -215,6 +215,7 @@ class ChunkMemory:
         """
         with self.engine.transaction():
             self._check(token_ids, sum(len(chunk.token_ids) for chunk in context))
+            self.engine.check_context(context)
             pinned = self.engine.pin(self.engine.page_table.pages_for(len(token_ids)))
             try:
                 return torch.cat(list(self._compute(token_ids, pinned, context)))

@@ -25,6 +25,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.sampling import SamplingBatch, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
+MAX_GRAPH_SIZE = 2**16  # requests; memory for a step of the largest graph is allocated at once
 MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
 Step = Callable[[StepBatch, SamplingBatch, Tensor], Tensor]  # batch, sampling, rows of the sampled tokens -> tokens
 DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
@@ -65,6 +66,11 @@ def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> S
         ConfigError: if the options ask for graphs of kernels that cannot be captured.
     """
     sizes, on_gpu = config.cuda_graph_batch_sizes, device.type == "cuda"
+    if sizes and sizes[-1] > MAX_GRAPH_SIZE:
+        raise ConfigError(
+            f"cuda_graph_batch_sizes has {sizes[-1]}; give numbers of requests up to {MAX_GRAPH_SIZE}, such as "
+            f"max_batch_size ({config.max_batch_size}): a step is never larger than that"
+        )
     if sizes and on_gpu and not captures:
         raise ConfigError(
             f"the kernels of the {config.attn_backend} backend cannot be captured as a CUDA graph; leave "

@@ -23,7 +23,7 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig
 from mini_engine.decode_graphs import graph_sizes
-from mini_engine.errors import ConfigError, RequestError, ScheduleError
+from mini_engine.errors import ChunkFileError, ConfigError, RequestError, ScheduleError
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache, default_num_pages, free_memory
@@ -104,6 +104,7 @@ class LLMEngine:
         # Requests that must each compute one token in a step of their own, because a step with all of them failed.
         self._suspects: list[Request] = []
         self._finished: list[Request] = []  # not reported yet
+        self._is_broken = False  # whether `_recover` was interrupted
         self._arrivals = 0
         self._lock = threading.RLock()
         self.metrics = EngineMetrics()
@@ -156,8 +157,7 @@ class LLMEngine:
         with self.transaction():
             if request_id in self.requests:
                 raise RequestError(f"a request named {request_id!r} is unfinished; give each its own name")
-            if not self._pinned.issuperset(chunk.pinned for chunk in context):
-                raise RequestError("a chunk of the request has been unregistered or evicted; register it again")
+            self.check_context(context)
             request = Request(
                 request_id,
                 prompt,
@@ -227,6 +227,11 @@ class LLMEngine:
                 self._pinned.remove(pinned)
                 self.scheduler.unpin(pinned.pages)
 
+    def check_context(self, context: Context) -> None:
+        """Raise RequestError if a chunk's pages have been returned to the pool."""
+        if not self._pinned.issuperset(chunk.pinned for chunk in context):
+            raise RequestError("a chunk of the request has been unregistered or evicted; register it again")
+
     @property
     def num_pinnable(self) -> int:
         """Number of pages that `pin` can take while every unfinished request can still run to its end."""
@@ -290,6 +295,8 @@ class LLMEngine:
             sampled: list[Sampled] = []
             launched = None
             try:
+                if self._is_broken:
+                    self._recover()
                 if self._suspects:
                     self._check_suspect()
                 schedule = self._schedule(sampled)
@@ -364,23 +371,23 @@ class LLMEngine:
         self, schedule: Schedule, launched: Launched | None, sampled: list[Sampled], start: float
     ) -> StepReport:
         finished, self._finished = self._finished, []
-        sampled_by, token_ids = sampled[0] if sampled else ([], NOTHING.rows)
-        for more_requests, more_token_ids in sampled[1:]:
-            sampled_by, token_ids = sampled_by + more_requests, np.append(token_ids, more_token_ids)
-        requests, num_computed, batch = [], NOTHING.rows, None
-        if launched:
-            requests, num_computed, batch = launched.requests, launched.num_computed, launched.batch
-        seconds, size = time.perf_counter() - start, self.cache.bytes_per_token
-        report = StepReport(
-            schedule, requests, num_computed, batch, sampled_by, token_ids, finished, start, seconds, size
-        )
         try:
+            sampled_by, token_ids = sampled[0] if sampled else ([], NOTHING.rows)
+            for more_requests, more_token_ids in sampled[1:]:
+                sampled_by, token_ids = sampled_by + more_requests, np.append(token_ids, more_token_ids)
+            requests, num_computed, batch = [], NOTHING.rows, None
+            if launched:
+                requests, num_computed, batch = launched.requests, launched.num_computed, launched.batch
+            seconds, size = time.perf_counter() - start, self.cache.bytes_per_token
+            report = StepReport(
+                schedule, requests, num_computed, batch, sampled_by, token_ids, finished, start, seconds, size
+            )
             if self._on_step:
                 self._on_step(self, report)
+            self.metrics.add(report)
         except BaseException:
             self._finished = finished + self._finished  # the next report has them
             raise
-        self.metrics.add(report)
         return report
 
     # --- when a step fails ---------------------------------------------------------------------------------------
@@ -420,9 +427,10 @@ class LLMEngine:
         Nothing is lost, whatever was interrupted: tokens that `Running.append` has stored are kept, and tokens that
         were still on the device are computed again.
         """
+        self._is_broken = True  # until the last line; a second interrupt or error leaves the rest to the next call
         self._in_flight.clear()
         self._runner.reset()
-        running, self.scheduler = self.scheduler.running, self._new_scheduler()
+        scheduler, running = self._new_scheduler(), self.scheduler.running
         for request in list(self.requests.values()):
             request.token_ids = running.known_tokens(request)
             request.finish_reason = request.finish_reason or request.end_of(request.token_ids)
@@ -431,15 +439,19 @@ class LLMEngine:
                     self._finished.append(request)
                 self.requests.pop(request.request_id)
         self._suspects = [request for request in self._suspects if request.finish_reason is None]
-        self.scheduler.waiting.update(dict.fromkeys(self._suspects[:1] or self.requests.values()))
+        scheduler.waiting.update(dict.fromkeys(self._suspects[:1] or self.requests.values()))
+        self.scheduler = scheduler
+        self._is_broken = False
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Exclude other threads, and start over after any interruption other than a refusal."""
         with self._lock:
             try:
+                if self._is_broken:
+                    self._recover()
                 yield
-            except RequestError:
+            except (RequestError, ChunkFileError):
                 raise
             except BaseException:
                 self._recover()

@@ -288,7 +288,7 @@ class TextEngine:
             report = self.engine.step()
             finished, num_finished = report.finished, self.engine.metrics.finished
             if num_finished != self._num_finished + len(finished):  # another step ended some, or we were interrupted
-                finished = [request for request in self._texts if request.finish_reason]
+                finished = [request for request in list(self._texts) if request.finish_reason]
             for request in (*report.sampled_by, *finished):
                 text = self._texts.get(request)
                 if text and (text.each_step or request.finish_reason):
@@ -337,7 +337,7 @@ class TextEngine:
             num_tokens = len(request.token_ids)
         shown = detokenizer.text[text.num_shown :]
         if output:
-            del self._texts[request]
+            self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
         text.inbox.append(Piece(text.index, shown, num_tokens - text.num_told, output, report))
         text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
 

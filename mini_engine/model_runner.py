@@ -160,6 +160,8 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._sampling = self._seen = None
+        if self.backend.planner is not None:
+            self.backend.planner.forget()
         for buffers in (*self._buffers, *self._graphs.buffers):
             buffers.forget()
 

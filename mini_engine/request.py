@@ -182,6 +182,8 @@ class Running:
         self.num_contexts -= bool(request.context)
         self.admission[row] = 0
         del self._rows[request]
+        if len(self.end_tokens) == len(request.end_token_ids):  # `append` compares with every column in every step
+            del self.end_tokens[max((len(other.end_token_ids) for other in self._rows), default=0) :]
         return request
 
     def row_of(self, request: Request) -> int | None:

@@ -16,7 +16,7 @@ NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "repetition_penalty": (float, lambda x: 0 < x < math.inf, "above 0 (1 does nothing)"),
     "max_tokens": (int, lambda x: x >= 1, "1 or more"),
     "seed": (int, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
-    "stop_token_ids": (int, lambda x: x >= 0, "token ids, 0 or more"),
+    "stop_token_ids": (int, lambda x: 0 <= x < 2**63, "token ids, 0 to 2**63 - 1"),
 }
 
 

@@ -4,7 +4,7 @@ import io
 import sys
 
 from rich.console import Console
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 from mini_engine.errors import RequestError
 
@@ -31,7 +31,9 @@ def printable(text: str) -> str:
 
 def show(console: Console, text: str, style: str = "", end: str = "\n") -> None:
     """Print untrusted text without markup, added line breaks or control characters."""
-    console.print(Text(printable(text), style), end=end, soft_wrap=True)
+    # As a segment, because a Text would turn tabs into spaces.
+    segment = Segment(printable(text) + end, console.get_style(style) if style else None)
+    console.print(Segments([segment]), soft_wrap=True)
 
 
 def make_console(stderr: bool = False) -> Console:

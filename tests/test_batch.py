@@ -279,6 +279,20 @@ def test_one_copy_keeps_shapes_dtypes_and_values(kinds):
         assert tensor.numpy().dtype == arrays[name].dtype
 
 
+def test_an_interrupt_while_memory_is_allocated_leaves_buffers_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, numpy = StepBuffers("cpu"), torch.Tensor.numpy
+
+    def interrupted(tensor: torch.Tensor) -> np.ndarray:
+        monkeypatch.setattr(torch.Tensor, "numpy", numpy)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.Tensor, "numpy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffers.resize(3, 1, 1, 2)
+    assert buffers.resize(3, 1, 1, 2)
+    assert len(buffers.pages) == 2 and [len(array) for array in buffers.tokens] == [3, 3, 3, 3, 1, 1]
+
+
 @pytest.mark.gpu
 def test_arrays_are_the_same_on_the_device():
     buffers = StepBuffers("cuda")

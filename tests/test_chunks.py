@@ -992,3 +992,51 @@ def test_text_over_chunks_on_a_gpu(tmp_path):
     chunked.memory.unregister("tower alone")
     chunked.memory.load(tmp_path / "tower.safetensors", "tower alone")
     assert relative_error(composed(), before) < 1e-2
+
+
+@pytest.mark.parametrize("restart", ["reset", "error"])
+def test_a_planner_forgets_the_chunks_of_earlier_requests_when_the_engine_starts_over(restart, monkeypatch):
+    """Admissions are counted from 1 again, so another request's number says nothing about its chunks."""
+
+    def fresh() -> ChunkMemory:
+        memory = make_memory()
+        memory.register(A, "a")
+        memory.register(C, "c")
+        return memory
+
+    want = {name: generate(fresh(), [name], [7]) for name in ("a", "c")}
+    assert want["a"] != want["c"]
+    memory = fresh()
+    assert generate(memory, ["a"], [7]) == want["a"]
+    if restart == "reset":
+        memory.engine.reset_prefix_cache()
+    else:
+        plan = memory.engine.backend.plan
+
+        def fail(batch: StepBatch) -> None:
+            monkeypatch.setattr(memory.engine.backend, "plan", plan)
+            raise RuntimeError("once")
+
+        monkeypatch.setattr(memory.engine.backend, "plan", fail)
+    assert generate(memory, ["c"], [7]) == want["c"]
+
+
+def test_hidden_states_over_a_chunk_that_is_gone_are_refused():
+    memory = make_memory()
+    memory.register(A, "a")
+    context = memory.context(["a"])
+    memory.unregister("a")
+    with pytest.raises(RequestError, match="unregistered or evicted"):
+        memory.hidden_states(PROMPT, context)
+
+
+def test_a_file_that_is_refused_interrupts_no_request(tmp_path):
+    memory, other = make_memory(), make_memory(prefix_sharing=True)
+    memory.register(A, "a")
+    memory.register(B, "b", after="a")
+    memory.save("b", tmp_path / "b.safetensors")
+    request = other.engine.add_request("r", list(range(3, 25)), GREEDY)
+    other.engine.step()
+    with pytest.raises(ChunkFileError):
+        other.load(tmp_path / "b.safetensors", "b")  # without after=
+    assert other.engine.scheduler.running.row_of(request) is not None

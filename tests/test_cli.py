@@ -119,7 +119,7 @@ def test_other_prompts_are_answered_where_one_is_refused(run, model):
 
 
 def test_chat_remembers_and_ends_at_an_empty_line(run, model, conversations):
-    code, out, _ = run("chat", "--system", "w3", "-m", model, "-n", "3", lines="w4\nw5\n \nw6\n")
+    code, out, _ = run("chat", "--system", "w3", "-m", model, "-n", "3", "-t", "0", lines="w4\nw5\n \nw6\n")
     assert code == 0
     system, user, assistant, again = conversations[1]
     assert conversations[0] == [system, user] == ["system: w3", "user: w4"]

@@ -500,6 +500,63 @@ def test_an_interrupt_anywhere_in_a_step_loses_no_token(depth, monkeypatch):
                 check_nothing_leaked(engine)
 
 
+def interrupt_once(owner: type, name: str, patch: pytest.MonkeyPatch, when: Callable[..., bool]) -> None:
+    original = getattr(owner, name)
+
+    def interrupted(*args, **kwargs):
+        if when(*args, **kwargs):
+            patch.setattr(owner, name, original)
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, interrupted)
+
+
+@DEPTHS
+def test_an_interrupt_while_a_step_is_counted_leaves_its_requests_to_the_next_report(depth, monkeypatch):
+    engine = roomy(pipeline_depth=depth)
+    request = engine.add_request("a", PROMPTS[0], GREEDY)
+    interrupt_once(EngineMetrics, "add", monkeypatch, lambda metrics, report: bool(report.finished))
+    with pytest.raises(KeyboardInterrupt):
+        serve(engine, {})
+    assert engine.step().finished == [request] and engine.metrics.finished == 1
+    assert request.output_token_ids == alone(engine.model, PROMPTS[0], GREEDY)
+
+
+@DEPTHS
+@pytest.mark.parametrize("second", ["reset", "_new_scheduler", "known_tokens"])
+def test_a_second_interrupt_while_the_engine_starts_over_loses_no_token(depth, second, monkeypatch):
+    import mini_engine.engine as module
+    from mini_engine.request import Running
+
+    engine = roomy(pipeline_depth=depth)
+    requests = [engine.add_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+    engine.step(), engine.step()
+    owner = {"reset": module.ModelRunner, "_new_scheduler": module.LLMEngine, "known_tokens": Running}[second]
+    interrupt_once(module.ModelRunner, "launch", monkeypatch, lambda *_: True)
+    interrupt_once(owner, second, monkeypatch, lambda *_: True)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    serve(engine, {})
+    for request, prompt in zip(requests, PROMPTS, strict=True):
+        assert request.output_token_ids == alone(engine.model, prompt, GREEDY)
+    check_nothing_leaked(engine)
+
+
+def test_end_tokens_of_requests_that_have_left_cost_nothing():
+    engine = roomy()
+    for ends in (range(100, 400), ()):
+        engine.add_request("a", PROMPTS[0], replace(GREEDY, stop_token_ids=tuple(ends)))
+        engine.step()
+        assert len(engine.scheduler.running.end_tokens) == len(ends)
+        serve(engine, {})
+
+
+def test_a_graph_larger_than_any_step_is_refused():
+    with pytest.raises(ConfigError, match="cuda_graph_batch_sizes has 1000000000"):
+        roomy(cuda_graph_batch_sizes=(1, 10**9))
+
+
 def test_scheduling_parts_that_compute_nothing_are_an_error_and_not_a_loop():
     parts = replace(Parts(), admit=lambda num_tokens, num_pages, *, budget, free_pages, free_rows: 0)
     engine = roomy(parts=parts)

@@ -252,7 +252,7 @@ def test_a_row_of_nan_gives_a_token_and_harms_no_other_row(params):
         {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1},
         {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 1.5}, {"min_p": math.nan},
         {"repetition_penalty": 0.0}, {"repetition_penalty": math.nan}, {"max_tokens": 0}, {"seed": 2**63},
-        {"stop": ""}, {"stop": ["a", ""]}, {"stop_token_ids": [-1]},
+        {"stop": ""}, {"stop": ["a", ""]}, {"stop_token_ids": [-1]}, {"stop_token_ids": [2**63]},
     ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(bad):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mini_engine.terminal import make_console, printable
+from mini_engine.terminal import make_console, printable, show
 
 BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 CONTROLS = st.characters(categories=["Cc", "Cs"]) | st.sampled_from("\u202a\u202b\u202c\u202d\u202e\u2066\u2069")
@@ -38,6 +38,16 @@ def test_every_character_is_kept_or_escaped():
 @given(TEXTS, TEXTS)
 def test_text_may_come_in_pieces(first, second):
     assert printable(first) + printable(second) == printable(first + second)
+
+
+@given(TEXTS, TEXTS)
+def test_what_is_shown_in_pieces_is_the_text_itself(first, second):
+    """With its tabs, which rich would turn into spaces."""
+    for text in (first, second, "all:\n\tgcc a.c\n"):
+        file = io.StringIO()
+        for piece in (text[:5], text[5:]):
+            show(Console(file=file, width=20), piece, end="")
+        assert file.getvalue() == printable(text)
 
 
 def test_a_title_and_a_cleared_screen_are_shown_and_not_obeyed():

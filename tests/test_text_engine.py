@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable
 from dataclasses import replace
@@ -24,6 +25,8 @@ from mini_engine.detokenizer import REPLACEMENT, Detokenizer, special_ids
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.llm import TextEngine
+from mini_engine.observe.trace import Trace
+from mini_engine.observe.watch import Watch
 from mini_engine.outputs import Piece, RequestOutput
 from mini_engine.sampling_params import SamplingParams
 from tests.helpers import EOS, GREEDY, alone, check_nothing_leaked, double_model, make_engine, serve
@@ -506,3 +509,40 @@ def test_threads_get_their_own_outputs(depth):
         thread.join(120)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     check_idle(llm)
+
+
+def test_a_request_that_fails_leaves_the_view_of_the_others():
+    trace = Trace(LETTERS)
+    watch, engine = Watch(trace), make_engine(double_model("qwen3"), on_step=trace.record, num_pages=9, page_size=4)
+    launch = engine._runner.launch
+
+    def out_of_memory(schedule, running, page_table):
+        if any(request.prompt_token_ids == [7] for request in running.requests if request):
+            raise RuntimeError("CUDA out of memory")
+        return launch(schedule, running, page_table)
+
+    engine._runner.launch = out_of_memory
+    reasons = {}
+    for piece in TextEngine(engine, LETTERS, GREEDY).stream_batch([[7], PROMPTS[0]], GREEDY):
+        watch.view(80, 24)
+        if piece.output:
+            reasons[piece.index] = piece.output.finish_reason
+    assert reasons == {0: "error", 1: "length"}
+
+
+def test_another_thread_may_close_its_stream_while_its_end_is_delivered(monkeypatch):
+    llm = front_end(LETTERS)
+    short = llm.stream_batch([PROMPTS[1]], replace(GREEDY, max_tokens=2, ignore_eos=True))
+    next(short)
+    read = llm._read
+
+    def closed_meanwhile(text):
+        if text.request.finish_reason and text.prompt == PROMPTS[1]:
+            closing = threading.Thread(target=short.close)
+            closing.start()
+            time.sleep(0.2)  # `close` has forgotten the stream, and waits for the engine
+        read(text)
+
+    monkeypatch.setattr(llm, "_read", closed_meanwhile)
+    (output,) = llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=6))
+    assert output.finish_reason == "length"

@@ -459,6 +459,10 @@ class LevelPlanner:
             self._admissions = admissions if decodes_only else admissions[:0]
         return self._order, self._levels
 
+    def forget(self) -> None:
+        """Drop the last plan: after an interruption, admissions and generations are counted from the start again."""
+        self._admissions = self._admissions[:0]
+
     def _still_holds(self, page_table: PageTable, admissions: Int64[np.ndarray, " B"]) -> bool:
         """Return whether the same requests decode as in the last step and the levels' pages hold the same keys."""
         return np.array_equal(admissions, self._admissions) and np.array_equal(

@@ -86,13 +86,13 @@ def run_bench(console: Console, engine: EngineOptions, bench: BenchOptions) -> N
             workloads = [NAMED[bench.workload][device.type]]
         rows, shown = compare(console, engine, workloads, bench.peer, bench.rounds), TABLE
         title = f"{bench.workload}: {engine.model}, {rows[0]['dtype']}, {config.attn_backend}, {device_name(device)}"
-        if bench.out:
-            write(bench.out, results(engine, bench, device, rows))
     if bench.json:
         for row in rows:
             console.out(json.dumps(row), highlight=False)
     else:
         console.print(table(title, rows, shown))
+    if bench.out and bench.workload != "host":  # last, so that a file that cannot be written costs no measurement
+        write(bench.out, results(engine, bench, device, rows))
 
 
 def compare(

@@ -158,6 +158,11 @@ def load_model(
     Raises:
         ModelLoadError: if the weights do not match the configuration, or the model does not fit into memory.
     """
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ModelLoadError(
+            f"{checkpoint.path} stores its weights as {dtype}, which means nothing without their scales: "
+            "use a checkpoint in float32, float16 or bfloat16"
+        )
     model = build_model(checkpoint.config, parts, dtype, device)
     try:
         model.load_weights(checkpoint.tensors, checkpoint.tensors.headers)

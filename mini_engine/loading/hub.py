@@ -153,6 +153,17 @@ def snapshot_folder(repository: Path) -> Path | None:
     return folder if folder.is_dir() and Path(os.path.realpath(folder)) == inside else None
 
 
+def is_downloaded(snapshot: Path) -> bool:
+    """Return whether a snapshot has a configuration, a tokenizer and every weight file that its index names."""
+    index = snapshot / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+        names = {"config.json", "tokenizer.json", *shards}
+        return all((snapshot / name).is_file() for name in names) and any(snapshot.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
 def fetch(hub_id: str) -> Path:
     """Return the folder of the hub model `hub_id` ("org/name"), downloading it if it is not in the cache.
 
@@ -161,7 +172,7 @@ def fetch(hub_id: str) -> Path:
     """
     repository = hub_cache() / f"models--{hub_id.replace('/', '--')}"
     cached = snapshot_folder(repository) if (repository / "snapshots").is_dir() else None
-    if cached and (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+    if cached and is_downloaded(cached):
         return cached
     from huggingface_hub import snapshot_download  # the only place that needs a network
 
@@ -169,6 +180,8 @@ def fetch(hub_id: str) -> Path:
         options: Any = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXCEPT}
         return Path(snapshot_download(hub_id, cache_dir=hub_cache(), **options))
     except Exception as error:  # no network, no such model, no permission, no space: the library has a type for each
+        if cached and (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+            return cached  # a model without a tokenizer takes token ids
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         problem = f"The model {hub_id} is not in {hub_cache()} and cannot be downloaded ({reason})"
         remedy = f"check the name and the network, or give a local folder, a .gguf file, or {EMBEDDED_MODEL}."

@@ -179,7 +179,7 @@ def token_ids(value: object) -> tuple[int, ...]:
         ModelLoadError: if the value is anything but token ids.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    if not all(type(token_id) is int and 0 <= token_id < 2**63 for token_id in ids):
         raise _bad("eos_token_id", value, "give token ids")
     return tuple(ids)
 

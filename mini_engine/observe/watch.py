@@ -147,7 +147,8 @@ class Watch:
             number, label = next(self._numbers), printable(name)
             label = label if len(label) <= 2 else str(number + 1)[-2:]
             self._requests[name] = Shown(label, COLORS[number % len(COLORS)])
-        for name in step.preempted:
+        preempted = [name for name in step.preempted if name in self._requests]  # a request that fails also leaves
+        for name in preempted:
             own = self._requests[name]
             own.state, own.computed, own.preemptions = "waiting", 0, own.preemptions + 1
         for work in step.batch:
@@ -156,10 +157,10 @@ class Watch:
             own.computed = work.num_computed
         for token in step.outputs:
             self._requests[token.request_id].text += token.text
-        self._totals.update({"preempted": len(step.preempted), "tokens shared": sum(step.hits.values())})
+        self._totals.update({"preempted": len(preempted), "tokens shared": sum(step.hits.values())})
         news = [(name, f"begins with {count} tokens that the cache already has") for name, count in step.hits.items()]
         news += [(name, "has ended: its pages are free again") for name in step.ended]
-        news += [(name, "was preempted: it is computed again when pages are free") for name in step.preempted]
+        news += [(name, "was preempted: it is computed again when pages are free") for name in preempted]
         for name, what in news[-1:]:
             self._news = Text.assemble((f"step {index}: ", "dim"), self._requests[name].badge, f" {what}")
 

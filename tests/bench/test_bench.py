@@ -189,6 +189,14 @@ def test_a_file_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
         printed(monkeypatch, out=tmp_path / "nowhere" / "a.json")
 
 
+def test_a_file_that_cannot_be_written_costs_no_measurement(monkeypatch, tmp_path):
+    out, options = io.StringIO(), EngineOptions("a model", {"device": "cpu"})
+    monkeypatch.setattr(module, "compare", lambda *_: [ROW])
+    with pytest.raises(ConfigError, match="cannot write"):
+        run_bench(Console(file=out), options, BenchOptions(json=True, out=tmp_path / "nowhere" / "a.json"))
+    assert json.loads(out.getvalue()) == ROW
+
+
 def test_the_bound_counts_prompts_too(llm):
     machine = Machine("a machine", "float32", bandwidth=1e12, flops=1e9)
     params = FEW.requests(VOCAB)[0].params

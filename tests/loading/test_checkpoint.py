@@ -513,3 +513,9 @@ def test_a_damaged_folder_loads_or_is_refused(folder: Path, data: st.DataObject)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         (folder / name).write_bytes(original)
     assert peak - before < 2**18  # KiB
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_in_one_byte_are_refused(dtype: torch.dtype, folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"stores its weights as torch.*scales"):
+        load_model(open_checkpoint(folder), Parts(), dtype)

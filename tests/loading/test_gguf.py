@@ -542,3 +542,12 @@ def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(transformers_model("llama"), "llama", tmp_path / "model.gguf"))
     with pytest.raises(WeightFileError, match=r"tokenizer\.ggml\.model"):
         load_tokenizer(checkpoint)
+
+
+def test_a_llama_3_file_without_the_key_begins_with_bos_as_in_llama_cpp(tmp_path: Path) -> None:
+    for pre, tokens in {"llama-bpe": ["<bos>", "ab"], "gpt-2": ["ab"]}.items():
+        path = write_tokenizer(
+            tmp_path / f"{pre}.gguf", "gpt2", ["<bos>", "a", "b", "ab"], [3, 1, 1, 1], tokenizer_pre=pre,
+            token_merges=["a b"], bos_token_id=0,
+        )  # fmt: skip
+        assert our_tokenizer(path).convert_ids_to_tokens(our_tokenizer(path)("ab").input_ids) == tokens

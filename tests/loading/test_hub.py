@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -316,6 +317,30 @@ def test_a_hub_id_in_the_cache_needs_no_network(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert fetch("org/name") == repository / "snapshots" / "abc123"
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model-00002-of-00002.safetensors"])
+def test_a_download_that_was_interrupted_is_resumed(
+    missing: str, small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network, a model without a tokenizer can be used nevertheless."""
+    convert_gguf(small_gguf, tmp_path / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(tmp_path / "model" / "model.safetensors", tmp_path / "model" / "model-00002-of-00002.safetensors")
+    repository = as_hub_cache(tmp_path / "model", tmp_path / "hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    asked: list[str] = []
+
+    def download(hub_id: str, **options: Any) -> str:
+        asked.append(hub_id)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    snapshot = repository / "snapshots" / "abc123"
+    assert fetch("org/name") == snapshot and not asked
+    (snapshot / missing).unlink()
+    assert fetch("org/name") == snapshot and asked == ["org/name"]
 
 
 def test_a_hub_id_elsewhere_is_downloaded_without_pickles_and_code(

@@ -121,6 +121,7 @@ BAD = [
     ("llama", {"mlp_bias": True}, "mlp_bias"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+    ("llama", {"eos_token_id": 2**63}, "eos_token_id"),
     ("llama", {"rope_theta": -1.0}, "rope_theta = -1.0"),
     ("llama", {"rope_theta": float("inf")}, "rope_theta = inf"),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'.*default, linear or llama3"),

@@ -104,7 +104,7 @@ class LLMEngine:
         # Requests that must each compute one token in a step of their own, because a step with all of them failed.
         self._suspects: list[Request] = []
         self._finished: list[Request] = []  # not reported yet
-        self._is_broken = False  # whether `_recover` was interrupted
+        self._is_recovering = False  # still set if `_recover` was interrupted
         self._arrivals = 0
         self._lock = threading.RLock()
         self.metrics = EngineMetrics()
@@ -295,7 +295,7 @@ class LLMEngine:
             sampled: list[Sampled] = []
             launched = None
             try:
-                if self._is_broken:
+                if self._is_recovering:
                     self._recover()
                 if self._suspects:
                     self._check_suspect()
@@ -427,7 +427,7 @@ class LLMEngine:
         Nothing is lost, whatever was interrupted: tokens that `Running.append` has stored are kept, and tokens that
         were still on the device are computed again.
         """
-        self._is_broken = True  # until the last line; a second interrupt or error leaves the rest to the next call
+        self._is_recovering = True  # until the last line; a second interrupt or error leaves the rest to the next call
         self._in_flight.clear()
         self._runner.reset()
         scheduler, running = self._new_scheduler(), self.scheduler.running
@@ -441,14 +441,14 @@ class LLMEngine:
         self._suspects = [request for request in self._suspects if request.finish_reason is None]
         scheduler.waiting.update(dict.fromkeys(self._suspects[:1] or self.requests.values()))
         self.scheduler = scheduler
-        self._is_broken = False
+        self._is_recovering = False
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Exclude other threads, and start over after any interruption other than a refusal."""
         with self._lock:
             try:
-                if self._is_broken:
+                if self._is_recovering:
                     self._recover()
                 yield
             except (RequestError, ChunkFileError):

@@ -63,7 +63,7 @@ def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> S
         captures: whether the kernels of the attention backend can be captured.
 
     Raises:
-        ConfigError: if the options ask for graphs of kernels that cannot be captured.
+        ConfigError: if the options ask for graphs of kernels that cannot be captured, or for a graph that is too large.
     """
     sizes, on_gpu = config.cuda_graph_batch_sizes, device.type == "cuda"
     if sizes and sizes[-1] > MAX_GRAPH_SIZE:

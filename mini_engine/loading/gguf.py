@@ -336,6 +336,7 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
             options[f"{name}_token"] = tokens[token_id]
     if "tokenizer.chat_template" in file.metadata:
         options["chat_template"] = file.value("tokenizer.chat_template", str)
+    # Llama 3's files leave the key out, and llama.cpp begins their texts with BOS.
     if file.value("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe") and "bos_token" in options:
         bos = options["bos_token"]
         tokenizer.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])])

@@ -25,10 +25,12 @@ def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " byt
         arrays: name to array, of any shapes.
         pin_memory: use memory that the GPU can read while the host goes on.
     """
-    packed = torch.zeros(sum(_padded(array) for array in arrays.values()), dtype=torch.uint8, pin_memory=pin_memory)
-    start = 0
+    packed = torch.empty(sum(map(_padded, arrays.values())), dtype=torch.uint8, pin_memory=pin_memory)
+    # NumPy copies in this thread. torch would divide a large copy among threads on all cores and wait for each of them,
+    # for milliseconds if another process has one of the cores.
+    memory, start = packed.numpy(), 0
     for array in arrays.values():
-        packed[start : start + array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         start += _padded(array)
     return packed
 

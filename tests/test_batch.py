@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mini_engine.batch import StepBatch, StepBuffers, step_memory
 from mini_engine.transfer import pack, unpack
@@ -277,6 +278,20 @@ def test_one_copy_keeps_shapes_dtypes_and_values(kinds):
     for name, tensor in unpack(pack(arrays, pin_memory=False), arrays).items():
         np.testing.assert_array_equal(tensor.numpy(), arrays[name])
         assert tensor.numpy().dtype == arrays[name].dtype
+
+
+def test_arrays_are_packed_without_the_threads_of_torch():
+    """torch copies a large array with one thread per core, and then all wait for a core that another process has."""
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(op.overloadpacket)
+            return op(*args, **(kwargs or {}))
+
+    with Record():
+        pack({"pages": np.arange(100_000), "ranges": np.zeros((33, 8))}, pin_memory=False)
+    assert set(called) <= {torch.ops.aten.empty, torch.ops.aten.detach}  # memory, and a view of it
 
 
 def test_an_interrupt_while_memory_is_allocated_leaves_buffers_that_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,7 +436,7 @@ static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2],
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
         map, IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, pages, shape, steps, box, ones,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        HALVES == 1 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // Create the maps of one layer, and raise the kernel's shared memory limit.

@@ -104,6 +104,8 @@ class LLMEngine:
         # Requests that must each compute one token in a step of their own, because a step with all of them failed.
         self._suspects: list[Request] = []
         self._finished: list[Request] = []  # not reported yet
+        self._to_finish: deque[tuple[Request, FinishReason]] = deque()
+        self._is_busy = False  # a step or a transaction is under way
         self._is_recovering = False  # still set if `_recover` was interrupted
         self._arrivals = 0
         self._lock = threading.RLock()
@@ -182,10 +184,15 @@ class LLMEngine:
                 self._end(request, "abort")
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request whose text has ended or failed, unless it has ended already; the next report has it."""
-        with self.transaction():
-            if request.finish_reason is None:
-                self._end(request, reason)
+        """End a request whose text has ended or failed, unless it has ended already; the next report has it.
+
+        The garbage collector may close a stream anywhere, even in the middle of a step of the same thread. Then the
+        request ends before the next step.
+        """
+        self._to_finish.append((request, reason))
+        with self._lock:
+            if not self._is_busy:
+                self._finish_all()
 
     def tokens_of(self, request: Request, start: int = 0) -> list[int]:
         """Return the known tokens of a request's prompt and output, from a position on."""
@@ -295,8 +302,10 @@ class LLMEngine:
             sampled: list[Sampled] = []
             launched = None
             try:
+                self._is_busy = True
                 if self._is_recovering:
                     self._recover()
+                self._finish_all()
                 if self._suspects:
                     self._check_suspect()
                 schedule = self._schedule(sampled)
@@ -312,6 +321,8 @@ class LLMEngine:
             except BaseException:
                 self._recover()
                 raise
+            finally:
+                self._is_busy = False
             return self._report(schedule, launched, sampled, start)
 
     def _schedule(self, sampled: list[Sampled]) -> Schedule:
@@ -360,6 +371,15 @@ class LLMEngine:
         for request in running.requests_of(running.append(rows, token_ids)):
             self._end(request, request.end_of(running.known_tokens(request)) or "length")
         return requests, token_ids
+
+    def _finish_all(self) -> None:
+        """End the requests that `finish` has been given."""
+        while self._to_finish:
+            request, reason = self._to_finish[0]
+            with self.transaction():
+                if request.finish_reason is None:
+                    self._end(request, reason)
+            self._to_finish.popleft()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -447,7 +467,9 @@ class LLMEngine:
     def transaction(self) -> Iterator[None]:
         """Exclude other threads, and start over after any interruption other than a refusal."""
         with self._lock:
+            was_busy = self._is_busy  # transactions may be nested
             try:
+                self._is_busy = True
                 if self._is_recovering:
                     self._recover()
                 yield
@@ -456,6 +478,8 @@ class LLMEngine:
             except BaseException:
                 self._recover()
                 raise
+            finally:
+                self._is_busy = was_busy
 
     def _persistent_decode(self) -> PersistentDecode | None:
         if not self.config.persistent_decode:

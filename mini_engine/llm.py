@@ -193,7 +193,7 @@ class TextEngine:
         return self.tokens_of(text, add_special_tokens=False)
 
     def tokens_of(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a prompt: a text, or token ids, which may be numbers of numpy or torch.
+        """Return the tokens of a prompt: a text, or token ids in a list, an array or a tensor.
 
         Raises:
             RequestError: if it is neither, if it is longer than any prompt that the engine accepts, or if it is a text
@@ -336,10 +336,13 @@ class TextEngine:
             output = RequestOutput(text.prompt, prompt, tokens, detokenizer.text, request.finish_reason, error)
             num_tokens = len(request.token_ids)
         shown = detokenizer.text[text.num_shown :]
-        if output:
-            self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
-        text.inbox.append(Piece(text.index, shown, num_tokens - text.num_told, output, report))
-        text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
+        piece = Piece(text.index, shown, num_tokens - text.num_told, output, report)
+        try:
+            text.inbox.append(piece)
+        finally:  # even if Ctrl-C was pressed during the call: what has been delivered counts as delivered
+            text.num_shown, text.num_told = text.num_shown + len(shown), num_tokens
+            if output:
+                self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
 
 
 class LLM(TextEngine):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterable
 from dataclasses import replace
 from functools import cache
@@ -25,10 +27,13 @@ from mini_engine.detokenizer import REPLACEMENT, Detokenizer, special_ids
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.llm import TextEngine
+from mini_engine.model_runner import ModelRunner
 from mini_engine.observe.trace import Trace
 from mini_engine.observe.watch import Watch
 from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.request import Running
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Scheduler
 from tests.helpers import EOS, GREEDY, alone, check_nothing_leaked, double_model, make_engine, serve
 
 PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
@@ -458,6 +463,67 @@ def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
         while llm.engine.has_unfinished:
             llm.engine.step()
         assert beside.output_token_ids == expected(PROMPTS[3], beside.params)[0], case
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 5])
+def test_an_interrupt_while_a_piece_is_delivered_loses_and_repeats_nothing(max_tokens, monkeypatch):
+    """Ctrl-C in the call that puts a piece of another stream into its inbox: its last piece, or one before."""
+
+    class Inbox(deque):
+        interrupts = False
+
+        def append(self, piece):
+            super().append(piece)
+            if Inbox.interrupts:
+                Inbox.interrupts = False
+                raise KeyboardInterrupt
+
+    llm, params = front_end(), replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
+    limit_steps(llm)
+    other, stream = llm.stream_batch([PROMPTS[0]], GREEDY), llm.stream_batch([PROMPTS[2]], params)
+    with monkeypatch.context() as patch:
+        patch.setattr("mini_engine.llm.deque", Inbox)
+        got = [next(stream)]
+    Inbox.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        collect(other)
+    assert not Inbox.interrupts
+    assert result(collect(chain(got, stream))[0]) == expected(PROMPTS[2], params)
+    check_idle(llm)
+
+
+@DEPTHS
+@pytest.mark.parametrize(
+    "place", [(Scheduler, "schedule"), (ModelRunner, "launch"), (ModelRunner, "collect"), (Running, "append")]
+)
+def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step_harms_nobody(depth, place, monkeypatch):
+    """An abandoned stream in a reference cycle is closed whenever the garbage collector runs."""
+    owner, name = place
+    original, params = getattr(owner, name), replace(GREEDY, max_tokens=12, ignore_eos=True)
+
+    for is_after in (False, True):
+
+        def collecting(*args, _is_after=is_after, **kwargs):
+            returned = original(*args, **kwargs) if _is_after else None
+            gc.collect()
+            return returned if _is_after else original(*args, **kwargs)
+
+        llm = front_end(pipeline_depth=depth, num_pages=12, prefix_sharing=True)
+        limit_steps(llm)
+        kept, abandoned = (llm.stream_batch([prompt], params) for prompt in (PROMPTS[2], PROMPTS[0]))
+        got = [next(kept)]
+        next(abandoned)
+        closed, cycle = weakref.ref(abandoned), [abandoned]
+        cycle.append(cycle)
+        del cycle, abandoned
+        assert closed() is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, collecting)
+            while closed() is not None:
+                got.append(next(kept))
+        assert result(collect(chain(got, kept))[0]) == expected(PROMPTS[2], params)
+        assert result(llm.generate(PROMPTS[1], GREEDY)[0]) == expected(PROMPTS[1], GREEDY)
         check_idle(llm)
 
 

@@ -80,7 +80,13 @@ def _check_messages(messages: object) -> list[dict[str, str]]:
             raise RequestError(
                 f"{str(message)[:100]} is not a message; pass mappings of strings with a 'role' and a 'content'"
             )
-    return [dict(message) for message in messages]
+    return [_with_reasoning(message) for message in messages]
+
+
+def _with_reasoning(message: Message) -> dict[str, str]:
+    """Give the model's reasoning, whatever its name is, the names that templates read, as transformers does."""
+    found = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else dict(message)
 
 
 def _pick_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:

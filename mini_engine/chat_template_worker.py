@@ -8,7 +8,6 @@ import json
 import resource
 import sys
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import jinja2
@@ -51,12 +50,23 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as it is; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def render(template: str, variables: dict[str, Any]) -> str:
     """Render a template in the environment that transformers gives to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    environment.filters["tojson"] = tojson
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),

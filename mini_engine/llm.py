@@ -421,7 +421,8 @@ class Inference(TextEngine):
         options: further fields of `EngineConfig`.
 
     Attributes:
-        default_params: the parameters of the model's own `generate`: greedy unless its generation config samples.
+        default_params: temperature, filters and penalty of the model's own `generate`: greedy unless its generation
+            config samples. Its other settings, such as `suppress_tokens`, are not applied.
 
     Raises:
         ConfigError: for a model that the engine cannot run, or impossible options.
@@ -457,7 +458,7 @@ class Inference(TextEngine):
 
 
 def params_of_generation(config: GenerationConfig | None) -> SamplingParams:
-    """Return the sampling parameters of transformers' own `generate`: greedy unless `do_sample` is set."""
+    """Return temperature, filters and penalty of transformers' own `generate`: greedy unless `do_sample` is set."""
     names = ["repetition_penalty"]
     given: dict[str, Any] = {"temperature": 0.0}
     if config is not None and config.do_sample:

@@ -64,11 +64,13 @@ MODERN = """{%- set ns = namespace(last=none, count=0) %}
         {%- generation %}{{ turn('model', message.content.split('</think>')[-1].lstrip('\\n')) }}{% endgeneration %}
     {%- else %}{{ turn(message.role|upper, message['content']|replace('a', 'b')) }}{% endif %}
     {{- message|tojson }}{{ message.items()|list|tojson(indent=2, sort_keys=true) }}{{ dict(a=1)|tojson }}
+    {{- message|tojson(true, 2) }}
 {%- endfor %}
 {{ ns.last }} {{ ns.count }} {{ '%s and %d' % ('x', 3) }} {{ '{}'.format(eos_token) }} {{ range(3)|join('-') }}
 {%- if add_generation_prompt %}<model>{% endif %}"""
 SYSTEM, USER = {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "été <b> 你好 'a' \"b\"\n"}
 ANSWER = {"role": "assistant", "content": "<think>so</think>\n\n42 &amp; {{ 1 }}"}
+THOUGHT = {"role": "assistant", "content": "42", "reasoning": "six times seven"}
 TEXT = st.text(st.characters(), max_size=20)
 
 
@@ -84,7 +86,7 @@ def expected(tokenizer, messages, template=None):
 @pytest.mark.parametrize(
     "template", [None, CHATML, LLAMA_3, GEMMA, MODERN], ids=["own", "chatml", "l3", "gemma", "new"]
 )
-@pytest.mark.parametrize("messages", [[USER], [USER, ANSWER, USER], [SYSTEM, USER], [SYSTEM, USER, ANSWER, USER]])
+@pytest.mark.parametrize("messages", [[USER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER, USER], [USER, THOUGHT]])
 def test_texts_are_those_of_transformers(tokenizer, template, messages):
     if template == GEMMA and messages[0] is SYSTEM:
         with pytest.raises(RequestError, match="System role not supported"):

@@ -121,7 +121,7 @@ def _find(model: str | Path) -> Path:
         return hub.embedded_folder()
     path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it accepts an unknown ~user
     # Unlike Path's methods, those of os.path return False for a path that is too long or contains a null character.
-    if os.path.isdir(path / "snapshots"):
+    if os.path.isdir(path / "snapshots") and not os.path.isfile(path / "config.json"):
         if snapshot := hub.snapshot_folder(path):
             return snapshot
         raise ModelLoadError(f"{path} has no complete snapshot: give the folder of one inside {path}/snapshots")
@@ -363,10 +363,16 @@ def _folder_tokenizer(folder: Path, files: Mapping[str, Path]) -> PreTrainedToke
         template = _read_bytes(files["chat_template.jinja"], MAX_JSON_BYTES).decode()
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}
+    backend = Tokenizer.from_buffer(_read_bytes(files["tokenizer.json"], MAX_TOKENIZER_BYTES))
+    # As in transformers, a token that these files name is special, and so has no text, whatever tokenizer.json says.
+    named = [added for added in backend.get_added_tokens_decoder().values() if added.content in tokens.values()]
+    for added in named:
+        added.special = True
+    backend.add_special_tokens(named)
+    # No name_or_path: for a large vocabulary, transformers would ask the hub about a model of that name.
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_buffer(_read_bytes(files["tokenizer.json"], MAX_TOKENIZER_BYTES)),
+        tokenizer_object=backend,
         chat_template=template,
         clean_up_tokenization_spaces=settings.get("clean_up_tokenization_spaces") is True,
-        name_or_path=str(folder),
         **tokens,
     )

@@ -241,9 +241,13 @@ def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple
 
 def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
     """Read `rope_parameters`, or the `rope_theta` and `rope_scaling` of files older than transformers 5."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-        raise _bad("rope_parameters", given, "these families rotate every layer alike: give one set of values")
+    new, old = (hf.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    for given in (new, old):
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            raise _bad("rope_parameters", given, "these families rotate every layer alike: give one set of values")
+    if new and any(new.get(name) != value for name, value in old.items()):
+        raise _bad("rope_scaling", old, "rope_parameters has other values, and only one can hold: write these into it")
+    given = new or old
     if head_dim % 2:
         raise _bad("head_dim", head_dim, "RoPE rotates pairs of a whole head, so it must be even")
     defaults = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": given.get("type", "default")}

@@ -19,9 +19,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mini_engine.detokenizer import special_ids
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading import checkpoint as loading
 from mini_engine.loading import hub
@@ -241,6 +242,34 @@ def test_special_tokens_and_named_templates_are_those_that_transformers_reads(as
     assert ours("ab<e>").input_ids == theirs("ab<e>").input_ids
 
 
+def test_a_token_that_the_configuration_names_is_special(folder: Path) -> None:
+    """A script that calls `add_tokens` and then sets `eos_token` leaves its flag unset in tokenizer.json."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])))
+    fast.add_tokens(["<e>", "<f>"])
+    fast.eos_token = "<e>"
+    fast.save_pretrained(folder)
+    assert not any(token["special"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"])
+    ours, theirs = load_tokenizer(open_checkpoint(folder)), AutoTokenizer.from_pretrained(folder)
+    ids = theirs("a<e>b<f>").input_ids
+    assert ours("a<e>b<f>").input_ids == ids == [0, 2, 1, 3]
+    assert ours.backend_tokenizer.decode(ids) == theirs.backend_tokenizer.decode(ids)
+    assert special_ids(ours.backend_tokenizer) == {2}
+
+
+def test_the_hub_is_not_asked_about_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks about a vocabulary of over 100,000 tokens if a folder's name may be that of a model."""
+    words = {f"w{i}": i for i in range(100_001)}
+    fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.save(str(folder / "tokenizer.json"))
+    asked = []
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda api, name, *args, **kwargs: asked.append(name))
+    monkeypatch.chdir(folder.parent)
+    folder.rename("models")
+    assert load_tokenizer(open_checkpoint("models")).vocab_size == 100_001
+    assert asked == []
+
+
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("entry", ["tokenizer_file", "vocab", "vocab_file", "gguf_file"])
@@ -386,6 +415,11 @@ def test_a_linked_folder_and_a_link_inside_are_fine(folder: Path, tmp_path: Path
     (folder / "model.safetensors").symlink_to("weights.safetensors")
     (tmp_path / "link").symlink_to(folder)
     load_model(open_checkpoint(tmp_path / "link"), Parts(), torch.float32)
+
+
+def test_a_model_may_have_a_folder_named_snapshots(folder: Path) -> None:
+    (folder / "snapshots").mkdir()
+    assert open_checkpoint(folder).path == folder
 
 
 def test_one_file_of_another_name_will_do_but_not_two(folder: Path) -> None:

@@ -129,6 +129,11 @@ BAD = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0"),
     ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor"),
     ("llama", {"rope_scaling": [1, 2]}, "rope_parameters"),
+    (
+        "qwen3",
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "write these",
+    ),
     ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "every layer alike"),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),

@@ -206,7 +206,8 @@ def plan_work(
     So the largest item has at most twice the mean load of a worker, plus one key, if
     there are at least two workers for each tile and `least_keys` allows such small
     chunks. Use no Python loop over sequences, tiles or items: a step is planned while
-    the GPU waits.
+    the GPU waits. `qo_indptr` and `kv_lens` belong to the caller: leave them as they
+    are.
 
     Args:
         qo_indptr: [B+1] first query of each sequence, and last the number of all

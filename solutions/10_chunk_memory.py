@@ -144,7 +144,8 @@ def attend_to_chunks(
     What must hold:
         - Each chunk acts as if its keys had been computed at its position in this
           request. They were not, but the queries can be rotated instead, by
-          `query_offsets`. Do not change the stored keys: other requests share them.
+          `query_offsets`. Do not change the stored keys: other requests share them. `q`
+          belongs to the caller: leave it as it is.
         - Every new token sees all keys of all chunks. The n new tokens are the last n
           of the request's own keys, and each sees its own key and all earlier ones.
         - The order in which chunks are given does not matter. There may be none.

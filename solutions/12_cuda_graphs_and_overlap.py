@@ -162,6 +162,7 @@ def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
         - B may be 0: the engine captures a step of padding alone.
         - Each array begins with the requests' own entries, unchanged. Where
           `token_source` or `page_positions` is None, it stays None.
+        - Arrays of integers stay arrays of integers, even if nothing is appended.
         - The arguments belong to the caller: do not change them.
 
     Args:
@@ -186,7 +187,8 @@ def pad_decodes(arrays: dict[str, Any], size: int, page: int) -> dict[str, Any]:
     )
     more = size - len(arrays["kv_lens"])
     return {
-        name: None if array is None else np.append(array, [padding[name]] * more)
+        # not [padding[name]] * more: NumPy makes floats of an empty list
+        name: None if array is None else np.append(array, np.full(more, padding[name]))
         for name, array in arrays.items()
     }
 

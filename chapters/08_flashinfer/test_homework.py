@@ -21,6 +21,7 @@ from book.grading import (
     lines_run,
     require,
 )
+from book.grading.assertions import CheckFailed
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.split_kv import WorkPlan
 from mini_engine.attention.state import AttentionState, attention_state
@@ -505,6 +506,7 @@ def smallest_by_trying(num_keys: Sequence[int], num_workers: int, least: int) ->
 def assert_chunk(hw: Homework, num_keys: Sequence[int], num_workers: int, least: int = 1) -> None:
     got = hw.smallest_chunk(np.array(num_keys), num_workers, least)
     name = f"smallest_chunk({list(num_keys)}, {num_workers}, {least})"
+    require(not isinstance(got, float | np.floating), f"{name} is the float {got}; it should be an int")
     assert_equal(got, smallest_by_trying(num_keys, num_workers, least), name=name)
 
 
@@ -556,7 +558,7 @@ def test_least(hw: Homework) -> None:
     costs=0.4,
 )
 def test_many_keys(hw: Homework) -> None:
-    lines = [lines_run(hw.smallest_chunk, np.full(4, n), 4) for n in (1_000, 16_000)]
+    lines = [lines_run(hw.smallest_chunk, np.array([n, 1, 1, 1]), 4) for n in (1_000, 16_000)]
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
     got = hw.smallest_chunk(np.full(1000, 30_000_000), 2000)
     assert_equal(got, 15_000_000, name="smallest_chunk of 1,000 tiles of 30 million keys and 2,000 workers")
@@ -610,7 +612,10 @@ def assert_plan(
 ) -> None:
     qo_indptr = int32(indptr_of([range(n) for n in num_new]))
     options = {"tile_len": tile_len, "least_keys": least, "window": window}
-    plan = hw.plan_work(qo_indptr, int32(kv_lens), num_workers, **options)
+    arrays = qo_indptr.copy(), int32(kv_lens)
+    plan = hw.plan_work(*arrays, num_workers, **options)
+    same = np.array_equal(arrays[0], qo_indptr) and np.array_equal(arrays[1], kv_lens)
+    require(same, "you changed qo_indptr or kv_lens, which the engine reads after you")
     options_said = ", ".join(f"{name}={value}" for name, value in options.items())
     what = f"plan_work({qo_indptr.tolist()}, {list(kv_lens)}, {num_workers}, {options_said})"
     require(plan is not None, f"{what} returns None: is a `return` missing?")
@@ -621,8 +626,10 @@ def assert_plan(
             assert_equal(plan.chunk_size, want[name], name=f"chunk_size of {what}")
         else:
             array = getattr(plan, name)
+            kind = type(array).__name__
+            require(isinstance(array, np.ndarray), f"{name} of {what} is a {kind}; it should be a NumPy array")
             # As an assertion of its own, so that the mistake of the check is shown as well.
-            if isinstance(array, np.ndarray) and array.ndim == 1:
+            if array.ndim == 1:
                 assert len(array) == len(want[name]), (
                     f"{name} of {what} has {len(array)} entries; it should have {len(want[name])}"
                 )
@@ -846,14 +853,14 @@ class Decodes:
         self.loads.append(len(k))
         return attention_state(q, k, v, scale=0.3)
 
-    def run(self, hw: Homework, plan: WorkPlan, first_key: int = 0, exact: bool = False) -> None:
+    def run(self, hw: Homework, plan: WorkPlan, first_key: int = 0, exact: bool = False, atol: float = 1e-5) -> None:
         """Compare with attention over the keys from `first_key` on; `exact` demands float64 in precision and dtype."""
         pages = self.k_pages, self.v_pages, self.indptr, self.indices
         got = hw.split_kv_decode(self.q, *pages, plan, self.worker)
         said = f"decodes of {self.kv_lens} keys, pages of {self.page_size}, {len(plan.sequences)} items"
         kind = type(got).__name__
         require(isinstance(got, AttentionState), f"split_kv_decode should return an AttentionState, not {kind}")
-        precision = {"atol": 1e-10 if exact else 1e-5, "check_dtype": exact}
+        precision = {"atol": 1e-10 if exact else atol, "check_dtype": exact}
         for b in range(len(self.q)):
             q, k, v = self.q[b : b + 1], self.k[b][first_key:], self.v[b][first_key:]
             want = masked_attention(q, k, v, scale=0.3)
@@ -955,6 +962,16 @@ def test_random_decodes(hw: Homework) -> None:
         kv_lens = [rng.randint(1, 60) for _ in range(rng.randint(1, 5))]
         decodes = Decodes(kv_lens, rng.choice([1, 3, 16]), rng.choice([(4, 2), (3, 3), (6, 1)]), seed)
         decodes.run(hw, decode_plan(kv_lens, rng.randint(1, 30), rng.sample(range(len(kv_lens)), len(kv_lens))))
+
+
+@check(
+    "split_kv_decode",
+    mistake="exp(LSE) overflows: subtract the larger LSE before you weight two states, as `merge_states` does",
+)
+def test_large_scores(hw: Homework) -> None:
+    decodes = Decodes([30], 4)
+    decodes.q *= 1000
+    decodes.run(hw, decode_plan([30], 4), atol=1e-3)
 
 
 @check(
@@ -1102,7 +1119,11 @@ def test_millions_of_keys(hw: Homework) -> None:
     assert lines[1] < 3 * lines[0], f"{lines[1]} lines of Python run for tiles of 16,000 keys, {lines[0]} for 1,000"
     workers, _, first, end = (np.asarray(array) for array in hw.cut_evenly(np.full(400, 1_000_000), 264))
     loads = np.bincount(workers, weights=end - first, minlength=264)
-    assert loads.sum() == 400_000_000 and loads.max() - loads.min() <= 1, "400 tiles of a million keys, 264 workers"
+    if loads.sum() != 400_000_000 or loads.max() - loads.min() > 1:
+        raise CheckFailed(
+            f"400 tiles of a million keys: the 264 workers have {loads.min():.0f} to {loads.max():.0f} keys",
+            "a product such as all keys times the number of workers may overflow int32",
+        )
 
 
 @check("cut_evenly", mistake="it fails for random tiles and numbers of workers: work out the printed example by hand")

@@ -109,6 +109,7 @@ EXERCISES = [
     ),
 ]
 
+OVERFLOW = "exp(LSE) overflows: subtract the larger LSE before you weight two states, as `merge_states` does"
 ON_GPU = torch.cuda.is_available() and find_spec("flashinfer") is not None
 COMPILING = 300.0  # CPU seconds that FlashInfer may need to compile its kernels
 SCALE = 0.4
@@ -186,11 +187,12 @@ def assert_reads(cache: Cache, expected: ListLike[int]) -> None:
 # two_level_attention ------------------------------------------------------------------------------------------------
 
 
-def two_levels(hw: Homework, shared: ListLike[int], own: Lists, own_lens: ListLike[int]) -> Cache:
+def two_levels(hw: Homework, shared: ListLike[int], own: Lists, own_lens: ListLike[int], factor: float = 1.0) -> Cache:
     """Requests with shared pages of 4 tokens and pages of their own; checks the state."""
     size = 4
     requests = [([*shared, *pages], len(shared) * size + n) for pages, n in zip(own, own_lens, strict=True)]
     cache = Cache(24, size, requests)
+    cache.q *= factor
     indptr, pages = indptr_of([len(x) for x in own]), int32([page for x in own for page in x])
     got = hw.two_level_attention(cache.q, cache.read, int32(shared), indptr, pages, int32(own_lens), scale=SCALE)
     assert_state(got, cache.expected())
@@ -213,6 +215,11 @@ def test_own_pages_alone(hw: Homework) -> None:
 @check("two_level_attention", mistake="weight the two states by their LSEs: use merge_states, not a sum or a mean")
 def test_both_levels(hw: Homework) -> None:
     two_levels(hw, [5, 2, 11], [[7, 3], [1], [4, 9, 6]], [8, 4, 12])
+
+
+@check("two_level_attention", mistake=OVERFLOW)
+def test_large_scores_in_both_levels(hw: Homework) -> None:
+    two_levels(hw, [5, 2, 11], [[7, 3], [1], [4, 9, 6]], [8, 4, 12], factor=3000.0)
 
 
 @check("two_level_attention", mistake="in the last own page only the keys up to own_lens[b] count")
@@ -311,6 +318,7 @@ def test_two_neighbors(hw: Homework) -> None:
     prefixes_of(hw, [[4, 2, 9], [4, 2, 8]])
     prefixes_of(hw, [[4, 2, 9], [4, 2, 9]])
     prefixes_of(hw, [[3, 1, 9], [4, 2, 8]])
+    prefixes_of(hw, [[0, 3], [0, 5]])  # page 0 is a page like any other
 
 
 @check("shared_prefixes", mistake="equal pages after the first difference are not shared: their beginnings differ")
@@ -825,6 +833,27 @@ def test_branches_before_the_stem(hw: Homework) -> None:
     cached.check_structure()
 
 
+@check("RadixTree", mistake="when an edge has left the tree, its parent may be the next: look at all edges again")
+def test_evict_up_to_the_root(hw: Homework) -> None:
+    cached = Cached(hw)
+    cached.fill([1, 1])
+    cached.fill([1, 1, 2, 2])
+    _, last = cached.fill([7, 7])
+    assert_equal(cached.tree.evict(2), 2, name="evict(2)")
+    assert_equal(cached.edges(), [last], name="the edges that are left: the text used last")
+    cached.check_structure()
+
+
+@check("RadixTree", mistake="insert counts as a use of the text's pages even if the tree has all of them already")
+def test_an_insert_uses_what_is_there(hw: Homework) -> None:
+    cached = Cached(hw)
+    _, one = cached.fill([1, 1])
+    cached.fill([3, 3])
+    cached.fill([1, 1], shares=False)
+    assert_equal(cached.tree.evict(1), 1, name="evict(1)")
+    assert_equal(cached.edges(), [one], name="the edges that are left: the text inserted last")
+
+
 @check("RadixTree", mistake="over random insertions, matches and evictions, a result or a refcount is wrong")
 def test_a_random_life(hw: Homework) -> None:
     """The oracle has a page and a time for each prefix, and evicts the oldest prefix that no other one continues."""
@@ -859,9 +888,17 @@ def test_a_random_life(hw: Homework) -> None:
 Depths = ListLike[tuple[ListLike[int], ListLike[int]]]
 
 
-def cascade(hw: Homework, pages: Lists, kv_lens: ListLike[int], levels: Depths, reads: ListLike[int] = ()) -> None:
+def cascade(
+    hw: Homework,
+    pages: Lists,
+    kv_lens: ListLike[int],
+    levels: Depths,
+    reads: ListLike[int] = (),
+    factor: float = 1.0,
+) -> None:
     """Requests with pages of 4 tokens; levels as pairs of joined and depth. Checks the state, and what was read."""
     cache = Cache(40, 4, list(zip(pages, kv_lens, strict=True)))
+    cache.q *= factor
     built = [hw.Level(np.array(joined, dtype=bool), np.array(depth)) for joined, depth in levels]
     arrays = [int32(own) for own in pages]
     got = hw.cascade_attention(cache.q, cache.read, arrays, int32(kv_lens), built, page_size=4, scale=SCALE)
@@ -881,6 +918,11 @@ def test_no_levels(hw: Homework) -> None:
 )
 def test_one_level(hw: Homework) -> None:
     cascade(hw, [[3, 1, 5], [3, 1, 6]], [12, 12], [([0, 1], [2, 2])])
+
+
+@check("cascade_attention", mistake=OVERFLOW)
+def test_large_scores_in_a_level(hw: Homework) -> None:
+    cascade(hw, [[3, 1, 5], [3, 1, 6]], [12, 12], [([0, 1], [2, 2])], factor=3000.0)
 
 
 @check(

@@ -303,7 +303,7 @@ def test_many_requests(hw: Homework) -> None:
     """A loop over requests runs at least 4,096 lines of Python, and the reference about ten."""
     tables, lens = np.zeros((4096, 64), np.int32), np.zeros(4096, np.int32)
     indices, indptr = np.arange(4096 * 64, dtype=np.int32), np.arange(0, 4097 * 64, 64).astype(np.int32)
-    calls = traced_lines(lambda: hw.update_tables(tables, lens, indices, indptr, np.full(4096, 1000, np.int32), 9))
+    calls = traced_lines(lambda: hw.update_tables(tables, lens, indices, indptr, np.full(4096, 1024, np.int32), 9))
     assert calls < 1000, f"{calls:,} lines of Python ran for 4,096 requests"
 
 
@@ -362,7 +362,7 @@ def decode_arrays(
     total = sum(pages)
     return {
         "token_ids": np.arange(10, 10 + count),
-        "kv_lens": np.array(kv_lens),
+        "kv_lens": np.array(kv_lens, dtype=np.int64),
         "pages": np.arange(total)[::-1].copy(),
         "token_source": np.arange(count) + 3 if sources else None,
         "page_positions": np.concatenate([np.arange(n) * size for n in pages]) if positions else None,
@@ -383,6 +383,8 @@ def padded(hw: Homework, arrays: dict[str, Any], size: int, page: int = 40) -> S
             assert got[name] is None, f"{name} was None, and is an array now"
             continue
         assert got[name] is not None, f"{name} was an array, and is None now"
+        kind = type(got[name]).__name__
+        require(isinstance(got[name], np.ndarray), f"{name} was a NumPy array, and is a {kind} now")
         assert np.array_equal(got[name][: len(array)], array), f"{name} does not begin with the requests' own entries"
     for name in ("token_ids", "kv_lens"):
         assert_equal(len(got[name]), size, name=f"the length of {name}")
@@ -433,6 +435,19 @@ def test_page_positions(hw: Homework) -> None:
 def test_padding_alone(hw: Homework) -> None:
     padded(hw, decode_arrays([]), 4)
     padded(hw, decode_arrays([], sources=True), 1)
+
+
+@check(
+    "pad_decodes",
+    mistake="NumPy makes floats of an empty list: append np.full(count, number), an array of integers for any count",
+    costs=0.2,
+)
+def test_integers_stay_integers(hw: Homework) -> None:
+    for size in (2, 4):
+        got = hw.pad_decodes(decode_arrays([5, 9], sources=True, positions=True), size, 40)
+        for name, array in got.items():
+            whole = np.issubdtype(array.dtype, np.integer)
+            assert whole, f"{name} of 2 requests, padded to {size}, is an array of {array.dtype}"
 
 
 @check("pad_decodes", mistake="for random steps, padding changes the requests' own part of the step")
@@ -679,6 +694,8 @@ def test_rows_are_used_again(hw: Homework) -> None:
     device = hw.Device(2, recorded)
     hw.serve_ahead(device, prompts, max_tokens=8, stop=["!"])
     assert_equal(started, prompts, name="the order in which requests start")
+    launch_first = "launch the next step before you collect the one in flight, also where a request has just ended"
+    assert_equal(device.idle, 0, name="how often the device ran out of work", mistake=launch_first)
     # Row 0: a has 4 tokens and a late one, d 3 and 1. Row 1: b, c and e 2 and 1 each.
     assert_equal(len(device.launches), 9, name="the number of steps")
 

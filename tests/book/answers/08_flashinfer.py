@@ -347,6 +347,21 @@ def size_after_size(num_keys, num_workers, least=1):
 
 
 @wrong("smallest_chunk", fails="test_many_keys")
+def from_the_mean_upwards(num_keys, num_workers, least=1):
+    if len(num_keys) > num_workers:
+        return reference.smallest_chunk(num_keys, num_workers, least)
+    size = max(least, -(-int(num_keys.sum()) // num_workers))
+    while (-(-num_keys // size)).sum() > num_workers:
+        size += 1
+    return size
+
+
+@wrong("smallest_chunk", fails="test_one_tile")
+def a_float(*args):
+    return float(reference.smallest_chunk(*args))
+
+
+@wrong("smallest_chunk", fails="test_many_keys")
 def doubled_until_it_fits(num_keys, num_workers, least=1):
     """Exact for small tiles: below 4,096 keys it tries the sizes between as well."""
     if num_keys.max() <= 4096:
@@ -520,6 +535,27 @@ def chunks_at_multiples_of_their_size(*args, **options):
     return WorkPlan(size, *np.array(items).T, np.array(item_indptr))
 
 
+@wrong("plan_work", fails="test_one_item")
+def kv_lens_before_the_step(qo_indptr, kv_lens, num_workers, **options):
+    """Right, but subtracts in place."""
+    plan = reference.plan_work(qo_indptr, kv_lens, num_workers, **options)
+    kv_lens -= np.diff(qo_indptr)
+    return plan
+
+
+@wrong("plan_work", fails="test_only_the_long_one_is_split")
+def qo_indptr_becomes_counts(qo_indptr, kv_lens, num_workers, **options):
+    plan = reference.plan_work(qo_indptr, kv_lens, num_workers, **options)
+    qo_indptr[1:] -= qo_indptr[:-1].copy()
+    return plan
+
+
+@wrong("plan_work", fails="test_one_item")
+def tensors(*args, **options):
+    plan = vars(reference.plan_work(*args, **options))
+    return WorkPlan(**{name: x if name == "chunk_size" else torch.from_numpy(x) for name, x in plan.items()})
+
+
 @wrong("plan_work", fails="test_plan_without_a_loop")
 def tile_by_tile(qo_indptr, kv_lens, num_workers, *, tile_len, least_keys=1, window=None):
     tiles = []
@@ -574,6 +610,12 @@ def with_stacked_states(q, k_pages, v_pages, kv_indptr, kv_indices, plan, worker
     return AttentionState(out, lse)
 
 
+def without_the_maximum(a, b):
+    """Weights two states by exp(LSE), which overflows."""
+    x, y = a.lse.exp()[..., None], b.lse.exp()[..., None]
+    return AttentionState((a.out * x + b.out * y) / (x + y), (x + y).log()[..., 0])
+
+
 def decoded(q, k_pages, v_pages, kv_indptr, kv_indices, plan, worker, **change):
     """The reference with one thing changed."""
     page_size, states = k_pages.shape[1], {}
@@ -599,6 +641,8 @@ def decoded(q, k_pages, v_pages, kv_indptr, kv_indices, plan, worker, **change):
             state = worker(q[token : token + 1], k_pages[pages, offsets], v_pages[pages, offsets])
             partial.append(state)
         merged = reduce(merge_states, partial)
+        if change.get("no_maximum"):
+            merged = reduce(without_the_maximum, partial)
         if change.get("mean"):
             merged = AttentionState(torch.stack([s.out for s in partial]).mean(0), merged.lse)
         if change.get("weights_without_lse"):
@@ -688,6 +732,11 @@ def the_pages_that_the_item_touches(q, k_pages, v_pages, kv_indptr, kv_indices, 
         states.setdefault(token, []).append(worker(q[token][None], k, v))
     merged = [merge_all(states[token]) for token in range(len(q))]
     return AttentionState(torch.cat([s.out for s in merged]), torch.cat([s.lse for s in merged]))
+
+
+@wrong("split_kv_decode", fails="test_large_scores")
+def merged_without_the_maximum(*args):
+    return decoded(*args, no_maximum=True)
 
 
 @wrong("split_kv_decode", fails="test_the_dtype_of_the_workers")

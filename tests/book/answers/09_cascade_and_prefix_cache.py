@@ -18,6 +18,13 @@ def joined_states(states):
     return AttentionState(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states]))
 
 
+def without_the_maximum(a, b):
+    """Weights two states by exp(LSE), which overflows."""
+    x, y = a.lse.exp()[..., None], b.lse.exp()[..., None]
+    total = (x + y).clamp(min=1e-300)  # both may be without keys
+    return AttentionState((a.out * x + b.out * y) / total, total.log()[..., 0])
+
+
 # two_level_attention ------------------------------------------------------------------------------------------------
 
 
@@ -83,6 +90,11 @@ def states_averaged(*args, scale):
     return two_levels(
         *args, scale=scale, merge=lambda a, b: AttentionState((a.out + b.out) / 2, torch.logaddexp(a.lse, b.lse))
     )
+
+
+@wrong("two_level_attention", fails="test_large_scores_in_both_levels")
+def merged_without_the_maximum(*args, scale):
+    return two_levels(*args, scale=scale, merge=without_the_maximum)
 
 
 @wrong("two_level_attention", fails="test_a_page_in_part")
@@ -197,6 +209,12 @@ def counts_in_the_given_order(pages, limits):
     """Sorts, counts, and puts the counts back."""
     order, counts = reference.shared_prefixes(pages, limits)
     return order, counts[np.argsort(order)]
+
+
+@wrong("shared_prefixes", fails="test_two_neighbors")
+def page_0_is_no_page(pages, limits):
+    order = reference.shared_prefixes(pages, limits)[0]
+    return order, counted(np.where(pages == 0, -1 - np.arange(len(pages))[:, None], pages), limits, order)
 
 
 @wrong("shared_prefixes", fails="test_stale_entries")
@@ -628,6 +646,40 @@ class AnInsertUsesNothing(Base):
                 edge.last_use = 0
 
 
+@wrong("RadixTree", fails="test_an_insert_uses_what_is_there")
+class AKnownTextIsNotUsed(Base):
+    def insert(self, token_ids, pages):
+        before = {edge: edge.last_use for edge in self.edges()}
+        super().insert(token_ids, pages)
+        if len(self.edges()) == len(before):
+            for edge, last_use in before.items():
+                edge.last_use = last_use
+
+
+@wrong("RadixTree", fails="test_evict_up_to_the_root")
+class LeavesInRounds(Base):
+    """Looks at the parents when all leaves are gone."""
+
+    rounds = 99
+
+    def evict(self, num_pages):
+        size, refcounts, freed = self.table.page_size, self.table.refcounts, 0
+        for _ in range(self.rounds):
+            for leaf in sorted((edge for edge in self.edges() if not edge.children), key=lambda edge: edge.last_use):
+                while freed < num_pages and len(leaf.pages) and refcounts[leaf.pages[-1]] == 1:
+                    self.table.drop(leaf.pages[-1:])
+                    freed += 1
+                    if len(leaf.pages) == 1:
+                        del leaf.parent.children[leaf.tokens[:size].tobytes()]
+                    leaf.pages, leaf.tokens = leaf.pages[:-1], leaf.tokens[:-size]
+        return freed
+
+
+@wrong("RadixTree", fails="test_evict_up_to_the_root")
+class NeverTheParents(LeavesInRounds.definition):
+    rounds = 1
+
+
 @wrong("RadixTree", fails="test_evict_from_the_end")
 class CountsWhatWasAsked(Base):
     def evict(self, num_pages):
@@ -662,8 +714,9 @@ def request_by_request(q, read_pages, pages, kv_lens, levels, *, page_size, scal
 
 
 def tree_attention(
-    q, read, pages, kv_lens, levels, *, page_size, scale, from_zero=False, cut=True, whole=False, each=False, most=99
-):
+    q, read, pages, kv_lens, levels, *, page_size, scale, from_zero=False, cut=True, whole=False, each=False, most=99,
+    merge=merge_states
+):  # fmt: skip
     """The reference with one thing changed."""
     last = Level(np.zeros(len(q), dtype=bool), np.array([len(own) for own in pages]))
     before, states = np.zeros(len(q), dtype=np.int64), []
@@ -678,7 +731,7 @@ def tree_attention(
             groups.append(attention_state(q[first:end], k, v, scale=scale))
         states.append(joined_states(groups))
         before = level.depth
-    return reduce(merge_states, states)
+    return reduce(merge, states)
 
 
 @wrong("cascade_attention", fails="test_every_page_is_read_once")
@@ -694,6 +747,11 @@ def each_alone_in_each_level(*args, page_size, scale):
 @wrong("cascade_attention", fails="test_one_level")
 def every_level_from_the_first_page(*args, page_size, scale):
     return tree_attention(*args, page_size=page_size, scale=scale, from_zero=True)
+
+
+@wrong("cascade_attention", fails="test_large_scores_in_a_level")
+def levels_merged_without_the_maximum(*args, page_size, scale):
+    return tree_attention(*args, page_size=page_size, scale=scale, merge=without_the_maximum)
 
 
 @wrong("cascade_attention", fails="test_no_levels")

@@ -90,6 +90,14 @@ def angles_in_the_dtype_of_x(x, offsets, rope):
 
 
 @wrong("rotate_again", fails="test_in_bfloat16")
+def products_in_the_dtype_of_x(x, offsets, rope):
+    frequencies = inverse_frequencies(rope).to(torch.promote_types(x.dtype, torch.float32))
+    cos, sin = (table.to(x.dtype)[:, None] for table in rope_tables(offsets, frequencies))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+@wrong("rotate_again", fails="test_in_bfloat16")
 def promoted(x, offsets, rope):
     return rotated(x.to(torch.promote_types(x.dtype, torch.float32)), offsets, rope)
 
@@ -240,6 +248,15 @@ def states_added(*args, rope, scale):
     return over_chunks(*args, rope=rope, scale=scale, merge=add)
 
 
+@wrong("attend_to_chunks", fails="test_large_scores")
+def merged_without_the_maximum(*args, rope, scale):
+    def merge(a, b):
+        x, y = a.lse.exp()[..., None], b.lse.exp()[..., None]
+        return AttentionState((a.out * x + b.out * y) / (x + y), (x + y).log()[..., 0])
+
+    return over_chunks(*args, rope=rope, scale=scale, merge=merge)
+
+
 @wrong("attend_to_chunks", fails="test_a_chunk_in_place")
 def unscaled_chunks(*args, rope, scale):
     return over_chunks(*args, rope=rope, scale=scale, factor=1 / scale)
@@ -275,6 +292,14 @@ def keys_in_place(q, chunks, query_offsets, own, *, rope, scale):
     for (k, _), offset in zip(chunks, query_offsets, strict=True):
         k.copy_(reference.rotate_again(k, torch.full((len(k),), -offset), rope))
     return over_chunks(q, chunks, [0] * len(chunks), own, rope=rope, scale=scale)
+
+
+@wrong("attend_to_chunks", fails="test_a_chunk_that_has_moved")
+def queries_in_place(q, chunks, query_offsets, own, *, rope, scale):
+    state = over_chunks(q, chunks, query_offsets, own, rope=rope, scale=scale)
+    for offset in query_offsets[-1:]:
+        q.copy_(reference.rotate_again(q, torch.full((len(q),), offset), rope))
+    return state
 
 
 @wrong("attend_to_chunks", fails="test_own_keys_alone")
@@ -505,6 +530,16 @@ class FirstInFirstOut(reference.ChunkStore):
         order = list(self._pages)
         super().begin(names)
         for name in order:
+            self._pages.move_to_end(name)
+
+
+@wrong("ChunkStore", fails="test_a_random_life_of_chunks")
+class InTheOrderOfFirstUse(reference.ChunkStore):
+    """A request that has a chunk twice uses it where it comes first."""
+
+    def begin(self, names):
+        super().begin(names)
+        for name in dict.fromkeys(names):
             self._pages.move_to_end(name)
 
 

@@ -84,6 +84,8 @@ def add_norm_kernel(x, delta, weight, eps, total, normed, D, rows, WIDTH: tl.con
     else:
         factor = 1 / tl.sqrt(mean + eps)
     y = both.to(tl.float32) * factor
+    if BUG == "rounded norm":
+        y = y.to(total.dtype.element_ty).to(tl.float32)
     if BUG != "no weight":
         y = y * tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
     dtype = total.dtype.element_ty
@@ -92,9 +94,10 @@ def add_norm_kernel(x, delta, weight, eps, total, normed, D, rows, WIDTH: tl.con
     tl.store(normed + to, y.to(dtype), mask=exists)
 
 
-def add_norm(x, delta, weight, eps, bug=""):
+def add_norm(x, delta, weight, eps, bug="", width=None):
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    add_norm_kernel[(len(x),)](x, delta, weight, eps, total, normed, x.shape[1], len(x), power_of_2(x.shape[1]), bug)
+    width = width or power_of_2(x.shape[1])
+    add_norm_kernel[(len(x),)](x, delta, weight, eps, total, normed, x.shape[1], len(x), width, bug)
     return (x if bug == "in place" else total), normed
 
 
@@ -154,6 +157,11 @@ def padding_of_ones(*args):
     return add_norm(*args, bug="padding")
 
 
+@wrong("add_rms_norm", fails="test_any_width")
+def at_most_1024_columns(*args):
+    return add_norm(*args, width=1024)
+
+
 @wrong("add_rms_norm", fails="test_eps")
 def eps_behind_the_root(*args):
     return add_norm(*args, bug="eps")
@@ -172,6 +180,12 @@ def added_in_16_bits(*args):
 @wrong("add_rms_norm", fails="test_add_norm_in_16_bits")
 def norm_of_the_rounded_sum(*args):
     return add_norm(*args, bug="rounded sum")
+
+
+@wrong("add_rms_norm", fails="test_add_norm_in_16_bits")
+def rounded_before_the_weight(*args):
+    """As Hugging Face's modules compute it."""
+    return add_norm(*args, bug="rounded norm")
 
 
 @wrong("add_rms_norm", fails="test_one_launch_of_the_norm")
@@ -347,6 +361,8 @@ def gated_kernel(
         y = gate * up
     elif BUG == "swapped":
         y = up / (1 + tl.exp(-up)) * gate
+    elif BUG == "overflow":
+        y = gate * tl.exp(gate) / (1 + tl.exp(gate)) * up
     elif BUG == "sigmoid":
         y = up / (1 + tl.exp(-gate))
     else:
@@ -390,6 +406,11 @@ def interleaved_rows(x, weight):
 @wrong("gate_up_silu", fails="test_several_tiles_each")
 def activated_in_every_tile(x, weight):
     return gated(x, weight, bug="every tile")
+
+
+@wrong("gate_up_silu", fails="test_large_gates")
+def exp_of_the_gate(x, weight):
+    return gated(x, weight, bug="overflow")
 
 
 @wrong("gate_up_silu", fails="test_several_tokens")
@@ -462,13 +483,13 @@ def store_kernel(
     tl.store(values + at + second[None, :], b, mask=is_v & has)
 
 
-def store(qkv, cos, sin, keys, values, slots, bug=""):
+def store(qkv, cos, sin, keys, values, slots, bug="", width=None):
     _, page_size, num_kv, head_dim = keys.shape
     num_heads = qkv.shape[1] // head_dim
     q = qkv.new_empty(len(qkv), num_heads - 2 * num_kv, head_dim)
     store_kernel[(len(qkv),)](
         qkv, cos, sin, keys, values, slots, q, q.shape[1], num_kv, page_size, head_dim // 2,
-        power_of_2(head_dim // 2), power_of_2(num_heads), bug,
+        width or power_of_2(head_dim // 2), power_of_2(num_heads), bug,
     )  # fmt: skip
     return q
 
@@ -506,6 +527,11 @@ def heads_before_tokens(*args):
 @wrong("rotate_and_store", fails="test_tokens_in_any_slots")
 def the_first_token_s_angle(*args):
     return store(*args, bug="one angle")
+
+
+@wrong("rotate_and_store", fails="test_head_sizes")
+def at_most_32_pairs(*args):
+    return store(*args, width=32)
 
 
 @wrong("rotate_and_store", fails="test_rotated_in_16_bits")
@@ -561,18 +587,18 @@ def arrival_kernel(
 
 
 # Zero between launches, like the counters of `mini_engine.kernels.linear_residual`.
-ARRIVALS = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+ARRIVALS = torch.zeros(256, dtype=torch.int32, device=DEVICE)
 PARTIALS = torch.zeros(4096, device=DEVICE)
 
 
-def by_arrival(x, weight, residual, splits, bug="", columns=None):
+def by_arrival(x, weight, residual, splits, bug="", columns=None, rows=16, tile=32):
     num_rows, num_columns = weight.shape
     columns = columns or triton.cdiv(num_columns, splits)
     dtype = x.dtype if bug == "short" else torch.float32
     partials = PARTIALS if bug == "atomic" else x.new_empty(splits, num_rows, dtype=dtype)
     out = torch.empty_like(residual)
-    arrival_kernel[(triton.cdiv(num_rows, 16), splits)](
-        x, weight, residual, out, partials, ARRIVALS, num_rows, num_columns, columns, splits, 16, 32, bug
+    arrival_kernel[(triton.cdiv(num_rows, rows), splits)](
+        x, weight, residual, out, partials, ARRIVALS, num_rows, num_columns, columns, splits, rows, tile, bug
     )
     return residual if bug == "in place" else out
 
@@ -580,6 +606,11 @@ def by_arrival(x, weight, residual, splits, bug="", columns=None):
 @right("split_k_linear")
 def the_last_program_adds(*args):
     return by_arrival(*args)
+
+
+@right("split_k_linear")
+def a_program_for_each_row(*args):
+    return by_arrival(*args, rows=1, tile=256)
 
 
 @wrong("split_k_linear", fails="test_one_split")

@@ -268,6 +268,25 @@ def sources_always(arrays, size, page):
     return filled(arrays, size, page, make=("token_source",))
 
 
+@wrong("pad_decodes", fails="test_integers_stay_integers")
+def an_empty_list_is_appended(arrays, size, page):
+    padding, more = {"kv_lens": 1, "pages": page, "token_source": -1}, size - len(arrays["kv_lens"])
+    return {
+        name: None if array is None else np.append(array, [padding.get(name, 0)] * more)
+        for name, array in arrays.items()
+    }
+
+
+@wrong("pad_decodes", fails="test_integers_stay_integers")
+def floats(*args):
+    return {name: None if array is None else array.astype(float) for name, array in filled(*args).items()}
+
+
+@wrong("pad_decodes", fails="test_nothing_to_pad")
+def lists(*args):
+    return {name: None if array is None else array.tolist() for name, array in filled(*args).items()}
+
+
 @wrong("pad_decodes", fails="test_page_positions")
 def positions_at_the_end(arrays, size, page):
     return filled(arrays, size, page, numbers={"page_positions": 99})
@@ -435,7 +454,8 @@ def rows_are_left_at_the_last_launch(*args, **options):
 
 
 def serve(device, prompts, *, max_tokens, stop, depth=1, by_row=False, last_only=False, whole=False, limit=0,
-          order="first", first_string=False, free=True, keep_late=False, lifo=False, leave=False):  # fmt: skip
+          order="first", first_string=False, free=True, keep_late=False, lifo=False, leave=False,
+          drain=False):  # fmt: skip
     """The reference with one thing changed."""
     waiting = deque(range(len(prompts)))
     owner, launched, known = {}, [0] * len(prompts), [0] * len(prompts)
@@ -454,7 +474,8 @@ def serve(device, prompts, *, max_tokens, stop, depth=1, by_row=False, last_only
                 launched[owner[row]] += 1
                 if leave and launched[owner[row]] == max_tokens:
                     del owner[row]
-        while len(in_flight) > (depth if rows else 0):
+        ahead = depth if rows else 0
+        while len(in_flight) > ahead:
             owners = in_flight.popleft()
             for row, token in device.collect().items():
                 i = owner.get(row) if by_row else owners[row]
@@ -471,6 +492,7 @@ def serve(device, prompts, *, max_tokens, stop, depth=1, by_row=False, last_only
                         at += min(len(s) for s in stop if texts[i].find(s) == at)
                     texts[i] = texts[i][:at]
                     ended[i] = True
+                    ahead = 0 if drain else ahead
                     if owner.get(row) == i or not leave:
                         owner.pop(row, None)
     return texts
@@ -520,6 +542,11 @@ def late_tokens_to_the_rows_owner(*args, **options):
 def waits_for_all_rows(*args, **options):
     """Static batching: new requests start when all have ended."""
     return serve(*args, **options, free=False)
+
+
+@wrong("serve_ahead", fails="test_rows_are_used_again")
+def collects_all_when_a_request_ends(*args, **options):
+    return serve(*args, **options, drain=True)
 
 
 @wrong("serve_ahead", fails="test_rows_are_used_again")

@@ -25,7 +25,8 @@ run: $(READY)  ## write text with the engine: four questions, one batch, and wha
 test: $(READY)  ## all that CI checks: types, tests, graders, notebooks, the site
 	$(BIN)/python -m mini_engine.loading.hub > /dev/null
 	$(MAKE) --no-print-directory -j 2 -Oline lint pairs grader notebooks  # mypy needs one core while the others run
-	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup tests  # they build the site, too
+	@# They build the site, too. Three processes for two cores, because many tests wait: for a page, a limit, another process.
+	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup tests
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -26,6 +26,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.request import Request, Running
 from mini_engine.sampling import SamplingBatch
 from mini_engine.scheduler import Schedule
+from mini_engine.transfer import to_device
 
 if TYPE_CHECKING:
     from mini_engine.kernels.persistent_decode import PersistentDecode
@@ -265,11 +266,15 @@ class ModelRunner:
                 self._seen = SeenTokens(len(self._last_token), self.model.config.vocab_size, self._device)
             for row in penalized.tolist():
                 self._seen.enter(row, int(running.admission[row]), running.tokens[row, : running.num_known[row]])
-            seen = self._seen.of(torch.from_numpy(penalized).to(self._device))
+            seen = self._seen.of(self._upload(penalized))
         self._sampling = SamplingBatch.build(columns, running.seed[rows], np.zeros_like(rows), seen, self._device)
-        self._sampling_rows = torch.from_numpy(rows).to(self._device)
+        self._sampling_rows = self._upload(rows)
         self._sampling_admissions = admissions.tobytes()
         return self._sampling
+
+    def _upload(self, array: Int64[np.ndarray, " n"]) -> Int[Tensor, " n"]:
+        """Copy an array to the device from pinned memory: a copy from other memory waits for the steps before it."""
+        return to_device({"array": array}, self._device)["array"]
 
     def _read(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
         """Start copying sampled tokens to the host, and return an event that is recorded after the copy."""
@@ -300,7 +305,7 @@ class SeenTokens:
         if self._admissions[row] != admission:
             self._admissions[row] = admission
             self._table[row] = False
-            self._table[row, torch.from_numpy(token_ids).to(self._table.device, torch.long)] = True
+            self._table[row, to_device({"tokens": token_ids}, self._table.device)["tokens"].long()] = True
 
     def add(self, rows: Int[Tensor, " R"], token_ids: Int[Tensor, " R"]) -> None:
         """Mark one token in each of some rows."""

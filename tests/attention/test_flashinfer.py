@@ -17,10 +17,17 @@ from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.split_kv import SplitKVBackend
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBatch
+from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.model_runner import Launched
 from mini_engine.parts import Parts, default_parts
+from mini_engine.request import Running
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Schedule
 from tests.attention.greedy import TINY, check_greedy
 from tests.attention.stepping import check_equal, full_cache, random_step, run_in_steps
+from tests.helpers import make_engine, serve
+from tests.models.families import our_model, transformers_model
 
 pytestmark = pytest.mark.gpu
 
@@ -103,6 +110,32 @@ def test_a_step_waits_for_the_device_nowhere(gpu: torch.device) -> None:
         backend(0, q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_the_engine_launches_steps_without_waiting_for_the_device(
+    gpu: torch.device, penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when requests have begun or ended, so that the sampler needs the parameters of other rows."""
+    theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, **TINY["qwen3"])
+    model = our_model(theirs, parts=default_parts(gpu)).to(gpu)
+    engine = make_engine(model, parts=model.parts, attn_backend="flashinfer", num_pages=32, max_batch_size=4)
+    params = SamplingParams(seed=0, repetition_penalty=penalty, ignore_eos=True)
+    requests = [(str(i), list(range(3, 9 + i)), replace(params, max_tokens=3 + 2 * i)) for i in range(4)]
+    serve(engine, {0: requests})  # compiles and captures
+    launch, num_requests = engine._runner.launch, []
+
+    def without_waiting(schedule: Schedule, running: Running, page_table: PageTable) -> Launched:
+        num_requests.append(len(schedule.rows))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(schedule, running, page_table)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine._runner, "launch", without_waiting)
+    serve(engine, {0: requests})
+    assert engine.config.pipeline_depth == 1 and set(num_requests) == {1, 2, 3, 4} and not engine.metrics.failed_steps
 
 
 def test_many_plans_may_be_made_ahead_of_the_device(gpu: torch.device) -> None:

@@ -119,6 +119,11 @@ class Chapter:
         return tuple(sorted(own, key=lambda check: -check.costs))
 
 
+def read_answers(file: Path) -> str:
+    """The text of a homework.py. A byte-order mark, or a comment in another encoding, is no obstacle."""
+    return file.read_text(encoding="utf-8-sig", errors="replace")
+
+
 def chapter_folders(root: Path = ROOT) -> list[Path]:
     """The folders of all chapters that have a grader, in order."""
     return sorted(path.parent for path in (root / "chapters").glob("*/test_homework.py"))

@@ -8,7 +8,7 @@ from rich.console import Console
 from book.grading.chapter import ROOT, chapter_folders, find_chapter, load_chapter
 from book.grading.grade import Grading
 from book.grading.parts import finished_part_names
-from book.grading.progress import Progress
+from book.grading.progress import Progress, ProgressError
 from book.grading.report import engine_panel, progress_table, speed_line
 from book.grading.stubs import make_stub, write_stub
 
@@ -38,7 +38,11 @@ def grade(
     for chapter in chapters if run else []:
         with console.status(f"Grading {chapter.slug}"), Grading(chapter, chapter.homework) as grading:
             grading.run_all()
-            progress.record(chapter.slug, grading.source or "", grading.results)
+            try:
+                progress.record(chapter.slug, grading.source or "", grading.results)
+            except ProgressError as error:
+                print(error)
+                raise typer.Exit(2) from error
     console.print(progress_table(chapters, progress))
     finished = finished_part_names()
     console.print(engine_panel(finished))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from book.grading.chapter import ROOT
 from book.grading.parts import PARTS, Part, changed_since, finished_parts
-from book.grading.progress import Progress
+from book.grading.progress import Progress, ProgressError
 from mini_engine import LLM, Parts, RequestOutput
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.chunks import ChunkedLLM
@@ -142,7 +142,10 @@ def compare_with_reference(
     console.print(
         f"Decode, median of {ROUNDS} runs: yours {_spread(yours)} tokens/s, the reference {_spread(theirs)} tokens/s."
     )
-    Progress(ROOT).record_speed(statistics.median(yours), statistics.median(theirs))
+    try:
+        Progress(ROOT).record_speed(statistics.median(yours), statistics.median(theirs))
+    except ProgressError as error:
+        console.print(str(error), style="yellow", markup=False)
 
 
 def compare_over_chunks(console: Console, model: str, batch: Batch) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from book.grading.chapter import Chapter, Check, Exercise
+from book.grading.chapter import Chapter, Check, Exercise, read_answers
 from book.grading.outcome import Outcome
 from book.grading.worker import Limits, Worker
 
@@ -53,7 +53,7 @@ class Grading:
     def __init__(self, chapter: Chapter, file: Path, limits: Limits | None = None) -> None:
         self.chapter = chapter
         self.file = file
-        self.source = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
+        self.source = read_answers(file) if file.exists() else None
         self.results = [Result(exercise, chapter.checks_of(exercise)) for exercise in chapter.exercises]
         self._worker = Worker(chapter, self.source or "", str(file), limits)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from book.grading.chapter import ROOT, find_chapter, load_chapter
+from book.grading.chapter import ROOT, find_chapter, load_chapter, read_answers
 from book.grading.progress import Progress, source_hash
 from book.grading.submission import load_submission
 from mini_engine.attention.spec import Attend
@@ -52,7 +52,7 @@ def _finished_exercises(root: Path, parts: Sequence[Part]) -> dict[str, tuple[Pa
         homework = root / "chapters" / part.chapter / "homework.py"
         if not homework.exists():
             continue
-        now = source_hash(homework.read_text(encoding="utf-8", errors="replace"))
+        now = source_hash(read_answers(homework))
         for exercise, grade in Progress(root).grades(part.chapter).items():
             if grade.part == part.name and grade.passed and grade.hash == now:
                 finished[part.name] = (part, exercise)
@@ -79,7 +79,7 @@ def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str
     functions = {}
     for name, (part, exercise) in _finished_exercises(root, parts).items():
         chapter = load_chapter(root / "chapters" / part.chapter)
-        source = chapter.homework.read_text(encoding="utf-8")
+        source = read_answers(chapter.homework)
         submission = vars(load_submission(chapter, exercise, source, str(chapter.homework)))
         own = submission[exercise]
         functions[name] = _on_layers(own, submission["LayerWeights"]) if name == "decoder_layer" else own

@@ -14,7 +14,7 @@ from rich.console import Console
 from book.grading.chapter import Chapter, Check, Exercise, load_chapter
 from book.grading.grade import Grading
 from book.grading.outcome import Outcome
-from book.grading.progress import Progress
+from book.grading.progress import Progress, ProgressError
 from book.grading.report import closing, failures, gradescope, hint, summary
 
 
@@ -103,6 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _START = pytest.StashKey[float]()
 _GRADINGS = pytest.StashKey[list[Grading]]()
+_NOT_KEPT = pytest.StashKey[str]()  # why the grades could not be saved
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -128,7 +129,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     for chapter in chapters:
         for exercise in chapter.exercises:
             if exercise.name == name:
-                shown = Progress(chapter.root).next_hint(chapter.slug, exercise)
+                try:
+                    shown = Progress(chapter.root).next_hint(chapter.slug, exercise)
+                except ProgressError as error:
+                    raise pytest.UsageError(str(error)) from error
                 _console(session.config).print("\n", hint(exercise, shown))
                 return True
     names = [exercise.name for chapter in chapters for exercise in chapter.exercises]
@@ -145,7 +149,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gradings = config.stash.get(_GRADINGS, [])
     for grading in gradings:
         if grading.file == grading.chapter.homework and grading.source is not None:
-            Progress(grading.chapter.root).record(grading.chapter.slug, grading.source, grading.results)
+            try:
+                Progress(grading.chapter.root).record(grading.chapter.slug, grading.source, grading.results)
+            except ProgressError as error:
+                config.stash[_NOT_KEPT] = str(error)
     file: Path | None = config.getoption("--gradescope")
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +171,8 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
         console.print(summary(grading))
         if grading.file == grading.chapter.homework:
             console.print(closing(grading))
+    if _NOT_KEPT in config.stash:
+        console.print(config.stash[_NOT_KEPT], style="yellow", markup=False)
 
 
 def _console(config: pytest.Config) -> Console:

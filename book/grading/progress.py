@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ class Grade:
     date: str
 
 
+class ProgressError(Exception):
+    """The progress cannot be kept; the message is for the reader."""
+
+
 class Progress:
     """Reads and writes the reader's progress. Nothing is kept in memory, so several processes can share it."""
 
@@ -33,29 +37,29 @@ class Progress:
 
     def grades(self, slug: str) -> dict[str, Grade]:
         """The grades of a chapter, by exercise."""
-        return {name: Grade(**grade) for name, grade in self._read("grades.json").get(slug, {}).items()}
+        names = {field.name for field in fields(Grade)}
+        grades = self._chapter("grades.json", slug)
+        return {name: Grade(**g) for name, g in grades.items() if isinstance(g, dict) and g.keys() == names}
 
     def record(self, slug: str, source: str, results: Iterable[Result]) -> None:
         """Keeps the grades of all exercises that were graded to the end."""
-        grades = self._read("grades.json")
-        chapter = grades.setdefault(slug, {})
+        chapter = self._chapter("grades.json", slug)
         date = time.strftime("%Y-%m-%d %H:%M")
         for result in results:
             if result.complete:
                 grade = Grade(result.passed, result.points, result.exercise.part, source_hash(source), date)
                 chapter[result.exercise.name] = asdict(grade)
-        self._write("grades.json", grades)
+        self._write("grades.json", self._read("grades.json") | {slug: chapter})
 
     def hints_used(self, slug: str) -> dict[str, int]:
         """How many hints of each exercise have been shown."""
-        return self._read("hints.json").get(slug, {})
+        return {name: used for name, used in self._chapter("hints.json", slug).items() if isinstance(used, int)}
 
     def next_hint(self, slug: str, exercise: Exercise) -> int:
         """Counts one more hint as used; returns how many are to be shown now."""
-        hints = self._read("hints.json")
-        used = hints.setdefault(slug, {})
+        used = self.hints_used(slug)
         used[exercise.name] = min(used.get(exercise.name, 0) + 1, len(exercise.hints))
-        self._write("hints.json", hints)
+        self._write("hints.json", self._read("hints.json") | {slug: used})
         return used[exercise.name]
 
     def speed(self) -> dict[str, Any]:
@@ -66,18 +70,30 @@ class Progress:
         """Keeps the tokens per second of the engine with the reader's parts and of the reference."""
         self._write("speed.json", {"reader": reader, "reference": reference, "date": time.strftime("%Y-%m-%d")})
 
+    def _chapter(self, name: str, slug: str) -> dict[str, Any]:
+        """A chapter's entries; none if the file has something else there."""
+        entries = self._read(name).get(slug)
+        return entries if isinstance(entries, dict) else {}
+
     def _read(self, name: str) -> dict[str, Any]:
         try:
             value = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return {}  # nothing yet, or a file that was damaged: grading writes it anew
         return value if isinstance(value, dict) else {}
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        self.folder.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False, encoding="utf-8") as file:
-            json.dump(value, file, indent=2)
-        os.replace(file.name, self.folder / name)  # a reader of the file sees the old text or the new, never half
+        """Raises ProgressError if the folder cannot be written."""
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False, encoding="utf-8") as file:
+                json.dump(value, file, indent=2)
+            os.replace(file.name, self.folder / name)  # a reader of the file sees the old text or the new, never half
+        except OSError as error:
+            raise ProgressError(
+                f"Your progress is not kept: {self.folder} cannot be written ({error.strerror}). Make it a folder "
+                "that you can write."
+            ) from error
 
 
 def source_hash(source: str) -> str:

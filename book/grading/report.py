@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from book.grading.chapter import Chapter, Exercise
+from book.grading.chapter import Chapter, Exercise, read_answers
 from book.grading.grade import Grading, Result
 from book.grading.progress import Grade, Progress, source_hash
 
@@ -125,11 +125,7 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
         table.add_column(column, justify="right" if column in ("minutes", "points", "hints") else "left")
     for chapter in chapters:
         hints = progress.hints_used(chapter.slug)
-        now = (
-            source_hash(chapter.homework.read_text(encoding="utf-8", errors="replace"))
-            if chapter.homework.exists()
-            else ""
-        )
+        now = source_hash(read_answers(chapter.homework)) if chapter.homework.exists() else ""
         table.add_row(Text(title(chapter), style="bold"))
         for exercise in chapter.exercises:
             grade = grades[chapter.slug].get(exercise.name)

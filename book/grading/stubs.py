@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from book.grading.chapter import read_answers
 from book.grading.submission import defined_names
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -217,7 +218,7 @@ def write_stub(path: Path, stub: str, backups: Path, *, force: bool) -> str:
     if not path.exists():
         path.write_text(stub, encoding="utf-8")
         return f"Wrote {path}."
-    if path.read_text(encoding="utf-8", errors="replace") == stub:
+    if read_answers(path) == stub:
         return f"{path} is fresh already."
     if not force:
         raise FileExistsError(f"{path} has been edited, and is left alone. --force starts it afresh and keeps a copy.")

@@ -51,10 +51,12 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
         SubmissionError: a syntax error, an exception while the file is executed, or no definition of the exercise.
     """
     others = {name: value for name, value in provided(chapter).items() if name != exercise}
+    if "\0" in source:
+        raise SubmissionError("Your file contains null bytes, as text in UTF-16 does: save it with the encoding UTF-8.")
     try:
         tree = ast.parse(source, filename)
     except (SyntaxError, ValueError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         text = (getattr(error, "text", None) or "").strip()
         if text.startswith(("%", "!")):
             raise SubmissionError(f"`{text}`{line} is a notebook command: leave it out of homework.py.") from error

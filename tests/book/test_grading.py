@@ -345,7 +345,7 @@ def test_other_exercises_are_replaced_before_the_file_runs(write: Write) -> None
     ("homework", "sentence"),
     [
         ("def double(x:\n    return x\n", "Your file has a syntax error in line 1: "),
-        ("x = '\0'\n", "Your file has a syntax error"),
+        ("x = '\0'\n", "Your file contains null bytes, as text in UTF-16 does"),
         ("import no_such_module\n", "Your file cannot be imported in line 1: ModuleNotFoundError: No module named"),
         ("%matplotlib inline\n", "`%matplotlib inline` in line 1 is a notebook command"),
         ("raise KeyboardInterrupt\n", "Your file cannot be imported in line 1: KeyboardInterrupt"),
@@ -436,9 +436,24 @@ def test_progress_keeps_what_was_graded(write: Write, tmp_path: Path) -> None:
 def test_damaged_progress_is_no_obstacle(write: Write, tmp_path: Path) -> None:
     chapter, progress = write(RIGHT_DOUBLE), Progress(tmp_path)
     progress.next_hint(chapter.slug, chapter.exercises[0])
-    (tmp_path / ".progress" / "grades.json").write_text('{"01_small": {"dou')
-    assert progress.grades(chapter.slug) == {}
-    assert "0 of 15 points" in printed(progress_table([chapter], progress))
+    other_shapes = "[]", '{"01_small": ["double"]}', '{"01_small": {"double": {"passed": true}}}'
+    for damaged in ('{"01_small": {"dou', *other_shapes):
+        (tmp_path / ".progress" / "grades.json").write_text(damaged)
+        assert progress.grades(chapter.slug) == {}
+        assert "0 of 15 points" in printed(progress_table([chapter], progress))
+    (tmp_path / ".progress" / "hints.json").write_text('{"01_small": 3}')
+    assert progress.next_hint(chapter.slug, chapter.exercises[0]) == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_the_encoding_of_an_editor_is_no_obstacle(write: Write, tmp_path: Path, encoding: str) -> None:
+    parts = [replace(part, chapter="01_small") for part in PARTS if part.name == "apply_rope"]
+    chapter = write("")
+    chapter.homework.write_text(RIGHT_DOUBLE + "# déjà vu\n", encoding=encoding)
+    grading = graded(chapter)
+    assert grading.points == 1
+    Progress(tmp_path).record(chapter.slug, grading.source or "", grading.results)
+    assert finished_parts(tmp_path, parts)["apply_rope"](21) == 42
 
 
 def test_hints_come_one_at_a_time(write: Write, tmp_path: Path) -> None:
@@ -569,6 +584,15 @@ def test_pytest_grades_solutions_and_other_files_without_recording(write: Write,
     other = run_pytest(tmp_path, "chapters", "--submission", "handed_in.py", "-k", "double")
     assert other.returncode == 0 and "1 of 15 points" in other.stdout
     assert not (tmp_path / ".progress").exists()
+
+
+def test_progress_that_cannot_be_kept_costs_no_grade(write: Write, tmp_path: Path) -> None:
+    write(RIGHT_DOUBLE)
+    (tmp_path / ".progress").write_text("a file where the folder belongs")
+    run = run_pytest(tmp_path, "chapters")
+    assert "1 of 15 points" in run.stdout and "Your progress is not kept" in run.stdout
+    asked = run_pytest(tmp_path, "chapters", "--hint", "Counter")
+    assert "Your progress is not kept" in asked.stderr and "Traceback" not in asked.stdout + asked.stderr
 
 
 def test_pytest_shows_hints_and_grades_nothing(write: Write, tmp_path: Path) -> None:

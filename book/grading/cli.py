@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from book.grading.chapter import ROOT, chapter_folders, find_chapter, load_chapter
 from book.grading.grade import Grading
@@ -11,6 +10,7 @@ from book.grading.parts import finished_part_names
 from book.grading.progress import Progress, ProgressError
 from book.grading.report import engine_panel, progress_table, speed_line
 from book.grading.stubs import make_stub, write_stub
+from mini_engine.terminal import make_console
 
 
 def stubs(
@@ -33,7 +33,7 @@ def grade(
     run: Annotated[bool, typer.Option(help="Grade the homework of every chapter first.")] = False,
 ) -> None:
     """Show your points in every chapter, and your engine with the parts that you have finished."""
-    console, progress = Console(), Progress(ROOT)
+    console, progress = make_console(), Progress(ROOT)
     chapters = [load_chapter(folder) for folder in chapter_folders()]
     for chapter in chapters if run else []:
         with console.status(f"Grading {chapter.slug}"), Grading(chapter, chapter.homework) as grading:

@@ -3,6 +3,7 @@
 A chapter's test_homework.py is collected as exercises with checks. Everything else that pytest runs is left alone.
 """
 
+import io
 import json
 import time
 from collections.abc import Iterator
@@ -176,6 +177,12 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 
 def _console(config: pytest.Config) -> Console:
-    """A console on pytest's own output, which is not captured."""
+    """A console on pytest's own output, which is not captured; "?" for what its encoding lacks.
+
+    A terminal of fewer than 60 columns breaks the lines of a table, which would otherwise lose its last column.
+    """
     writer = config.get_terminal_writer()
-    return Console(file=writer._file, force_terminal=writer.hasmarkup or None, width=min(120, writer.fullwidth))
+    if isinstance(writer._file, io.TextIOWrapper):
+        writer._file.reconfigure(errors="replace")
+    width = min(120, max(60, writer.fullwidth))
+    return Console(file=writer._file, force_terminal=writer.hasmarkup or None, width=width)

@@ -122,7 +122,8 @@ def progress_table(chapters: Sequence[Chapter], progress: Progress) -> Table:
     total = sum(exercise.points for _, exercise in rows)
     table = Table(title=f"Your homework: {earned:g} of {total} points", title_justify="left")
     for column in ("exercise", "", "minutes", "points", "hints", "graded"):
-        table.add_column(column, justify="right" if column in ("minutes", "points", "hints") else "left")
+        is_number = column in ("minutes", "points", "hints")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for chapter in chapters:
         hints = progress.hints_used(chapter.slug)
         now = source_hash(read_answers(chapter.homework)) if chapter.homework.exists() else ""

@@ -560,10 +560,10 @@ def test_chapters_are_found_by_number_or_slug(write: Write, tmp_path: Path) -> N
         find_chapter("2", tmp_path)
 
 
-def run_pytest(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(root: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "book.grading.plugin", "--import-mode=importlib", *arguments]
     no_plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "120"}
-    return subprocess.run(command, cwd=root, env=no_plugins, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=root, env=no_plugins | more, capture_output=True, text=True, timeout=120)
 
 
 def test_pytest_grades_the_homework_and_shows_the_sum(write: Write, tmp_path: Path) -> None:
@@ -593,6 +593,13 @@ def test_progress_that_cannot_be_kept_costs_no_grade(write: Write, tmp_path: Pat
     assert "1 of 15 points" in run.stdout and "Your progress is not kept" in run.stdout
     asked = run_pytest(tmp_path, "chapters", "--hint", "Counter")
     assert "Your progress is not kept" in asked.stderr and "Traceback" not in asked.stdout + asked.stderr
+
+
+def test_no_terminal_is_too_narrow_or_too_plain(write: Write, tmp_path: Path) -> None:
+    write(RIGHT_DOUBLE)
+    run = run_pytest(tmp_path, "chapters", COLUMNS="40", PYTHONIOENCODING="ascii")
+    assert "1 of 15 points" in run.stdout and "mistake" in run.stdout  # in the last column's head
+    assert "UnicodeEncodeError" not in run.stdout + run.stderr
 
 
 def test_pytest_shows_hints_and_grades_nothing(write: Write, tmp_path: Path) -> None:

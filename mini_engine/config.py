@@ -1,5 +1,6 @@
 """`EngineConfig`: every option of the engine, defined once for Python, configuration files and the command line."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -123,6 +124,17 @@ class EngineConfig:
         return replace(self, **_by_field(options))
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that is given twice; PyYAML takes the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.items():
+            if count > 1:
+                raise ConfigError(f"{name[:40]!r} is given {count} times; give it once")
+        return super().construct_mapping(node, deep)
+
+
 def read_options(path: Path) -> dict[str, Any]:
     """Read the options that a YAML file sets, under the names of `EngineConfig`'s fields. The values are not checked.
 
@@ -139,7 +151,7 @@ def read_options(path: Path) -> dict[str, Any]:
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes, so it is not a configuration")
     try:
-        options = yaml.safe_load(data.decode())
+        options = yaml.load(data.decode(), _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, or a number or date
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict | None) or not all(isinstance(name, str) for name in options or ()):

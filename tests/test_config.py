@@ -59,6 +59,12 @@ def test_another_name_of_an_option(tmp_path):
         EngineConfig.of({"max_seq_len": 512, "max_model_len": 256})
 
 
+def test_an_option_that_is_given_twice_is_refused(tmp_path):
+    path = written(tmp_path, "page_size: 16\nmax_batch_size: 4\npage_size: 32\n")
+    with pytest.raises(ConfigError, match="'page_size' is given 2 times; give it once"):
+        read_options(path)
+
+
 def test_options_of_another_engine():
     assert EngineConfig.of({"compile_backend": "torch-cudagraph"}) == EngineConfig()
     assert EngineConfig.of({"compile_backend": "torch-simple"}) == EngineConfig(cuda_graph_batch_sizes=())

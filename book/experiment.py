@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -18,10 +19,23 @@ def command_line(doc: str) -> argparse.ArgumentParser:
     Args:
         doc: the module's docstring; its first line becomes the help.
     """
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write below this folder instead of the repository")
+    parser.add_argument("--device", choices=devices, default=devices[0])
+    parser.add_argument("--out", type=_writable, help="write below this folder instead of the repository")
     return parser
+
+
+def _writable(folder: str) -> Path:
+    """A folder that can be written, so that no result is lost after minutes of measuring. It is created if missing."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Path(folder)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot write to {folder!r} ({error.strerror}): give another folder"
+        ) from error
 
 
 def record(result: results.Result, out: Path | None, in_readme: Collection[str]) -> None:

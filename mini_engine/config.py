@@ -1,6 +1,5 @@
 """`EngineConfig`: every option of the engine, defined once for Python, configuration files and the command line."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -125,13 +124,17 @@ class EngineConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a name that is given twice; PyYAML takes the last value."""
+    """Refuses a name that is given twice, as YAML does; PyYAML takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        for name, count in names.items():
-            if count > 1:
-                raise ConfigError(f"{name[:40]!r} is given {count} times; give it once")
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"{key.value[:40]!r} is given twice", problem_mark=key.start_mark
+                    )
+                names.add(key.value)
         return super().construct_mapping(node, deep)
 
 

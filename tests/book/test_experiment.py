@@ -52,3 +52,14 @@ def test_where_it_fails_the_reader_is_told_why(root, monkeypatch, capsys):
     (root / "experiments" / "01_first" / "run.py").write_text(RUN.format(first='sys.exit("CUDA out of memory")'))
     assert experiment.on_gpu("01_first").device == "NVIDIA X"
     assert "did not run on this GPU (CUDA out of memory)" in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_or_written_is_refused_before_the_run(tmp_path, monkeypatch, capsys):
+    has_gpu(monkeypatch, False)
+    (tmp_path / "file").touch()
+    for options, why in (["--device", "cuda"], "invalid choice"), (["--out", f"{tmp_path}/file"], "cannot write to"):
+        with pytest.raises(SystemExit):
+            experiment.command_line("Measure.").parse_args(options)
+        assert why in capsys.readouterr().err
+    out = tmp_path / "new" / "folder"
+    assert experiment.command_line("Measure.").parse_args(["--out", str(out)]).out == out and not any(out.iterdir())

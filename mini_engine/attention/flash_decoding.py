@@ -98,15 +98,14 @@ class FlashDecodingBackend(FlashInferBackend):
         """Divide the first sequences of the step into ranges; in a CUDA graph, always at the same addresses."""
         indptr = batch.kv_page_indptr[: count + 1].numpy()
         arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges)
-        arrays["pages"] = batch.host_page_indices[: indptr[-1]].numpy()
         device = self.cache.device
         if batch.page_capacity is None:
-            return DecodeWork(**to_device(arrays, device))
+            return DecodeWork(**to_device(arrays, device), pages=batch.kv_page_indices)
         packed = pack(arrays, pin_memory=device.type == "cuda")
         key = count, num_ranges
         if key not in self._graph_memory:
-            more = (batch.page_capacity - len(arrays["pages"])) * arrays["pages"].itemsize
-            self._graph_memory[key] = torch.zeros(packed.numel() + more + 8, dtype=torch.uint8, device=device)
+            self._graph_memory[key] = torch.empty_like(packed, device=device)
         memory = self._graph_memory[key]
-        memory[: packed.numel()].copy_(packed, non_blocking=True)
-        return DecodeWork(**unpack(memory, arrays))
+        memory.copy_(packed, non_blocking=True)
+        # The pages of a graph's steps are at the same address, too, see `StepBuffers`.
+        return DecodeWork(**unpack(memory, arrays), pages=batch.kv_page_indices)

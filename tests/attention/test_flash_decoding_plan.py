@@ -18,7 +18,7 @@ from mini_engine.attention.flash_decoding import FlashDecodingBackend, PlannedDe
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState, attention_state, merge_all
 from mini_engine.attention.torch import TorchBackend
-from mini_engine.batch import StepBatch
+from mini_engine.batch import StepBatch, StepBuffers, step_memory
 from mini_engine.kernels.flash_decoding import TILE, DecodeWork, FlashDecoding
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
@@ -115,9 +115,9 @@ def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
 def test_what_a_graph_has_recorded_reads_the_work_of_each_step(fake: None) -> None:
     """It is at the same addresses, whatever the lengths, and layers with the same number of KV heads share it."""
     backend = FlashDecodingBackend(SPECS, PagedKVCache(SPECS, 12, 16, torch.float64), Parts())
-    seen = set()
+    seen, steps = set(), StepBuffers("cpu", step_memory(2, 10, "cpu"))
     for kv_lens, pages in (([1, 1], [11, 11]), ([33, 16], [3, 0, 7, 1]), ([20, 70], [0, 1, 5, 4, 3, 2, 6])):
-        backend.plan(decodes(kv_lens, pages, 16, page_capacity=10))
+        backend.plan(decodes(kv_lens, pages, 16, page_capacity=10, into=steps))
         [[(_, first)], [(_, windows)], [(_, third)]] = backend._planned.values()
         assert isinstance(first, PlannedDecode) and not isinstance(windows, PlannedDecode)
         assert first.work is third.work

@@ -298,6 +298,7 @@ class SeenTokens:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._table = torch.zeros(max_rows, vocab_size, dtype=torch.bool, device=device)
+        self._true = torch.ones((), dtype=torch.bool, device=device)  # copying one to the device would wait for it
         self._admissions = [0] * max_rows
 
     def enter(self, row: int, admission: int, token_ids: Int[np.ndarray, " n"]) -> None:
@@ -305,11 +306,11 @@ class SeenTokens:
         if self._admissions[row] != admission:
             self._admissions[row] = admission
             self._table[row] = False
-            self._table[row, to_device({"tokens": token_ids}, self._table.device)["tokens"].long()] = True
+            self._table[row, to_device({"tokens": token_ids}, self._table.device)["tokens"].long()] = self._true
 
     def add(self, rows: Int[Tensor, " R"], token_ids: Int[Tensor, " R"]) -> None:
         """Mark one token in each of some rows."""
-        self._table[rows, token_ids] = True
+        self._table[rows, token_ids] = self._true
 
     def of(self, rows: Int[Tensor, " P"]) -> Bool[Tensor, "P V"]:
         """Return which tokens some rows have seen."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -45,20 +45,33 @@ STEP_TOKENS = 2048  # most tokens of a step, ours and of transformers' continuou
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What runs on a kind of device: with which requests, in which dtypes, our backends, and how many timed rounds."""
+class Comparison:
+    """Engines that serve the same requests in turns.
+
+    Attributes:
+        workload: the requests.
+        backends: ours.
+        peers: whether transformers serves them, too.
+        name: of the workload in the table, where there are several.
+    """
 
     workload: Workload
-    dtypes: tuple[torch.dtype, ...]
     backends: tuple[str, ...]
-    rounds: int
+    peers: bool = True
+    name: str | None = None
 
 
-# On a GPU the torch backend launches its kernels for each sequence: 256 of them take half a second a step.
-SETTINGS = {
-    "cpu": Setting(CPU, (torch.float32, torch.bfloat16), ("flex", "torch_padded"), rounds=3),
-    "cuda": Setting(GPU, (torch.bfloat16,), ("flex",), rounds=1),
+# On a GPU the torch backend launches its kernels for each sequence: 256 of them take half a second a step. transformers
+# needs seven minutes for the 256 requests, so it is compared on a quarter of them, with outputs half as long.
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+COMPARISONS = {
+    "cpu": (Comparison(CPU, ("flex", "torch_padded")),),
+    "cuda": (
+        Comparison(GPU, ("flex",), peers=False, name="256 requests"),
+        Comparison(replace(GPU, num_requests=64, output=(100, 512)), ("flex",), name="64 requests"),
+    ),
 }
+ROUNDS = 3
 
 
 def make_models(device: torch.device, dtype: torch.dtype) -> tuple[CausalLM, PreTrainedModel]:
@@ -92,34 +105,39 @@ def with_f_linear(serve: Serve) -> Serve:
 
 
 def compare(
-    ours: CausalLM, theirs: PreTrainedModel, backends: Sequence[str], requests: Sequence[BenchRequest], rounds: int
+    ours: CausalLM, theirs: PreTrainedModel, comparison: Comparison, requests: Sequence[BenchRequest], rounds: int
 ) -> list[Measurement]:
     """Each engine serves the same requests, in turns."""
     serve: dict[str, Serve] = {
         f"mini_engine, {backend}": partial(serve_mini_engine, make_engine(ours, backend, requests))
-        for backend in backends
+        for backend in comparison.backends
     }
     if ours.device.type == "cpu" and ours.dtype == torch.float32:  # elsewhere `linear` is `F.linear`
         first, serve_first = next(iter(serve.items()))
         serve[f"{first}, F.linear"] = with_f_linear(serve_first)
-    serve |= {name: partial(peer, theirs, STEP_TOKENS) for name, peer in PEERS.items()}
+    if comparison.peers:
+        serve |= {name: partial(peer, theirs, STEP_TOKENS) for name, peer in PEERS.items()}
     return measure(serve, requests, rounds)
 
 
 def rows_of(
-    measured: Sequence[Measurement], config: ModelConfig, machine: Machine, requests: Sequence[BenchRequest]
+    measured: Sequence[Measurement],
+    config: ModelConfig,
+    machine: Machine,
+    requests: Sequence[BenchRequest],
+    name: str | None,
 ) -> list[results.Row]:
     """Tokens/s of each engine beside the bound, how many times ours gives, and how many requests got equal tokens."""
     bound = num_outputs(requests) / least_seconds(config, machine, requests, getattr(torch, machine.dtype).itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
     greedy = requests[0][1].temperature == 0
+    workload: dict[str, results.Setting] = {"workload": name} if name else {}
     rows: list[results.Row] = []
     for own in measured:
-        case: dict[str, results.Setting] = {"engine": own.engine, "dtype": machine.dtype}
-        ratio = measured[0].rate / own.rate
-        spread = own.spread if own.spread[0] < own.spread[1] else None  # a single round has none
-        rows.append(results.Row("throughput", own.rate, "tokens/s", bound, source, case, spread))
+        case = workload | {"engine": own.engine, "dtype": machine.dtype}
+        rows.append(results.Row("throughput", own.rate, "tokens/s", bound, source, case, own.spread))
         if own is not measured[0]:
+            ratio = measured[0].rate / own.rate
             rows.append(results.Row("flex is faster by", ratio, "times", None, "none: a ratio of two engines", case))
         if own is not measured[0] and greedy:
             all_equal = "all, in exact arithmetic"
@@ -128,15 +146,16 @@ def rows_of(
 
 
 def draw_throughput(result: results.Result) -> Figure:
-    """Tokens/s of each engine beside the bound, for each dtype."""
+    """Tokens/s of each engine beside the bound, for each workload and dtype."""
     rows = [row for row in result.rows if row.figure == "throughput"]
-    dtypes = list(dict.fromkeys(row.case["dtype"] for row in rows))
-    figure, axes = figures.new(2.4 * len(dtypes), rows=len(dtypes))
-    for ax, dtype in zip(axes[:, 0], dtypes, strict=True):
-        own = [row for row in rows if row.case["dtype"] == dtype]
+    panels = list(dict.fromkeys((row.case.get("workload"), row.case["dtype"]) for row in rows))
+    figure, axes = figures.new(2.4 * len(panels), rows=len(panels))
+    for ax, panel in zip(axes[:, 0], panels, strict=True):
+        own = [row for row in rows if (row.case.get("workload"), row.case["dtype"]) == panel]
         labels = [str(row.case["engine"]) for row in own]
         values, bounds = [row.value for row in own], [row.bound for row in own]
-        figures.draw_bars_with_bound(labels, values, bounds, "tokens/s", ax=ax, title=f"throughput, {dtype}")
+        title = ", ".join(["throughput", *(str(part) for part in panel if part)])
+        figures.draw_bars_with_bound(labels, values, bounds, "tokens/s", ax=ax, title=title)
         ax.set_xticks([])  # the values stand beside the bars
     return figure
 
@@ -145,30 +164,38 @@ def main() -> None:
     options = command_line(__doc__)
     options.add_argument("--change", help="add the run to the engine's ledger: what is new, in a few words")
     arguments = options.parse_args()
-    device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
+    device, comparisons = torch.device(arguments.device), COMPARISONS[arguments.device]
     vocab_size = open_checkpoint(MODEL).config.vocab_size if device.type == "cpu" else QWEN3_0_6B.vocab_size
-    requests = setting.workload.requests(vocab_size)
     # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds: each step
     # of transformers is one. Ours does without it, and theirs is served better so.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    rows = []
-    for dtype in setting.dtypes:
-        ours, theirs = make_models(device, dtype)
-        machine = measure_machine(device, dtype)
-        measured = compare(ours, theirs, setting.backends, requests, setting.rounds)
-        rows += rows_of(measured, ours.config, machine, requests)
+    rows: list[results.Row] = []
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "SmolLM2-135M",
-        "requests": len(requests),
-        "tokens in": sum(len(prompt) for prompt, _ in requests),
-        "tokens out": num_outputs(requests),
-        "rounds": setting.rounds,
+        "rounds": ROUNDS,
     }
+    for dtype in DTYPES[arguments.device]:
+        ours, theirs = make_models(device, dtype)
+        machine = measure_machine(device, dtype)
+        for comparison in comparisons:
+            requests, name = comparison.workload.requests(vocab_size), comparison.name
+            sizes = {
+                "requests": len(requests),
+                "tokens in": sum(len(prompt) for prompt, _ in requests),
+                "tokens out": num_outputs(requests),
+            }
+            parameters |= {f"{name}: {size}" if name else size: count for size, count in sizes.items()}
+            measured = compare(ours, theirs, comparison, requests, ROUNDS)
+            rows += rows_of(measured, ours.config, machine, requests, name)
     result = results.new_result("05_throughput", rows, parameters, arguments.device)
     record(result, arguments.out, {row.figure for row in rows})
     if arguments.change:
         for row in rows:
-            if row.figure == "throughput" and row.case["engine"] == OURS:
+            if (
+                row.figure == "throughput"
+                and row.case["engine"] == OURS
+                and row.case.get("workload") == comparisons[0].name
+            ):
                 ledger.add(result, row, arguments.change, arguments.out)
 
 

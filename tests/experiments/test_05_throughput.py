@@ -27,7 +27,7 @@ def requests():
 
 def test_engines_and_peers_give_the_same_tokens(requests):
     theirs = transformers_model("qwen3", seed=1)
-    measured = run.compare(our_model(theirs), theirs, ["torch"], requests, rounds=1)
+    measured = run.compare(our_model(theirs), theirs, run.Comparison(FEW, ("torch",)), requests, rounds=1)
     assert [own.engine for own in measured] == ["mini_engine, torch", "mini_engine, torch, F.linear", *PEERS]
     assert all(own.equal == len(requests) and own.rate > 0 for own in measured)
 
@@ -56,10 +56,17 @@ def test_rows_by_hand(requests):
         Measurement("mini_engine, flex", 30.0, 4, (29.0, 31.0)),
         Measurement("transformers", 12.0, 3, (12.0, 12.0)),
     ]
-    ours, theirs, ratio, equal = run.rows_of(measured, config, machine, requests)
+    ours, theirs, ratio, equal = run.rows_of(measured, config, machine, requests, "few")
     assert (ours.value, theirs.value, ratio.value, equal.value, equal.bound) == (30.0, 12.0, 2.5, 3, 4)
     assert ours.bound == theirs.bound > 0
-    assert (ours.spread, theirs.spread) == ((29.0, 31.0), None)
+    assert (ours.spread, theirs.spread) == ((29.0, 31.0), (12.0, 12.0))
+    assert ours.case == {"workload": "few", "engine": "mini_engine, flex", "dtype": "float32"}
+
+
+def test_transformers_serves_only_where_it_is_asked_to(requests):
+    theirs = transformers_model("qwen3", seed=1)
+    measured = run.compare(our_model(theirs), theirs, run.Comparison(FEW, ("torch",), peers=False), requests, rounds=1)
+    assert {own.engine for own in measured}.isdisjoint(PEERS)
 
 
 def test_what_is_recorded_can_be_drawn():

@@ -17,13 +17,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from matplotlib.figure import Figure
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from book import figures, ledger, results
+from book import ledger, results
 from book.experiment import command_line, record
 from book.random_models import QWEN3_0_6B, random_model, random_transformers_model
 from mini_engine.bench.peers import PEERS, Serve, load_transformers, serve_mini_engine
@@ -143,21 +142,6 @@ def rows_of(
             all_equal = "all, in exact arithmetic"
             rows.append(results.Row("same tokens as flex", own.equal, "requests", len(requests), all_equal, case))
     return rows
-
-
-def draw_throughput(result: results.Result) -> Figure:
-    """Tokens/s of each engine beside the bound, for each workload and dtype."""
-    rows = [row for row in result.rows if row.figure == "throughput"]
-    panels = list(dict.fromkeys((row.case.get("workload"), row.case["dtype"]) for row in rows))
-    figure, axes = figures.new(2.4 * len(panels), rows=len(panels))
-    for ax, panel in zip(axes[:, 0], panels, strict=True):
-        own = [row for row in rows if (row.case.get("workload"), row.case["dtype"]) == panel]
-        labels = [str(row.case["engine"]) for row in own]
-        values, bounds = [row.value for row in own], [row.bound for row in own]
-        title = ", ".join(["throughput", *(str(part) for part in panel if part)])
-        figures.draw_bars_with_bound(labels, values, bounds, "tokens/s", ax=ax, title=title)
-        ax.set_xticks([])  # the values stand beside the bars
-    return figure
 
 
 def main() -> None:

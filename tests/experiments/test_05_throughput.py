@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 
-from book import figures, results
 from book.grading.chapter import load_module
 from mini_engine.bench.peers import PEERS
 from mini_engine.bench.run import Measurement
@@ -67,10 +66,3 @@ def test_transformers_serves_only_where_it_is_asked_to(requests):
     theirs = transformers_model("qwen3", seed=1)
     measured = run.compare(our_model(theirs), theirs, run.Comparison(FEW, ("torch",), peers=False), requests, rounds=1)
     assert {own.engine for own in measured}.isdisjoint(PEERS)
-
-
-def test_what_is_recorded_can_be_drawn():
-    recorded = results.load(EXPERIMENT)
-    assert recorded
-    for result in recorded:
-        assert figures.to_svg(run.draw_throughput(result)).startswith("<svg")

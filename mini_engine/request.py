@@ -229,7 +229,7 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
             f"the prompt has {len(token_ids)} tokens{behind}, but the model takes {max_model_len}, output included; "
             "shorten it, or raise max_model_len if the model allows more"
         )
-    if not all(type(t) is int and 0 <= t < vocab_size for t in token_ids):
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise RequestError(
             f"the prompt has token ids that are not integers from 0 to {vocab_size - 1}; use this model's tokenizer"
         )

@@ -8,6 +8,7 @@ import datetime
 import json
 import math
 import re
+import statistics
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -70,6 +71,20 @@ class Row:
             low, high = (quantity(end, self.unit) for end in self.spread)
             measured += f" ({low} to {high})"
         return [self.figure, case, measured, bound, share, self.bound_from]
+
+
+def median_rows(rounds: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of several rounds with the same figures and cases: medians, and the smallest and largest values.
+
+    A row with the same value in all rounds is a count, and stays as it is.
+    """
+    rows = []
+    for same in zip(*rounds, strict=True):
+        values = [row.value for row in same]
+        varies = min(values) < max(values)
+        spread = (min(values), max(values)) if varies else same[0].spread
+        rows.append(replace(same[0], value=statistics.median(values), spread=spread))
+    return rows
 
 
 @dataclass(frozen=True)

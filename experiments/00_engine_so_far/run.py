@@ -37,8 +37,8 @@ PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
 RESERVATIONS = 8
 
 
-def median_seconds(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Time functions in turns, after a warm-up, so a machine whose speed drifts favors none."""
+def seconds_in_turns(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Time functions in turns, after a warm-up, so a machine whose speed drifts favors none: all times of each."""
     for run in runs:
         run()
     seconds: list[list[float]] = [[] for _ in runs]
@@ -47,7 +47,15 @@ def median_seconds(runs: Sequence[Callable[[], object]], rounds: int) -> list[fl
             start = time.perf_counter()
             run()
             own.append(time.perf_counter() - start)
-    return [statistics.median(own) for own in seconds]
+    return seconds
+
+
+def rate_row(
+    figure: str, num_tokens: int, seconds: Sequence[float], bound: float, source: str, case: dict[str, results.Setting]
+) -> results.Row:
+    """Tokens/s: the median of several times, with the slowest and the fastest."""
+    spread = num_tokens / max(seconds), num_tokens / min(seconds)
+    return results.Row(figure, num_tokens / statistics.median(seconds), "tokens/s", bound, source, case, spread)
 
 
 def without_cache(llm: LLM, prompt: list[int]) -> list[int]:
@@ -81,7 +89,7 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
         lambda: serve_static(llm, request, "flex", 1),
         lambda: serve_paged(paged, request, continuous=True),
     ]
-    seconds = median_seconds(runs, ROUNDS)
+    seconds = seconds_in_turns(runs, ROUNDS)
     bound = MAX_TOKENS / least_seconds(llm.model.config, machine, request, llm.model.dtype.itemsize)
     weights = weight_bytes_per_step(llm.model)
     cache = ContiguousKVCache(llm.model.attention_specs, 1, 1, llm.model.dtype)
@@ -96,7 +104,7 @@ def chapter_rows(device: str, dtype: str) -> list[results.Row]:
         *((chapter, seconds[min(chapter - 3, 3)], weights + keys) for chapter in (4, 5, 6, 7)),
     ):
         case: dict[str, results.Setting] = {"chapter": chapter, "dtype": dtype}
-        rows.append(results.Row(results.ENGINE_SPEED, MAX_TOKENS / own, "tokens/s", bound, needed, case))
+        rows.append(rate_row(results.ENGINE_SPEED, MAX_TOKENS, own, bound, needed, case))
         rows.append(results.Row(results.ENGINE_BYTES, size, "B", size, least, case))
     return rows
 
@@ -145,11 +153,9 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     machine = measure_machine(llm.model.device, llm.model.dtype)
     bound = expected / least_seconds(llm.model.config, machine, requests, llm.model.dtype.itemsize)
     source = "all prompts at once, then a step for each token of those that still run, at the measured rates"
-    seconds = median_seconds(list(runs.values()), ROUNDS - 1)
+    seconds = seconds_in_turns(list(runs.values()), ROUNDS)
     return [
-        results.Row(
-            results.ENGINE_THROUGHPUT, expected / own, "tokens/s", bound, source, {"chapter": chapter, "dtype": dtype}
-        )
+        rate_row(results.ENGINE_THROUGHPUT, expected, own, bound, source, {"chapter": chapter, "dtype": dtype})
         for chapter, own in zip(runs, seconds, strict=True)
     ]
 
@@ -161,7 +167,8 @@ def peer_rows(measured: Sequence[Row]) -> list[results.Row]:
     for own in measured:
         case: dict[str, results.Setting] = {"dtype": own["dtype"], "batch": own["requests"]}
         rate, bound = own["tokens_per_s"], own["bound_tokens_per_s"]
-        rows.append(results.Row(own["engine"], rate, "tokens/s", bound, source, case))
+        spread = own["min_tokens_per_s"], own["max_tokens_per_s"]
+        rows.append(results.Row(own["engine"], rate, "tokens/s", bound, source, case, spread))
     return rows
 
 

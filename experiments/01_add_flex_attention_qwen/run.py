@@ -51,6 +51,7 @@ EXPERIMENT = "01_add_flex_attention_qwen"
 FLEX, UNMASKED = "our_flex", "our_flex_without_mask"
 ATTENTIONS = {"eager": "eager", "SDPA": "sdpa", "flex": FLEX}  # name in the results: name in transformers
 MASKS = ("causal", "sliding window", "documents")
+ROUNDS = 3
 CHECKED = 64  # tokens of a sequence whose logits are compared
 
 # torch allows 8 kernels for one function; here every pair of mask and length is a kernel.
@@ -151,7 +152,7 @@ CPU = Setting(
     eager_longest=2048,
     decodes=(256, 1920),
     capacity=2048,
-    runs=5,
+    runs=2,
 )
 GPU = Setting(
     model="Qwen3-0.6B's shape",
@@ -163,7 +164,7 @@ GPU = Setting(
     eager_longest=8192,
     decodes=(512, 32_512),
     capacity=32_768,
-    runs=3,
+    runs=2,
 )
 
 
@@ -400,9 +401,11 @@ def main() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
     with torch.inference_mode():
         rows = [without_mask_row(setting, device)]
-        for mask in MASKS:
-            rows += prefill_rows(setting, device, machine, mask)
-        rows += decode_rows(setting, device, machine)
+        rounds = []
+        for _ in range(ROUNDS):
+            prefills = [row for mask in MASKS for row in prefill_rows(setting, device, machine, mask)]
+            rounds.append(prefills + decode_rows(setting, device, machine))
+        rows += results.median_rows(rounds)
     dtype = str(setting.dtype).removeprefix("torch.")
     parameters: dict[str, results.Setting] = {"model": setting.model, "dtype": dtype}
     parameters |= {"window and documents": setting.span, "places of the fixed cache": setting.capacity}

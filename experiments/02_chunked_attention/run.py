@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.cpp_extension import CUDA_HOME
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -28,12 +30,20 @@ from book.experiment import command_line, record
 from book.memory import measure_memory
 from mini_engine.attention.naive import masked_attention, sdpa_attention
 from mini_engine.attention.state import chunked_attention
+from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, share_tiles
 from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
+from mini_engine.transfer import to_device
 
 LONGEST = 131_072
+ROUNDS = 3
+PAGE_SIZE, CALLS = 16, 10  # of the decodes by splits: keys per page, and launches that are timed together
+READ = "this experiment's memory read"
 WAYS = NAIVE, CHUNKS, FUSED = "naive", "chunks", "fused"
 EXPERIMENT, BY_CHUNK = "02_chunked_attention", " by chunk size"
-IN_README = {"memory read", "matrix product", "prompt: memory", "prompt: time", "piece: time", "decode: time"}
+BY_SPLITS, SPLITS = "decode: bandwidth by splits", (1, 2, 3, 4, 5, 6, 8, 12, 16, 28, 33)
+IN_README = {
+    "memory read", "matrix product", "prompt: memory", "prompt: time", "piece: time", "decode: time", BY_SPLITS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,9 +185,7 @@ def seconds_of(call: Call, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def fastest(
-    calls: Mapping[Name, Call], device: torch.device, turns: int = 10, budget: float = 1.0
-) -> dict[Name, float]:
+def fastest(calls: Mapping[Name, Call], device: torch.device, turns: int = 5, budget: float = 0.4) -> dict[Name, float]:
     """Seconds of each call: the fastest of its turns, at least one, at most `turns` and what `budget` seconds allow.
 
     The calls take turns, so that whatever else the machine does falls on all of them.
@@ -256,6 +264,50 @@ def all_rows(setting: Setting, device: torch.device, machine: Machine) -> list[r
     return rows
 
 
+def split_rows(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
+    """Bandwidth of a decode over the longest keys, by the number of splits, on the engine's own decode kernel.
+
+    PyTorch chooses the splits of its kernel itself. Ours takes any number of them, and gives each a block for every KV
+    head. It needs a Hopper GPU and nvcc; elsewhere there are no rows.
+    """
+    if device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != 9 or CUDA_HOME is None:
+        return []
+    heads = setting.num_qo_heads, setting.num_kv_heads, setting.head_dim
+    num_pages = LONGEST // PAGE_SIZE
+    kernel = FlashDecoding(*heads, PAGE_SIZE, "NHD", setting.dtype, device)
+    shape = num_pages, PAGE_SIZE, *heads[1:]
+    k, v = (torch.randn(shape, device=device, dtype=setting.dtype) for _ in range(2))
+    q = torch.randn(1, heads[0], setting.head_dim, device=device, dtype=setting.dtype)
+    out, pages = torch.empty_like(q), torch.arange(num_pages, dtype=torch.int32, device=device)
+    kv_lens, indptr = np.array([LONGEST], dtype=np.int32), np.array([0, num_pages], dtype=np.int32)
+
+    def call_with(splits: int) -> Call:
+        arrays = share_tiles(kv_lens, indptr, splits)
+        padding = np.zeros((kernel.num_ranges - splits, 8), dtype=np.int32)
+        arrays["ranges"] = np.concatenate((arrays["ranges"], padding))  # a range without tiles does nothing
+        work = DecodeWork(**to_device(arrays, device), pages=pages)
+
+        def call() -> None:
+            for _ in range(CALLS):
+                kernel(q, (k, v), work, out, setting.head_dim**-0.5)
+
+        return call
+
+    calls: dict[Name, Call] = {splits: call_with(splits) for splits in SPLITS if splits <= kernel.num_ranges}
+    for call in calls.values():
+        call()
+    size = CALLS * (k.nbytes + v.nbytes)  # several times as much as any cache holds
+    case: dict[str, results.Setting] = {"keys": LONGEST}
+    return [
+        results.Row(BY_SPLITS, size / seconds, "B/s", machine.bandwidth, READ, case | {"splits": splits})
+        for splits, seconds in fastest(calls, device).items()
+    ]
+
+
+def round_of(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
+    return all_rows(setting, device, machine) + split_rows(setting, device, machine)
+
+
 def main() -> None:
     arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
@@ -266,7 +318,7 @@ def main() -> None:
     # one block of 31 MiB raises the threshold: tensors up to that size reuse memory, as in a program that has run long.
     torch.empty(31 * 2**20, dtype=torch.uint8)
     with torch.inference_mode():
-        rows = all_rows(setting, device, machine)
+        rows = results.median_rows([round_of(setting, device, machine) for _ in range(ROUNDS)])
     source, dtype = "this is the bound of the others", machine.dtype
     rates = [
         results.Row("memory read", machine.bandwidth, "B/s", None, source),

@@ -40,6 +40,7 @@ POOL = 16 * MAX_LEN  # tokens: sixteen reservations of the longest request
 PAGE_SIZES = (1, 16, 64, 128)
 NUM_REQUESTS = 2000
 MAX_ROWS = 256  # requests that run at once
+ROUNDS = 3
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def decode_step(
     return made, batch
 
 
-def attention_rows(setting: Setting, device: torch.device, machine: Machine, runs: int = 9) -> list[results.Row]:
+def attention_rows(setting: Setting, device: torch.device, machine: Machine, runs: int = 3) -> list[results.Row]:
     """Time of one layer's attention, and of the plan of a step, over one page for each sequence and over many."""
     rows = []
     shape = (setting.batch_size, setting.num_qo_heads, setting.head_dim)
@@ -330,7 +331,7 @@ def main() -> None:
     rows = [
         *memory_rows(NUM_REQUESTS),
         results.Row("memory read", machine.bandwidth, "B/s", None, source),
-        *attention_rows(setting, device, machine),
+        *results.median_rows([attention_rows(setting, device, machine) for _ in range(ROUNDS)]),
     ]
     parameters: dict[str, results.Setting] = {
         "pool": POOL,

@@ -337,15 +337,6 @@ def make_model(device: torch.device) -> CausalLM:
     return random_model(QWEN3_0_6B, torch.bfloat16, device)
 
 
-def median_rows(runs: Sequence[Sequence[results.Row]]) -> list[results.Row]:
-    """The rows of several runs with the same figures and cases: medians, and the smallest and largest values."""
-    found = []
-    for same in zip(*runs, strict=True):
-        values = [row.value for row in same]
-        found.append(replace(same[0], value=statistics.median(values), spread=(min(values), max(values))))
-    return found
-
-
 def in_turns(ways: Ways, uncounted: int) -> list[results.Row]:
     """Run each way several times, in turns, in order and in reverse order; the first rounds do not count."""
     runs = defaultdict(list)
@@ -358,7 +349,7 @@ def in_turns(ways: Ways, uncounted: int) -> list[results.Row]:
             print(
                 name, *(f"{row.figure}: {row.value:.3g} {row.unit}" for row in runs[name][-1][:3]), sep="; ", flush=True
             )
-    return [row for name in ways for row in median_rows(runs[name])]
+    return [row for name in ways for row in results.median_rows(runs[name])]
 
 
 def policy_rows(
@@ -457,6 +448,7 @@ def replayed(
         while coming and requests[coming[0].arrival].arrival <= now:
             scheduler.add(coming.popleft())
         schedule = scheduler.schedule()
+        assert schedule is not None, "every token is known at once"
         now += seconds(schedule.num_tokens)
         running.num_computed[schedule.rows] += schedule.num_new
         samples = schedule.rows[running.num_computed[schedule.rows] == running.num_scheduled[schedule.rows]]

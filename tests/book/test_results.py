@@ -52,6 +52,16 @@ def test_recorded_finds_by_device_and_says_what_there_is(root: Path) -> None:
         results.recorded("02_other")
 
 
+def test_the_median_of_rounds_has_the_smallest_and_the_largest_value_unless_it_is_a_count() -> None:
+    rounds = [
+        [Row("TTFT", time, "s", None, "none", {"load": 1}), Row("memory", 8, "B", 4, "the output")]
+        for time in (3.0, 1.0, 8.0)
+    ]
+    time, count = results.median_rows(rounds)
+    assert (time.value, time.spread, time.case) == (3.0, (1.0, 8.0), {"load": 1})
+    assert count == rounds[0][1]
+
+
 def test_share_of_the_bound_is_that_of_the_time_or_of_the_rate() -> None:
     assert LATENCY.share_of_bound == pytest.approx(0.4)  # a time cannot go below its bound
     assert SPEED.share_of_bound == pytest.approx(0.5)  # a rate cannot go above it

@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +50,23 @@ def record(result: results.Result, out: Path | None, in_readme: Collection[str])
     print(results.write(result, out))
     if out is None:
         results.fill_readme(result.experiment, in_readme)
+
+
+def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """Capture all calls in one CUDA graph, and return its replay: a slow host takes longer to launch small kernels than
+    the device takes to run them.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()  # libraries allocate and choose their kernels on a first call, which cannot be captured
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
 
 
 def on_gpu(experiment: str) -> results.Result:

@@ -45,7 +45,7 @@ def measure(fn: Callable[[], object], *, runs: int = 7, warmup: int = 2, device:
     """Time `fn()`: `warmup` calls that do not count, then `runs` measured runs.
 
     On a CPU the clock is `time.perf_counter`. On a GPU a pair of CUDA events brackets each run on the current
-    stream, so that what is timed is the device's work and not the time to launch it.
+    stream. Where the host launches kernels more slowly than the device runs them, the device's waits count, too.
     """
     if runs < 1 or warmup < 1:
         raise ValueError(f"runs and warmup must be at least 1, not {runs} and {warmup}")

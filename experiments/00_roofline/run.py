@@ -20,7 +20,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, record
+from book.experiment import command_line, graph_of, record
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.models.linear import linear
 from mini_engine.roofline import Cost, Machine, ModelShape, decoder_layer_costs, linear_cost, measure_machine
@@ -153,7 +153,7 @@ def operators(setting: Setting, case: Case, device: torch.device) -> dict[str, C
 
 def seconds_per_call(calls: list[Operator], device: torch.device) -> float:
     """Time of one call when the calls of a list run one after the other: the fastest of RUNS, as for the machine."""
-    run = _graph_of(calls) if device.type == "cuda" else lambda: [call() for call in calls]
+    run = graph_of(calls) if device.type == "cuda" else lambda: [call() for call in calls]
     run()
     times = []
     for _ in range(RUNS):
@@ -169,21 +169,6 @@ def seconds_per_call(calls: list[Operator], device: torch.device) -> float:
             run()
             times.append(time.perf_counter() - begin)
     return min(times) / len(calls)
-
-
-def _graph_of(calls: list[Operator]) -> Operator:
-    """All calls as one CUDA graph: the host takes longer to launch a small kernel than the device to run it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()  # libraries allocate and choose their kernels on a first call, which cannot be captured
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph.replay
 
 
 def rotating(make: Callable[[], Operator], cost: Cost, rotate_bytes: int) -> list[Operator]:

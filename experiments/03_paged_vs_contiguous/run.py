@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
-from book.experiment import command_line, record
+from book.experiment import command_line, graph_of, record
 from book.static_batching import make_requests
 from book.timing import measure
 from mini_engine.attention.backend import AttentionBackend, create_backend
@@ -36,6 +36,7 @@ from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 
 MAX_LEN = 2048  # longest prompt and output together
+ATTENTION, FROM_GRAPH = "attention of a layer", "attention of a layer, from a CUDA graph"
 POOL = 16 * MAX_LEN  # tokens: sixteen reservations of the longest request
 PAGE_SIZES = (1, 16, 64, 128)
 NUM_REQUESTS = 2000
@@ -273,13 +274,22 @@ def attention_rows(setting: Setting, device: torch.device, machine: Machine, run
                 made.plan(batch)
 
             with torch.inference_mode():
-                run_time = min(measure(layers, runs=runs, device=device.type).runs) / setting.num_layers
+                calls = {ATTENTION: layers}
+                if device.type == "cuda":
+                    calls[FROM_GRAPH] = graph_of([layers])
+                times = {
+                    figure: min(measure(call, runs=runs, device=device.type).runs) / setting.num_layers
+                    for figure, call in calls.items()
+                }
                 plan_time = min(measure(plan, runs=runs).runs)  # host time
             where = "scattered" if scattered else "in order"
             pages = "one a sequence" if page_size == setting.kv_len else f"of {page_size}, {where}"
             case: dict[str, results.Setting] = {"backend": backend, "pages": pages}
             bound = setting.bytes_per_layer / machine.bandwidth
-            rows.append(results.Row("attention of a layer", run_time, "s", bound, "K and V / bandwidth", case))
+            rows += [
+                results.Row(figure, seconds, "s", bound, "K and V / bandwidth", case)
+                for figure, seconds in times.items()
+            ]
             rows.append(results.Row("plan of a step", plan_time, "s", None, "bookkeeping: moves no keys", case))
     return rows
 
@@ -309,7 +319,7 @@ def draw_memory(result: results.Result) -> Figure:
 
 def draw_indirection(result: results.Result) -> Figure:
     """Attention of one layer over one page for each sequence and over smaller pages, a color for each backend."""
-    rows = [row for row in result.rows if row.figure == "attention of a layer"]
+    rows = [row for row in result.rows if row.figure == ATTENTION]
     labels = []
     for row in rows:
         pages = str(row.case["pages"])
@@ -343,7 +353,7 @@ def main() -> None:
         "keys of each": setting.kv_len,
     }
     result = results.new_result("03_paged_vs_contiguous", rows, parameters, arguments.device)
-    shown = ("slots with keys", "requests at once", "tokens recomputed", "memory read", "attention of a layer")
+    shown = ("slots with keys", "requests at once", "tokens recomputed", "memory read", ATTENTION, FROM_GRAPH)
     record(result, arguments.out, shown)
 
 

@@ -1,10 +1,10 @@
-"""One decoder layer, fused step by step: the ladder, a decode step kernel by kernel, memory layouts, and tile sizes.
+"""One decoder layer, fused step by step: the ladder, a decode step kernel by kernel, memory layouts, tiles, products.
 
     python experiments/09_fused_kernels/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
     python experiments/09_fused_kernels/run.py --predict
 
 On a GPU the layers have Qwen3-0.6B's shape, in bfloat16 with random weights. On a CPU a tiny model in float32 shows
-that the script works. --predict prints the README's table. The result goes to
+that the script works. --predict prints the README's tables. The result goes to
 experiments/09_fused_kernels/results/<device>.json, below DIR where one is given.
 """
 
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,16 +43,20 @@ from mini_engine.roofline import Cost, Machine, linear_cost, measure_machine
 from mini_engine.rope import rope_tables
 
 if TYPE_CHECKING:  # Triton is on GPU machines only
+    from mini_engine.kernels.fused_products import ProductTile
     from mini_engine.kernels.tiles import Tile
 
 EXPERIMENT = "09_fused_kernels"
-SECTIONS = LADDER, KERNELS, LAYOUTS, TILES = "ladder", "kernels", "layouts", "tiles"
+SECTIONS = LADDER, KERNELS, LAYOUTS, TILES, PRODUCTS = "ladder", "kernels", "layouts", "tiles", "products"
 ONCE = "the weights, the keys and values, and the residual stream in and out, each once at the measured bandwidth"
 GRAPH, PYTHON = "CUDA graph", "Python"
 PROFILED = "rotate and append", "norm in the product"  # rungs whose kernels are listed one by one
 # What the README's prediction assumes of an H200, before anything here was measured.
 ASSUMED = Machine("an H200, assumed", "bfloat16", bandwidth=4.3e12, flops=700e12)
 ASSUMED_LAUNCH = 1.5e-6
+# The products of a layer: the library's, each followed by its kernel, and those that finish that work themselves.
+FOLLOWED = "qkv", "rotate+append", "o+residual", "gate_up", "silu+multiply", "down+residual"
+FINISHED = "norm+qkv", "o+residual", "norm+gate_up+silu", "down+residual"
 # Kernels that finish the one before them: the second pass of a split product, the merge of split keys.
 FINISHING = "splitkreduce", "mergestates"
 TINY = Qwen3Config(
@@ -253,6 +258,22 @@ def prediction(setting: Setting) -> Table:
 
 
 # --- kernel by kernel -------------------------------------------------------------------------------------------------
+
+
+def products_prediction(setting: Setting) -> Table:
+    """The README's second table: the four products of a layer, with the kernels between them and without."""
+    shape, counts = shape_of(ModelConfig.from_hf(setting.model.to_dict())), [n for n in setting.tokens if n > 1]
+    rows = []
+    for name, kernels, launches in (
+        ("the library's, each followed by its kernel", FOLLOWED, len(FOLLOWED)),
+        ("products that finish the work", FINISHED, 0),  # each starts while the one before still runs
+    ):
+        times = []
+        for count in counts:
+            costs = kernel_costs(shape, count, setting.keys, setting.dtype.itemsize)
+            times.append(sum(costs[kernel].seconds(ASSUMED) for kernel in kernels) + launches * ASSUMED_LAUNCH)
+        rows.append([name, str(len(kernels)), *(quantity(one, "s") for one in times)])
+    return Table(["products of a layer", "kernels", *(f"{n} tokens" for n in counts)], rows)
 
 
 def profiled(run: Run) -> list[tuple[str, float]]:
@@ -494,13 +515,142 @@ def tile_rows(model: CausalLM, setting: Setting, machine: Machine, device: torch
     return rows
 
 
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of all layers, with what follows it.
+
+    Attributes:
+        weights: the weight of each layer.
+        followed: the library's product and the kernel after it, as a function of a weight.
+        finished: the product that finishes the work, as a function of a weight and a tile.
+        rows: numbers of rows of its tiles.
+    """
+
+    weights: list[Tensor]
+    followed: Callable[[Tensor], object]
+    finished: Callable[[Tensor, ProductTile | None], object]
+    rows: tuple[int, ...]
+
+
+def products_of(model: CausalLM, step: Step, pdl: bool) -> dict[str, Product]:
+    """The four products of a layer in a decode step."""
+    from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, qkv_append
+    from mini_engine.kernels.rotate_and_append import rotate_and_append
+    from mini_engine.kernels.swiglu import swiglu
+
+    layers, shape, eps = list(model.layers), shape_of(model.config), model.config.norm_eps
+    x, residual, attended, inner = (
+        torch.randn(step.num_tokens, size, device=step.device).to(model.dtype) / 10
+        for size in (*[shape.hidden_size] * 2, shape.num_qo_heads * shape.head_dim, shape.intermediate_size)
+    )
+    cos, sin = rope_tables(step.positions, model.inv_freq)
+    norms = layers[0].attention.q_norm, layers[0].attention.k_norm
+    to_cache = norms, eps, cos, sin, step.backend.cache.layers[0], step.layout, step.slots
+    return {
+        "qkv": Product(
+            [own.attention.qkv.weight for own in layers],
+            lambda weight: rotate_and_append(linear(x, weight), *to_cache, tokens=x, pdl=pdl),
+            lambda weight, tile: qkv_append(x, weight, *to_cache, pdl=pdl, next_waits=pdl, tile=tile),
+            (shape.head_dim // 2,),
+        ),
+        "o": Product(
+            [own.attention.o.weight for own in layers],
+            lambda weight: residual.addmm_(attended, weight.T),
+            lambda weight, tile: add_product(residual, attended, weight, pdl=pdl, tile=tile),
+            (32, 64),
+        ),
+        "gate_up": Product(
+            [own.mlp.gate_up.weight for own in layers],
+            lambda weight: swiglu(linear(x, weight), x, eps, pdl=pdl),
+            lambda weight, tile: gate_up_swiglu(x, weight, eps, pdl=pdl, tile=tile),
+            (32, 64),
+        ),
+        "down": Product(
+            [own.mlp.down.weight for own in layers],
+            lambda weight: residual.addmm_(inner, weight.T),
+            lambda weight, tile: add_product(residual, inner, weight, pdl=pdl, tile=tile),
+            (32, 64),
+        ),
+    }
+
+
+def product_tiles(rows: Sequence[int], num_tokens: int) -> list[ProductTile]:
+    """Tiles of 64 and 128 tokens, with as many stages, up to five, as shared memory holds."""
+    from mini_engine.kernels.fused_products import ProductTile
+
+    tiles = []
+    for tokens, num_warps in ((64, 4), (64, 8), (128, 8)):
+        for own in rows:
+            for columns in (64, 128):
+                stages = min(5, 200_000 // ((tokens + 2 * own) * columns * 2))
+                if tokens <= max(64, num_tokens):
+                    tiles.append(ProductTile(tokens, own, columns, stages, num_warps))
+    return tiles
+
+
+def product_rows(model: CausalLM, setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:
+    """Time of each product of a layer with what follows it, and of all four, for several tiles."""
+    rows, pdl = [], torch.cuda.get_device_capability(device) >= (9, 0)
+    for num_tokens in (n for n in setting.tokens if n > 1):
+        products = products_of(model, make_step(model, setting.backend, num_tokens, setting.keys, device), pdl)
+        everything: list[Product] = list(products.values())
+        bounds = {}
+        for name, product in products.items():
+            num_rows, num_columns = product.weights[0].shape
+            cost = linear_cost(num_tokens, num_columns, num_rows, setting.dtype.itemsize)
+            bounds[name] = cost.seconds(machine)
+            ways: dict[str, Run] = {"followed": partial(in_all_layers, [(product.followed, product.weights)])}
+            for tile in product_tiles(product.rows, num_tokens) if num_tokens in (64, 256) else ():
+                finished = partial(with_tile, product.finished, tile)
+                size = f"{tile.tokens} x {tile.rows} x {tile.columns}, {tile.stages} stages, {tile.num_warps} warps"
+                ways[f"finished, {size}"] = partial(in_all_layers, [(finished, product.weights)])
+            rows += way_rows(name, num_tokens, ways, bounds[name], setting, device)
+        both = {
+            "followed": partial(in_all_layers, [(own.followed, own.weights) for own in everything]),
+            "finished": partial(
+                in_all_layers, [(partial(with_tile, own.finished, None), own.weights) for own in everything]
+            ),
+        }
+        rows += way_rows("all four", num_tokens, both, sum(bounds.values()), setting, device)
+    return rows
+
+
+def with_tile(
+    finished: Callable[[Tensor, ProductTile | None], object], tile: ProductTile | None, weight: Tensor
+) -> None:
+    finished(weight, tile)
+
+
+def in_all_layers(calls: Sequence[tuple[Callable[[Tensor], object], list[Tensor]]]) -> None:
+    """The products one after another, layer by layer."""
+    for weights in zip(*(own for _, own in calls), strict=True):
+        for (call, _), weight in zip(calls, weights, strict=True):
+            call(weight)
+
+
+def way_rows(
+    product: str, num_tokens: int, ways: Mapping[str, Run], bound: float, setting: Setting, device: torch.device
+) -> list[results.Row]:
+    """Time of one layer's product, or of all four, in each way."""
+    num_layers = setting.model.num_hidden_layers
+    runs = {name: captured(run, device) for name, run in ways.items()}
+    rows, source = [], "its bytes and FLOPs at the measured rates"
+    for name, times in in_turns(runs, setting.repetitions, device).items():
+        case: dict[str, results.Setting] = {"product": product, "tokens": num_tokens, "way": name}
+        rows.append(row("product: time", [one / num_layers for one in times], "s", bound, source, case))
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
-    options.add_argument("--predict", action="store_true", help="print the README's table of predictions and stop")
+    options.add_argument("--predict", action="store_true", help="print the README's predictions and stop")
     chosen = options.parse_args(arguments)
     if chosen.predict:
-        print(prediction(SETTINGS["cuda"]).markdown())
+        print(prediction(SETTINGS["cuda"]).markdown(), products_prediction(SETTINGS["cuda"]).markdown(), sep="\n\n")
         return
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     machine = measure_machine(device, setting.dtype)
@@ -521,6 +671,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows += kv_rows(model, setting, machine, device)
             if TILES in chosen.only:
                 rows += tile_rows(model, setting, machine, device)
+            if PRODUCTS in chosen.only and torch.cuda.get_device_capability(device) >= (9, 0):
+                rows += product_rows(model, setting, machine, device)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "a tiny Qwen3",
         "dtype": machine.dtype,

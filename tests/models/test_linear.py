@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mini_engine.models.linear import FEW_ROWS, linear
+from mini_engine.models.linear import FEW_ROWS, is_intel, linear
+
+
+@pytest.fixture(params=[False, True], ids=["other", "Intel"], autouse=True)
+def either_vendor(request, monkeypatch):
+    """The choices on an Intel CPU and on another one."""
+    monkeypatch.setattr("mini_engine.models.linear.IS_INTEL", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -33,6 +39,18 @@ def test_rows_and_weights_may_be_views(dtype, rows):
     x = torch.randn(64, 2 * rows, generator=generator).to(dtype)[:, ::2].T
     weight = torch.randn(64, 96, generator=generator).to(dtype).T[8:32]
     torch.testing.assert_close(linear(x, weight), F.linear(x.contiguous(), weight.contiguous()))
+
+
+@pytest.mark.parametrize(("vendor", "is_intels"), [("GenuineIntel", True), ("AuthenticAMD", False)])
+@pytest.mark.parametrize("on_linux", [True, False])
+def test_the_vendor(monkeypatch, tmp_path, vendor, is_intels, on_linux):
+    """From the kernel's list of processors, or on Windows from the processor's description."""
+    cpu_info = tmp_path / "cpuinfo"
+    if on_linux:
+        cpu_info.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr("mini_engine.models.linear.Path", lambda path: cpu_info)
+    monkeypatch.setattr("platform.processor", lambda: "" if on_linux else f"Family 6 Model 167 Stepping 1, {vendor}")
+    assert is_intel() == is_intels
 
 
 def test_without_onednn(monkeypatch):

@@ -79,7 +79,7 @@ def qkv_append(
     num_kv_heads, page_size, head_dim = keys.shape[head_axis], keys.shape[token_axis], keys.shape[3]
     num_tokens, hidden_size = x.shape
     num_heads = len(weight) // head_dim
-    tile = tile or _tile(num_tokens, head_dim // 2, hidden_size)
+    tile = tile or _tile(head_dim // 2, hidden_size)
     q = x.new_empty(num_tokens, num_heads - 2 * num_kv_heads, head_dim)
     q_weight, k_weight = norm_weights or (weight, weight)  # pointers that are not read
     _qkv_append_kernel[(num_heads, triton.cdiv(num_tokens, tile.tokens))](
@@ -127,7 +127,7 @@ def gate_up_swiglu(
         tile: the work of a program; `rows` counts the gate's. None: chosen from the shapes.
     """
     (num_tokens, hidden_size), size = x.shape, len(gate_up) // 2
-    tile = tile or _tile(num_tokens, 64, hidden_size)
+    tile = tile or _tile(64, hidden_size)
     out = x.new_empty(num_tokens, size)
     _gate_up_swiglu_kernel[(triton.cdiv(size, tile.rows), triton.cdiv(num_tokens, tile.tokens))](
         TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]),
@@ -160,7 +160,7 @@ def add_product(
         tile: the work of a program; None: chosen from the shapes.
     """
     (num_tokens, num_columns), num_rows = x.shape, len(weight)
-    tile = tile or _tile(num_tokens, 32, num_columns)
+    tile = tile or _tile(32, num_columns)
     _add_product_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_tokens, tile.tokens))](
         TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]),
         TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]),
@@ -173,7 +173,7 @@ def add_product(
     return residual
 
 
-def _tile(num_tokens: int, rows: int, num_columns: int) -> ProductTile:
+def _tile(rows: int, num_columns: int) -> ProductTile:
     return ProductTile(64, rows, 128 if num_columns % 128 == 0 else 64, stages=4)
 
 

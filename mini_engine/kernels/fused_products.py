@@ -1,11 +1,11 @@
 """A decoder layer's matrix products for up to 256 tokens, each in one launch with everything between it and the next.
 
-A decode step of many requests spends most of its time outside attention on waiting: each product takes a few
-microseconds, and each kernel between two products takes as long again to start, read the product, and end. Here the
-kernels between products are gone. A program keeps its part of the product in registers, applies the norm's factor, and
-finishes the work itself: QK-norm, rotation and the append to the KV cache after the first product, the gated activation
-after the third, and the residual after the second and the fourth. Rotation and activation combine two rows of the
-weight, which are half a head or half of the weight apart, so a program computes a block of rows and its partner.
+In a decode step each product takes a few microseconds, and each kernel between two products two or three more, mostly
+to start and to end. Here the kernels between products are gone. A program keeps its part of the product in registers,
+applies the norm's factor, and finishes the work itself: QK-norm, rotation and the append to the KV cache after the
+first product, the gated activation after the third, and the residual after the second and the fourth. Rotation and
+activation combine two rows of the weight, which are half a head or half of the weight apart, so a program computes a
+block of rows and its partner.
 
 A kernel starts while the previous one still runs (programmatic dependent launch), and asks for its part of the weight,
 which then moves from HBM to the L2 cache during the end of the previous kernel. Tiles of tokens and weights are copied
@@ -24,8 +24,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-MOST_TOKENS = 256  # with more, the tensor cores are busy, and the library's products are faster
 
 
 @dataclass(frozen=True)

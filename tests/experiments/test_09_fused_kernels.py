@@ -123,7 +123,7 @@ def test_rows_of_the_tiles(model, without_a_gpu, monkeypatch):
 
 
 def test_rows_of_the_products(model, without_a_gpu):
-    """Each product for several tiles where they are tried, and all four; both ways compute the same."""
+    """Each product for several tiles where they are tried, and all four."""
     setting = replace(run.SETTINGS["cpu"], tokens=(1, 2, 64), repetitions=1)
     with torch.inference_mode():
         rows = run.product_rows(model, setting, MACHINE, CPU)

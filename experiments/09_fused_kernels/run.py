@@ -43,7 +43,6 @@ from mini_engine.roofline import Cost, Machine, linear_cost, measure_machine
 from mini_engine.rope import rope_tables
 
 if TYPE_CHECKING:  # Triton is on GPU machines only
-    from mini_engine.kernels.fused_products import ProductTile
     from mini_engine.kernels.tiles import Tile
 
 EXPERIMENT = "09_fused_kernels"
@@ -57,6 +56,7 @@ ASSUMED_LAUNCH = 1.5e-6
 # The products of a layer: the library's, each followed by its kernel, and those that finish that work themselves.
 FOLLOWED = "qkv", "rotate+append", "o+residual", "gate_up", "silu+multiply", "down+residual"
 FINISHED = "norm+qkv", "o+residual", "norm+gate_up+silu", "down+residual"
+PRODUCT_TOKENS = 1, 8, 32, 64, 128, 192, 256, 384, 512  # requests of a step
 # Kernels that finish the one before them: the second pass of a split product, the merge of split keys.
 FINISHING = "splitkreduce", "mergestates"
 TINY = Qwen3Config(
@@ -525,17 +525,15 @@ class Product:
     Attributes:
         weights: the weight of each layer.
         followed: the library's product and the kernel after it, as a function of a weight.
-        finished: the product that finishes the work, as a function of a weight and a tile.
-        rows: numbers of rows of its tiles.
+        finished: the product that finishes the work, as a function of a weight.
     """
 
     weights: list[Tensor]
     followed: Callable[[Tensor], object]
-    finished: Callable[[Tensor, ProductTile | None], object]
-    rows: tuple[int, ...]
+    finished: Callable[[Tensor], object]
 
 
-def products_of(model: CausalLM, step: Step, pdl: bool) -> dict[str, Product]:
+def products_of(model: CausalLM, step: Step) -> dict[str, Product]:
     """The four products of a layer in a decode step."""
     from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, qkv_append
     from mini_engine.kernels.rotate_and_append import rotate_and_append
@@ -549,79 +547,55 @@ def products_of(model: CausalLM, step: Step, pdl: bool) -> dict[str, Product]:
     cos, sin = rope_tables(step.positions, model.inv_freq)
     norms = layers[0].attention.q_norm, layers[0].attention.k_norm
     to_cache = norms, eps, cos, sin, step.backend.cache.layers[0], step.layout, step.slots
+    early = {"pdl": True, "next_waits": True}
     return {
         "qkv": Product(
             [own.attention.qkv.weight for own in layers],
-            lambda weight: rotate_and_append(linear(x, weight), *to_cache, tokens=x, pdl=pdl),
-            lambda weight, tile: qkv_append(x, weight, *to_cache, pdl=pdl, next_waits=pdl, tile=tile),
-            (shape.head_dim // 2,),
+            lambda weight: rotate_and_append(linear(x, weight), *to_cache, tokens=x, **early),
+            lambda weight: qkv_append(x, weight, *to_cache),
         ),
         "o": Product(
             [own.attention.o.weight for own in layers],
             lambda weight: residual.addmm_(attended, weight.T),
-            lambda weight, tile: add_product(residual, attended, weight, pdl=pdl, tile=tile),
-            (32, 64),
+            lambda weight: add_product(residual, attended, weight),
         ),
         "gate_up": Product(
             [own.mlp.gate_up.weight for own in layers],
-            lambda weight: swiglu(linear(x, weight), x, eps, pdl=pdl),
-            lambda weight, tile: gate_up_swiglu(x, weight, eps, pdl=pdl, tile=tile),
-            (32, 64),
+            lambda weight: swiglu(linear(x, weight), x, eps, pdl=True),
+            lambda weight: gate_up_swiglu(x, weight, eps),
         ),
         "down": Product(
             [own.mlp.down.weight for own in layers],
             lambda weight: residual.addmm_(inner, weight.T),
-            lambda weight, tile: add_product(residual, inner, weight, pdl=pdl, tile=tile),
-            (32, 64),
+            lambda weight: add_product(residual, inner, weight),
         ),
     }
 
 
-def product_tiles(rows: Sequence[int], num_tokens: int) -> list[ProductTile]:
-    """Tiles of 64 and 128 tokens, with as many stages, up to five, as shared memory holds."""
-    from mini_engine.kernels.fused_products import ProductTile
-
-    tiles = []
-    for tokens, num_warps in ((64, 4), (64, 8), (128, 8)):
-        for own in rows:
-            for columns in (64, 128):
-                stages = min(5, 200_000 // ((tokens + 2 * own) * columns * 2))
-                if tokens <= max(64, num_tokens):
-                    tiles.append(ProductTile(tokens, own, columns, stages, num_warps))
-    return tiles
-
-
 def product_rows(model: CausalLM, setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:
-    """Time of each product of a layer with what follows it, and of all four, for several tiles."""
-    rows, pdl = [], torch.cuda.get_device_capability(device) >= (9, 0)
-    for num_tokens in (n for n in setting.tokens if n > 1):
-        products = products_of(model, make_step(model, setting.backend, num_tokens, setting.keys, device), pdl)
-        everything: list[Product] = list(products.values())
+    """Time of each product of a layer with what follows it, and of all four."""
+    rows = []
+    for num_tokens in PRODUCT_TOKENS:
+        products = products_of(model, make_step(model, setting.backend, num_tokens, setting.keys, device))
         bounds = {}
         for name, product in products.items():
             num_rows, num_columns = product.weights[0].shape
-            cost = linear_cost(num_tokens, num_columns, num_rows, setting.dtype.itemsize)
-            bounds[name] = cost.seconds(machine)
-            ways: dict[str, Run] = {"followed": partial(in_all_layers, [(product.followed, product.weights)])}
-            for tile in product_tiles(product.rows, num_tokens) if num_tokens in (64, 256) else ():
-                finished = partial(with_tile, product.finished, tile)
-                size = f"{tile.tokens} x {tile.rows} x {tile.columns}, {tile.stages} stages, {tile.num_warps} warps"
-                ways[f"finished, {size}"] = partial(in_all_layers, [(finished, product.weights)])
-            rows += way_rows(name, num_tokens, ways, bounds[name], setting, device)
-        both = {
-            "followed": partial(in_all_layers, [(own.followed, own.weights) for own in everything]),
-            "finished": partial(
-                in_all_layers, [(partial(with_tile, own.finished, None), own.weights) for own in everything]
-            ),
-        }
-        rows += way_rows("all four", num_tokens, both, sum(bounds.values()), setting, device)
+            bounds[name] = linear_cost(num_tokens, num_columns, num_rows, setting.dtype.itemsize).seconds(machine)
+        for name, some, bound in (
+            *((name, [product], bounds[name]) for name, product in products.items()),
+            ("all four", list(products.values()), sum(bounds.values())),
+        ):
+            runs = {
+                "followed": captured(partial(in_all_layers, [(own.followed, own.weights) for own in some]), device),
+                "finished": captured(partial(in_all_layers, [(own.finished, own.weights) for own in some]), device),
+            }
+            for way, times in in_turns(runs, setting.repetitions, device).items():
+                case: dict[str, results.Setting] = {"product": name, "tokens": num_tokens, "way": way}
+                own_times = [one / len(model.layers) for one in times]
+                rows.append(
+                    row("product: time", own_times, "s", bound, "its bytes and FLOPs at the measured rates", case)
+                )
     return rows
-
-
-def with_tile(
-    finished: Callable[[Tensor, ProductTile | None], object], tile: ProductTile | None, weight: Tensor
-) -> None:
-    finished(weight, tile)
 
 
 def in_all_layers(calls: Sequence[tuple[Callable[[Tensor], object], list[Tensor]]]) -> None:
@@ -629,19 +603,6 @@ def in_all_layers(calls: Sequence[tuple[Callable[[Tensor], object], list[Tensor]
     for weights in zip(*(own for _, own in calls), strict=True):
         for (call, _), weight in zip(calls, weights, strict=True):
             call(weight)
-
-
-def way_rows(
-    product: str, num_tokens: int, ways: Mapping[str, Run], bound: float, setting: Setting, device: torch.device
-) -> list[results.Row]:
-    """Time of one layer's product, or of all four, in each way."""
-    num_layers = setting.model.num_hidden_layers
-    runs = {name: captured(run, device) for name, run in ways.items()}
-    rows, source = [], "its bytes and FLOPs at the measured rates"
-    for name, times in in_turns(runs, setting.repetitions, device).items():
-        case: dict[str, results.Setting] = {"product": product, "tokens": num_tokens, "way": name}
-        rows.append(row("product: time", [one / num_layers for one in times], "s", bound, source, case))
-    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -671,7 +632,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows += kv_rows(model, setting, machine, device)
             if TILES in chosen.only:
                 rows += tile_rows(model, setting, machine, device)
-            if PRODUCTS in chosen.only and torch.cuda.get_device_capability(device) >= (9, 0):
+            if PRODUCTS in chosen.only and torch.cuda.get_device_capability(device)[0] == 9:
                 rows += product_rows(model, setting, machine, device)
     parameters: dict[str, results.Setting] = {
         "model": "Qwen3-0.6B's shape" if device.type == "cuda" else "a tiny Qwen3",

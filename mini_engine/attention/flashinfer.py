@@ -80,6 +80,8 @@ class FlashInferBackend(AttentionBackend):
 
     Attributes:
         slot_mapping: [T] slots of the step's keys and values, for kernels that store them themselves.
+        waits_for_keys: whether a kernel that starts before the previous one has ended (programmatic dependent launch)
+            waits for it before it reads any key.
 
     Raises:
         ConfigError: for ALiBi slopes other than those of Press et al.
@@ -92,6 +94,7 @@ class FlashInferBackend(AttentionBackend):
         }
     )  # fmt: skip
     captures: ClassVar[bool] = True
+    waits_for_keys: ClassVar[bool] = True
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -109,6 +109,8 @@ class FlashInferTRTLLMBackend(FlashInferBackend):
         cache: the KV cache, on a GPU.
         parts: the engine's replaceable parts.
     """
+
+    waits_for_keys: ClassVar[bool] = False  # XQA reads older keys before it waits, and this step may write some of them
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)

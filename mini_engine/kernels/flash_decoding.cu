@@ -13,9 +13,8 @@
 // A range can start or end inside a request's keys. The block that has the first tile of such a request waits for the
 // blocks that continue the request, and merges their results with its own. The wait is short, because those blocks compute
 // this request first. It always ends, because they are launched earlier: the last blocks of the grid take the first range.
-#include <cuda.h>
-#include <cuda_runtime.h>
-#include <cstdint>
+#include "hopper.cuh"
+
 #include <cstring>
 
 #if IS_BF16
@@ -67,36 +66,12 @@ static_assert(STAGES > 0, "too large");
 
 // --- instructions -------------------------------------------------------------------------------------------------------
 
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-__device__ inline void initialize(uint64_t* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ inline void wait(uint64_t* barrier, uint32_t phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}\n" ::"r"(shared_address(barrier)), "r"(phase) : "memory");
-}
-
-__device__ inline void arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ inline void expect(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-
 // Copy a tile of one head to shared memory.
 __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int page, int head, int token, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
         "l"(map), "r"(0), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier)) : "memory");
 }
-
-__device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
@@ -143,11 +118,9 @@ __device__ inline uint32_t load_acquire(const uint32_t* from) {
     return value;
 }
 
-// The kernel may start before the previous one has ended (programmatic dependent launch), and lets the next one do the same.
-__device__ inline void wait_for_inputs() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+// The kernel may start before the previous one has ended, and lets the next one do the same. Before this wait it reads only
+// what the step's plan contains: queries and keys may still be written.
+__device__ inline void wait_for_inputs() { wait_for_previous_kernel(), let_next_kernel_start(); }
 
 // --- the work -----------------------------------------------------------------------------------------------------------
 
@@ -208,6 +181,7 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
             const int own_page = first + lane < count ? a.pages[item.first_page + own / TILES_PER_PAGE] : 0;
 #pragma unroll 1
             for (int i = 0; i < min(32, count - first); i++, position++) {
+                if (position == 0) wait_for_inputs();
                 const int page = __shfl_sync(~0u, own_page, i), token = (item.tile + first + i) % TILES_PER_PAGE * TILE;
                 if (lane) continue;
                 const Stage stage(position);
@@ -379,6 +353,7 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int position = 0, buffer = 0;  // of the item's first tile in the range; buffer of the item's states
     Item item(block.range);
+    wait_for_inputs();
     Queries queries;
     queries.load(a, item.row, block.head);
 #pragma unroll 1
@@ -414,7 +389,6 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (threadIdx.x == 0) initialize(&shared.continued), prefetch(&cache.keys), prefetch(&cache.values);
         publish_barriers();
     }
-    wait_for_inputs();
     const Block block(a);
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) produce(a, cache, block, ring, shared);
@@ -424,16 +398,14 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 // --- the host -----------------------------------------------------------------------------------------------------------
 
 static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) || !function)
-        return CUDA_ERROR_NOT_FOUND;
+    const auto encoder = tensor_map_encoder();
+    if (!encoder) return CUDA_ERROR_NOT_FOUND;
     // The axes are elements, tokens, halves, heads and pages; strides are in bytes, for all axes but the first.
     const cuuint64_t shape[5] = {64, PAGE_SIZE, HALVES, static_cast<cuuint64_t>(sizes[1]), static_cast<cuuint64_t>(sizes[0])};
     const cuuint64_t steps[4] = {static_cast<cuuint64_t>(strides[1] * 2), 128, static_cast<cuuint64_t>(strides[2] * 2),
                                  static_cast<cuuint64_t>(strides[0] * 2)};
     const cuuint32_t box[5] = {64, TILE, HALVES, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+    return encoder(
         map, IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, pages, shape, steps, box, ones,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

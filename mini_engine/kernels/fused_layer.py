@@ -1,10 +1,11 @@
-"""A decoder layer in seven launches, four of them matrix products, for Llama and Qwen3 over FlashInfer's attention.
+"""A decoder layer in seven launches, or five for a decode step of few requests, for Llama and Qwen3 over FlashInfer.
 
 Separate parts of a layer take fourteen launches, however fast each part is. Here neighboring parts are fused: QK-norm,
 rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product before it, as
 the C in C + A B. The two norms need no launches. A norm multiplies each token by 1 / rms, which the kernel after the
 product applies (`rotate_and_append`, `swiglu`), and each column by a weight, which is folded into the layer's matrices
-(`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). Explained in chapter 11.
+(`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). With few tokens, on Hopper, the products do the work of the
+kernels after them, too (`fused_products`), so a layer is four products and attention. Explained in chapter 11.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from mini_engine.attention.flashinfer import FlashInferBackend
 from mini_engine.attention.spec import Attend
 from mini_engine.kernels import fused_ops
+from mini_engine.kernels.fused_products import MOST_TOKENS, add_product, gate_up_swiglu, qkv_append
 from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.kernels.swiglu import swiglu
 from mini_engine.models import llama
@@ -50,9 +52,17 @@ def decoder_layer(
     pdl = flashinfer.utils.device_support_pdl(x.device)
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
     pages = attend.cache.layers[spec.layer]
+    if len(x) <= MOST_TOKENS and _suits_products(layer, cos):
+        q = qkv_append(
+            x, attention.qkv.weight, norms, layer.eps, cos, sin, pages, attend.cache.layout, attend.slot_mapping,
+            next_waits=attend.waits_for_keys,
+        )  # fmt: skip
+        add_product(x, attend.run(spec.layer, q).flatten(1), attention.o.weight)
+        return add_product(x, gate_up_swiglu(x, mlp.gate_up.weight, layer.eps), mlp.down.weight)
+
     q = rotate_and_append(
         linear(x, attention.qkv.weight), norms, layer.eps, cos, sin, pages, attend.cache.layout, attend.slot_mapping,
-        tokens=x, pdl=pdl,
+        tokens=x, pdl=pdl, next_waits=attend.waits_for_keys,
     )  # fmt: skip
     x.addmm_(attend.run(spec.layer, q).flatten(1), attention.o.weight.T)
     inner = swiglu(linear(x, mlp.gate_up.weight), x, layer.eps, pdl=pdl)
@@ -74,4 +84,15 @@ def _fuses(layer: LlamaLayer) -> bool:
         and parts.qk_norm is fused_ops.qk_norm
         and parts.gated_mlp is fused_ops.gated_mlp
         and isinstance(parts.apply_rope, fused_ops.Rotation)
+    )
+
+
+def _suits_products(layer: LlamaLayer, cos: Tensor) -> bool:
+    """Return whether `fused_products` computes the layer's products: on Hopper, for most sizes."""
+    hidden_size, size = layer.attention.o.weight.shape
+    return (
+        torch.cuda.get_device_capability(cos.device)[0] == 9
+        and cos.dtype == torch.float32
+        and layer.spec.head_dim in (64, 128)
+        and all(columns % 8 == 0 for columns in (hidden_size, size, layer.mlp.down.weight.shape[1]))
     )

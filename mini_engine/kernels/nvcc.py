@@ -16,7 +16,7 @@ def load_kernel(source: Path, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL
     from torch.utils.cpp_extension import load  # takes a second to import
 
     path = load(
-        name=f"{source.stem}_" + "_".join(str(size) for _, size in sizes),
+        name="_".join((source.stem, *(str(size) for _, size in sizes))),
         sources=[str(source)],
         extra_cuda_cflags=[
             "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", *(f"-D{name}={size}" for name, size in sizes),

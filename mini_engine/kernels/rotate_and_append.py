@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mini_engine.kernels.tiles import norm_factor
 
@@ -33,6 +33,7 @@ def rotate_and_append(
     *,
     tokens: Float[Tensor, "T hidden"] | None = None,
     pdl: bool = False,
+    next_waits: bool = False,
 ) -> Float[Tensor, "T Hq D"]:
     """Normalize and rotate queries and keys, store keys and values, and return the queries.
 
@@ -47,6 +48,7 @@ def rotate_and_append(
         slot_mapping: slot of each token's key and value.
         tokens: the contiguous inputs of the projection if they have not been normalized; None if they have been.
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
+        next_waits: with `pdl`, let the next kernel start early, because it reads no key before it waits for this one.
     """
     keys, values = pages
     head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)
@@ -79,6 +81,7 @@ def rotate_and_append(
         HEADS=HEADS,
         HIDDEN=hidden_size,
         PDL=pdl,
+        NEXT_WAITS=next_waits,
         **({"launch_pdl": True} if pdl else {}),
     )
     return q
@@ -89,13 +92,15 @@ def rotate_and_append(
 def _kernel(
     tokens, qkv, token_stride, q_weight, k_weight, eps, cos, sin, slots, q, keys, values, page_stride, slot_stride,
     head_stride, page_size, num_q, num_kv, HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HIDDEN: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, PDL: tl.constexpr, NEXT_WAITS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, HALF)
     exists = (head < num_q + 2 * num_kv)[:, None]
-    if PDL:  # no `gdc_launch_dependents`: XQA reads older keys before it waits, and some may be written here
+    if PDL:
+        if NEXT_WAITS:
+            gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + token)
     source = qkv + token * token_stride + head[:, None] * 2 * HALF + column[None, :]

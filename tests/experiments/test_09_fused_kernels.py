@@ -122,45 +122,31 @@ def test_rows_of_the_tiles(model, without_a_gpu, monkeypatch):
     assert [(row.case["tokens"], row.case["product"]) for row in rows] == [(n, p) for n in (1, 8) for p in products]
 
 
-def test_rows_of_the_products(model, without_a_gpu):
-    """Each product for several tiles where they are tried, and all four."""
-    setting = replace(run.SETTINGS["cpu"], tokens=(1, 2, 64), repetitions=1)
+def test_rows_of_the_products(model, without_a_gpu, monkeypatch):
+    """Each product and all of them together, in both ways, layer by layer."""
+    calls = []
+    weights = [torch.zeros(4, 8), torch.ones(4, 8)]
+
+    def product(name):
+        return run.Product(
+            weights, lambda weight: calls.append((name, "library", weight)), lambda w: calls.append((name, "ours", w))
+        )
+
+    monkeypatch.setattr(run, "PRODUCT_TOKENS", (2,))
+    monkeypatch.setattr(run, "products_of", lambda model, step: {"a": product("a"), "b": product("b")})
+    setting = replace(run.SETTINGS["cpu"], repetitions=1)
     with torch.inference_mode():
         rows = run.product_rows(model, setting, MACHINE, CPU)
-    products = ["qkv", "o", "gate_up", "down", "all four"]
-    for num_tokens in (2, 64):
-        own = [row for row in rows if row.case["tokens"] == num_tokens]
-        assert list(dict.fromkeys(row.case["product"] for row in own)) == products
-        assert all(row.value > row.bound > 0 for row in own)
-    ways = [row.case["way"] for row in rows if (row.case["product"], row.case["tokens"]) == ("qkv", 64)]
-    assert ways[0] == "followed" and ways[1] == "finished, 64 x 8 x 64, 5 stages, 4 warps" and len(ways) == 5
-
-
-@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
-def test_a_finished_product_equals_the_followed_one(model, name, without_a_gpu):
-    for layer in model.layers:
-        layer.fold_norms()
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        product = run.products_of(model, rungs.make_step(model, "flashinfer", 3, 20, CPU), pdl=False)[name]
-        weight = product.weights[0]
-        if name in ("qkv", "gate_up"):
-            want, got = product.followed(weight), product.finished(weight, None)
-        else:  # both add to the same residual stream
-            before = product.followed(0 * weight).clone()
-            want = product.followed(weight) - before
-            got = product.finished(weight, None) - before - want
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_product_tiles_fit_shared_memory():
-    pytest.importorskip("triton")
-    for num_tokens in (64, 256):
-        tiles = run.product_tiles((32, 64), num_tokens)
-        assert len(set(tiles)) == len(tiles) == (12 if num_tokens == 256 else 8)
-        for tile in tiles:
-            assert 2 <= tile.stages <= 5
-            assert (tile.tokens + 2 * tile.rows) * tile.columns * 2 * tile.stages <= 227 * 1024
+    cases = [(row.case["product"], row.case["tokens"], row.case["way"]) for row in rows]
+    assert cases == [(name, 2, way) for name in ("a", "b", "all four") for way in ("followed", "finished")]
+    assert rows[4].bound == rows[0].bound + rows[2].bound > 0
+    assert {way for _, way, _ in calls[:2]} == {"library"} and {way for _, way, _ in calls} == {"library", "ours"}
+    assert [(name, bool(w.any())) for name, _, w in calls[-4:]] == [
+        ("a", False),
+        ("b", False),
+        ("a", True),
+        ("b", True),
+    ]
 
 
 def test_a_rung_that_computes_something_else_is_refused():

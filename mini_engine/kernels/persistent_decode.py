@@ -1,7 +1,7 @@
 """A decode step of one request as one CUDA kernel: all layers and the LM head.
 
 A single request gives a GPU little work: each weight is multiplied by one vector, so at best a step takes as long as
-reading the weights, and the keys and values of the request. A step of many kernels takes longer, partly because no
+reading the weights, and the keys and values of the request. A step of many kernels takes longer, partly because few
 weights are read while one kernel ends and the next one starts. Here at most one thread block stays on each SM for the
 whole step. While it waits for other blocks, it reads ahead as many weights as its buffers hold (the idea of
 "megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").

@@ -266,7 +266,7 @@ def products_prediction(setting: Setting) -> Table:
     rows = []
     for name, kernels, launches in (
         ("the library's, each followed by its kernel", FOLLOWED, len(FOLLOWED)),
-        ("products that finish the work", FINISHED, 0),  # each starts while the one before still runs
+        ("products with fused epilogues", FINISHED, 0),  # each starts while the one before still runs
     ):
         times = []
         for count in counts:

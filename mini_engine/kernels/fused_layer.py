@@ -1,11 +1,12 @@
-"""A decoder layer in seven launches, or five for a decode step of few requests, for Llama and Qwen3 over FlashInfer.
+"""A decoder layer in seven launches, or five for up to 64 tokens on Hopper, for Llama and Qwen3 over FlashInfer.
 
-Separate parts of a layer take fourteen launches, however fast each part is. Here neighboring parts are fused: QK-norm,
-rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product before it, as
-the C in C + A B. The two norms need no launches. A norm multiplies each token by 1 / rms, which the kernel after the
-product applies (`rotate_and_append`, `swiglu`), and each column by a weight, which is folded into the layer's matrices
-(`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). With few tokens, on Hopper, the products do the work of the
-kernels after them, too (`fused_products`), so a layer is four products and attention. Explained in chapter 11.
+Computed part by part, a layer takes fourteen launches, however fast each part is. Here neighboring parts are fused:
+QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product
+before it, as the C in C + A B. The two norms need no launches. A norm multiplies each token by 1 / rms, which the
+kernel after the product applies (`rotate_and_append`, `swiglu`), and each column by a weight, which is folded into the
+layer's matrices (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). With few tokens, on Hopper, the products also
+do the work of the kernels after them (`fused_products`), so a layer is four products and attention. Explained in
+chapter 11.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _fuses(layer: LlamaLayer) -> bool:
 
 
 def _suits_products(layer: LlamaLayer, cos: Tensor) -> bool:
-    """Return whether `fused_products` computes the layer's products: on Hopper, for most sizes."""
+    """Return whether `fused_products` can compute the layer: on Hopper, for most sizes."""
     hidden_size, size = layer.attention.o.weight.shape
     return (
         torch.cuda.get_device_capability(cos.device)[0] == 9

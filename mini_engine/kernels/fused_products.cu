@@ -1,19 +1,19 @@
-// The matrix products of a decoder layer for the tokens of a decode step, each with the work up to the next one, for Hopper.
+// The matrix products of a decoder layer for the tokens of a decode step, each with the work after it, for Hopper.
 //
 // A thread block computes a tile: 128 rows of the weight, in two halves, times 64 tokens. The halves are what the work after a
 // product combines: rows of the gate and of the up projection, for example. A decode step has too few tiles for all SMs, so
 // several blocks share a tile (split-K): each takes some of the columns. They form a cluster, so they can write to each
-// other's shared memory. Each block sends its sums of some tokens to each of the others, adds up what it receives, always in
-// the same order, and does the work after the product for its own tokens.
+// other's shared memory. Each block sends every other block the partial sums of that block's tokens, adds up what it receives,
+// always in the same order, and does the work after the product for its own tokens.
 //
 // In each block, one thread copies tiles of both matrices to a ring of buffers in shared memory (TMA), and the other warps
 // multiply them on the tensor cores (wgmma). The kernel may start while the previous one still runs. Then it copies weights,
-// which no kernel writes, as far as the ring has room, and asks for the rest, which moves from HBM to the L2 cache.
+// which no kernel of a step writes, as far as the ring has room, and prefetches the rest to the L2 cache.
 #include "hopper.cuh"
 
 constexpr int HALF = 64, ROWS = 2 * HALF, TOKENS = 64, COLUMNS = 64;  // of a tile
 constexpr int HALF_BYTES = HALF * COLUMNS * 2, STAGE_BYTES = 3 * HALF_BYTES;  // two halves of the weight, and the tokens
-constexpr int STAGES = 4;  // two blocks fit in an SM: one of this kernel and one of the next
+constexpr int STAGES = 4;  // two blocks fit in an SM, of this kernel or of this one and the next
 // Four warps multiply, four others compute the norm, all of them finish tokens, and one more copies.
 constexpr int MULTIPLIERS = 4, WARPS = 8, THREADS = (WARPS + 1) * 32;
 // Sums of one token: the rows of a tile, then the sum of squares of its columns. The gap puts tokens in different banks.
@@ -50,7 +50,7 @@ __device__ inline void copy_tile_to_l2(const CUtensorMap* map, int column, int r
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
 }
 
-// A barrier of all threads of the cluster's blocks. It does not order their memory accesses, which would take longer.
+// A barrier of all threads of the cluster's blocks, which does not order their memory accesses.
 __device__ inline void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
@@ -71,12 +71,12 @@ __device__ inline void send(float* to, const float* from, int bytes, uint64_t* b
                  "r"(shared_address(from)), "r"(bytes), "r"(in_block(barrier, block)) : "memory");
 }
 
-// What this thread wrote to shared memory can be read by copies.
+// Let copies read what this thread wrote to shared memory.
 __device__ inline void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
-// A matrix of 64 columns at a shared address, as the tensor cores read it: rows of 128 bytes, eight of them a group of 1,024,
+// Describe a matrix of 64 columns at a shared address for the tensor cores: rows of 128 bytes, eight of them a group of 1,024,
 // in the order in which TMA stores them (128-byte swizzle).
 __device__ inline uint64_t describe(uint32_t address) {
     return address >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
@@ -257,7 +257,7 @@ struct Stage {
     __device__ explicit Stage(int step) : index(step % STAGES), phase(step / STAGES & 1) {}
 };
 
-// Copy the block's tiles to the ring; one thread does.
+// Copy the block's tiles to the ring (one thread).
 __device__ inline void produce(const Matrices& matrices, const Arguments& a, const Block& block, uint32_t ring, Barriers& barriers) {
     const int row = block.tile * a.next_tile, ahead = min(block.steps, STAGES);
     const auto copy_weight = [&](int i) {
@@ -287,7 +287,7 @@ __device__ inline void produce(const Matrices& matrices, const Arguments& a, con
     }
 }
 
-// Multiply the block's tiles, and leave the sums in shared memory, where the ring was; four warps do.
+// Multiply the block's tiles, and leave the sums in shared memory, where the ring was (four warps).
 __device__ inline void multiply(const Block& block, uint32_t ring, float* sums, Barriers& barriers) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float halves[2][32] = {};
@@ -317,8 +317,8 @@ __device__ inline void multiply(const Block& block, uint32_t ring, float* sums, 
     }
 }
 
-// Compute each token's sum of squares of the block's columns; four warps do, with two threads for each token. Then tell the
-// other blocks that they can send their sums, because the ring is not needed any more.
+// Compute each token's sum of squares of the block's columns (four warps, two threads for each token). Then tell the other
+// blocks that they can send their sums, because the ring is not needed any more.
 template <bool NORMALIZES>
 __device__ inline void compute_squares(const Arguments& a, const Block& block, uint32_t ring, float* sums, Barriers& barriers) {
     const int thread = threadIdx.x - MULTIPLIERS * 32, token = thread / 2, first = thread % 2 * 4;
@@ -346,7 +346,7 @@ __device__ inline void compute_squares(const Arguments& a, const Block& block, u
     if (NORMALIZES && token < block.count) sums[token * SUMS + ROWS] = all;  // two threads write the same
 }
 
-// Send the other blocks the sums of their tokens: thread i, those of block i.
+// Send the other blocks the sums of their tokens: thread i sends those of block i.
 __device__ inline void exchange(const Arguments& a, const Block& block, float* sums, Barriers& barriers) {
     const int other = threadIdx.x, tokens = block.tokens_of(other);
     publish_to_copies();
@@ -356,8 +356,8 @@ __device__ inline void exchange(const Arguments& a, const Block& block, float* s
     send(sums + RECEIVED + block.split * block.share * SUMS, sums + other * block.share * SUMS, tokens * SUMS_BYTES, &barriers.received, other);
 }
 
-// Finish the block's tokens: each warp takes every WARPS-th of them, two at a time, so that their loads overlap. More at a time,
-// or an unrolled loop over the splits, would be slower: each kernel has to fetch its instructions anew.
+// Finish the block's tokens: each warp takes every WARPS-th of them, two at a time, so that their loads overlap. Four at a time
+// and an unrolled loop over the splits were slower in a trial.
 template <class Finish>
 __device__ inline void finish_tokens(const Arguments& a, const Block& block, const float* sums, Barriers& barriers, const Finish& finish) {
     constexpr int AT_ONCE = 2;

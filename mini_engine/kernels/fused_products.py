@@ -1,14 +1,16 @@
-"""The matrix products of a decoder layer in a decode step, each in one launch with the work up to the next product.
+"""The matrix products of a decoder layer in a decode step, each with the work after it in the same launch.
 
-In a decode step each product takes a few microseconds, and each kernel between two products two or three more, mostly
-to start and to end. Here the kernels between products are gone. A thread block keeps its part of the product in shared
-memory and finishes the work itself: QK-norm, rotation and the append to the KV cache after the first product, the gated
-activation after the third, and the residual after the second and the fourth. The norms' factors are computed beside the
-products, from the same tiles; the norms' weights must have been folded into the products (`LlamaLayer.fold_norms`).
+In a decode step each product takes a few microseconds, and each kernel between two products one to two more, although
+it moves few bytes. Here only attention is left between the products. A thread block keeps its part of the product in
+shared memory and finishes the work itself: QK-norm, rotation and the append to the KV cache after the first product,
+the gated activation after the third, and the residual after the second and the fourth. The norms' factors are computed
+beside the products, from the same tiles; the norms' weights must have been folded into the products
+(`LlamaLayer.fold_norms`).
 
-A step's tokens give a product too few tiles for all SMs, so up to eight blocks share a tile, each for a part of the
-columns (split-K). They are a cluster, so they add up their results in each other's shared memory and need no second
-pass. A kernel starts while the previous one still runs (programmatic dependent launch), and copies its first weights.
+With few tokens, a product has too few tiles to fill all SMs, so up to eight blocks share a tile, each for a part of the
+columns (split-K). The blocks form a cluster and exchange their partial sums through shared memory, so no second pass is
+needed. A kernel can start while the previous one still runs (programmatic dependent launch), and load its first
+weights.
 
 The kernels are in `fused_products.cu`. Experiment 09 measures what they gain. Explained in chapter 11.
 """
@@ -24,8 +26,8 @@ from torch import Tensor
 from mini_engine.kernels.nvcc import load_kernel
 
 ROWS, TOKENS = 128, 64  # of a tile
-MOST_SPLITS = 8  # thread blocks of a cluster, on every GPU
-MOST_TOKENS = 64  # with more, the library's products are as fast or faster (experiment 09)
+MOST_SPLITS = 8  # thread blocks of a cluster, without asking for more
+MOST_TOKENS = 64  # measured: faster than the library's products up to 64, slower from 128 on (experiment 09)
 
 
 def qkv_append(
@@ -43,7 +45,7 @@ def qkv_append(
 ) -> Float[Tensor, "T Hq D"]:
     """Compute queries, keys and values of tokens, rotate them, store keys and values, and return the queries.
 
-    The result is that of `rotate_and_append` after the product.
+    The same as `rotate_and_append(linear(x, weight), ..., tokens=x)`, except that the product is not rounded.
 
     Args:
         x: contiguous bfloat16, not normalized; `hidden` is a multiple of 8.
@@ -70,7 +72,7 @@ def qkv_append(
 def gate_up_swiglu(
     x: Float[Tensor, "T hidden"], gate_up: Float[Tensor, "I2 hidden"], eps: float
 ) -> Float[Tensor, "T I"]:
-    """Compute `swiglu` of the product with gate and up, of tokens that have not been normalized.
+    """Multiply tokens that have not been normalized by gate and up, and apply the norm's factor and SwiGLU.
 
     Args:
         x: contiguous bfloat16, not normalized; `hidden` is a multiple of 8.
@@ -98,7 +100,7 @@ def add_product(
 
 
 def num_splits(num_tiles: int, num_sms: int) -> int:
-    """Choose the number of blocks that share a tile: a power of two, with at most three blocks for two SMs."""
+    """Choose how many blocks share a tile: a power of two, and 1 unless three blocks for two SMs are enough."""
     return min(MOST_SPLITS, 1 << max(3 * num_sms // (2 * num_tiles), 1).bit_length() - 1)
 
 

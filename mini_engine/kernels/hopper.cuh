@@ -1,4 +1,4 @@
-// Instructions of Hopper that the kernels share: copies of tiles to shared memory (TMA), and barriers that count their bytes.
+// What the kernels for Hopper share: barriers that count copied bytes, maps of tensors for TMA, and early launches.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -28,8 +28,8 @@ __device__ inline void expect(uint64_t* barrier, int bytes) {
 
 __device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// A kernel may start before the previous one has ended (programmatic dependent launch). Only what that kernel and those
-// before it do not write may be read before this wait.
+// A kernel may start before the previous one has ended (programmatic dependent launch). Before this wait it may read only what
+// no earlier kernel of the step writes, and must write nothing to global memory.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -230,7 +230,28 @@ def test_tiles_fit_registers_and_tensor_cores():
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorded", results.load(EXPERIMENT), ids=lambda result: result.device)
+RECORDED = pytest.mark.parametrize("recorded", results.load(EXPERIMENT), ids=lambda result: result.device)
+
+
+def test_every_section_that_the_readings_cite_is_recorded():
+    figures = {row.figure for recorded in results.load(EXPERIMENT) for row in recorded.rows}
+    assert {"layer: time", "product: time"} <= figures
+
+
+@RECORDED
+def test_no_recorded_row_beats_its_bound(recorded):
+    assert all(row.share_of_bound is None or row.share_of_bound < 1.03 for row in recorded.rows)
+
+
+@RECORDED
+def test_the_recorded_products_are_those_of_the_script(recorded):
+    cases = {tuple(row.case.values()) for row in recorded.rows if row.figure == "product: time"}
+    products = "qkv", "o", "gate_up", "down", "all four"
+    expected = {(name, n, way) for name in products for n in run.PRODUCT_TOKENS for way in ("followed", "finished")}
+    assert cases in (set(), expected)
+
+
+@RECORDED
 def test_the_recorded_rungs_are_those_of_the_script(recorded):
     setting = run.SETTINGS["cuda"]
     expected = {
@@ -240,5 +261,4 @@ def test_the_recorded_rungs_are_those_of_the_script(recorded):
         if n <= rung.most_tokens
         for launched in (run.GRAPH, run.PYTHON)
     }
-    assert {tuple(row.case.values()) for row in recorded.rows if row.figure == "layer: time"} == expected
-    assert all(row.share_of_bound is None or row.share_of_bound < 1.03 for row in recorded.rows)
+    assert {tuple(row.case.values()) for row in recorded.rows if row.figure == "layer: time"} in (set(), expected)

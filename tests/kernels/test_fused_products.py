@@ -78,6 +78,8 @@ def test_queries_and_cache_are_those_of_the_parts(
         q_and_k = qk_norm(q_and_k, *(own.double() for own in weights), num_qo_heads, EPS)
     q_and_k = apply_rope(q_and_k, cos.double(), sin.double())
     for next_waits in (False, True):
+        for cache, old in zip(pages, before, strict=True):
+            cache.copy_(old)
         got = qkv_append(x, weight, weights, EPS, cos, sin, pages, layout, slots, next_waits=next_waits)
         assert_close(got, q_and_k[:, :num_qo_heads])
         for cache, old, new in zip(pages, before, (q_and_k[:, num_qo_heads:], v), strict=True):

@@ -56,9 +56,13 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
             pages.copy_(torch.randn(pages.shape, generator=generator, device="cuda", dtype=torch.bfloat16))
         attend = create_backend(attention, model.attention_specs, cache, parts)
         batch = StepBatch.build(
-            token_ids=[2 + i % 50 for i in range(1 + 1 + 9 + chunk)], num_new=[1, 1, 9, chunk], kv_lens=[33, 16, 9, 30 + chunk],
-            pages=[7, 3, 11, 5, 0, 19, 2, 14, 4, 9, 16][: 5 - (-(30 + chunk) // PAGE)], page_size=PAGE, device="cuda",
-        )  # fmt: skip
+            token_ids=[2 + i % 50 for i in range(1 + 1 + 9 + chunk)],
+            num_new=[1, 1, 9, chunk],
+            kv_lens=[33, 16, 9, 30 + chunk],
+            pages=[7, 3, 11, 5, 0, 19, 2, 14, 4, 9, 16][: 5 - (-(30 + chunk) // PAGE)],
+            page_size=PAGE,
+            device="cuda",
+        )
         attend.plan(batch)
         with torch.inference_mode():
             hidden = model(batch.token_ids, batch.positions, attend)

@@ -118,8 +118,12 @@ def trace(engine: EngineOptions, out: Out) -> None:
     console = make_console()
     batch = load_batch(console, engine, SamplingOptions({}), **SMALL_POOL)
     recorded = Trace(batch.llm.tokenizer)
-    stream(console, batch.llm.with_options(on_step=recorded.record), None, batch)
-    save_trace(console, recorded, out)
+    tracing = batch.llm.with_options(on_step=recorded.record)
+    recorded.save(out)  # refuses a bad path before the work starts
+    try:
+        stream(console, tracing, None, batch)
+    finally:  # also after a refused prompt, a closed pipe or Ctrl-C
+        save_trace(console, recorded, out)
 
 
 class Batch(NamedTuple):
@@ -253,7 +257,7 @@ def main(app: typer.Typer = app) -> None:
         print_error(error)
         sys.exit(2)
     except OSError as error:
-        if error.filename is not None or sys.stdout is None:
+        if error.filename is not None or error.errno is None or sys.stdout is None:
             raise
         # The unwritten text is still in the stream, and Python would try to write it when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -141,7 +141,7 @@ def load_parts(path: str) -> "Parts":
     try:
         parts = pkgutil.resolve_name(path)
         parts = parts() if callable(parts) and not isinstance(parts, Parts) else parts
-    except Exception as error:  # the module may raise anything
+    except (Exception, SystemExit) as error:  # the module may raise anything
         raise ConfigError(
             f"cannot load the parts {path!r}: {type(error).__name__}: {error}; give MODULE:OBJECT, such as "
             "my_parts:parts for `parts` in my_parts.py"

@@ -69,7 +69,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder-only transformer that determine the cost of a step."""
+    """The sizes of a decoder-only transformer that determine the cost of a step.
+
+    Attributes:
+        gated: whether the MLP has a gate. GPT-2's has none.
+        window: keys that a query of a layer with a sliding window sees, its own included.
+        windowed_layers: number of layers with a sliding window.
+    """
 
     hidden_size: int
     num_layers: int
@@ -78,6 +84,9 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    gated: bool = True
+    window: int | None = None
+    windowed_layers: int = 0
 
 
 def linear_cost(num_tokens: int, in_features: int, out_features: int, dtype_bytes: int) -> Cost:
@@ -148,7 +157,13 @@ def attention_cost(
 
 
 def decoder_layer_costs(
-    shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1
+    shape: ModelShape,
+    num_tokens: int,
+    kv_len: int,
+    dtype_bytes: int,
+    batch_size: int = 1,
+    *,
+    window: int | None = None,
 ) -> dict[str, Cost]:
     """Compute the cost of each operator of one decoder layer, in the order in which they run.
 
@@ -158,6 +173,7 @@ def decoder_layer_costs(
         kv_len: keys of each sequence after this step, including those of the new tokens.
         dtype_bytes: bytes per element of weights, activations and cache.
         batch_size: sequences in the step. They share the weights, but no keys or values.
+        window: keys that a query sees, its own included; None: all.
     """
     tokens = batch_size * num_tokens
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -170,11 +186,11 @@ def decoder_layer_costs(
         # Each pair of components: 4 multiplications, 2 additions.
         "rope": elementwise_cost(tokens * (q_size + kv_size), 3, 2, dtype_bytes, other_bytes=sine_bytes),
         "kv_append": elementwise_cost(2 * tokens * kv_size, 0, 2, dtype_bytes),
-        "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes) * batch_size,
+        "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes, window=window) * batch_size,
         "o_proj": linear_cost(tokens, q_size, hidden, dtype_bytes),
         "attention_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
         "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),
-        "gate_up_proj": linear_cost(tokens, hidden, 2 * inner, dtype_bytes),
+        "gate_up_proj": linear_cost(tokens, hidden, (1 + shape.gated) * inner, dtype_bytes),
         # act(gate) * up, an exponential counted as 1.
         "activation": elementwise_cost(tokens * inner, 5, 3, dtype_bytes),
         "down_proj": linear_cost(tokens, inner, hidden, dtype_bytes),
@@ -185,11 +201,15 @@ def decoder_layer_costs(
 def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1) -> Cost:
     """Compute the cost of one step of the whole model, with logits for the last token of each sequence."""
     tokens = batch_size * num_tokens
-    layer = sum(decoder_layer_costs(shape, num_tokens, kv_len, dtype_bytes, batch_size).values(), Cost(0, 0))
+    sizes = shape, num_tokens, kv_len, dtype_bytes, batch_size
+    layer, windowed = (
+        sum(decoder_layer_costs(*sizes, window=window).values(), Cost(0, 0)) for window in (None, shape.window)
+    )
+    layers = layer * (shape.num_layers - shape.windowed_layers) + windowed * shape.windowed_layers
     embedding = elementwise_cost(tokens * shape.hidden_size, 0, 2, dtype_bytes)
     final_norm = norm_cost(batch_size, shape.hidden_size, dtype_bytes)
     lm_head = linear_cost(batch_size, shape.hidden_size, shape.vocab_size, dtype_bytes)
-    return embedding + layer * shape.num_layers + final_norm + lm_head
+    return embedding + layers + final_norm + lm_head
 
 
 def measure_machine(device: torch.device | str, dtype: torch.dtype) -> Machine:

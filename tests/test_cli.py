@@ -174,6 +174,19 @@ def test_mistakes_are_one_sentence_and_exit_code_2(run, model, arguments, messag
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
+def test_a_trace_is_saved_although_a_prompt_is_refused(run, model, tmp_path):
+    path = tmp_path / "run.json"
+    code, _, err = run("trace", "--model", model, "--max-model-len", "10", "--out", str(path))
+    assert code == 2 and "shorten" in err
+    assert any(event.get("ph") == "X" for event in json.loads(path.read_text())["traceEvents"])
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_a_step(run, model, monkeypatch):
+    monkeypatch.setattr(LLM, "stream", lambda *_: pytest.fail("a step ran"))
+    code, _, err = run("trace", "--model", model, "--out", "no/such/folder/run.json")
+    assert code == 2 and "choose another path" in err
+
+
 @pytest.mark.parametrize("number", ["1" + "0" * 5000, "x", "1.5"])
 def test_numbers_that_are_none_are_refused(run, number):
     code, _, err = run("generate", "hi", "--num-pages", number)

@@ -169,6 +169,10 @@ def function():
     return value
 def broken():
     raise ZeroDivisionError("no")
+
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -197,6 +201,7 @@ def test_parts_are_an_object_or_a_function(parts_file):
         ("parts_of_a_test:missing", "missing"),
         ("parts_of_a_test:number", "int"),
         ("parts_of_a_test:broken", "ZeroDivisionError: no"),
+        ("parts_of_a_test:leaves", "SystemExit: 0"),
         ("parts_of_a_test:mine", "TypeError"),
     ],
 )

@@ -1,5 +1,7 @@
 """FLOPs against PyTorch's own counter, bytes against the tensors of a layer that really runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,6 +116,22 @@ def test_a_step_is_its_layers_and_both_ends() -> None:
     embedding_bytes = 2 * 2 * 32 * 2
     expected = 3 * sum(cost.bytes for cost in layer.values()) + norm_cost(2, 32, 2).bytes + head.bytes
     assert step.bytes == expected + embedding_bytes
+
+
+def test_an_mlp_without_a_gate_has_one_projection_less() -> None:
+    costs = decoder_layer_costs(replace(SHAPE, gated=False), 1, 10, 2)
+    assert costs["gate_up_proj"] == linear_cost(1, 32, 48, 2)
+
+
+def test_layers_with_a_window_read_the_keys_in_it() -> None:
+    shape = replace(SHAPE, window=4, windowed_layers=2)
+    some, all_of_it, none = (
+        model_step_cost(own, 1, 100, 2) for own in (shape, replace(shape, windowed_layers=3), SHAPE)
+    )
+    assert all_of_it.bytes < some.bytes < none.bytes
+    key_bytes = 2 * 2 * 8 * 2  # keys and values, KV heads, head size, bytes of a number
+    assert none.bytes - some.bytes == 2 * (100 - 4) * key_bytes
+    assert model_step_cost(shape, 1, 4, 2) == model_step_cost(SHAPE, 1, 4, 2)
 
 
 def test_the_slower_bound_decides() -> None:

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,7 +62,7 @@ class PeerProcess:
 
     def __init__(self, name: str, options: PeerOptions) -> None:
         self._name, self.seconds = name, 0.0
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`close` closes it)
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close` closes it)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "mini_engine.bench.peer_child", name],
             stdin=subprocess.PIPE,
@@ -68,6 +70,7 @@ class PeerProcess:
             stderr=self._log,
             text=True,
             env=OFFLINE | os.environ,
+            start_new_session=True,  # so that `close` can end the engine's own processes too
         )
         try:
             self._ask(asdict(options))
@@ -87,19 +90,26 @@ class PeerProcess:
         return served["outputs"]
 
     def close(self) -> None:
-        """End the process."""
-        try:
-            self._child.communicate(timeout=SECONDS_TO_END)  # it ends when its input ends
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.communicate()
+        """End the process and those that it started."""
+        assert self._child.stdin and self._child.stdout
+        with suppress(BrokenPipeError):
+            self._child.stdin.close()  # it ends when its input ends
+        self._child.stdout.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(SECONDS_TO_END)
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
         self._log.close()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._child.stdin and self._child.stdout
         with suppress(BrokenPipeError):  # the child has ended, so there is no answer to read either
             print(json.dumps(question), file=self._child.stdin, flush=True)
-        if line := self._child.stdout.readline():
+        # Its end does not close the pipe while a process that it forked still holds the other end.
+        while not select.select([self._child.stdout], [], [], 1)[0] and self._child.poll() is None:
+            pass
+        if select.select([self._child.stdout], [], [], 0)[0] and (line := self._child.stdout.readline()):
             return json.loads(line)
         self._log.seek(0)
         last = "\n".join(self._log.read().splitlines()[-LOG_LINES:])

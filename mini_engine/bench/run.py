@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mini_engine.bench.host import Row, host_rows
 from mini_engine.bench.options import BenchOptions
@@ -38,6 +39,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM, pick_device
 from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.roofline import device_name, measure_machine
+from mini_engine.terminal import printable
 
 PAGE_SIZE = 128  # of our engine; every backend supports it on every device
 GPU_STEP_TOKENS = 8192  # most tokens of our steps on a GPU, where matrix products need thousands of rows to be fast
@@ -117,12 +119,24 @@ def compare(
     # Checked before any prompt is built, because the sizes come from the command line.
     checkpoint, longest = open_checkpoint(engine.model), max(workload.longest for workload in workloads)
     shape = checkpoint.config
+    if peers and checkpoint.path.is_file():
+        raise ConfigError(
+            f"{engine.model} is a GGUF file, which the peers do not read: give a folder, or leave out --peer"
+        )
+    if config.max_model_len is not None and config.max_model_len < longest:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but a prompt and its output may have {longest} tokens: raise it "
+            "or leave it out, or choose fewer prompt tokens or fewer tokens to generate"
+        )
     if longest > shape.max_position_embeddings:
         raise ConfigError(
             f"a prompt and its output may have {longest} tokens, but {engine.model} takes only "
             f"{shape.max_position_embeddings}: choose fewer prompt tokens, or fewer tokens to generate"
         )
-    requests = [workload.requests(shape.vocab_size) for workload in workloads]
+    requests = [  # other tokens in each workload, so that a prefix cache does not find the previous workload's
+        with_other_tokens(workload.requests(shape.vocab_size), index * (rounds + 1))
+        for index, workload in enumerate(workloads)
+    ]
     # Room for all requests and no more, because on a GPU the peers' caches share the memory with ours.
     num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
     llm = LLM(engine.model, replace(config, num_pages=num_pages), parts=engine.parts)
@@ -293,6 +307,7 @@ def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, ro
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions((*PACKAGES, *bench.peer)),
         "parameters": {"model": engine.model, "rounds": bench.rounds}
+        | ({n: getattr(bench, n) for n in ("prompt_tokens", "max_tokens")} if bench.workload == "batches" else {})
         | {name: str(value) for name, value in engine.options.items()},
         "rows": found,
     }
@@ -314,19 +329,27 @@ def write(file: Path, found: Mapping[str, Any]) -> None:
         ConfigError: if the file cannot be written.
     """
     try:
-        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # A path that is not UTF-8 has surrogates, which become "\udcff" in JSON.
+        text = json.dumps(found, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        file.write_bytes(text + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}; give another file for --out") from error
 
 
 def rounded(rate: float) -> int | float:
-    """Round a rate: to an integer from 1,000 on, to one decimal below."""
-    return round(rate) if rate >= 1000 else round(rate, 1)
+    """Round a rate: to an integer from 1,000 on, to four digits below."""
+    return round(rate) if rate >= 1000 else float(f"{rate:.4g}")
 
 
 def table(title: str, rows: Sequence[Row], columns: Sequence[str] | None = None) -> Table:
     """Return a table with a column for each key of the rows, or for the given keys."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+    made = Table(
+        title=Text(printable(title), "table.title"),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     columns = columns or list(rows[0])
     for name in columns:
         is_text = isinstance(rows[0][name], str)

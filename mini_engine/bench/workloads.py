@@ -119,7 +119,8 @@ def least_seconds(
         machine: its rates.
         requests: the workload.
         dtype_bytes: bytes of a number.
-        shared: tokens that all prompts begin with: they are computed once, and each step reads their keys once.
+        shared: tokens that all prompts begin with: they are computed once, and each step reads their keys once, except
+            in layers with a window, where they count as outside of it.
     """
     shape = model_shape(config)
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
@@ -127,7 +128,7 @@ def least_seconds(
     def step(num_tokens: int, kv_len: int, running: int) -> float:
         over_shared = attention_cost(running * num_tokens, shared, *heads, dtype_bytes, causal=False)
         own = model_step_cost(shape, num_tokens, kv_len, dtype_bytes, running)
-        return (own + over_shared * shape.num_layers).seconds(machine)
+        return (own + over_shared * (shape.num_layers - shape.windowed_layers)).seconds(machine)
 
     prompt = round(statistics.mean(len(request.prompt) for request in requests)) - shared
     seconds = step(prompt, prompt, len(requests))
@@ -149,4 +150,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
+        gated=config.architecture != "GPT2LMHeadModel",
+        window=config.sliding_window,
+        windowed_layers=config.layer_types.count("sliding_attention"),
     )

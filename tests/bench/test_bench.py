@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,18 +26,26 @@ from mini_engine.bench.workloads import (
     Workload,
     batch_of,
     least_seconds,
+    model_shape,
     num_outputs,
     with_other_tokens,
 )
 from mini_engine.cli_options import EngineOptions
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.llm import LLM
+from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Machine, device_name
 from mini_engine.sampling_params import SamplingParams
+from tests.models.families import transformers_config
 
 FEW = Workload(5, (3, 9), (2, 7))
 VOCAB = 49_152
 MODEL = "smollm2-135m-instruct"
+ARCHITECTURES = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"]},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +203,66 @@ def test_a_file_that_cannot_be_written_costs_no_measurement(monkeypatch, tmp_pat
     with pytest.raises(ConfigError, match="cannot write"):
         run_bench(Console(file=out), options, BenchOptions(json=True, out=tmp_path / "nowhere" / "a.json"))
     assert json.loads(out.getvalue()) == ROW
+
+
+def test_a_name_cannot_change_the_table_or_the_file(monkeypatch, tmp_path):
+    """Brackets are not markup, control characters are not sent, and a path need not be UTF-8."""
+    monkeypatch.setattr(module, "compare", lambda *_: [ROW])
+    out, file = io.StringIO(), tmp_path / "a.json"
+    options = EngineOptions("a [/b] \x1b[2J \udcff", {"device": "cpu"})
+    run_bench(Console(file=out, width=80), options, BenchOptions(out=file))
+    assert "a [/b]" in out.getvalue() and "\x1b" not in out.getvalue()
+    assert json.loads(file.read_text())["parameters"]["model"] == options.model
+
+
+def test_slow_rates_are_recorded_to_four_digits(monkeypatch, tmp_path):
+    rates = {name: module.rounded(1 / seconds) for name, seconds in (("tokens_per_s", 27), ("min_tokens_per_s", 28))}
+    slow = ROW | rates | {"max_tokens_per_s": module.rounded(1 / 26), "bound_tokens_per_s": 0.5, "seconds": 27.0}
+    monkeypatch.setattr(module, "compare", lambda *_: [slow])
+    run_bench(Console(file=io.StringIO()), EngineOptions("a model", {}), BenchOptions(out=tmp_path / "a.json"))
+    seconds = json.loads((tmp_path / "a.json").read_text())["rows"][1]
+    assert seconds["bound"] == pytest.approx(2, rel=1e-3) and seconds["spread"] == pytest.approx([26, 28], rel=1e-3)
+
+
+def test_the_file_has_the_lengths_of_a_batch(monkeypatch, tmp_path):
+    printed(monkeypatch, out=tmp_path / "a.json", prompt_tokens=5, max_tokens=7)
+    parameters = json.loads((tmp_path / "a.json").read_text())["parameters"]
+    assert (parameters["prompt_tokens"], parameters["max_tokens"]) == (5, 7)
+
+
+def test_no_workload_shares_a_prefix_with_an_earlier_one(monkeypatch):
+    measured = []
+
+    def measure(serve, requests, rounds):
+        measured.extend(with_other_tokens(requests, one) for one in range(1, rounds + 1))
+        return [module.Measurement(name, 1.0, 0, (1.0, 1.0)) for name in serve]
+
+    monkeypatch.setattr(module, "measure", measure)
+    options = EngineOptions(MODEL, {"attn_backend": "torch", "device": "cpu", "dtype": "float32"})
+    compare(Console(file=io.StringIO()), options, [batch_of(2, 20, 2), batch_of(3, 20, 2)], rounds=2)
+    begins = [{tuple(prompt[:4]) for prompt, _ in requests} for requests in measured]
+    assert len(begins) == 4 and len(set.union(*begins)) == sum(map(len, begins))
+
+
+def test_a_peer_reads_no_gguf_file(monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").touch()
+    checkpoint = replace(module.open_checkpoint(MODEL), path=tmp_path / "model.gguf")
+    monkeypatch.setattr(module, "open_checkpoint", lambda name: checkpoint)
+    with pytest.raises(ConfigError, match="give a folder, or leave out --peer"):
+        compare(Console(), EngineOptions("model.gguf", {}), [FEW], ["transformers"])
+
+
+def test_a_limit_below_the_longest_request_is_refused():
+    with pytest.raises(ConfigError, match="max_model_len is 12, but a prompt and its output may have 16 tokens"):
+        compare(Console(), EngineOptions(MODEL, {"max_model_len": 12, "device": "cpu"}), [FEW])
+
+
+def test_the_bound_knows_gates_and_windows():
+    def shape(family):
+        return model_shape(ModelConfig.from_hf(transformers_config(family).to_dict() | ARCHITECTURES[family]))
+
+    assert shape("llama").gated and not shape("gpt2").gated
+    assert (shape("llama").windowed_layers, shape("gemma2").windowed_layers, shape("gemma2").window) == (0, 2, 5)
 
 
 def test_the_bound_counts_prompts_too(llm):

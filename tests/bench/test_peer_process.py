@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,27 @@ class LLM:
         return [RequestOutput([Completion(tuple(output.token_ids))]) for output in served]
 """
 BROKEN = "class SamplingParams: ...\n\n\ndef LLM(**options):\n    raise RuntimeError('no kernel image is available')\n"
+FORKS = """
+import os
+import signal
+import time
+
+
+class SamplingParams:
+    def __init__(self, **options): ...
+
+
+class LLM:
+    def __init__(self, model, **options):
+        core = os.fork()
+        if core == 0:
+            time.sleep(600)
+        with open(model + "/core", "w") as file:
+            file.write(str(core))
+
+    def generate(self, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGKILL)  # as when memory runs out
+"""
 
 
 @pytest.fixture
@@ -103,6 +125,43 @@ def test_the_seconds_are_those_of_the_other_process(installed, model):
 
 def test_a_peer_that_fails_says_why(installed):
     installed(BROKEN)
+    with pytest.raises(PeerError, match="no kernel image is available"):
+        PeerProcess("vllm", OPTIONS)
+
+
+def test_a_peer_that_is_killed_is_noticed_although_its_own_process_lives(installed, tmp_path):
+    """vLLM and SGLang start processes, which keep the pipe of the answers open."""
+    installed(FORKS)
+    started = time.monotonic()
+    peer = PeerProcess("vllm", replace(OPTIONS, model=str(tmp_path)))
+    with closing(peer), pytest.raises(PeerError, match="exited before it answered"):
+        peer(FEW.requests(61))
+    assert time.monotonic() - started < 60  # the other process sleeps longer
+    wait_for_the_end_of(int((tmp_path / "core").read_text()))
+
+
+def test_a_peer_that_does_not_end_is_killed_with_its_processes(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_engine.bench.peer_process.SECONDS_TO_END", 1)
+    installed(FORKS + "\nimport atexit\natexit.register(time.sleep, 600)\n")
+    PeerProcess("vllm", replace(OPTIONS, model=str(tmp_path))).close()
+    wait_for_the_end_of(int((tmp_path / "core").read_text()))
+
+
+def wait_for_the_end_of(process: int) -> None:
+    """Wait until a process that was killed has ended; one that its parent has not waited for stays as a zombie."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the process is still running")
+
+
+def test_a_log_need_not_be_utf_8(installed):
+    installed("import os\nos.write(2, b'half \\xe2\\x96 of a character\\n')\n" + BROKEN)
     with pytest.raises(PeerError, match="no kernel image is available"):
         PeerProcess("vllm", OPTIONS)
 

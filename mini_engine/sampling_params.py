@@ -31,7 +31,7 @@ class SamplingParams:
         min_p: leave out tokens with less than min_p times the largest probability.
         repetition_penalty: above 1 makes tokens of the prompt and of the output so far less likely.
         max_tokens: end after this many tokens.
-        seed: makes the output reproducible, whatever else is in the batch; None draws a seed.
+        seed: determines the random numbers, whatever else is in the batch; None draws a seed.
         stop: end as soon as the text contains one of these strings, which is cut off.
         stop_token_ids: end at any of these tokens, in addition to the model's own end-of-sequence tokens.
         ignore_eos: do not end at the model's end-of-sequence tokens.

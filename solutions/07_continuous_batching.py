@@ -127,8 +127,9 @@ def admit(
         num_pages: free pages that it needs; 0 if it shares them all.
         budget: tokens that the step has left; may be 0.
         free_pages: pages that may be taken. The scheduler has subtracted its watermark,
-            one page for each request that was running before the step, so the number may
-            be negative; then no request is admitted, not even one that needs no page.
+            one page for each request that was running before the step, so the number
+            may be negative; then no request is admitted, not even one that needs no
+            page.
         free_rows: rows of the page table that are free.
 
     Returns:

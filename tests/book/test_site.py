@@ -126,6 +126,14 @@ def test_every_link_inside_the_site_leads_somewhere(site: Path) -> None:
     assert broken == []
 
 
+def test_no_item_of_a_list_is_part_of_the_paragraph_before_it(site: Path) -> None:
+    """Python-Markdown, unlike GitHub, needs an empty line between an indented paragraph and the next item."""
+    no_prose = re.compile(r"<(pre|script|style|svg)\b.*?</\1>", re.DOTALL)
+    pages = {file: no_prose.sub("", file.read_text(encoding="utf-8")) for file in site.rglob("*.html")}
+    item = re.compile(r"^[-*] ", re.MULTILINE)
+    assert [str(file.relative_to(site)) for file, html in pages.items() if item.search(html)] == []
+
+
 # --- what a reader does ----------------------------------------------------------------------------------------------
 
 

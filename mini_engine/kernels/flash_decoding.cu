@@ -66,11 +66,19 @@ static_assert(STAGES > 0, "too large");
 
 // --- instructions -------------------------------------------------------------------------------------------------------
 
+// The policy under which the L2 cache gives up these lines first: a step reads each key and value once.
+__device__ inline uint64_t read_once() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Copy a tile of one head to shared memory.
-__device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int page, int head, int token, uint64_t* barrier) {
+__device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int page, int head, int token, uint64_t* barrier, uint64_t policy) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
-        "l"(map), "r"(0), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier)) : "memory");
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3, %2, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(map), "r"(0), "r"(token), "r"(head), "r"(page), "r"(shared_address(barrier)), "l"(policy) : "memory");
 }
 
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
@@ -171,6 +179,7 @@ struct Stage {
 // After the last copy, that thread waits for the ranges that continue the last item, while the other warps still compute.
 __device__ inline void produce(const Arguments& a, const Cache& cache, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32;
+    const uint64_t policy = read_once();
     int position = 0;
 #pragma unroll 1
     for (Item item(block.range); item.left; item.advance(a)) {
@@ -188,8 +197,8 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
                 const uint32_t to = ring + stage.index * STAGE_BYTES;
                 wait(shared.empty + stage.index, stage.phase ^ 1);
                 expect(shared.full + stage.index, STAGE_BYTES);
-                copy_tile(to, &cache.keys, page, block.head, token, shared.full + stage.index);
-                copy_tile(to + MATRIX_BYTES, &cache.values, page, block.head, token, shared.full + stage.index);
+                copy_tile(to, &cache.keys, page, block.head, token, shared.full + stage.index, policy);
+                copy_tile(to + MATRIX_BYTES, &cache.values, page, block.head, token, shared.full + stage.index, policy);
             }
         }
         if (item.is_continued() && lane == 0) {
@@ -408,7 +417,7 @@ static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2],
     return encoder(
         map, IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, pages, shape, steps, box, ones,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // Create the maps of one layer, and raise the kernel's shared memory limit.

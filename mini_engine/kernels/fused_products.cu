@@ -351,8 +351,9 @@ __device__ inline void exchange(const Arguments& a, const Block& block, float* s
     const int other = threadIdx.x, tokens = block.tokens_of(other);
     publish_to_copies();
     sync_consumers();
-    if (other >= a.splits || other == block.split || !tokens) return;
-    wait(&barriers.ready, 0);
+    if (other >= a.splits || other == block.split) return;
+    wait(&barriers.ready, 0);  // even with nothing to send: no arrival may come after the block has ended
+    if (!tokens) return;
     send(sums + RECEIVED + block.split * block.share * SUMS, sums + other * block.share * SUMS, tokens * SUMS_BYTES, &barriers.received, other);
 }
 

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from book import results
 from book.paths import repository_root
+from mini_engine.roofline import Machine
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
@@ -50,6 +52,14 @@ def record(result: results.Result, out: Path | None, in_readme: Collection[str])
     print(results.write(result, out))
     if out is None:
         results.fill_readme(result.experiment, in_readme)
+
+
+def faster(a: Machine, b: Machine) -> Machine:
+    """Return the better of two measurements of one machine, rate by rate.
+
+    A shared machine is not equally fast at all times, and a bound is the best that was seen.
+    """
+    return replace(a, bandwidth=max(a.bandwidth, b.bandwidth), flops=max(a.flops, b.flops))
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:

@@ -76,14 +76,15 @@ class Row:
 def median_rows(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     """The rows of several rounds with the same figures and cases: medians, and the smallest and largest values.
 
-    A row with the same value in all rounds is a count, and stays as it is.
+    A row with the same value in all rounds is a count, and stays as it is. Bounds are the last round's, because by then
+    the machine has been measured most often.
     """
     rows = []
     for same in zip(*rounds, strict=True):
         values = [row.value for row in same]
         varies = min(values) < max(values)
         spread = (min(values), max(values)) if varies else same[0].spread
-        rows.append(replace(same[0], value=statistics.median(values), spread=spread))
+        rows.append(replace(same[-1], value=statistics.median(values), spread=spread))
     return rows
 
 

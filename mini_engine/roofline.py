@@ -9,6 +9,7 @@ of attention leave out softmax, exponentials and comparisons, as PyTorch's own c
 from __future__ import annotations
 
 import platform
+import re
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -239,15 +240,20 @@ def device_name(device: torch.device | str) -> str:
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     threads = torch.get_num_threads()
-    return f"{model}, {threads} thread{'s' if threads != 1 else ''}"
+    return f"{short_name(model)}, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+def short_name(processor: str) -> str:
+    """Return a processor's name without trademarks and clock rate: "Intel Xeon", not "Intel(R) Xeon(R) @ 2.80GHz"."""
+    return re.sub(r"\((R|TM)\)| (CPU|Processor)\b| @.*", "", processor)
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     run()
-    if device.type == "cpu":
-        return min(timeit.repeat(run, number=1, repeat=repeats))
+    if device.type == "cpu":  # other programs use it, too, so the best needs more runs
+        return min(timeit.repeat(run, number=1, repeat=30))
     times = []
-    for _ in range(repeats):
+    for _ in range(10):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()

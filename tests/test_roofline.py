@@ -21,6 +21,7 @@ from mini_engine.roofline import (
     measure_machine,
     model_step_cost,
     norm_cost,
+    short_name,
     visible_pairs,
 )
 
@@ -140,6 +141,19 @@ def test_the_slower_bound_decides() -> None:
     waits, computes = Cost(flops=50, bytes=10), Cost(flops=500, bytes=10)
     assert (waits.seconds(machine), waits.is_memory_bound(machine), waits.intensity) == (1.0, True, 5.0)
     assert (computes.seconds(machine), computes.is_memory_bound(machine)) == (5.0, False)
+
+
+@pytest.mark.parametrize(
+    ("processor", "name"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.80GHz", "Intel Xeon"),
+        ("Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", "Intel Core i7-8650U"),
+        ("AMD Ryzen 7 5800X 8-Core Processor", "AMD Ryzen 7 5800X 8-Core"),
+        ("AMD EPYC", "AMD EPYC"),
+    ],
+)
+def test_short_names_of_processors(processor: str, name: str) -> None:
+    assert short_name(processor) == name
 
 
 def test_a_measured_machine_can_exist() -> None:

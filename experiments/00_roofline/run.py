@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, graph_of, record
+from book.experiment import command_line, faster, graph_of, record
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.models.linear import linear
 from mini_engine.roofline import Cost, Machine, ModelShape, decoder_layer_costs, linear_cost, measure_machine
@@ -28,7 +28,7 @@ from mini_engine.rope import RopeConfig, apply_rope, inverse_frequencies, rope_t
 
 SMOLLM2_135M = ModelShape(576, 30, 9, 3, 64, 1536, 49152)
 QWEN3_0_6B = ModelShape(1024, 28, 16, 8, 128, 3072, 151_936)
-RUNS = 5  # of each operator in a round
+RUNS = 15  # of each operator in a round
 ROUNDS = 3
 
 
@@ -227,18 +227,13 @@ def operator_rows(timed: list[Timed], machine: Machine) -> list[results.Row]:
     return rows
 
 
-def faster(a: Machine, b: Machine) -> Machine:
-    """The better of two measurements of one machine, rate by rate."""
-    return replace(a, bandwidth=max(a.bandwidth, b.bandwidth), flops=max(a.flops, b.flops))
-
-
 def main() -> None:
     arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)
     dtypes = [setting.dtype, *({torch.float32, torch.bfloat16} - {setting.dtype})]
-    before = [measure_machine(device, dtype) for dtype in dtypes]
+    machines = [measure_machine(device, dtype) for dtype in dtypes]
     # glibc's malloc returns large blocks to the system on every free, and the next one is cleared page by page. Freeing
     # one block of 31 MiB raises the threshold: operators reuse memory, as in a program that has run for a while.
     torch.empty(31 * 2**20, dtype=torch.uint8)
@@ -248,8 +243,9 @@ def main() -> None:
         for _ in range(ROUNDS):
             floor = seconds_per_call([lambda: one + one] * 64, device)
             rounds.append((floor, time_operators(setting, device)))
-    # A shared machine is not equally fast at all times: a bound is the best that was seen, before or after.
-    machines = [faster(own, measure_machine(device, dtype)) for own, dtype in zip(before, dtypes, strict=True)]
+            machines = [
+                faster(own, measure_machine(device, dtype)) for own, dtype in zip(machines, dtypes, strict=True)
+            ]
     calling = "nothing to move: what calling an operator costs"
     measured = results.median_rows(
         [

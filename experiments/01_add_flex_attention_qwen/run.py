@@ -34,7 +34,7 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results, timing
-from book.experiment import command_line, record
+from book.experiment import command_line, faster, record
 from mini_engine.attention.masks import MaskMod
 from mini_engine.roofline import (
     Cost,
@@ -51,7 +51,7 @@ EXPERIMENT = "01_add_flex_attention_qwen"
 FLEX, UNMASKED = "our_flex", "our_flex_without_mask"
 ATTENTIONS = {"eager": "eager", "SDPA": "sdpa", "flex": FLEX}  # name in the results: name in transformers
 MASKS = ("causal", "sliding window", "documents")
-ROUNDS = 3
+ROUNDS, RUNS = 3, 5
 CHECKED = 64  # tokens of a sequence whose logits are compared
 
 # torch allows 8 kernels for one function; here every pair of mask and length is a kernel.
@@ -139,7 +139,6 @@ class Setting:
     eager_longest: int
     decodes: tuple[int, ...]
     capacity: int
-    runs: int
 
 
 CPU = Setting(
@@ -152,7 +151,6 @@ CPU = Setting(
     eager_longest=2048,
     decodes=(256, 1920),
     capacity=2048,
-    runs=2,
 )
 GPU = Setting(
     model="Qwen3-0.6B's shape",
@@ -164,7 +162,6 @@ GPU = Setting(
     eager_longest=8192,
     decodes=(512, 32_512),
     capacity=32_768,
-    runs=2,
 )
 
 
@@ -244,17 +241,17 @@ def attention_seconds(
 
     call()  # compiles; and libraries choose their kernels on a first call, which cannot be captured
     if model.device.type == "cpu":
-        return seconds(call, setting, model.device) / len(operands)
+        return seconds(call, model.device) / len(operands)
     # The host takes longer to launch a small kernel than the device to run it: all calls become one CUDA graph.
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return seconds(graph.replay, setting, model.device) / len(operands)
+    return seconds(graph.replay, model.device) / len(operands)
 
 
-def seconds(call: Callable[[], object], setting: Setting, device: torch.device) -> float:
-    return timing.measure(call, runs=setting.runs, warmup=1, device=device.type).seconds
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    return min(timing.measure(call, runs=RUNS, warmup=1, device=device.type).runs)
 
 
 def time_row(figure: str, value: float, cost: Cost, machine: Machine, case: dict[str, results.Setting]) -> results.Row:
@@ -299,8 +296,8 @@ def prefill(
 
     logits = forward(torch.linspace(0, length - 1, CHECKED, device=device).long())
     attention = attention_seconds(setting, model, name, mask_of(model, mask, positions), length, length)
-    building = seconds(lambda: mask_of(model, mask, positions), setting, device)
-    whole = seconds(forward, setting, device)
+    building = seconds(lambda: mask_of(model, mask, positions), device)
+    whole = seconds(forward, device)
     case: dict[str, results.Setting] = {"mask": mask, "attention": name, "tokens": length}
     return logits, [
         time_row("attention", attention, attention_bound(setting, mask, length), machine, case),
@@ -346,14 +343,14 @@ def decode(
         position = torch.full((1, 1), keys, device=device)
         mask = mask_of(model, "causal", position, fixed)
         attention = attention_seconds(setting, model, name, mask, 1, setting.capacity)
-        building = seconds(lambda: mask_of(model, "causal", position, fixed), setting, device)
+        building = seconds(lambda: mask_of(model, "causal", position, fixed), device)
         heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
         bound = attention_cost(1, keys + 1, *heads, setting.dtype.itemsize)
         rows.append(time_row("decode attention", attention, bound, machine, case))
         rows.append(results.Row("decode mask", building, "s", None, "none: one serves all layers of a step", case))
     logits = step()
     bound = model_step_cost(shape, 1, keys + 1, setting.dtype.itemsize)
-    return logits, [*rows, time_row("decode step", seconds(step, setting, device), bound, machine, case)]
+    return logits, [*rows, time_row("decode step", seconds(step, device), bound, machine, case)]
 
 
 def decode_rows(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
@@ -403,6 +400,7 @@ def main() -> None:
         rows = [without_mask_row(setting, device)]
         rounds = []
         for _ in range(ROUNDS):
+            machine = faster(machine, measure_machine(device, setting.dtype))
             prefills = [row for mask in MASKS for row in prefill_rows(setting, device, machine, mask)]
             rounds.append(prefills + decode_rows(setting, device, machine))
         rows += results.median_rows(rounds)

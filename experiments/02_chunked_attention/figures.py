@@ -1,6 +1,6 @@
 """Figures of this experiment, drawn from a recorded result.
 
-result = book.results.recorded("02_chunked_attention", "EPYC")
+result = book.results.recorded("02_chunked_attention", "Xeon")
 book.figures.show(chunk_size_figure(result), "...")
 """
 

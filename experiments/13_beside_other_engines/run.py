@@ -34,6 +34,7 @@ from mini_engine.bench.peers import Serve, serve_mini_engine
 from mini_engine.bench.run import SHARE_OF_FREE, SPARE_CACHE, measure, pages_needed
 from mini_engine.bench.workloads import NAMED, Workload, least_seconds, num_outputs
 from mini_engine.config import EngineConfig
+from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Machine, measure_machine
@@ -100,6 +101,24 @@ def peer_options(
     )
 
 
+def check_room(cache_bytes: int, num_engines: int, free_bytes: int) -> None:
+    """Check that all engines' KV caches fit into the device's memory, before minutes are spent on loading the peers.
+
+    Args:
+        cache_bytes: the cache of one engine, with room for the largest workload.
+        num_engines: our engine and the peers.
+        free_bytes: the device's free memory.
+
+    Raises:
+        ConfigError: if they do not fit.
+    """
+    if num_engines * cache_bytes > free_bytes:
+        raise ConfigError(
+            f"the KV caches of {num_engines} engines take {num_engines * cache_bytes / 1e9:.0f} GB, and "
+            f"{free_bytes / 1e9:.0f} GB are free; compare fewer engines (--peers), or smaller workloads (--workloads)"
+        )
+
+
 def load_engine(folder: Path, options: Mapping[str, Any], workload: Workload, vocab_size: int) -> LLM:
     """Load our engine, with a pool that holds all requests of a workload at once."""
     config = EngineConfig(
@@ -158,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = write_checkpoint(setting.model, setting.dtype, device, folder)
         free()
         given = peer_options(folder, shape, setting.dtype, device, list(workloads.values()))
+        if device.type == "cuda":
+            check_room(given.cache_bytes, 1 + len(chosen.peers), torch.cuda.mem_get_info(device)[0])
         peers = {name: processes.enter_context(closing(PeerProcess(name, given))) for name in chosen.peers}
         for name, workload in workloads.items():
             rows += workload_rows(name, workload, setting, folder, peers, machine)

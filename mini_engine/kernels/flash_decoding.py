@@ -5,7 +5,7 @@ from its first to its last microsecond. It does so in three ways. The keys of al
 16 keys, which the thread blocks share equally ("stream-K", Osama et al. 2023; for attention "Lean Attention", Sanovar
 et al. 2024), so no block is idle while another still works on a long request. The blocks of different KV heads read the
 same pages at the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps that
-compute.
+compute. The copies mark their lines as the first to leave the L2 cache, because a step does not read them again.
 
 The kernel is in `flash_decoding.cu`. Its reference is `attention/torch.py`. Explained in chapter 12.
 """

@@ -25,7 +25,6 @@ TINY = replace(
     eager_longest=16,
     decodes=(20,),
     capacity=192,
-    runs=1,
 )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from book import experiment, results
 from book.results import Result, Row
+from mini_engine.roofline import Machine
 
 RUN = """
 import json, sys
@@ -30,6 +31,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def has_gpu(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: answer)
+
+
+def test_the_better_of_two_measurements_is_chosen_rate_by_rate():
+    first, second = Machine("a machine", "float32", 10.0, 7.0), Machine("a machine", "float32", 8.0, 9.0)
+    assert experiment.faster(first, second) == Machine("a machine", "float32", 10.0, 9.0)
 
 
 def test_without_a_gpu_it_is_the_recorded_one(root, monkeypatch):

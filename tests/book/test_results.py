@@ -9,6 +9,7 @@ import pytest
 from book import results
 from book.results import ENGINE_BYTES, ENGINE_SPEED, ENGINE_THROUGHPUT, Result, Row
 
+REPOSITORY = Path(__file__).parents[2]
 LATENCY = Row("latency", 2.5e-3, "s", 1e-3, "bytes / bandwidth", {"batch": 8, "dtype": "bf16"})
 SPEED = Row(ENGINE_SPEED, 30.0, "tokens/s", 60.0, "bandwidth / bytes", {"chapter": 2})
 COUNT = Row("tests | run", 3, "tests", None, "a count has no bound")
@@ -60,6 +61,27 @@ def test_the_median_of_rounds_has_the_smallest_and_the_largest_value_unless_it_i
     time, count = results.median_rows(rounds)
     assert (time.value, time.spread, time.case) == (3.0, (1.0, 8.0), {"load": 1})
     assert count == rounds[0][1]
+
+
+def test_the_bound_of_rounds_is_the_last_one_when_the_machine_has_been_measured_most_often() -> None:
+    rounds = [[Row("step", 3.0, "s", bound, "bytes / bandwidth")] for bound in (2.0, 1.5, 1.2)]
+    [row] = results.median_rows(rounds)
+    assert (row.value, row.bound, row.spread) == (3.0, 1.2, None)
+
+
+# Recorded before these experiments measured in rounds.
+OLDER = {
+    ("00_engine_so_far", "NVIDIA H200"), ("00_roofline", "NVIDIA H200"), ("01_add_flex_attention_qwen", "NVIDIA H200"),
+    ("02_chunked_attention", "NVIDIA H200"), ("03_paged_vs_contiguous", "NVIDIA H200"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in (REPOSITORY / "experiments").glob("*/results")))
+def test_every_measured_time_and_speed_has_a_spread(folder: str) -> None:
+    for recorded in results.load(folder, REPOSITORY):
+        measured = [row for row in recorded.rows if row.unit in ("s", "tokens/s") and "predicted" not in row.figure]
+        without = {row.figure for row in measured if row.spread is None} - {"host time of a launch"}
+        assert not without or (folder, recorded.device) in OLDER, recorded.device
 
 
 def test_share_of_the_bound_is_that_of_the_time_or_of_the_rate() -> None:

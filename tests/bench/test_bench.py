@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_the_file_is_one_that_the_book_reads(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     printed(monkeypatch, workload="latency", out=folder / "a.json", rounds=5)
     read = results.read(folder / "a.json")
-    assert read.device == device_name("cpu") and read.versions["torch"] == torch.__version__
+    assert read.device == device_name("cpu") and read.versions["torch"] == metadata.version("torch")
     assert read.parameters == {"model": "a model", "rounds": 5, "device": "cpu"}
     rate, seconds = read.rows[:2]
     assert rate.case["workload"] == "latency" and (rate.value, rate.spread) == (88888, [88000, 89000])

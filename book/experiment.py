@@ -12,7 +12,7 @@ import torch
 
 from book import results
 from book.paths import repository_root
-from mini_engine.roofline import Machine
+from mini_engine.roofline import Machine, measure_machine
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
@@ -60,6 +60,28 @@ def faster(a: Machine, b: Machine) -> Machine:
     A shared machine is not equally fast at all times, and a bound is the best that was seen.
     """
     return replace(a, bandwidth=max(a.bandwidth, b.bandwidth), flops=max(a.flops, b.flops))
+
+
+def in_rounds(
+    rows_of: Callable[[Machine], list[results.Row]], device: torch.device, dtype: torch.dtype, rounds: int
+) -> tuple[Machine, list[results.Row]]:
+    """Measure an experiment's rows in rounds, and the machine's rates before each of them.
+
+    Args:
+        rows_of: measures one round, with bounds from the given rates.
+        device: the machine.
+        dtype: dtype of the products.
+        rounds: number of rounds.
+
+    Returns:
+        The best rates, and `results.median_rows` of the rounds.
+    """
+    machine, measured = measure_machine(device, dtype), []
+    for i in range(rounds):
+        if i > 0:
+            machine = faster(machine, measure_machine(device, dtype))
+        measured.append(rows_of(machine))
+    return machine, results.median_rows(measured)
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:

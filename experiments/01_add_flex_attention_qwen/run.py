@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results, timing
-from book.experiment import command_line, faster, record
+from book.experiment import command_line, in_rounds, record
 from mini_engine.attention.masks import MaskMod
 from mini_engine.roofline import (
     Cost,
@@ -43,7 +44,6 @@ from mini_engine.roofline import (
     attention_cost,
     decoder_layer_costs,
     linear_cost,
-    measure_machine,
     model_step_cost,
 )
 
@@ -367,6 +367,11 @@ def decode_rows(setting: Setting, device: torch.device, machine: Machine) -> lis
     return rows
 
 
+def round_of(setting: Setting, device: torch.device, machine: Machine) -> list[results.Row]:
+    prefills = [row for mask in MASKS for row in prefill_rows(setting, device, machine, mask)]
+    return prefills + decode_rows(setting, device, machine)
+
+
 def draw_gain(result: results.Result) -> Axes:
     """How many times faster one layer's attention is with flex than with SDPA, for each mask and length."""
     lengths = sorted({int(row.case["tokens"]) for row in result.rows if row.figure == "attention"})
@@ -392,18 +397,12 @@ def main() -> None:
     arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
-    machine = measure_machine(device, setting.dtype)
     # glibc's malloc returns large blocks to the system on every free, and the next one is cleared page by page. Freeing
     # one block of 31 MiB raises the threshold: operators reuse memory, as in a program that has run for a while.
     torch.empty(31 * 2**20, dtype=torch.uint8)
     with torch.inference_mode():
         rows = [without_mask_row(setting, device)]
-        rounds = []
-        for _ in range(ROUNDS):
-            machine = faster(machine, measure_machine(device, setting.dtype))
-            prefills = [row for mask in MASKS for row in prefill_rows(setting, device, machine, mask)]
-            rounds.append(prefills + decode_rows(setting, device, machine))
-        rows += results.median_rows(rounds)
+        rows += in_rounds(partial(round_of, setting, device), device, setting.dtype, ROUNDS)[1]
     dtype = str(setting.dtype).removeprefix("torch.")
     parameters: dict[str, results.Setting] = {"model": setting.model, "dtype": dtype}
     parameters |= {"window and documents": setting.span, "places of the fixed cache": setting.capacity}

@@ -26,12 +26,12 @@ from torch.utils.cpp_extension import CUDA_HOME
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, faster, record
+from book.experiment import command_line, in_rounds, record
 from book.memory import measure_memory
 from mini_engine.attention.naive import masked_attention, sdpa_attention
 from mini_engine.attention.state import chunked_attention
 from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, share_tiles
-from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
+from mini_engine.roofline import Cost, Machine, attention_cost
 from mini_engine.transfer import to_device
 
 LONGEST = 131_072
@@ -315,16 +315,11 @@ def main() -> None:
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)
-    machine = measure_machine(device, setting.dtype)
     # glibc's malloc returns large blocks to the system on every free, and the next one is cleared page by page. Freeing
     # one block of 31 MiB raises the threshold: tensors up to that size reuse memory, as in a program that has run long.
     torch.empty(31 * 2**20, dtype=torch.uint8)
     with torch.inference_mode():
-        rounds = []
-        for _ in range(ROUNDS):
-            machine = faster(machine, measure_machine(device, setting.dtype))
-            rounds.append(round_of(setting, device, machine))
-        rows = results.median_rows(rounds)
+        machine, rows = in_rounds(partial(round_of, setting, device), device, setting.dtype, ROUNDS)
     source, dtype = "this is the bound of the others", machine.dtype
     rates = [
         results.Row("memory read", machine.bandwidth, "B/s", None, source),

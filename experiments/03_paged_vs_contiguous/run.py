@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
-from book.experiment import command_line, faster, graph_of, record
+from book.experiment import command_line, graph_of, in_rounds, record
 from book.static_batching import make_requests
 from book.timing import measure
 from mini_engine.attention.backend import AttentionBackend, create_backend
@@ -31,7 +32,7 @@ from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
-from mini_engine.roofline import Machine, measure_machine
+from mini_engine.roofline import Machine
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 
@@ -336,16 +337,12 @@ def main() -> None:
     arguments = command_line(__doc__).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
-    machine = measure_machine(device, setting.dtype)
+    machine, measured = in_rounds(partial(attention_rows, setting, device), device, setting.dtype, ROUNDS)
     source = "this is the bound of the attention"
-    rounds = []
-    for _ in range(ROUNDS):
-        machine = faster(machine, measure_machine(device, setting.dtype))
-        rounds.append(attention_rows(setting, device, machine))
     rows = [
         *memory_rows(NUM_REQUESTS),
         results.Row("memory read", machine.bandwidth, "B/s", None, source),
-        *results.median_rows(rounds),
+        *measured,
     ]
     parameters: dict[str, results.Setting] = {
         "pool": POOL,

@@ -38,6 +38,17 @@ def test_the_better_of_two_measurements_is_chosen_rate_by_rate():
     assert experiment.faster(first, second) == Machine("a machine", "float32", 10.0, 9.0)
 
 
+def test_rounds_are_bounded_by_the_best_rates_and_have_a_median(monkeypatch):
+    rates = iter([5.0, 10.0, 8.0])
+    times = iter([3.0, 2.0, 4.0])
+    monkeypatch.setattr(experiment, "measure_machine", lambda *_: Machine("a machine", "float32", next(rates), 1.0))
+    machine, [row] = experiment.in_rounds(
+        lambda machine: [Row("step", next(times), "s", 1 / machine.bandwidth, "bytes / bandwidth")], None, None, 3
+    )
+    assert machine.bandwidth == 10.0
+    assert (row.value, row.spread, row.bound) == (3.0, (2.0, 4.0), 0.1)
+
+
 def test_without_a_gpu_it_is_the_recorded_one(root, monkeypatch):
     has_gpu(monkeypatch, False)
     assert experiment.on_gpu("01_first").device == "NVIDIA X"

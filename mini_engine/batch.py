@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
+from mini_engine.transfer import HAS_TRITON, copy_pinned
+
 
 @dataclass(frozen=True, eq=False)
 class PrefixLevel:
@@ -223,6 +225,10 @@ class StepBatch:
                 return self.token_ids
             if self.num_sources == self.num_tokens:
                 return last_token.index_select(0, self.token_source)
+        if last_token.is_cuda and HAS_TRITON:
+            from mini_engine.kernels.step_start import feed_tokens
+
+            return feed_tokens(self.token_ids, self.token_source, last_token)
         # An index of -1 reads the last entry, which is then discarded.
         return torch.where(self.token_source >= 0, last_token[self.token_source], self.token_ids)
 
@@ -303,7 +309,7 @@ class StepBuffers:
     def upload(self) -> None:
         """Start copying the arrays to the device."""
         if self._on_device is not self._on_host:
-            self._on_device[: self._used].copy_(self._on_host[: self._used], non_blocking=True)
+            copy_pinned(self._on_device[: self._used], self._on_host[: self._used])
 
     def _allocate(self, size: int) -> None:
         if self._memory is not None and size > len(self._memory):

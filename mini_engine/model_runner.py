@@ -26,7 +26,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.request import Request, Running
 from mini_engine.sampling import SamplingBatch
 from mini_engine.scheduler import Schedule
-from mini_engine.transfer import to_device
+from mini_engine.transfer import copy_pinned, to_device
 
 if TYPE_CHECKING:
     from mini_engine.kernels.persistent_decode import PersistentDecode
@@ -281,7 +281,7 @@ class ModelRunner:
         if not tokens.is_cuda:
             return tokens, None
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+        copy_pinned(host, tokens)
         done = torch.cuda.Event()
         done.record()
         return host, done

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mini_engine.transfer import HAS_TRITON
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -77,6 +79,10 @@ def rope_tables(
     Returns:
         (cos, sin), each `[T, D/2]`. Every layer of a model shares them: compute them once per step.
     """
+    if positions.is_cuda and inv_freq.dtype == torch.float32 and HAS_TRITON:
+        from mini_engine.kernels import step_start as kernels
+
+        return kernels.rope_tables(positions, inv_freq)
     angles = positions[:, None] * inv_freq
     return angles.cos(), angles.sin()
 

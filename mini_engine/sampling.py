@@ -9,7 +9,6 @@ rounding: kernels are not batch-invariant.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.transfer import to_device
+from mini_engine.transfer import HAS_TRITON, to_device
 
-HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs does not install it
 MIN_TEMPERATURE = 1e-5  # below this, sample greedily: dividing by the temperature could overflow
 
 # The sampling parameters of one request, in the ranges that the sampler computes with.

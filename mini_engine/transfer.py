@@ -1,9 +1,13 @@
 """Upload many small arrays to the device in one copy."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Shaped, UInt8
 from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs does not install it
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -16,6 +20,21 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
+
+
+def copy_pinned(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*shape"]) -> None:
+    """Start copying a few kilobytes from pinned host memory to the GPU, or back.
+
+    Args:
+        destination: contiguous, in the dtype of `source`.
+        source: contiguous. Pinned memory must stay in use until the copy has ended.
+    """
+    if HAS_TRITON:
+        from mini_engine.kernels.pinned_copy import copy_small
+
+        copy_small(destination, source)
+    else:
+        destination.copy_(source, non_blocking=True)
 
 
 def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:

@@ -17,8 +17,8 @@ from mini_engine.attention.backend import AttentionParts, KVCache
 from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
-from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, share_tiles
-from mini_engine.transfer import pack, to_device, unpack
+from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, last_keys_are_new, share_tiles
+from mini_engine.transfer import copy_pinned, pack, to_device, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class FlashDecodingBackend(FlashInferBackend):
             sizes: FlashDecoding(*sizes, cache.page_size, cache.layout, cache.dtype, cache.device) for sizes in heads
         }
         self._graph_memory: dict[tuple[int, int], UInt8[Tensor, " bytes"]] = {}
+        self._being_copied: list[UInt8[Tensor, " bytes"]] = []
 
     def plan(self, batch: StepBatch) -> None:
         """Share the keys of the decodes among the kernel's thread blocks, and plan the prompts.
@@ -69,7 +70,9 @@ class FlashDecodingBackend(FlashInferBackend):
             ConfigError: if the pages of a request have gaps and a layer has a window or ALiBi.
         """
         self._work: dict[int, DecodeWork] = {}  # by the number of ranges
-        super().plan(batch)
+        copied = len(self._being_copied)
+        super().plan(batch)  # waits until the last plan has been copied
+        del self._being_copied[:copied]
 
     def _computes(self, kind: LayerKind) -> bool:
         """Return whether the kernel supports a kind of layer."""
@@ -97,7 +100,10 @@ class FlashDecodingBackend(FlashInferBackend):
     def _upload(self, batch: StepBatch, count: int, num_ranges: int) -> DecodeWork:
         """Divide the first sequences of the step into ranges; in a CUDA graph, always at the same addresses."""
         indptr = batch.kv_page_indptr[: count + 1].numpy()
-        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges)
+        last_is_new = count == batch.num_sequences and last_keys_are_new(
+            batch.host_page_indices.numpy(), indptr, self.cache.layers[0][0].shape[0]
+        )
+        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, last_is_new)
         device = self.cache.device
         if batch.page_capacity is None:
             return DecodeWork(**to_device(arrays, device), pages=batch.kv_page_indices)
@@ -106,6 +112,7 @@ class FlashDecodingBackend(FlashInferBackend):
         if key not in self._graph_memory:
             self._graph_memory[key] = torch.empty_like(packed, device=device)
         memory = self._graph_memory[key]
-        memory.copy_(packed, non_blocking=True)
+        copy_pinned(memory, packed)
+        self._being_copied.append(packed)
         # The pages of a graph's steps are at the same address, too, see `StepBuffers`.
         return DecodeWork(**unpack(memory, arrays), pages=batch.kv_page_indices)

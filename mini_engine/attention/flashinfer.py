@@ -25,9 +25,9 @@ from mini_engine.kv_cache.paged import round_kv
 logger = logging.getLogger(__name__)
 # For partial results of sequences whose keys are split among several thread blocks; all plans share it.
 WORKSPACE_BYTES = 256 * 2**20
-# On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of at least this many tokens, and slower for
+# On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of hundreds of tokens or more, and slower for
 # decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
-FA3_MIN_TOKENS = 512
+FA3_MIN_TOKENS = 384
 
 
 class LayerKind(NamedTuple):
@@ -81,7 +81,7 @@ class FlashInferBackend(AttentionBackend):
     Attributes:
         slot_mapping: [T] slots of the step's keys and values, for kernels that store them themselves.
         waits_for_keys: whether a kernel that starts before the previous one has ended (programmatic dependent launch)
-            waits for it before it reads any key.
+            waits for it before it reads any key that the step stores.
 
     Raises:
         ConfigError: for ALiBi slopes other than those of Press et al.

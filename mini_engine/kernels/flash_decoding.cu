@@ -127,7 +127,7 @@ __device__ inline uint32_t load_acquire(const uint32_t* from) {
 }
 
 // The kernel may start before the previous one has ended, and lets the next one do the same. Before this wait it reads only
-// what the step's plan contains: queries and keys may still be written.
+// the step's plan and keys of earlier steps: queries and the step's own keys may still be written.
 __device__ inline void wait_for_inputs() { wait_for_previous_kernel(), let_next_kernel_start(); }
 
 // --- the work -----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ __device__ inline void wait_for_inputs() { wait_for_previous_kernel(), let_next_
 // A range of the sequence of tiles, as planned by the host.
 struct alignas(16) Range {
     int row, tile, tiles, num_keys;     // request and tile that it starts with; its number of tiles; keys of its first request
-    int first_page, owner, last, unused;  // of that request, in `pages`; range with its first tile; range with the last request's last tile
+    int first_page, owner, last;        // of that request, in `pages`; range with its first tile; range with the last request's last tile
+    int last_is_new;                    // whether only the last key of each request is of this step
 };
 
 // The work of a block: one range for one KV head.
@@ -176,11 +177,16 @@ struct Stage {
 };
 
 // Copy all tiles of the range to the ring. The warp loads 32 page numbers at a time, and one thread starts the copies.
+// It can copy tiles of earlier steps while the previous kernel still computes this step's queries and keys.
 // After the last copy, that thread waits for the ranges that continue the last item, while the other warps still compute.
 __device__ inline void produce(const Arguments& a, const Cache& cache, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = read_once();
     int position = 0;
+    bool has_waited = false;
+    const auto wait_once = [&] {
+        if (!has_waited) wait_for_inputs(), has_waited = true;
+    };
 #pragma unroll 1
     for (Item item(block.range); item.left; item.advance(a)) {
         const int count = item.tiles();
@@ -190,7 +196,7 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
             const int own_page = first + lane < count ? a.pages[item.first_page + own / TILES_PER_PAGE] : 0;
 #pragma unroll 1
             for (int i = 0; i < min(32, count - first); i++, position++) {
-                if (position == 0) wait_for_inputs();
+                if (!block.range.last_is_new || first + i + 1 == item.to_end()) wait_once();
                 const int page = __shfl_sync(~0u, own_page, i), token = (item.tile + first + i) % TILES_PER_PAGE * TILE;
                 if (lane) continue;
                 const Stage stage(position);
@@ -202,6 +208,7 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
             }
         }
         if (item.is_continued() && lane == 0) {
+            wait_once();
             uint32_t* arrived = a.arrived + block.at(block.index);
             while (load_acquire(arrived) != block.range.last - block.index) {}
             *arrived = 0;

@@ -1,11 +1,13 @@
 """Attention of one query per request over the paged KV cache, as one CUDA kernel for Hopper.
 
 A decode step reads every key and value once and computes little with them, so the kernel has to keep the memory busy
-from its first to its last microsecond. It does so in three ways. The keys of all requests are one sequence of tiles of
+from its first to its last microsecond. It does so in four ways. The keys of all requests are one sequence of tiles of
 16 keys, which the thread blocks share equally ("stream-K", Osama et al. 2023; for attention "Lean Attention", Sanovar
 et al. 2024), so no block is idle while another still works on a long request. The blocks of different KV heads read the
 same pages at the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps that
-compute. The copies mark their lines as the first to leave the L2 cache, because a step does not read them again.
+compute. And it begins while the previous kernel still computes queries and keys of this step, because the keys of
+earlier steps do not depend on them. The copies mark their lines as the first to leave the L2 cache, because a step does
+not read them again.
 
 The kernel is in `flash_decoding.cu`. Its reference is `attention/torch.py`. Explained in chapter 12.
 """
@@ -45,7 +47,10 @@ class DecodeWork:
 
 
 def share_tiles(
-    kv_lens: Int32[np.ndarray, " B"], page_indptr: Int32[np.ndarray, " offsets"], num_ranges: int
+    kv_lens: Int32[np.ndarray, " B"],
+    page_indptr: Int32[np.ndarray, " offsets"],
+    num_ranges: int,
+    last_is_new: bool = False,
 ) -> dict[str, np.ndarray]:
     """Divide the keys of a step into equal ranges, without a loop over requests or ranges.
 
@@ -55,6 +60,8 @@ def share_tiles(
         kv_lens: [B] keys of each request, at least 1.
         page_indptr: [B+1] first entry of each request in the list of pages, and P.
         num_ranges: the most ranges.
+        last_is_new: whether all keys but the last one of each request were stored in earlier steps, so that the kernel
+            can copy them before the previous kernel has ended.
 
     Returns:
         `requests`: [B, 2] see `DecodeWork`. `ranges`: [num_ranges, 8] for each range
@@ -64,7 +71,7 @@ def share_tiles(
         - keys and first page of that request;
         - the range that has the first tile of that request;
         - the range that has the last tile of the request that this range ends with;
-        - zero.
+        - `last_is_new`.
     """
     requests = np.stack((kv_lens, page_indptr[:-1]), axis=1).astype(np.int32)
     tiles = -(-kv_lens.astype(np.int64) // TILE)
@@ -78,7 +85,27 @@ def share_tiles(
     owner, final = (np.searchsorted(bounds, tile, side="right") - 1 for tile in (first - tile, ends[last_row] - 1))
     ranges = np.zeros((num_ranges, 8), dtype=np.int32)
     ranges[:count, :7] = np.stack((row, tile, last + 1 - first, *requests[row].T, owner, final), axis=1)
+    ranges[:count, 7] = last_is_new
     return {"ranges": ranges, "requests": requests}
+
+
+def last_keys_are_new(
+    pages: Int32[np.ndarray, " P"], page_indptr: Int32[np.ndarray, " offsets"], num_pages: int
+) -> bool:
+    """Return whether a step of decodes stores keys that only the last tile of a request has: its own last key.
+
+    A step stores one key in the last page of each request. A request that has just been admitted may share such a page
+    with the request that fills it in the same step.
+
+    Args:
+        pages: [P] pages of all requests, in order.
+        page_indptr: [B+1] first entry of each request in `pages`, and P.
+        num_pages: pages of the cache.
+    """
+    is_written = np.zeros(num_pages, dtype=np.bool_)
+    last = pages[page_indptr[1:] - 1]
+    is_written[last] = True
+    return bool(np.count_nonzero(is_written[pages]) == len(last))
 
 
 class _Arguments(ctypes.Structure):

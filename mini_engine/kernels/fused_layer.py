@@ -1,4 +1,4 @@
-"""A decoder layer in seven launches, or five for up to 64 tokens on Hopper, for Llama and Qwen3 over FlashInfer.
+"""A decoder layer in seven launches, or five for up to 128 tokens on Hopper, for Llama and Qwen3 over FlashInfer.
 
 Computed part by part, a layer takes fourteen launches, however fast each part is. Here neighboring parts are fused:
 QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product

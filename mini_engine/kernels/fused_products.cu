@@ -6,6 +6,9 @@
 // other's shared memory. Each block sends every other block the partial sums of that block's tokens, adds up what it receives,
 // always in the same order, and does the work after the product for its own tokens.
 //
+// With more than 64 tokens, the blocks of every 64 tokens read the same rows of the weight from the L2 cache. So two of these
+// blocks can be in one cluster, too. Each copies a part of the rows to the shared memory of both (multicast).
+//
 // In each block, one thread copies tiles of both matrices to a ring of buffers in shared memory (TMA), and the other warps
 // multiply them on the tensor cores (wgmma). The kernel may start while the previous one still runs. Then it copies weights,
 // which no kernel of a step writes, as far as the ring has room, and prefetches the rest to the L2 cache.
@@ -30,6 +33,7 @@ struct Arguments {
     int num_tokens, num_rows, num_columns;  // of the matrices
     int tiles, next_tile, next_half;        // number of tiles; rows from a tile to the next, and from its first half to its second
     int splits;                             // blocks that share a tile: 1, 2, 4 or 8
+    int sharers;                            // blocks of different tokens that share the copies of the weight's rows: 1 or 2
     int next_may_start;                     // whether the next kernel may start while this one runs
     float eps;
 };
@@ -44,6 +48,13 @@ struct Barriers {
 __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
                  "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+
+// The same, to all blocks of the cluster whose bits are set in the mask, and to the barrier of each.
+__device__ inline void copy_tile_to_blocks(uint32_t to, const CUtensorMap* map, int column, int row, uint64_t* barrier, int mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(mask)) : "memory");
 }
 
 __device__ inline void copy_tile_to_l2(const CUtensorMap* map, int column, int row) {
@@ -239,16 +250,19 @@ struct AddToResidual {
 // The part of a product that a block computes, and the tokens of the tile that it finishes.
 struct Block {
     int split, tile, first_token, count;  // number of tokens of the tile that exist
+    int sharer;                           // which of the blocks that share copies
     int begin, steps;                     // first step of COLUMNS columns, and number of steps
     int share;                            // tokens that each block finishes; the last ones may have fewer or none
 
     __device__ explicit Block(const Arguments& a) {
         const int all_steps = (a.num_columns + COLUMNS - 1) / COLUMNS;
         split = blockIdx.x % a.splits, tile = blockIdx.x / a.splits, first_token = blockIdx.y * TOKENS;
-        count = min(TOKENS, a.num_tokens - first_token), share = (count + a.splits - 1) / a.splits;
+        sharer = blockIdx.y % a.sharers;
+        count = max(min(TOKENS, a.num_tokens - first_token), 0), share = (count + a.splits - 1) / a.splits;
         begin = all_steps * split / a.splits, steps = all_steps * (split + 1) / a.splits - begin;
     }
     __device__ int tokens_of(int split) const { return max(min(share, count - split * share), 0); }
+    __device__ int rank(const Arguments& a, int split, int sharer) const { return sharer * a.splits + split; }  // in the cluster
 };
 
 struct Stage {
@@ -257,19 +271,26 @@ struct Stage {
     __device__ explicit Stage(int step) : index(step % STAGES), phase(step / STAGES & 1) {}
 };
 
-// Copy the block's tiles to the ring (one thread).
+// Copy the block's tiles to the ring (one thread). Blocks that share copies each copy some rows of both halves for all of them.
 __device__ inline void produce(const Matrices& matrices, const Arguments& a, const Block& block, uint32_t ring, Barriers& barriers) {
-    const int row = block.tile * a.next_tile, ahead = min(block.steps, STAGES);
+    const int first = block.sharer * (HALF / a.sharers), row = block.tile * a.next_tile + first, ahead = min(block.steps, STAGES);
+    int mask = 0;
+    for (int sharer = 0; sharer < a.sharers; sharer++) mask |= 1 << block.rank(a, block.split, sharer);
     const auto copy_weight = [&](int i) {
         const int column = (block.begin + i) * COLUMNS, index = Stage(i).index;
-        const uint32_t to = ring + index * STAGE_BYTES;
+        const uint32_t to = ring + index * STAGE_BYTES + first * COLUMNS * 2;
         expect(barriers.full + index, STAGE_BYTES);
-        copy_tile(to, &matrices.weight, column, row, barriers.full + index);
-        copy_tile(to + HALF_BYTES, &matrices.weight, column, row + a.next_half, barriers.full + index);
+        if (a.sharers == 1) {
+            copy_tile(to, &matrices.weight, column, row, barriers.full + index);
+            copy_tile(to + HALF_BYTES, &matrices.weight, column, row + a.next_half, barriers.full + index);
+        } else {
+            copy_tile_to_blocks(to, &matrices.weight, column, row, barriers.full + index, mask);
+            copy_tile_to_blocks(to + HALF_BYTES, &matrices.weight, column, row + a.next_half, barriers.full + index, mask);
+        }
     };
 #pragma unroll 1
     for (int i = 0; i < ahead; i++) copy_weight(i);
-    if (blockIdx.y == 0) {  // the blocks of other tokens need the same rows
+    if (blockIdx.y < a.sharers) {  // the blocks of other tokens need the same rows
 #pragma unroll 1
         for (int i = ahead; i < block.steps; i++) {
             const int column = (block.begin + i) * COLUMNS;
@@ -287,8 +308,21 @@ __device__ inline void produce(const Matrices& matrices, const Arguments& a, con
     }
 }
 
+// Tell all blocks that copy to the buffer of a step that a warp does not need it any more, if there is another step for it: all
+// of them wait for this, so no arrival comes after a block has ended.
+__device__ inline void release(const Arguments& a, const Block& block, Barriers& barriers, int step) {
+    const int lane = threadIdx.x % 32;
+    uint64_t* empty = barriers.empty + Stage(step).index;
+    if (step + STAGES >= block.steps) return;
+    if (a.sharers == 1) {
+        if (lane == 0) arrive(empty);
+    } else if (lane < a.sharers) {
+        arrive_in_block(empty, block.rank(a, block.split, lane));
+    }
+}
+
 // Multiply the block's tiles, and leave the sums in shared memory, where the ring was (four warps).
-__device__ inline void multiply(const Block& block, uint32_t ring, float* sums, Barriers& barriers) {
+__device__ inline void multiply(const Arguments& a, const Block& block, uint32_t ring, float* sums, Barriers& barriers) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float halves[2][32] = {};
 #pragma unroll 1
@@ -305,7 +339,7 @@ __device__ inline void multiply(const Block& block, uint32_t ring, float* sums, 
         }
         commit_products();
         wait_for_products<1>();
-        if (i > 0 && lane == 0) arrive(barriers.empty + Stage(i - 1).index);
+        if (i > 0) release(a, block, barriers, i - 1);
     }
     wait_for_products<0>();
     sync_consumers();  // all warps have finished reading the ring
@@ -337,10 +371,10 @@ __device__ inline void compute_squares(const Arguments& a, const Block& block, u
             for (int j = 0; j < 4; j++) squares[j] += low_of(pairs[j]) * low_of(pairs[j]) + high_of(pairs[j]) * high_of(pairs[j]);
         }
         __syncwarp();
-        if (thread % 32 == 0) arrive(barriers.empty + stage.index);
+        release(a, block, barriers, step);
     }
     sync_consumers();
-    if (thread < a.splits && thread != block.split) arrive_in_block(&barriers.ready, thread);
+    if (thread < a.splits && thread != block.split) arrive_in_block(&barriers.ready, block.rank(a, thread, block.sharer));
     float all = squares[0] + squares[1] + (squares[2] + squares[3]);
     all += __shfl_xor_sync(~0u, all, 1);
     if (NORMALIZES && token < block.count) sums[token * SUMS + ROWS] = all;  // two threads write the same
@@ -354,7 +388,8 @@ __device__ inline void exchange(const Arguments& a, const Block& block, float* s
     if (other >= a.splits || other == block.split) return;
     wait(&barriers.ready, 0);  // even with nothing to send: no arrival may come after the block has ended
     if (!tokens) return;
-    send(sums + RECEIVED + block.split * block.share * SUMS, sums + other * block.share * SUMS, tokens * SUMS_BYTES, &barriers.received, other);
+    send(sums + RECEIVED + block.split * block.share * SUMS, sums + other * block.share * SUMS, tokens * SUMS_BYTES, &barriers.received,
+         block.rank(a, other, block.sharer));
 }
 
 // Finish the block's tokens: each warp takes every WARPS-th of them, two at a time, so that their loads overlap. Four at a time
@@ -370,7 +405,8 @@ __device__ inline void finish_tokens(const Arguments& a, const Block& block, con
             if (begin + i * WARPS < count) loaded[i] = finish.load(first_token + begin + i * WARPS, block.tile);
     };
     load(threadIdx.x / 32);
-    if (a.splits > 1) wait(&barriers.received, 0), arrive_in_cluster();
+    if (a.splits > 1) wait(&barriers.received, 0);
+    if (a.splits * a.sharers > 1) arrive_in_cluster();
 #pragma unroll 1
     for (int begin = threadIdx.x / 32; begin < count; begin += AT_ONCE * WARPS) {
 #pragma unroll
@@ -403,7 +439,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
     float* sums = reinterpret_cast<float*>(memory + (ring - begin));
     const Block block(a);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) initialize(barriers.full + i), initialize(barriers.empty + i, Finish::NORMALIZES ? WARPS : MULTIPLIERS);
+        const int warps = Finish::NORMALIZES ? WARPS : MULTIPLIERS;  // that read a buffer
+        for (int i = 0; i < STAGES; i++) initialize(barriers.full + i), initialize(barriers.empty + i, warps * a.sharers);
         initialize(&barriers.ready, max(a.splits - 1, 1)), initialize(&barriers.received);
         publish_barriers();
         expect(&barriers.received, (a.splits - 1) * block.tokens_of(block.split) * SUMS_BYTES);
@@ -413,16 +450,16 @@ static __global__ void __launch_bounds__(THREADS, 2)
     if (threadIdx.x >= WARPS * 32) {
         if (threadIdx.x == WARPS * 32) produce(matrices, a, block, ring, barriers);
         __syncwarp();
-        if (a.splits > 1) arrive_in_cluster();
+        if (a.splits * a.sharers > 1) arrive_in_cluster();
     } else {
         wait_for_previous_kernel();
-        if (threadIdx.x < MULTIPLIERS * 32) multiply(block, ring, sums, barriers);
+        if (threadIdx.x < MULTIPLIERS * 32) multiply(a, block, ring, sums, barriers);
         else compute_squares<Finish::NORMALIZES>(a, block, ring, sums, barriers);
         exchange(a, block, sums, barriers);
         __syncwarp();
         finish_tokens(a, block, sums, barriers, finish);
     }
-    if (a.splits > 1) wait_for_cluster();  // no block ends while its sums are still being sent
+    if (a.splits * a.sharers > 1) wait_for_cluster();  // no block ends while others still send sums to it, or arrive at its barriers
 }
 
 // --- the host -----------------------------------------------------------------------------------------------------------
@@ -439,15 +476,17 @@ static CUresult encode(CUtensorMap* map, const void* matrix, int rows, int colum
 template <class Finish> static int launch(const void* x, const void* weight, const Arguments& a, const Finish& finish, void* stream) {
     Matrices matrices;
     if (CUresult error = encode(&matrices.tokens, x, a.num_tokens, a.num_columns, TOKENS, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)) return error;
-    if (CUresult error = encode(&matrices.weight, weight, a.num_rows, a.num_columns, HALF, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) return error;
+    const int rows = HALF / a.sharers;  // of a copy
+    if (CUresult error = encode(&matrices.weight, weight, a.num_rows, a.num_columns, rows, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) return error;
     if (cudaError_t error = cudaFuncSetAttribute(product<Finish>, cudaFuncAttributeMaxDynamicSharedMemorySize, LAUNCH_BYTES)) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = a.splits, attributes[1].val.clusterDim.y = 1, attributes[1].val.clusterDim.z = 1;
+    attributes[1].val.clusterDim.x = a.splits, attributes[1].val.clusterDim.y = a.sharers, attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(a.tiles * a.splits, (a.num_tokens + TOKENS - 1) / TOKENS), config.blockDim = dim3(THREADS);
+    const int token_tiles = (a.num_tokens + TOKENS - 1) / TOKENS;  // rounded up to whole clusters
+    config.gridDim = dim3(a.tiles * a.splits, (token_tiles + a.sharers - 1) / a.sharers * a.sharers), config.blockDim = dim3(THREADS);
     config.dynamicSmemBytes = LAUNCH_BYTES, config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = attributes, config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, product<Finish>, matrices, a, finish);

@@ -9,8 +9,9 @@ beside the products, from the same tiles; the norms' weights must have been fold
 
 With few tokens, a product has too few tiles to fill all SMs, so up to eight blocks share a tile, each for a part of the
 columns (split-K). The blocks form a cluster and exchange their partial sums through shared memory, so no second pass is
-needed. A kernel can start while the previous one still runs (programmatic dependent launch), and load its first
-weights.
+needed. With more than 64 tokens, the blocks of different tokens need the same rows of the weight, so two of them form a
+cluster and copy each row from the L2 cache once (multicast). A kernel can start while the previous one still runs
+(programmatic dependent launch), and load its first weights.
 
 The kernels are in `fused_products.cu`. Experiment 09 measures what they gain. Explained in chapter 11.
 """
@@ -26,8 +27,8 @@ from torch import Tensor
 from mini_engine.kernels.nvcc import load_kernel
 
 ROWS, TOKENS = 128, 64  # of a tile
-MOST_SPLITS = 8  # thread blocks of a cluster, without asking for more
-MOST_TOKENS = 64  # measured: faster than the library's products up to 64, slower from 128 on (experiment 09)
+MOST_BLOCKS = 8  # of a cluster, without asking for more
+MOST_TOKENS = 128  # measured in a decode step: with more tokens, the library's products are as fast or faster
 
 
 def qkv_append(
@@ -52,7 +53,7 @@ def qkv_append(
         weight: contiguous; rows of the queries, keys and values, head by head, with heads of 64 or 128 rows.
         norm_weights: as for `rotate_and_append`, as are `eps`, `pages`, `layout` and `slot_mapping`.
         cos: contiguous float32, as is `sin`.
-        next_waits: let the next kernel start early, because it reads no key before it waits for this one.
+        next_waits: let the next kernel start early, because it reads no key of this step before it waits for this one.
     """
     keys, values = pages
     head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)
@@ -65,7 +66,8 @@ def qkv_append(
         values.data_ptr(), keys.stride(0), keys.stride(token_axis), keys.stride(head_axis), page_size, num_q_heads,
         num_kv_heads,
     )  # fmt: skip
-    _launch(f"launch_qkv_append_{head_dim}", x, weight, finish, eps=eps, next_waits=next_waits)
+    # Sharing copies makes this product slower, unlike the others, in every shape measured.
+    _launch(f"launch_qkv_append_{head_dim}", x, weight, finish, eps=eps, next_waits=next_waits, shares=False)
     return q
 
 
@@ -100,8 +102,12 @@ def add_product(
 
 
 def num_splits(num_tiles: int, num_sms: int) -> int:
-    """Choose how many blocks share a tile: a power of two, and 1 unless three blocks for two SMs are enough."""
-    return min(MOST_SPLITS, 1 << max(3 * num_sms // (2 * num_tiles), 1).bit_length() - 1)
+    """Choose how many blocks share a tile: a power of two.
+
+    It is the most for which three blocks for two SMs are enough, and 2 rather than 1 if two blocks for each SM are.
+    """
+    splits = 1 << max(3 * num_sms // (2 * num_tiles), 1).bit_length() - 1
+    return min(MOST_BLOCKS, max(splits, 2 if num_tiles <= num_sms else 1))
 
 
 def _launch(
@@ -113,6 +119,7 @@ def _launch(
     eps: float = 0.0,
     next_half: int | None = None,
     next_waits: bool = True,
+    shares: bool = True,
 ) -> None:
     """Launch one product.
 
@@ -124,13 +131,15 @@ def _launch(
         eps: epsilon of the norms.
         next_half: rows from the first half of a tile to the second; None: the halves are adjacent.
         next_waits: see `qkv_append`.
+        shares: whether two blocks of different tokens may share the copies of the weight's rows.
     """
     num_tokens, num_columns = x.shape
-    num_tiles = -(-len(weight) // ROWS)
+    num_tiles, token_tiles = -(-len(weight) // ROWS), -(-num_tokens // TOKENS)
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    splits = num_splits(num_tiles * token_tiles, num_sms)
     arguments = _Arguments(
         num_tokens, len(weight), num_columns, num_tiles, ROWS // 2 if next_half else ROWS, next_half or ROWS // 2,
-        num_splits(num_tiles * -(-num_tokens // TOKENS), num_sms), next_waits, eps,
+        splits, 2 if shares and token_tiles > 1 and splits < MOST_BLOCKS else 1, next_waits, eps,
     )  # fmt: skip
     library = load_kernel(Path(__file__).with_suffix(".cu"), ())
     stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -146,7 +155,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns", "tiles", "next_tile")),
-        *((name, ctypes.c_int) for name in ("next_half", "splits", "next_may_start")),
+        *((name, ctypes.c_int) for name in ("next_half", "splits", "sharers", "next_may_start")),
         ("eps", ctypes.c_float),
     ]
 

@@ -18,7 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mini_engine.kernels.tiles import norm_factor
 
-HEADS = 8  # per program
+# Heads of one program: with many tokens more of them, because each program computes the token's norm.
+HEADS, HEADS_OF_MANY = 8, 32
+MANY_TOKENS = 1024
 
 
 def rotate_and_append(
@@ -48,7 +50,8 @@ def rotate_and_append(
         slot_mapping: slot of each token's key and value.
         tokens: the contiguous inputs of the projection if they have not been normalized; None if they have been.
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
-        next_waits: with `pdl`, let the next kernel start early, because it reads no key before it waits for this one.
+        next_waits: with `pdl`, let the next kernel start early, because it reads no key of this step before it waits
+            for this one.
     """
     keys, values = pages
     head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)
@@ -57,7 +60,8 @@ def rotate_and_append(
     q = qkv.new_empty(num_tokens, num_heads - 2 * num_kv_heads, head_dim)
     q_weight, k_weight = norm_weights or (qkv, qkv)  # pointers that are not read
     hidden_size = tokens.shape[1] if tokens is not None else 0
-    _kernel[(num_tokens, triton.cdiv(num_heads, HEADS))](
+    heads = HEADS if num_tokens < MANY_TOKENS else HEADS_OF_MANY
+    _kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         tokens if tokens is not None else qkv,
         qkv,
         qkv.stride(0),
@@ -78,7 +82,7 @@ def rotate_and_append(
         num_kv_heads,
         HAS_NORM=norm_weights is not None,
         HALF=head_dim // 2,
-        HEADS=HEADS,
+        HEADS=heads,
         HIDDEN=hidden_size,
         PDL=pdl,
         NEXT_WAITS=next_waits,

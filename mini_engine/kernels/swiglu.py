@@ -17,7 +17,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from mini_engine.kernels.tiles import norm_factor
 
-BLOCK = 1024  # outputs of one program
+# Outputs of one program: with many tokens more of them, because each program computes the token's norm.
+BLOCK, BLOCK_OF_MANY = 1024, 4096
+MANY_TOKENS = 1024
 
 
 def swiglu(
@@ -33,14 +35,15 @@ def swiglu(
     """
     num_tokens, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
-    _swiglu_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
+    block = BLOCK if num_tokens < MANY_TOKENS else BLOCK_OF_MANY
+    _swiglu_kernel[(num_tokens, triton.cdiv(size, block))](
         gate_up,
         tokens,
         eps,
         out,
         size,
         HIDDEN=tokens.shape[1],
-        BLOCK=BLOCK,
+        BLOCK=block,
         PDL=pdl,
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -19,7 +19,7 @@ from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBuffers, step_memory
 from mini_engine.errors import ConfigError
-from mini_engine.kernels.flash_decoding import FEWEST_TILES, TILE, share_tiles
+from mini_engine.kernels.flash_decoding import FEWEST_TILES, TILE, last_keys_are_new, share_tiles
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from tests.attention.greedy import check_greedy
@@ -63,6 +63,21 @@ def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
         row, _ = tiles[position - 1]
         assert final == range_of[row, -(-lens[row] // TILE) - 1]
         assert index <= final < len(used)
+
+
+@given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=6, unique=True), min_size=1, max_size=8), st.data())
+def test_a_step_whose_requests_read_a_page_that_another_one_fills_is_found(
+    tables: list[list[int]], data: st.DataObject
+) -> None:
+    """The last page of each request is the one that it fills; only the padding's requests share theirs."""
+    fills = [table[-1] for table in tables]
+    reads_new = any(page in fills for table in tables for page in table[:-1])
+    indptr = np.cumsum([0, *map(len, tables)], dtype=np.int32)
+    pages = np.concatenate(tables).astype(np.int32)
+    assert last_keys_are_new(pages, indptr, num_pages=9) is not reads_new
+    last_is_new = data.draw(st.booleans())
+    ranges = share_tiles(16 * np.diff(indptr), indptr, 4, last_is_new)["ranges"]
+    assert (ranges[ranges[:, 2] > 0, 7] == last_is_new).all()
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=50))

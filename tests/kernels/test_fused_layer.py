@@ -34,7 +34,8 @@ def test_folding_the_norms_changes_no_layer(family: str) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("backend", ["flashinfer", "cascade"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("chunk", [20, 60], ids=["31 tokens", "71 tokens"])  # on Hopper, five and seven launches
+# On Hopper: five launches, whose thread blocks have all tokens or 64 of them, and seven.
+@pytest.mark.parametrize("chunk", [20, 60, 130], ids=["31 tokens", "71 tokens", "141 tokens"])
 def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, layout: str, chunk: int) -> None:
     """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64."""
     pytest.importorskip("flashinfer")
@@ -59,7 +60,7 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
             token_ids=[2 + i % 50 for i in range(1 + 1 + 9 + chunk)],
             num_new=[1, 1, 9, chunk],
             kv_lens=[33, 16, 9, 30 + chunk],
-            pages=[7, 3, 11, 5, 0, 19, 2, 14, 4, 9, 16][: 5 - (-(30 + chunk) // PAGE)],
+            pages=[7, 3, 11, 5, 0, 19, 2, 14, 4, 9, 16, 1, 6, 8, 10, 12][: 5 - (-(30 + chunk) // PAGE)],
             page_size=PAGE,
             device="cuda",
         )

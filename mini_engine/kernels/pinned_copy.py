@@ -1,0 +1,34 @@
+"""Copy a few kilobytes between pinned host memory and the GPU by a kernel.
+
+The GPU's copy engine needs 2 to 4 µs for such a copy, but between a kernel and a copy the GPU also waits for several
+microseconds, and again between the copy and the next kernel. A kernel can read and write pinned memory by itself, and
+follows the previous kernel as any other does. Explained in chapter 12.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+from jaxtyping import Shaped
+from torch import Tensor
+
+BLOCK = 512  # numbers of one program
+
+
+def copy_small(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*shape"]) -> None:
+    """Copy on the current stream, without waiting.
+
+    Args:
+        destination: contiguous, on the GPU or in pinned memory.
+        source: contiguous, in pinned memory or on the GPU, in the dtype of `destination`. Pinned memory must stay in
+            use until the copy has ended, because PyTorch's allocator does not know of the copy.
+    """
+    size = source.numel()
+    _copy[(triton.cdiv(size, BLOCK),)](destination, source, size, BLOCK=BLOCK)
+
+
+@no_type_check
+@triton.jit
+def _copy(destination, source, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(destination + index, tl.load(source + index, mask=index < size), mask=index < size)

@@ -9,9 +9,9 @@ beside the products, from the same tiles; the norms' weights must have been fold
 
 With few tokens, a product has too few tiles to fill all SMs, so up to eight blocks share a tile, each for a part of the
 columns (split-K). The blocks form a cluster and exchange their partial sums through shared memory, so no second pass is
-needed. With more than 64 tokens, the blocks of different tokens need the same rows of the weight, so two of them form a
-cluster and copy each row from the L2 cache once (multicast). A kernel can start while the previous one still runs
-(programmatic dependent launch), and load its first weights.
+needed. With more than 64 tokens, the blocks of different tokens need the same rows of the weight. In the largest
+product, two of them form a cluster and copy each row from the L2 cache once (multicast). A kernel can start while the
+previous one still runs (programmatic dependent launch), and load its first weights.
 
 The kernels are in `fused_products.cu`. Experiment 09 measures what they gain. Explained in chapter 11.
 """
@@ -66,8 +66,7 @@ def qkv_append(
         values.data_ptr(), keys.stride(0), keys.stride(token_axis), keys.stride(head_axis), page_size, num_q_heads,
         num_kv_heads,
     )  # fmt: skip
-    # Sharing copies makes this product slower, unlike the others, in every shape measured.
-    _launch(f"launch_qkv_append_{head_dim}", x, weight, finish, eps=eps, next_waits=next_waits, shares=False)
+    _launch(f"launch_qkv_append_{head_dim}", x, weight, finish, eps=eps, next_waits=next_waits)
     return q
 
 
@@ -83,7 +82,8 @@ def gate_up_swiglu(
     """
     size = len(gate_up) // 2
     out = x.new_empty(len(x), size)
-    _launch("launch_gate_up_swiglu", x, gate_up, _SwiGLU(out.data_ptr(), size), eps=eps, next_half=size)
+    # Sharing copies makes this product faster, and the first product of a layer slower.
+    _launch("launch_gate_up_swiglu", x, gate_up, _SwiGLU(out.data_ptr(), size), eps=eps, next_half=size, shares=True)
     return out
 
 
@@ -119,7 +119,7 @@ def _launch(
     eps: float = 0.0,
     next_half: int | None = None,
     next_waits: bool = True,
-    shares: bool = True,
+    shares: bool = False,
 ) -> None:
     """Launch one product.
 
@@ -131,7 +131,7 @@ def _launch(
         eps: epsilon of the norms.
         next_half: rows from the first half of a tile to the second; None: the halves are adjacent.
         next_waits: see `qkv_append`.
-        shares: whether two blocks of different tokens may share the copies of the weight's rows.
+        shares: whether two blocks of different tokens share the copies of the weight's rows.
     """
     num_tokens, num_columns = x.shape
     num_tiles, token_tiles = -(-len(weight) // ROWS), -(-num_tokens // TOKENS)

@@ -1,8 +1,8 @@
 """Copy a few kilobytes between pinned host memory and the GPU by a kernel.
 
-The GPU's copy engine needs 2 to 4 µs for such a copy, but between a kernel and a copy the GPU also waits for several
-microseconds, and again between the copy and the next kernel. A kernel can read and write pinned memory by itself, and
-follows the previous kernel as any other does. Explained in chapter 12.
+Between a kernel and a copy by the GPU's copy engine, the GPU waits longer than the copy takes, and again between the
+copy and the next kernel. A kernel can read and write pinned memory by itself, and follows the previous kernel as any
+other does. Explained in chapter 12.
 """
 
 from typing import no_type_check

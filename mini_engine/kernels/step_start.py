@@ -1,4 +1,7 @@
-"""The start of a step: the token ids in one launch, and the cosines and sines of the rotation in another."""
+"""The start of a step: the token ids in one launch, and the cosines and sines of the rotation in another.
+
+In a captured step of few requests, each launch that is saved counts. Explained in chapter 12.
+"""
 
 from typing import no_type_check
 

@@ -72,9 +72,9 @@ def test_a_row_for_each_engine_and_workload(recorded: results.Result) -> None:
 
 def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorded: results.Result) -> None:
     [peer] = Peer.made
-    # A warm-up and three rounds of each workload, all with different tokens.
-    assert [len(requests) for requests in peer.served] == [1] * 4 + [3] * 4
-    assert len({tuple(requests[0].prompt) for requests in peer.served}) == 8
+    # A whole round, a warm-up and three rounds of each workload, all with different tokens.
+    assert [len(requests) for requests in peer.served] == [1] * 5 + [3] * 5
+    assert len({tuple(requests[0].prompt) for requests in peer.served}) == 10
     longest = max(len(prompt) + params.max_tokens for requests in peer.served for prompt, params in requests)
     assert peer.options.max_model_len >= longest and peer.options.cache_tokens >= 3 * longest
     assert peer.is_closed

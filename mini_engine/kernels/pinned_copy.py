@@ -1,8 +1,8 @@
 """Copy a few kilobytes between pinned host memory and the GPU by a kernel.
 
-Between a kernel and a copy by the GPU's copy engine, the GPU waits longer than the copy takes, and again between the
-copy and the next kernel. A kernel can read and write pinned memory by itself, and follows the previous kernel as any
-other does. Explained in chapter 12.
+The GPU's copy engine is a separate unit, so the GPU waits between a kernel and a copy, and again between the copy and
+the next kernel. A kernel can read and write pinned memory by itself, and follows the previous kernel as any other does.
+Explained in chapter 12.
 """
 
 from typing import no_type_check

@@ -43,14 +43,21 @@ def sampling_columns(params: Sequence[SamplingParams]) -> np.ndarray:
     Returns:
         [N] records of SAMPLING_DTYPE.
     """
-    columns = np.empty(len(params), dtype=SAMPLING_DTYPE)
     limits = np.finfo(np.float32)
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-        wide = np.array([getattr(p, name) for p in params], dtype=np.float64)
-        columns[name] = np.where(wide > 0, wide.clip(limits.tiny, limits.max), 0)
-    columns["temperature"][columns["temperature"] < MIN_TEMPERATURE] = 0
-    columns["top_k"] = [min(p.top_k, 2**31) for p in params]
-    return columns
+    smallest, largest = float(limits.tiny), float(limits.max)
+
+    def in_range(x: float) -> float:
+        return min(max(x, smallest), largest) if x > 0 else 0.0
+
+    records = [
+        (
+            in_range(p.temperature) if p.temperature >= MIN_TEMPERATURE else 0.0,
+            min(p.top_k, 2**31),
+            *(in_range(x) for x in (p.top_p, p.min_p, p.repetition_penalty)),
+        )
+        for p in params
+    ]
+    return np.array(records, dtype=SAMPLING_DTYPE)
 
 
 @dataclass(frozen=True)

@@ -464,20 +464,21 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 // --- the host -----------------------------------------------------------------------------------------------------------
 
-static CUresult encode(CUtensorMap* map, const void* matrix, int rows, int columns, int box_rows, CUtensorMapL2promotion promotion) {
+static CUresult encode(CUtensorMap* map, const void* matrix, int rows, int columns, int box_rows) {
     const auto encoder = tensor_map_encoder();
     if (!encoder) return CUDA_ERROR_NOT_FOUND;
     const cuuint64_t shape[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)}, strides[1] = {shape[0] * 2};
     const cuuint32_t box[2] = {COLUMNS, static_cast<cuuint32_t>(box_rows)}, ones[2] = {1, 1};
     return encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), shape, strides, box, ones,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 template <class Finish> static int launch(const void* x, const void* weight, const Arguments& a, const Finish& finish, void* stream) {
     Matrices matrices;
-    if (CUresult error = encode(&matrices.tokens, x, a.num_tokens, a.num_columns, TOKENS, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)) return error;
+    if (CUresult error = encode(&matrices.tokens, x, a.num_tokens, a.num_columns, TOKENS)) return error;
     const int rows = HALF / a.sharers;  // of a copy
-    if (CUresult error = encode(&matrices.weight, weight, a.num_rows, a.num_columns, rows, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) return error;
+    if (CUresult error = encode(&matrices.weight, weight, a.num_rows, a.num_columns, rows)) return error;
     if (cudaError_t error = cudaFuncSetAttribute(product<Finish>, cudaFuncAttributeMaxDynamicSharedMemorySize, LAUNCH_BYTES)) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -27,7 +27,7 @@ from mini_engine.sampling_params import SamplingParams
 
 MAX_GRAPH_SIZE = 2**16  # requests; memory for a step of the largest graph is allocated at once
 MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
-Step = Callable[[StepBatch, SamplingBatch, Tensor], Tensor]  # batch, sampling, rows of the sampled tokens -> tokens
+Step = Callable[[StepBatch, SamplingBatch], Tensor]  # -> the sampled tokens
 DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
 
 
@@ -88,24 +88,21 @@ class DecodeGraph:
 
     Attributes:
         sampling: input: the sampler's parameters of each request.
-        rows: [n] input: row of each request, where its sampled token is written.
         replay: launches the step and returns its tokens, which the next replay overwrites.
-        loaded: the batch from which `sampling` and `rows` were filled.
+        loaded: the batch from which `sampling` was filled.
     """
 
     sampling: SamplingBatch
-    rows: Int[Tensor, " n"]
     replay: Callable[[], Int[Tensor, " n"]]
     loaded: SamplingBatch | None = None
 
-    def load(self, sampling: SamplingBatch, rows: Int[Tensor, " R"], padding_row: int) -> None:
-        """Copy the inputs of a step's requests into the graph, unless they are the same as in the previous step."""
+    def load(self, sampling: SamplingBatch) -> None:
+        """Copy the sampler's parameters into the graph, unless they are those of the previous step."""
         if self.loaded is sampling:
             return
-        self.sampling.temperature[: len(rows)] = sampling.temperature
-        self.sampling.seeds[: len(rows)] = sampling.seeds
-        self.rows[: len(rows)] = rows
-        self.rows[len(rows) :] = padding_row
+        size = len(sampling.seeds)
+        self.sampling.temperature[:size] = sampling.temperature
+        self.sampling.seeds[:size] = sampling.seeds
         self.loaded = sampling
 
 
@@ -119,7 +116,6 @@ class DecodeGraphs:
         page_size: tokens per page.
         pages_per_row: the most pages that one request can have.
         padding_page: the page of the padding.
-        padding_row: the row of `last_token` that gets the tokens of the padding.
         num_buffers: number of steps whose arrays the host keeps, because their copies may not have ended.
         device: device that computes the steps.
         pad: pads a step to a size, as `pad_decodes` does.
@@ -138,14 +134,13 @@ class DecodeGraphs:
         page_size: int,
         pages_per_row: int,
         padding_page: int,
-        padding_row: int,
         num_buffers: int,
         device: torch.device,
         pad: Callable[[DecodeArrays, int, int], DecodeArrays] = pad_decodes,
     ) -> None:
         self.sizes, self._step, self._plan, self._device = sizes, step, plan, device
         self._page_size, self._pages_per_row = page_size, pages_per_row
-        self._padding_page, self._padding_row, self._pad = padding_page, padding_row, pad
+        self._padding_page, self._pad = padding_page, pad
         self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
         largest, on_gpu = max(sizes, default=0), device.type == "cuda"
         self._memory = step_memory(largest, self.page_capacity(largest), device)
@@ -177,22 +172,19 @@ class DecodeGraphs:
             self._graphs[size, groups] = self._capture(size, groups)
         return self._graphs[size, groups]
 
-    def run(
-        self, graph: DecodeGraph, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " R"]
-    ) -> Int[Tensor, " n"]:
+    def run(self, graph: DecodeGraph, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
         """Launch a step that has been padded to a graph's size.
 
         Args:
             graph: the graph of this size, returned by `get` before the step was built.
             batch: the step, with padding after its requests, in one of `buffers`.
             sampling: the sampler's parameters of the requests, without the padding.
-            rows: [R] rows of the requests.
 
         Returns:
             The tokens of all requests, followed by those of the padding; the next step overwrites them.
         """
         self._plan(batch)
-        graph.load(sampling, rows, self._padding_row)
+        graph.load(sampling)
         return graph.replay()
 
     def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
@@ -216,9 +208,8 @@ class DecodeGraphs:
             positions=batch.sampled_positions,
             all_greedy=False,
         )
-        rows = torch.full((size,), self._padding_row, device=self._device)
         self._plan(batch)
-        return DecodeGraph(sampling, rows, self._record(lambda: self._step(batch, sampling, rows)))
+        return DecodeGraph(sampling, self._record(lambda: self._step(batch, sampling)))
 
     def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._device.type != "cuda":

@@ -26,7 +26,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.request import Request, Running
 from mini_engine.sampling import SamplingBatch
 from mini_engine.scheduler import Schedule
-from mini_engine.transfer import copy_pinned, to_device
+from mini_engine.transfer import keep_tokens, to_device
 
 if TYPE_CHECKING:
     from mini_engine.kernels.persistent_decode import PersistentDecode
@@ -86,8 +86,7 @@ class ModelRunner:
         self.model, self.backend, self.cache = model, backend, cache
         self._sample, self._persistent = parts.sample, persistent
         self._device = model.device
-        # The last entry is for padding.
-        self._last_token = torch.zeros(config.max_batch_size + 1, dtype=torch.long, device=self._device)
+        self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
         self._graphs = DecodeGraphs(
             graph_sizes,
             self._decode,
@@ -95,7 +94,6 @@ class ModelRunner:
             page_size=cache.page_size,
             pages_per_row=-(-config.max_model_len // config.page_size),
             padding_page=cache.num_pages - 1,
-            padding_row=config.max_batch_size,
             num_buffers=config.pipeline_depth + 1,
             device=self._device,
             pad=parts.pad_decodes,
@@ -132,12 +130,12 @@ class ModelRunner:
         graph = self._graphs.get(size, tuple(level.padded_groups for level in schedule.levels)) if size else None
         batch = self._build(schedule, num_computed, num_logits, running, page_table, size)
         if graph and sampling:
-            tokens = self._graphs.run(graph, batch, sampling, self._sampling_rows)[: len(rows)]
+            tokens = self._graphs.run(graph, batch, sampling)[: len(rows)]
         else:
             self.backend.plan(batch)
             hidden = self.model(batch.feed(self._last_token), batch.positions, self.backend)
             tokens = self._sample_tokens(hidden, batch, sampling) if sampling else self._last_token[:0]
-        host_tokens, done = self._read(tokens)
+        host_tokens, done = self._keep(tokens)
         # Nothing can fail from here on, so count the step.
         running.num_computed[rows] = num_computed
         running.num_scheduled[sampling_rows] = (num_computed if num_logits is None else num_computed[samples]) + 1
@@ -228,18 +226,16 @@ class ModelRunner:
         if not (self._persistent and batch.num_sequences == 1):
             self.backend.plan(batch)
 
-    def _decode(self, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    def _decode(self, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
         """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
         if self._persistent and batch.num_sequences == 1:
             logits = self._persistent(batch, self._last_token)
         else:
             logits = self.model.compute_logits(self.model(batch.feed(self._last_token), batch.positions, self.backend))
-        tokens = self._sample(logits, sampling)
-        self._last_token.index_copy_(0, rows, tokens)
-        return tokens
+        return self._sample(logits, sampling)
 
     def _sample_tokens(self, hidden: Tensor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " R"]:
-        """Sample one token for each row and make it the row's last one."""
+        """Sample one token for each row."""
         if batch.logit_rows.shape[0] < batch.num_tokens:
             hidden = hidden[batch.logit_rows]
         logits = self.model.compute_logits(hidden)
@@ -247,7 +243,6 @@ class ModelRunner:
         if self._seen is not None and sampling.seen is not None:
             sampling.seen = self._seen.of(self._sampling_rows[sampling.penalized_rows])
         tokens = self._sample(logits, sampling)
-        self._last_token.index_copy_(0, self._sampling_rows, tokens)
         if self._seen is not None:
             self._seen.add(self._sampling_rows, tokens)
         return tokens
@@ -276,12 +271,18 @@ class ModelRunner:
         """Copy an array to the device from pinned memory: a copy from other memory waits for the steps before it."""
         return to_device({"array": array}, self._device)["array"]
 
-    def _read(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
-        """Start copying sampled tokens to the host, and return an event that is recorded after the copy."""
-        if not tokens.is_cuda:
-            return tokens, None
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        copy_pinned(host, tokens)
+    def _keep(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
+        """Make sampled tokens the last ones of their rows, and start copying them to the host.
+
+        Returns:
+            The tokens on the host, and an event that is recorded when they are there; None on a CPU.
+        """
+        on_gpu = tokens.is_cuda
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens
+        if len(tokens):
+            keep_tokens(tokens, self._sampling_rows, self._last_token, host)
+        if not on_gpu:
+            return host, None
         done = torch.cuda.Event()
         done.record()
         return host, done

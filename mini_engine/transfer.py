@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs does not install it
@@ -35,6 +35,27 @@ def copy_pinned(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*
         copy_small(destination, source)
     else:
         destination.copy_(source, non_blocking=True)
+
+
+def keep_tokens(
+    tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], last_token: Int[Tensor, " rows"], host: Int[Tensor, " R"]
+) -> None:
+    """Store the tokens that a step sampled as the last ones of their rows, and start copying them to the host.
+
+    Args:
+        tokens: the tokens.
+        rows: distinct rows.
+        last_token: last token of every row; changed in place.
+        host: receives the tokens: pinned memory for tokens on a GPU, else `tokens` itself.
+    """
+    if tokens.is_cuda and HAS_TRITON:
+        from mini_engine.kernels import pinned_copy as kernels
+
+        kernels.keep_tokens(tokens, rows, last_token, host)
+        return
+    last_token.index_copy_(0, rows, tokens)
+    if host is not tokens:
+        host.copy_(tokens, non_blocking=True)
 
 
 def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:

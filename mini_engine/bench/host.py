@@ -134,8 +134,6 @@ def step_us(engine: LLMEngine, num_steps: int = TIMED_STEPS) -> float:
     return statistics.median(times) * 1e6
 
 
-def _replay_nothing(
-    runner: ModelRunner, batch: StepBatch, sampling: SamplingBatch, rows: Int[Tensor, " n"]
-) -> Int[Tensor, " n"]:
-    """Stand in for a graph of a decode step: each request's token is the number of its row."""
-    return rows
+def _replay_nothing(runner: ModelRunner, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
+    """Stand in for a graph of a decode step: each request's token is its number in the batch."""
+    return torch.arange(batch.num_sequences)

@@ -9,7 +9,7 @@ from typing import no_type_check
 
 import triton
 import triton.language as tl
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 BLOCK = 512  # numbers of one program
@@ -27,8 +27,26 @@ def copy_small(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*s
     _copy[(triton.cdiv(size, BLOCK),)](destination, source, size, BLOCK=BLOCK)
 
 
+def keep_tokens(
+    tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], last_token: Int[Tensor, " rows"], host: Int[Tensor, " R"]
+) -> None:
+    """Store tokens as the last ones of their rows and in pinned memory, in one launch; see `transfer.keep_tokens`."""
+    size = len(tokens)
+    _keep[(triton.cdiv(size, BLOCK),)](tokens, rows, last_token, host, size, BLOCK=BLOCK)
+
+
 @no_type_check
 @triton.jit
 def _copy(destination, source, size, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(destination + index, tl.load(source + index, mask=index < size), mask=index < size)
+
+
+@no_type_check
+@triton.jit
+def _keep(tokens, rows, last_token, host, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < size
+    token = tl.load(tokens + index, mask=exists)
+    tl.store(last_token + tl.load(rows + index, mask=exists), token, mask=exists)
+    tl.store(host + index, token, mask=exists)

@@ -33,6 +33,7 @@ from mini_engine.decode_graphs import DecodeGraph, DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts, default_parts
+from mini_engine.sampling import SamplingBatch
 from tests.attention.greedy import TINY, check_near_greedy
 from tests.attention.prefix_steps import Step, in_pages, prefixed, steps
 from tests.attention.stepping import full_cache
@@ -517,9 +518,9 @@ def test_an_engines_captured_levels_change_no_token(depth: int, monkeypatch: pyt
     replayed: list[tuple[int, int, int]] = []
     run = DecodeGraphs.run
 
-    def spied(graphs: DecodeGraphs, graph: DecodeGraph, batch: StepBatch, *more: Any) -> torch.Tensor:
-        replayed.append((batch.num_sequences, len(more[1]), len(batch.levels)))
-        return run(graphs, graph, batch, *more)
+    def spied(graphs: DecodeGraphs, graph: DecodeGraph, batch: StepBatch, sampling: SamplingBatch) -> torch.Tensor:
+        replayed.append((batch.num_sequences, len(sampling.seeds), len(batch.levels)))
+        return run(graphs, graph, batch, sampling)
 
     monkeypatch.setattr(DecodeGraphs, "run", spied)
     gpu = torch.device("cuda")

@@ -60,3 +60,20 @@ def test_a_copy_to_the_device_and_back_changes_nothing(device: str, dtype: torch
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(back[:size], source[:size]) and back[size] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 7, 600])
+def test_tokens_are_kept_in_their_rows_and_on_the_host(device: str, count: int) -> None:
+    from mini_engine.kernels.pinned_copy import keep_tokens
+
+    generator = torch.Generator().manual_seed(count)
+    rows, tokens = torch.randperm(700, generator=generator)[:count], torch.randint(150_000, (count,))
+    last, want = torch.full((700,), -1, device=device), torch.full((700,), -1)
+    want[rows] = tokens
+    host = torch.zeros(count + 1, dtype=torch.long, pin_memory=device == "cuda")
+    keep_tokens(tokens.to(device), rows.to(device), last, host[:count])
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(last.cpu(), want)
+    assert torch.equal(host[:count], tokens) and host[count] == 0

@@ -17,6 +17,7 @@ The kernels are in `fused_products.cu`. Experiment 09 measures what they gain. E
 """
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -135,19 +136,27 @@ def _launch(
     """
     num_tokens, num_columns = x.shape
     num_tiles, token_tiles = -(-len(weight) // ROWS), -(-num_tokens // TOKENS)
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    splits = num_splits(num_tiles * token_tiles, num_sms)
+    splits = num_splits(num_tiles * token_tiles, _num_sms(x.device))
     arguments = _Arguments(
         num_tokens, len(weight), num_columns, num_tiles, ROWS // 2 if next_half else ROWS, next_half or ROWS // 2,
         splits, 2 if shares and token_tiles > 1 and splits < MOST_BLOCKS else 1, next_waits, eps,
     )  # fmt: skip
-    library = load_kernel(Path(__file__).with_suffix(".cu"), ())
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    if error := getattr(library, launcher)(
+    if error := getattr(_library(), launcher)(
         ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(weight.data_ptr()), ctypes.byref(arguments),
         ctypes.byref(finish), ctypes.c_void_p(stream),
     ):  # fmt: skip
         raise RuntimeError(f"{launcher} of the fused products failed with CUDA error {error}")
+
+
+@cache  # a step launches four products a layer
+def _library() -> ctypes.CDLL:
+    return load_kernel(Path(__file__).with_suffix(".cu"), ())
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Arguments(ctypes.Structure):

@@ -88,7 +88,7 @@ class LLMEngine:
             self.cache,
             config,
             graph_sizes=graph_sizes(config, model.device, self.backend.captures),
-            persistent=self._persistent_decode(),
+            persistent=self._persistent_decode(specs),
             parts=self.parts,
         )
         windows = [spec.window for spec in specs]
@@ -481,13 +481,14 @@ class LLMEngine:
             finally:
                 self._is_busy = was_busy
 
-    def _persistent_decode(self) -> PersistentDecode | None:
+    def _persistent_decode(self, specs: ListLike[AttentionSpec]) -> PersistentDecode | None:
         if not self.config.persistent_decode:
             return None
-        if not PersistentDecode.accepts(self.model, self.cache):
+        if not PersistentDecode.accepts(self.model, specs, self.cache):
             raise ConfigError(
-                "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows or "
-                "soft-caps, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
+                "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows, "
+                "soft-caps or narrower keys, and of sizes that its kernel supports (see PersistentDecode.accepts); "
+                "leave it out"
             )
         return PersistentDecode(self.model, self.cache)
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.flashinfer import FlashInferBackend
-from mini_engine.attention.spec import Attend
+from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.kernels import fused_ops
 from mini_engine.kernels.fused_products import MOST_TOKENS, add_product, gate_up_swiglu, qkv_append
 from mini_engine.kernels.rotate_and_append import rotate_and_append
@@ -46,7 +46,7 @@ def decoder_layer(
         attend: see `LanguageModel.forward`.
     """
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
-    if not isinstance(attend, FlashInferBackend) or not _fuses(layer):
+    if not isinstance(attend, FlashInferBackend) or not _fuses(layer, attend.specs[spec.layer]):
         return llama.decoder_layer(layer, x, cos, sin, attend)
 
     layer.fold_norms()  # does nothing after the first step
@@ -70,16 +70,20 @@ def decoder_layer(
     return x.addmm_(inner, mlp.down.weight.T)
 
 
-def _fuses(layer: LlamaLayer) -> bool:
+def _fuses(layer: LlamaLayer, stored: AttentionSpec) -> bool:
     """Return whether the kernels compute the same as the layer, and none of its parts has been replaced.
 
     In float16 the products of tokens that have not been normalized could overflow.
+
+    Args:
+        layer: the layer.
+        stored: how the backend stores its keys and values, which the engine's options may change.
     """
     parts, weight = layer.parts, layer.attention.qkv.weight
     return (
         weight.dtype == torch.bfloat16
         and layer.attention.qkv.bias is None
-        and layer.spec.kv_dtype is None
+        and stored.kv_dtype is None
         and layer.mlp.activation is ACTIVATIONS["silu"]
         and parts.rms_norm is fused_ops.rms_norm
         and parts.qk_norm is fused_ops.qk_norm

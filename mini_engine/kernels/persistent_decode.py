@@ -11,6 +11,7 @@ those of the model's own `forward` and `compute_logits`, except for rounding. Ch
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, TypeGuard
 
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.kernels.nvcc import load_kernel
 from mini_engine.kv_cache.paged import PagedKVCache
@@ -103,11 +105,19 @@ class PersistentDecode:
         )
 
     @staticmethod
-    def accepts(model: LanguageModel, kv_cache: PagedKVCache) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of suitable sizes."""
+    def accepts(
+        model: LanguageModel, specs: Sequence[AttentionSpec], kv_cache: PagedKVCache
+    ) -> TypeGuard[LlamaForCausalLM]:
+        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of suitable sizes.
+
+        Args:
+            model: the model.
+            specs: one for each of its layers, with the engine's options applied.
+            kv_cache: the KV cache.
+        """
         if not isinstance(model, LlamaForCausalLM) or model.device.type != "cuda" or model.dtype != torch.bfloat16:
             return False
-        config, specs = model.config, model.attention_specs
+        config = model.config
         row_sizes = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
         return (
             torch.cuda.get_device_capability(model.device)[0] == 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,7 +56,7 @@ def test_a_step_equals_the_model(family: str, layout: str) -> None:
         for x, y in zip(own, reference, strict=True):
             y.copy_(torch.randn(y.shape, generator=generator))
             x.copy_(y if layout == "NHD" else y.transpose(1, 2))
-    assert PersistentDecode.accepts(model, mine)
+    assert PersistentDecode.accepts(model, model.attention_specs, mine)
     decode = PersistentDecode(model, mine)
     backend = create_backend("torch", model.attention_specs, theirs, Parts())
     last_token = torch.randint(5001, (3,), generator=generator).cuda()
@@ -92,6 +94,14 @@ def test_an_engine_replays_it_and_gives_nearly_the_same_tokens() -> None:
         assert len(got) == len(want) == 64
         agreed += next((j for j, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), 64)
     assert agreed > 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8_e4m3"}, {"sliding_window": 16}])
+def test_options_that_the_kernel_does_not_know_are_refused(options: dict[str, Any]) -> None:
+    pytest.importorskip("flashinfer")
+    with pytest.raises(ConfigError, match="persistent_decode needs a Llama or Qwen3"):
+        make_engine(model_of("qwen3"), attn_backend="flashinfer", num_pages=200, persistent_decode=True, **options)
 
 
 def test_a_model_that_does_not_suit_is_refused() -> None:

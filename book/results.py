@@ -138,15 +138,25 @@ def new_result(
 
 
 def with_recorded(result: Result, root: Path | None = None) -> Result:
-    """Add the rows that the same device recorded on the same day with the same versions, for the cases not in it.
+    """Add the rows that the same device recorded with the same versions, for what was not measured again.
 
-    This lets an experiment run its sections one at a time.
+    This lets an experiment run its sections one at a time. Rows of the same day are kept unless their cases were
+    measured again. Rows of an earlier day are kept unless their figures were, and their cases get an entry "recorded"
+    with that day.
     """
     measured = [(row.figure, row.case) for row in result.rows]
+    figures = {row.figure for row in result.rows}
     for other in load(result.experiment, root):
-        if (other.device, other.date, dict(other.versions)) == (result.device, result.date, dict(result.versions)):
-            kept = tuple(row for row in other.rows if (row.figure, row.case) not in measured)
-            return replace(result, rows=(*kept, *result.rows))
+        if (other.device, dict(other.versions)) != (result.device, dict(result.versions)):
+            continue
+        kept = []
+        for row in other.rows:
+            day = str(row.case.get("recorded", other.date))
+            if day == result.date and (row.figure, row.case) not in measured:
+                kept.append(row)
+            elif day != result.date and row.figure not in figures:
+                kept.append(replace(row, case={**row.case, "recorded": day}))
+        return replace(result, rows=(*kept, *result.rows))
     return result
 
 

@@ -1,11 +1,12 @@
 """Compare the engine with vLLM and SGLang on the same requests, weights and device, in turns.
 
     python experiments/13_beside_other_engines/run.py [--out DIR] [--workloads NAME ...] [--peers vllm sglang]
+    python experiments/13_beside_other_engines/run.py --change "what is new in the engine"
 
 The peers have to be installed in this Python environment. On a GPU the model has Qwen3-0.6B's shape and random weights
 in bfloat16. They are written to a temporary checkpoint that all engines read. On a CPU a tiny model in float32 shows
 that the script works. The result goes to experiments/13_beside_other_engines/results/<device>.json, below DIR where one
-is given.
+is given. With --change our engine's rows are added to the ledger, docs/ledger.json, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from book import results
+from book import ledger, results
 from book.experiment import command_line, record
 from book.random_models import QWEN3_0_6B, write_checkpoint
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
@@ -167,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__)
     options.add_argument("--workloads", nargs="+", choices=list(NAMED), help="serve these workloads only")
     options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="engines to compare ours with")
+    options.add_argument("--change", help="add our engine's rows to the ledger: what is new, in a few words")
     chosen = options.parse_args(arguments)
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     for peer in chosen.peers:
@@ -195,6 +197,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.workloads:
         result = results.with_recorded(result, chosen.out)
     record(result, chosen.out, {row.figure for row in result.rows})
+    if chosen.change:
+        for row in rows:
+            if str(row.case["engine"]).startswith("mini_engine"):
+                ledger.add(result, row, chosen.change, chosen.out)
 
 
 def free() -> None:

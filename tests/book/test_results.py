@@ -69,19 +69,12 @@ def test_the_bound_of_rounds_is_the_last_one_when_the_machine_has_been_measured_
     assert (row.value, row.bound, row.spread) == (3.0, 1.2, None)
 
 
-# Recorded before these experiments measured in rounds.
-OLDER = {
-    ("00_engine_so_far", "NVIDIA H200"), ("01_add_flex_attention_qwen", "NVIDIA H200"),
-    ("03_paged_vs_contiguous", "NVIDIA H200"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in (REPOSITORY / "experiments").glob("*/results")))
 def test_every_measured_time_and_speed_has_a_spread(folder: str) -> None:
     for recorded in results.load(folder, REPOSITORY):
         measured = [row for row in recorded.rows if row.unit in ("s", "tokens/s") and "predicted" not in row.figure]
         without = {row.figure for row in measured if row.spread is None} - {"host time of a launch"}
-        assert not without or (folder, recorded.device) in OLDER, recorded.device
+        assert not without, recorded.device
 
 
 def test_share_of_the_bound_is_that_of_the_time_or_of_the_rate() -> None:
@@ -191,3 +184,26 @@ def test_a_readme_gets_its_numbers_from_the_results(root: Path) -> None:
 def test_new_result_is_of_this_machine() -> None:
     made = results.new_result("01_first", [LATENCY], {"heads": 8}, device="cpu")
     assert made.device and "torch" in made.versions and made.rows == (LATENCY,)
+
+
+@pytest.mark.parametrize("same_versions", [True, False])
+def test_sections_that_are_not_measured_again_are_kept_with_their_day(tmp_path: Path, same_versions: bool) -> None:
+    def recorded(date: str, *rows: Row, torch: str = "2.11") -> results.Result:
+        return results.Result("99_sections", "a GPU", date, {"torch": torch}, {}, rows)
+
+    def row(figure: str, value: float, **case: results.Setting) -> Row:
+        return Row(figure, value, "s", None, "no bound", case)
+
+    first = recorded("2026-01-01", row("step", 3.0, keys=1), row("step", 4.0, keys=2), row("tile", 5.0, size=16))
+    results.write(first, tmp_path)
+    version = "2.11" if same_versions else "2.12"
+    today = results.with_recorded(recorded("2026-01-02", row("step", 1.0, keys=1), torch=version), tmp_path)
+    # The step of 2 keys was measured with code of another day, and was not measured again.
+    kept = [row("tile", 5.0, size=16, recorded="2026-01-01")] if same_versions else []
+    assert [*today.rows] == [*kept, row("step", 1.0, keys=1)]
+    results.write(today, tmp_path)
+    later = results.with_recorded(recorded("2026-01-02", row("step", 2.0, keys=2), torch=version), tmp_path)
+    assert [*later.rows] == [*kept, row("step", 1.0, keys=1), row("step", 2.0, keys=2)]
+    results.write(later, tmp_path)
+    last = results.with_recorded(recorded("2026-01-03", row("step", 9.0, keys=1), torch=version), tmp_path)
+    assert [*last.rows] == [*kept, row("step", 9.0, keys=1)]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from book import results
+from book import ledger, results
 from book.grading.chapter import load_module
 from mini_engine.bench.peer_process import PeerOptions
 from mini_engine.bench.workloads import BenchRequest, Workload
@@ -52,7 +52,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> results.Result:
         monkeypatch.setattr(run, name, value)
     monkeypatch.setattr(run.metadata, "version", lambda name: f"{name} of today")
     monkeypatch.setattr(Peer, "made", [])
-    run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])
+    run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm", "--change", "a faster kernel"])
     [result] = results.load(EXPERIMENT, tmp_path)
     return result
 
@@ -68,6 +68,12 @@ def test_a_row_for_each_engine_and_workload(recorded: results.Result) -> None:
     for row in recorded.rows:
         low, high = row.spread
         assert low <= row.value <= high and row.bound > 0
+
+
+def test_the_ledger_gets_our_rows(recorded: results.Result, tmp_path: Path) -> None:
+    entries = ledger.load(tmp_path)
+    assert [entry.row for entry in entries] == [row for row in recorded.rows if row.case["engine"] != "vllm"]
+    assert {entry.change for entry in entries} == {"a faster kernel"}
 
 
 def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorded: results.Result) -> None:
@@ -90,4 +96,4 @@ def test_caches_that_do_not_fit_are_an_error_before_a_peer_is_loaded() -> None:
 
 def test_a_missing_peer_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm is not installed"):
-        run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])
+        run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm", "--change", "a faster kernel"])

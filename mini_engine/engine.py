@@ -487,7 +487,7 @@ class LLMEngine:
         if not PersistentDecode.accepts(self.model, specs, self.cache):
             raise ConfigError(
                 "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows, "
-                "soft-caps or narrower keys, and of sizes that its kernel supports (see PersistentDecode.accepts); "
+                "soft-caps or an FP8 KV cache, and of sizes that its kernel supports (see PersistentDecode.accepts); "
                 "leave it out"
             )
         return PersistentDecode(self.model, self.cache)

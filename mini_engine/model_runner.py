@@ -272,10 +272,10 @@ class ModelRunner:
         return to_device({"array": array}, self._device)["array"]
 
     def _keep(self, tokens: Int[Tensor, " R"]) -> tuple[Int[Tensor, " R"], torch.cuda.Event | None]:
-        """Make sampled tokens the last ones of their rows, and start copying them to the host.
+        """Write sampled tokens to `last_token`, and start copying them to the host.
 
         Returns:
-            The tokens on the host, and an event that is recorded when they are there; None on a CPU.
+            The tokens on the host, and an event recorded after their copy; None on a CPU.
         """
         on_gpu = tokens.is_cuda
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens

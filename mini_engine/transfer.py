@@ -40,11 +40,11 @@ def copy_pinned(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*
 def keep_tokens(
     tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], last_token: Int[Tensor, " rows"], host: Int[Tensor, " R"]
 ) -> None:
-    """Store the tokens that a step sampled as the last ones of their rows, and start copying them to the host.
+    """Write a step's sampled tokens to `last_token`, and start copying them to the host.
 
     Args:
         tokens: the tokens.
-        rows: distinct rows.
+        rows: the row of each token, all different.
         last_token: last token of every row; changed in place.
         host: receives the tokens: pinned memory for tokens on a GPU, else `tokens` itself.
     """

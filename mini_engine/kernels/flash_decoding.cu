@@ -421,7 +421,7 @@ static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2],
     const cuuint64_t steps[4] = {static_cast<cuuint64_t>(strides[1] * 2), 128, static_cast<cuuint64_t>(strides[2] * 2),
                                  static_cast<cuuint64_t>(strides[0] * 2)};
     const cuuint32_t box[5] = {64, TILE, HALVES, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
-    // Without promotion: when the first half of a row also fetched the second one, the kernel was slower.
+    // No L2 promotion: with it, copying the first half of a row also fetched the second half, and the kernel was slower.
     return encoder(
         map, IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, pages, shape, steps, box, ones,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,

@@ -30,7 +30,7 @@ def copy_small(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*s
 def keep_tokens(
     tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], last_token: Int[Tensor, " rows"], host: Int[Tensor, " R"]
 ) -> None:
-    """Store tokens as the last ones of their rows and in pinned memory, in one launch; see `transfer.keep_tokens`."""
+    """Write tokens to `last_token` and to pinned memory, in one launch; see `transfer.keep_tokens`."""
     size = len(tokens)
     _keep[(triton.cdiv(size, BLOCK),)](tokens, rows, last_token, host, size, BLOCK=BLOCK)
 

@@ -141,8 +141,8 @@ def with_recorded(result: Result, root: Path | None = None) -> Result:
     """Add the rows that the same device recorded with the same versions, for what was not measured again.
 
     This lets an experiment run its sections one at a time. Rows of the same day are kept unless their cases were
-    measured again. Rows of an earlier day are kept unless their figures
-    were measured again, and the case of a kept row gets an entry "recorded" with that day.
+    measured again. Rows of an earlier day are kept unless their figures were measured again, and the case of a kept row
+    gets an entry "recorded" with that day.
     """
     measured = [(row.figure, row.case) for row in result.rows]
     figures = {row.figure for row in result.rows}

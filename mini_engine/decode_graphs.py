@@ -97,7 +97,7 @@ class DecodeGraph:
     loaded: SamplingBatch | None = None
 
     def load(self, sampling: SamplingBatch) -> None:
-        """Copy the sampler's parameters into the graph, unless they are those of the previous step."""
+        """Copy the sampler's parameters into the graph, unless the previous step had the same ones."""
         if self.loaded is sampling:
             return
         size = len(sampling.seeds)

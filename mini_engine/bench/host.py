@@ -135,5 +135,5 @@ def step_us(engine: LLMEngine, num_steps: int = TIMED_STEPS) -> float:
 
 
 def _replay_nothing(runner: ModelRunner, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
-    """Stand in for a graph of a decode step: each request's token is its number in the batch."""
+    """Return a token for each request without computing anything: its number in the batch."""
     return torch.arange(batch.num_sequences)

@@ -96,4 +96,4 @@ def test_caches_that_do_not_fit_are_an_error_before_a_peer_is_loaded() -> None:
 
 def test_a_missing_peer_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm is not installed"):
-        run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm", "--change", "a faster kernel"])
+        run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])

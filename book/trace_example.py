@@ -1,5 +1,6 @@
 """The run that the trace player shows: eight requests, some of them late, in a pool that is too small for all."""
 
+from mini_engine.errors import RequestError
 from mini_engine.llm import LLM
 from mini_engine.observe.trace import Trace
 from mini_engine.sampling_params import SamplingParams
@@ -35,6 +36,11 @@ def record_example(llm: LLM) -> Trace:
         while coming and (coming[0][0] <= len(trace.steps) or not engine.has_unfinished):
             _, name, question, max_tokens = coming.pop(0)
             prompt = llm.chat_prompt([{"role": "user", "content": question}])
-            engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+            try:
+                engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+            except RequestError as error:
+                raise RequestError(
+                    f"request {name} of the example needs more pages: raise --num-pages; {error}"
+                ) from error
         engine.step()
     return trace

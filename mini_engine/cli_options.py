@@ -82,7 +82,7 @@ class EngineOptions:
         )
         compiles = config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "flash_decoding", "cascade")
         if compiles and not config.warm_up:
-            show(console, "The first steps compile kernels, which takes up to a minute; the kernels are cached.", "dim")
+            show(console, "The first steps compile kernels, which may take over a minute; they are cached.", "dim")
         return llm
 
 

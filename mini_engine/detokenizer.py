@@ -1,12 +1,14 @@
 """Turn tokens into text one at a time, without half characters, and find stop strings that span tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # the text of bytes that are not a character
 MAX_BYTES = 4  # per character in UTF-8
 MAX_PENDING = 2 * MAX_BYTES  # tokens whose text is not complete
+
+ScanStop = Callable[[str, Sequence[str]], tuple[str, str, bool]]
 
 
 def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
@@ -43,16 +45,24 @@ class Detokenizer:
         tokenizer: the model's.
         special_ids: its special tokens.
         stop: strings that end the text.
+        scan_stop: finds them.
 
     Attributes:
         text: the text that can be shown so far.
         stopped: a stop string was found; `text` ends before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        special_ids: frozenset[int],
+        stop: Sequence[str] = (),
+        scan_stop: ScanStop = scan_stop,
+    ) -> None:
         self.text = ""
         self.stopped = False
-        self._tokenizer, self._special_ids, self._stop = tokenizer, special_ids, stop
+        self._tokenizer, self._special_ids = tokenizer, special_ids
+        self._stop, self._scan_stop = stop, scan_stop
         # The last tokens that were shown, and their text. They are decoded again with the next ones, because some
         # tokenizers write a word differently at the start of a text.
         self._context: list[int] = []
@@ -99,7 +109,7 @@ class Detokenizer:
 
     def _show(self, new: str) -> str:
         if self._stop:
-            new, self._held, self.stopped = scan_stop(self._held + new, self._stop)
+            new, self._held, self.stopped = self._scan_stop(self._held + new, self._stop)
         self.text += new
         return new
 

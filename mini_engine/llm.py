@@ -274,7 +274,7 @@ class TextEngine:
             name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
             params_without_stop = replace(params, stop=()) if params.stop else params
             request = self.engine.add_request(name, token_ids, params_without_stop, context)
-            detokenizer = Detokenizer(self._backend, self._special_ids, params.stop)
+            detokenizer = Detokenizer(self._backend, self._special_ids, params.stop, self.engine.parts.scan_stop)
             each_step, start = each_step or bool(params.stop), len(request.prompt_token_ids)
             text = TextRequest(index, prompt, request, detokenizer, each_step, inbox, start, start)
             self._texts[request] = text

@@ -24,6 +24,7 @@ from mini_engine.attention.naive import sdpa_attention
 from mini_engine.attention.split_kv import WorkPlan, plan_work
 from mini_engine.attention.state import AttentionState, merge_states
 from mini_engine.decode_graphs import DecodeArrays, pad_decodes
+from mini_engine.detokenizer import ScanStop, scan_stop
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import append_kv
 from mini_engine.kv_cache.prefix_sharing import Children, copy_on_write, match_prefix
@@ -93,6 +94,7 @@ class Parts:
     )
     gated_mlp: Callable[[Tensor, Tensor, Tensor, Callable], Tensor] = part(gated_mlp, "Gated MLP", 3, LAYER)
     sample: Callable[[Tensor, SamplingBatch], Tensor] = part(sample, "Sampler", 4, SAMPLING)
+    scan_stop: ScanStop = part(scan_stop, "Stop strings", 4, SAMPLING)
 
 
 def default_parts(device: torch.device) -> Parts:

@@ -101,7 +101,7 @@ def apply_rope(
         cos: cosines from `rope_tables`, `[T, D/2]`.
         sin: sines from `rope_tables`, `[T, D/2]`.
         interleaved: pair i is (x[2i], x[2i+1]) as in RoFormer, GPT-J and GGUF's Llama files; otherwise it is
-            (x[i], x[i + D/2]) as in GPT-NeoX and transformers ("half-split"). Weights fit only one of the two.
+            (x[i], x[i + D/2]) as in GPT-NeoX and transformers' Llama ("half-split"). Weights fit only one of the two.
 
     Returns:
         `[T, H, D]` in the dtype of x, computed in float32 (float64 for float64).

@@ -31,6 +31,7 @@ from mini_engine.model_runner import ModelRunner
 from mini_engine.observe.trace import Trace
 from mini_engine.observe.watch import Watch
 from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.parts import Parts
 from mini_engine.request import Running
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
@@ -173,6 +174,20 @@ def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed
     assert llm.engine.metrics.computed_tokens == len(PROMPTS[0]) + end - 1 + depth
     assert not llm.engine.has_unfinished
     check_nothing_leaked(llm.engine)
+
+
+def test_stop_strings_are_found_by_the_part():
+    asked = []
+
+    def at_the_second_piece(text, stop):
+        asked.append((text, stop))
+        return text, "", len(asked) == 2
+
+    engine = make_engine(double_model("qwen3"), replace(Parts(), scan_stop=at_the_second_piece), num_pages=24)
+    params = replace(SAMPLED, seed=0, ignore_eos=True, stop="never")
+    (output,) = TextEngine(engine, LETTERS, SamplingParams()).generate([PROMPTS[0]], params)
+    assert output.finish_reason == "stop" and output.text == "".join(text for text, _ in asked)
+    assert len(asked) == 2 and {stop for _, stop in asked} == {("never",)}
 
 
 @DEPTHS

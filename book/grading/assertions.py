@@ -165,7 +165,7 @@ def _assert_tensor_close(
         raise CheckFailed(_compared(label, got, wanted), mistake)
     raise CheckFailed(
         f"{label}: {count} of {_values(wrong)} {'differs' if count == 1 else 'differ'}, "
-        f"the worst at {_index(where)}: {got}, expected {wanted}",
+        f"the {'first' if right.dtype == torch.bool else 'worst'} at {_index(where)}: {got}, expected {wanted}",
         mistake,
     )
 

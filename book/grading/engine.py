@@ -92,7 +92,7 @@ def _runs_on(part: Part, llm: LLM) -> str:
     is_other_family = part.module.startswith("mini_engine/models/") and part.module not in modules
     if is_other_family or (part.name == "qk_norm" and without_qk_norm):
         return "[dim]not used by this model[/]"
-    return "[bold green]yours[/]"
+    return "[bold green]yours[/], with --stop" if part.name == "scan_stop" else "[bold green]yours[/]"
 
 
 def small_engine(batch: Batch) -> TextEngine:
@@ -122,7 +122,9 @@ def compare_with_reference(
     reference = LLM(model, mine.engine.config)
     expected = reference.generate(batch.prompts, batch.params)
     wrong = [
-        i for i, (own, other) in enumerate(zip(outputs, expected, strict=True)) if own.token_ids != other.token_ids
+        i
+        for i, (own, other) in enumerate(zip(outputs, expected, strict=True))
+        if (own.token_ids, own.text) != (other.token_ids, other.text)
     ]
     failed = mine.engine.metrics.failed_steps
     if wrong:

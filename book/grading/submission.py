@@ -74,7 +74,8 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
         raise SubmissionError("Your file calls sys.exit() outside its functions.") from error
     except BaseException as error:  # pytest.skip() and KeyboardInterrupt, too
         line = f" in line {line_in(error, filename)}" if line_in(error, filename) else ""
-        raise SubmissionError(f"Your file cannot be imported{line}: {type(error).__name__}: {error}.") from error
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise SubmissionError(f"Your file cannot be imported{line}: {reason}.") from error
     namespace.update(others)  # also over an assignment such as `masked_attention = my_version`
     if exercise not in namespace:
         raise SubmissionError(f"Your file does not define {exercise} any more.")

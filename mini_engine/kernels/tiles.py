@@ -34,7 +34,7 @@ def padded_tokens(num_tokens: int) -> int:
 
 
 def tile_of_one_token(num_rows: int, num_columns: int, projections: int = 1) -> Tile:
-    """Choose as many rows of each projection as fit in registers and leave `PROGRAMS` programs, or part of a row."""
+    """Choose a tile that fits in registers: whole rows, few enough for `PROGRAMS` programs, or a part of one row."""
     columns = min(triton.next_power_of_2(num_columns), ELEMENTS // projections)
     rows = min(ELEMENTS // projections // columns, triton.next_power_of_2(triton.cdiv(num_rows, PROGRAMS)))
     return Tile(rows, columns)

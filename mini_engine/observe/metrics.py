@@ -51,7 +51,7 @@ class Metrics:
         """Return one line about a run of one request."""
         first = self.first_token_seconds.get(0, 0.0)
         return (
-            f"{self._output_tokens.total()} tokens, {self.decode_rate:.0f} tokens/s, first after {first * 1e3:.0f} ms"
+            f"{self._output_tokens.total()} tokens, {self.decode_rate:.1f} tokens/s, first after {first * 1e3:.0f} ms"
         )
 
     @property

@@ -101,6 +101,14 @@ def test_wrong_parts_do_not(run, model):
     assert code == 0 and "Answer 1 differs from the reference's" in out and "Every token" not in out
 
 
+def test_stop_strings_run_on_the_readers_part(run, model):
+    arguments = "generate", "w5 w6", "--raw", "-n", "9", "-m", model, "--homework"
+    code, out, _ = run(*arguments, scan_stop=lambda text, stop: scan_stop(text, stop))
+    assert code == 0 and "yours, with --stop" in out and "Every token equals the reference's." in " ".join(out.split())
+    code, out, _ = run(*arguments, "--stop", "w", scan_stop=lambda text, stop: (text, "", False))
+    assert code == 0 and "Answer 1 differs from the reference's" in out
+
+
 def test_levels_of_chunks_serve_a_request_over_chunks(run, model):
     def moved(contexts, num_new, page_size):
         order, levels = chunk_levels(contexts, num_new, page_size)

@@ -56,7 +56,7 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.add(Piece(2, "", 0, refused, None))
     assert metrics.first_token_seconds == {0: 0.25, 1: 0.5}
     assert metrics.output_token_seconds == {0: 0.75, 1: 1.0}
-    assert metrics.summary() == "4 tokens, 8 tokens/s, first after 250 ms"
+    assert metrics.summary() == "4 tokens, 8.0 tokens/s, first after 250 ms"
     weights = weight_bytes_per_step(model)
     assert rows_of(metrics, model, make_engine(model)) == {
         "time to first token (median request)": "375.0 ms",

@@ -259,9 +259,10 @@ def results_page_markdown(root: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
+NONE = "–"
 SPEEDS = (
     "The speeds are in tokens/s. The 32 requests have prompts of 16 to 128 tokens, outputs of 16 to 96, and the memory "
-    "of eight contiguous preallocations."
+    "of eight contiguous preallocations. A dash means that there is no measurement."
 )
 
 
@@ -285,15 +286,28 @@ def so_far(chapter: int) -> Table:
         if len(rows) > 1:
             raise ValueError(f"{entry['experiment']}: {len(rows)} rows of {figure!r}: record one case")
         if not rows:
-            return "–"
+            return NONE
         return quantity(rows[0].value, "B") if figure == ENGINE_BYTES else number(rows[0].value)
+
+    def size(entry: Mapping[str, int | str]) -> str:
+        sizes = [cell(entry, device, ENGINE_BYTES) for device in devices]
+        return next((found for found in sizes if found != NONE), NONE)
+
+    def dtypes() -> str:
+        of: dict[str, set[str]] = {}
+        for row in (row for r in recorded for row in r.rows if row.figure == ENGINE_SPEED):
+            of.setdefault(str(row.case.get("dtype")), set()).add(f"{row.case['chapter']:02}")
+        of = {dtype: found for dtype, chapters in of.items() if (found := chapters & {row[0] for row in rows})}
+        if len(of) < 2:
+            return ""
+        return " The dtype is " + ", and ".join(f"{t} in chapters {', '.join(sorted(n))}" for t, n in of.items()) + "."
 
     header = ["chapter", "what it adds", "bytes read per token"]
     header += [f"{device}: {what}" for device in devices for what in ("one request", "32 requests")]
     rows = [
         [f"{entry['number']:02}", entry["adds"]]
-        + [cell(entry, devices[0], ENGINE_BYTES) if devices else "–"]
+        + [size(entry)]
         + [cell(entry, device, figure) for device in devices for figure in (ENGINE_SPEED, ENGINE_THROUGHPUT)]
         for entry in entries
     ]
-    return Table(header, rows, SPEEDS if devices else "Nothing measured yet.")
+    return Table(header, rows, SPEEDS + dtypes() if devices else "Nothing measured yet.")

@@ -1,6 +1,6 @@
 """Measure what each chapter's engine gains, and the engine beside transformers, on the embedded model.
 
-    python experiments/00_engine_so_far/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/00_engine_so_far/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
 
 The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR where one is given.
 """
@@ -9,6 +9,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,12 +31,13 @@ from mini_engine.bench.workloads import CPU, BenchRequest, batch_of, least_secon
 from mini_engine.cli_options import EngineOptions
 from mini_engine.engine import LLMEngine
 from mini_engine.observe.metrics import weight_bytes_per_step
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, default_parts
 from mini_engine.roofline import measure_machine
 
 MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
 RESERVATIONS = 8
+CHAPTERS, KERNELS, PEERS = SECTIONS = ("chapters", "kernels", "peers")
 
 
 def seconds_in_turns(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
@@ -160,8 +163,46 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     ]
 
 
-def peer_rows(measured: Sequence[Row]) -> list[results.Row]:
+def kernel_rows() -> list[results.Row]:
+    """Tokens/s of chapters 08, 11 and 12 on a GPU in bfloat16, for one request and for many, in turns."""
+    parts = default_parts(torch.device("cuda"))
+    fused = LLM(MODEL, dtype="bfloat16", device="cuda", attn_backend="flashinfer", parts=parts)
+    one_by_one = replace(parts, decoder_layer=Parts().decoder_layer)
+    plain = LLM(MODEL, fused.given_config, parts=one_by_one)
+    requests = CPU.requests(fused.model.config.vocab_size)
+    longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
+    pages = RESERVATIONS * -(-longest // 16)
+    engines = {
+        8: plain.with_options(num_pages=pages, page_size=16, cuda_graph_batch_sizes=()).engine,
+        11: fused.with_options(num_pages=pages, page_size=16, cuda_graph_batch_sizes=()).engine,
+        12: fused.with_options(num_pages=pages, page_size=16).engine,
+    }
+    machine = measure_machine(fused.model.device, fused.model.dtype)
+    weights, itemsize = weight_bytes_per_step(fused.model), fused.model.dtype.itemsize
+    cache = ContiguousKVCache(fused.model.attention_specs, 1, 1, fused.model.dtype)
+    size = weights + cache.bytes_per_token * (PROMPT_TOKENS + MAX_TOKENS // 2)
+    cases: dict[int, dict[str, results.Setting]] = {n: {"chapter": n, "dtype": "bfloat16"} for n in engines}
+    rows = [results.Row(results.ENGINE_BYTES, size, "B", size, "as before", case) for case in cases.values()]
+    one = batch_of(1, PROMPT_TOKENS, MAX_TOKENS).requests(fused.model.config.vocab_size)
+    for figure, some in ((results.ENGINE_SPEED, one), (results.ENGINE_THROUGHPUT, requests)):
+        tokens = num_outputs(some)
+        runs = [partial(serve_paged, engine, some, continuous=True) for engine in engines.values()]
+        assert all(run() == tokens for run in runs)
+        bound = tokens / least_seconds(fused.model.config, machine, some, itemsize)
+        for case, own in zip(cases.values(), seconds_in_turns(runs, ROUNDS), strict=True):
+            rows.append(rate_row(figure, tokens, own, bound, "as before, at the rates in bfloat16", case))
+    return rows
+
+
+def peer_rows(device: str) -> list[results.Row]:
     """The engine and transformers, side by side."""
+    console = Console()
+    workloads = [batch_of(size, PROMPT_TOKENS, MAX_TOKENS) for size in (1, 8)]
+    measured: list[Row] = []
+    for dtype in ("float32", "bfloat16"):
+        engine = EngineOptions(MODEL, {"dtype": dtype, "device": device})
+        measured += compare(console, engine, workloads, ["transformers"], ROUNDS)
+    console.print(table(MODEL, measured))
     source = "prefill and decode steps at the measured rates"
     rows = []
     for own in measured:
@@ -173,21 +214,24 @@ def peer_rows(measured: Sequence[Row]) -> list[results.Row]:
 
 
 def main() -> None:
-    arguments = command_line(__doc__).parse_args()
+    options = command_line(__doc__)
+    options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
+    arguments = options.parse_args()
     # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds: each step
     # of transformers is one. Ours does without it, and theirs is served better so.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    rows = chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
-    console = Console()
-    workloads = [batch_of(size, PROMPT_TOKENS, MAX_TOKENS) for size in (1, 8)]
-    measured = []
-    for dtype in ("float32", "bfloat16"):
-        engine = EngineOptions(MODEL, {"dtype": dtype, "device": arguments.device})
-        measured += compare(console, engine, workloads, ["transformers"], ROUNDS)
-    console.print(table(MODEL, measured))
+    rows: list[results.Row] = []
+    if CHAPTERS in arguments.only:
+        rows += chapter_rows(arguments.device, "float32") + throughput_rows(arguments.device, "float32")
+    if KERNELS in arguments.only and arguments.device == "cuda":
+        rows += kernel_rows()
+    if PEERS in arguments.only:
+        rows += peer_rows(arguments.device)
     parameters: dict[str, results.Setting] = {"model": MODEL, "prompt_tokens": PROMPT_TOKENS}
     parameters |= {"max_tokens": MAX_TOKENS, "rounds": ROUNDS}
-    result = results.new_result("00_engine_so_far", rows + peer_rows(measured), parameters, arguments.device)
+    result = results.new_result("00_engine_so_far", rows, parameters, arguments.device)
+    if set(arguments.only) < set(SECTIONS):
+        result = results.with_recorded(result, arguments.out)
     record(result, arguments.out, {results.ENGINE_SPEED, results.ENGINE_THROUGHPUT, "mini_engine", "transformers"})
 
 

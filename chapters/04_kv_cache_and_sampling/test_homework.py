@@ -100,6 +100,7 @@ EXERCISES = [
         points=4,
         minutes=25,
         difficulty=2,
+        part="scan_stop",
         hints=(
             "There are three cases: a stop string is complete; the text ends with the beginning of one; neither.",
             "For each index of the text, from the left: is the rest of the text the beginning of a stop string? The "
@@ -839,6 +840,9 @@ def test_the_penalty_counts_once(hw: Homework) -> None:
     seen = torch.tensor([[True, False, False, False, False]]).expand(DRAWS, -1)
     batch = build([SamplingParams(repetition_penalty=1.2)] * DRAWS, range(DRAWS), range(DRAWS), seen)
     assert_follows(once[0].softmax(-1), hw.sample(logits.expand(DRAWS, -1).clone(), batch))
+    # Divided by 1.05 once, token 0 is still the largest; divided twice, it is not.
+    greedy = build([SamplingParams(temperature=0.0, repetition_penalty=1.05)], [1], [1], seen[:1])
+    assert_values(hw.sample(logits.clone(), greedy), logits.argmax(-1), name="the greedy token")
 
 
 @check("sample", mistake="you modified the logits that you were given: `/=` writes into them")

@@ -423,11 +423,11 @@ def test_traced_scores(hw: Homework) -> None:
 
 # blocks_of_mask -----------------------------------------------------------------------------------------------------
 
-Lists = list[list[int]]  # block numbers of each row
+Lists = list[list[int]]  # block indices of each query block
 
 
 def listed(mask: Tensor, size: int) -> tuple[Lists, Lists]:
-    """Partial and full blocks of each row, by looking at every pair."""
+    """Partial and full blocks of each query block, by looking at every pair."""
     cells = mask.tolist()
     num_queries, num_keys = mask.shape
     partial: Lists = []
@@ -467,7 +467,7 @@ def assert_blocks(
     for name, (counts, indices), lists in halves:
         want = torch.tensor([len(row) for row in lists], dtype=torch.int32)
         assert_close(counts, want, atol=0, name=f"the tensor {name}_num_blocks{of},", check_dtype=check_dtype)
-        # Only shape and dtype; the values are looked at row by row.
+        # Only shape and dtype; the values are compared list by list.
         blank = torch.zeros(len(lists), columns, dtype=torch.int32)
         name_of_indices = f"the tensor {name}_indices{of},"
         assert_close(torch.zeros_like(indices), blank, atol=0, name=name_of_indices, check_dtype=check_dtype)
@@ -517,6 +517,9 @@ def test_a_full_block(hw: Homework) -> None:
 )
 def test_one_hidden_pair(hw: Homework) -> None:
     assert_drawn(hw, 3, "xxx", "x.x", "xxx")
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    mask[5, 9] = False
+    assert_blocks(hw.blocks_of_mask(mask, 16), mask, 16, of=", for one block of 16 by 16 with a hidden pair")
 
 
 @check(
@@ -538,7 +541,7 @@ def test_more_keys_than_queries(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
-    mistake="the indices are not sorted, or stay in their own columns: move them to the front of the row, in "
+    mistake="the indices are not sorted, or stay in their own columns: move them to the front of their list, in "
     "increasing order",
 )
 def test_order(hw: Homework) -> None:
@@ -574,7 +577,8 @@ def test_the_rest_of_a_row(hw: Homework) -> None:
 
 @check(
     "blocks_of_mask",
-    mistake="counts and indices are int64, which is what sum and argsort return: convert both to int32",
+    mistake="counts and indices are int64, which is what sum and argsort return: convert both to int32, "
+    "which the kernel reads",
     costs=0.2,
 )
 def test_blocks_in_int32(hw: Homework) -> None:
@@ -811,7 +815,8 @@ def test_no_dense_mask(hw: Homework) -> None:
 
 @check(
     "blocks_of_documents",
-    mistake="counts and indices are int64, which is what sum and argsort return: convert both to int32",
+    mistake="counts and indices are int64, which is what sum and argsort return: convert both to int32, "
+    "which the kernel reads",
     costs=0.2,
 )
 def test_documents_in_int32(hw: Homework) -> None:

@@ -66,7 +66,7 @@ EXERCISES = [
         hints=(
             "Without batch, heads and queries it is one line: table[blocks]. What changes with a batch is in which row "
             "of the table each index is looked up.",
-            "Index the table with two tensors: the index of the batch row, shaped so that it broadcasts against "
+            "Index the table with two tensors: the index of the sequence, shaped so that it broadcasts against "
             "[B, H, Q, n], and the blocks. Then create zeros of the full width and write into their front.",
             "b = torch.arange(len(table))[:, None, None, None]; out = torch.zeros(*blocks.shape[:3], width, "
             "dtype=torch.int32); out[..., : blocks.shape[-1]] = table[b, blocks.long()].",
@@ -79,8 +79,8 @@ EXERCISES = [
         difficulty=2,
         part="physical_mask",
         hints=(
-            "Given a slot: in which page is it, at which offset, and where does that page begin in the sequence of row "
-            "b? Two of these add up to the position that mask_mod needs.",
+            "Given a slot: in which page is it, at which offset, and where does that page begin in sequence b? Two of "
+            "these add up to the position that mask_mod needs.",
             "start = first_keys[b, kv_idx // page_size]; the position is start + kv_idx % page_size. A start below 0 "
             "hides the slot, whatever mask_mod says of it. 0 is a valid start.",
             "def over_slots(b, h, q_idx, kv_idx): start = ...; return (start >= 0) & mask_mod(b, h, q_idx, start + "
@@ -564,7 +564,7 @@ def test_the_width(hw: Homework) -> None:
     assert_blocks(hw, torch.tensor([[[[2, 0, 1]]]], dtype=torch.int32), table, 3)
 
 
-@check("physical_blocks", mistake="each row of the batch has its own row of the table")
+@check("physical_blocks", mistake="each sequence has its own row of the table: look its blocks up in row b")
 def test_two_tables(hw: Homework) -> None:
     table = torch.tensor([[2, 0, 3], [1, 4, 4]], dtype=torch.int32)
     assert_blocks(hw, torch.tensor([[[[1, 2]]], [[[0, 1]]]], dtype=torch.int32), table, 5)
@@ -581,8 +581,8 @@ def test_blocks_are_unchanged(hw: Homework) -> None:
     blocks, table = torch.tensor([[[[2, 1]]]], dtype=torch.int32), torch.tensor([[5, 1, 0]], dtype=torch.int32)
     kept = blocks.clone(), table.clone()
     hw.physical_blocks(blocks, table, 6)
-    assert_equal(blocks, kept[0], name="blocks, afterwards")
-    assert_equal(table, kept[1], name="table, afterwards")
+    assert_equal(blocks, kept[0], name="the tensor `blocks` after the call")
+    assert_equal(table, kept[1], name="the tensor `table` after the call")
 
 
 @check("physical_blocks", mistake="sizes of B, H, Q, n, W and width must be free to differ from one another")
@@ -592,7 +592,7 @@ def test_random_blocks(hw: Homework) -> None:
         assert_blocks(hw, torch.randint(0, w, (b, h, q, n)), table, width)
 
 
-@check("physical_blocks", mistake="a BlockMask has its indices as int32", costs=0.2)
+@check("physical_blocks", mistake="the kernel reads block indices as int32: return the lists in that dtype", costs=0.2)
 def test_blocks_are_int32(hw: Homework) -> None:
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
     assert_blocks(hw, torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32), table, 4, check_dtype=True)
@@ -663,7 +663,7 @@ def test_pages_of_others(hw: Homework) -> None:
     assert_mask(hw, causal, [[-1, 4, -1, 0]], 4, queries=8)
 
 
-@check("physical_mask", mistake="each row of the batch has its own pages: look up first_keys in row b")
+@check("physical_mask", mistake="each sequence has its own pages: look them up in row b of first_keys")
 def test_two_rows(hw: Homework) -> None:
     assert_mask(hw, causal, [[2, 0, -1, 4], [-1, -1, 0, -1]], 2, queries=6)
 

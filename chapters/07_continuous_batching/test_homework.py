@@ -192,7 +192,8 @@ def assert_pages(table: PageTable, rows: ListLike[int], when: str = "", tree: Pr
     for page in range(table.num_pages):
         in_tree = ", and in the prefix tree" if page in cached else ""
         assert table.refcounts[page] == owners[page] + (page in cached), (
-            f"{when}page {page} is in {owners[page]} rows{in_tree}, but its refcount is {table.refcounts[page]}"
+            f"{when}page {page} is in {owners[page]} row{'s' * (owners[page] != 1)}{in_tree}, but its refcount is "
+            f"{table.refcounts[page]}"
         )
     free = table.num_pages - len(owners.keys() | cached)
     assert table.num_free_pages == free, (
@@ -751,7 +752,7 @@ def test_the_newest_goes(hw: Homework) -> None:
     assert got is station.requests[-1], (
         "the request returned is not the newest: rows are used again, so their numbers say nothing about age"
     )
-    assert_equal(station.rows, [2, 0], name="running.order, which was [2, 0, 1],")
+    assert_equal(station.rows, [2, 0], name="the array running.order, which was [2, 0, 1],")
     assert station.running.row_of(got) is None, "the request still has a row in `running`"
 
 
@@ -1095,7 +1096,7 @@ def test_copies_and_shared_tokens(hw: Homework) -> None:
 def expected_step(
     running: list[tuple[int, int]], waiting: list[int], num_pages: int, budget: int, size: int, in_flight: bool
 ) -> tuple[list[tuple[str, int]], str, str] | None:
-    """The step as requests and shares, who is admitted, and who is preempted. Page by page, without a page table."""
+    """The step as requests and shares, and which requests are admitted and preempted. It counts pages itself."""
     alive = list(running)
     while True:
         shares = divide([tokens - computed for tokens, computed in alive], budget)

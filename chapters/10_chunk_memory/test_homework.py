@@ -710,7 +710,7 @@ def test_a_request_uses_its_chunks(hw: Homework) -> None:
     assert_equal(store.add("d", 4), ["c", "b"], name="what add('d', 4) evicts")
 
 
-@check("ChunkStore", mistake="adding a chunk that is in the store already only uses it")
+@check("ChunkStore", mistake="adding a chunk that is already in the store only counts as a use")
 def test_a_chunk_is_added_again(hw: Homework) -> None:
     store = store_of(hw, 9, a=3, b=3, c=3)
     assert_equal(store.add("a", 3), [], name="what add('a', 3) evicts when a is there")

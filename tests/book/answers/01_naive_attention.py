@@ -64,7 +64,7 @@ def attention(q, k, v, *, scale, mask=None, bias=None, softcap=None, **change):
     if change.get("bias_first"):
         scores = scores + bias.to(dtype)
     if softcap is not None and not change.get("no_softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = (softcap * torch.tanh(scores.to(change.get("softcap_dtype", dtype)) / softcap)).to(dtype)
     if bias is not None and not change.get("bias_first"):
         bias = bias.to(change.get("bias_dtype", dtype)).to(dtype)
         scores = scores + bias[change.get("bias_heads", slice(None))] * change.get("bias_factor", 1.0)
@@ -170,7 +170,7 @@ def softcap_after_the_bias(q, k, v, *, bias=None, **options):
 
 @wrong("masked_attention", fails="test_visible_scores_far_below_zero")
 def a_large_negative_number_and_zeroed_rows(q, k, v, *, mask=None, **options):
-    out = attention(q, k, v, mask=mask, **options, hidden_score=-1e9)
+    out = attention(q, k, v, mask=mask, **options, hidden_score=-1e30)
     return out if mask is None else out * mask.any(-1)[:, None, None]
 
 
@@ -221,6 +221,16 @@ def bias_in_the_dtype_of_the_queries(q, k, v, **options):
 @wrong("masked_attention", fails="test_bfloat16_is_rounded_once")
 def in_the_input_dtype(q, k, v, **options):
     return attention(q, k, v, **options, dtype=q.dtype)
+
+
+@wrong("masked_attention", fails="test_bfloat16_is_rounded_once")
+def softcap_in_the_input_dtype(q, k, v, **options):
+    return attention(q, k, v, **options, softcap_dtype=q.dtype)
+
+
+@wrong("masked_attention", fails="test_float64_stays_float64")
+def softcap_in_float32(q, k, v, **options):
+    return attention(q, k, v, **options, softcap_dtype=torch.float32)
 
 
 @wrong("masked_attention", fails="test_float64_stays_float64")

@@ -168,6 +168,12 @@ def rounded_before_the_weights(q_and_k, q_weight, k_weight, num_qo_heads, eps):
     return torch.cat((normalized[:, :num_qo_heads] * q_weight, normalized[:, num_qo_heads:] * k_weight), dim=1)
 
 
+@wrong("qk_norm", fails="test_qk_norm_of_bfloat16_is_rounded_once")
+def weights_in_the_dtype_of_the_heads(q_and_k, q_weight, k_weight, num_qo_heads, eps):
+    weights = q_weight.to(q_and_k.dtype), k_weight.to(q_and_k.dtype)
+    return reference.qk_norm(q_and_k, *weights, num_qo_heads, eps)
+
+
 @wrong("qk_norm", fails="test_qk_norm_leaves_its_input")
 def heads_in_place(q_and_k, q_weight, k_weight, num_qo_heads, eps):
     return q_and_k.copy_(reference.qk_norm(q_and_k, q_weight, k_weight, num_qo_heads, eps))
@@ -713,7 +719,7 @@ def signed_nibbles(blocks):
 
 
 @wrong("dequantize_q4_1", fails="test_where_the_halves_go")
-def neighbours(blocks):
+def adjacent_elements(blocks):
     return dequantized(blocks, q=torch.stack((blocks[:, 4:] & 15, blocks[:, 4:] >> 4), 2).flatten(1))
 
 

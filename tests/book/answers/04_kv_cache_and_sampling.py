@@ -714,6 +714,12 @@ def penalty_twice(logits, batch):
     return sampled(reference.penalize_repetition(logits, batch), batch)
 
 
+@wrong("sample", fails="test_the_penalty_counts_once")
+def penalty_twice_in_greedy_rows(logits, batch):
+    twice = reference.penalize_repetition(reference.penalize_repetition(logits, batch), batch)
+    return torch.where(batch.temperature == 0, twice.argmax(-1), sampled(logits, batch))
+
+
 @wrong("sample", fails="test_repetition_penalty")
 def penalty_for_the_first_rows(logits, batch):
     """`seen` read as if it had a row for each row of logits."""
@@ -940,7 +946,7 @@ def flops_of_one_sequence(shape, machine, batch_size, context, dtype_bytes):
 
 
 @wrong("tokens_per_second", fails="test_flops_of_attention")
-def attention_of_the_key_heads(shape, machine, batch_size, context, dtype_bytes):
+def attention_of_the_kv_heads(shape, machine, batch_size, context, dtype_bytes):
     return rate(shape, machine, batch_size, context, dtype_bytes, attended=shape.num_kv_heads * shape.head_dim)
 
 

@@ -381,7 +381,7 @@ def full_if_nearly(mask, block_size):
     rows, columns = (-(-n // block_size) * block_size for n in mask.shape)
     padded = F.pad(mask, (0, columns - mask.shape[1], 0, rows - mask.shape[0]))
     share = F.avg_pool2d(padded[None].float(), block_size)[0]
-    full = full | (share > 0.7)
+    full = full | (share > 0.95)
     return lists_of(visited & ~full, full)
 
 

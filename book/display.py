@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from book.source_width import fit
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -26,6 +28,8 @@ class Shown:
 def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Shown:
     """Show the current source code of a module, class or function, with syntax highlighting.
 
+    Lines are at most 88 columns, which the site shows without scrolling (`source_width.fit`).
+
     `fold` is the title of a box that hides the source, such as an answer to the homework, until the reader opens it.
     """
     module = inspect.getmodule(thing)
@@ -33,7 +37,7 @@ def show(thing: ModuleType | type | Callable[..., object], fold: str = "") -> Sh
         raise ValueError(f"{thing!r} has no module to read its source from")
     file, root = Path(str(inspect.getsourcefile(module))).resolve(), Path(__file__).resolve().parents[1]
     path = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
-    source = inspect.getsource(thing).rstrip()
+    source = fit(inspect.getsource(thing).rstrip())
     where = path if isinstance(thing, ModuleType) else f"{getattr(thing, '__qualname__', thing)} in {path}"
     title = f"`{path}`" if isinstance(thing, ModuleType) else f"`{getattr(thing, '__qualname__', thing)}` in `{path}`"
     # Four backticks: a docstring may contain a fence of three.

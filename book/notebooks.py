@@ -35,6 +35,7 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _WIDEST_CODE = 88  # columns; the site shows no more without scrolling
+_FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.MULTILINE | re.DOTALL)
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
 _MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
 _SLOW_SECONDS = 30.0
@@ -174,7 +175,7 @@ def problems(file: Path) -> Iterator[str]:
     if saved.metadata != wanted.metadata:
         yield f"{partner.name}: the metadata is not the book's: {dict(saved.metadata)}"
     for index, cell in enumerate(wanted.cells):
-        for line in cell.source.splitlines() if cell.cell_type == "code" else ():
+        for line in _code_lines(cell):
             if len(line) > _WIDEST_CODE:
                 yield f"{file.name}, cell {index}: {len(line)} columns of code, at most {_WIDEST_CODE}: {line}"
     counts = []
@@ -193,6 +194,16 @@ def problems(file: Path) -> Iterator[str]:
         measured = dict(pair for output in outputs for pair in measured_in(output.get("data", {}).get("text/html", "")))
         for problem in derivation_problems(load_questions(questions), measured):
             yield f"predictions.toml {problem}"
+
+
+def _code_lines(cell: "NotebookNode") -> Iterator[str]:
+    """Yield the lines that the site shows as code: a code cell's, or those of a text's fences, except drawings."""
+    if cell.cell_type == "code":
+        yield from cell.source.splitlines()
+    else:
+        for fence in _FENCE.finditer(cell.source):
+            if fence["language"] != "mermaid":
+                yield from fence["lines"].splitlines()
 
 
 def _output_problems(cell: "NotebookNode") -> Iterator[str]:

@@ -64,6 +64,8 @@ class Question:
         return a > 0 and b > 0 and max(a / b, b / a) <= self.tolerance_factor * (1 + 1e-9)
 
     def show(self, value: float) -> str:
+        if self.unit == "%":
+            return f"{number(value, 4)}%"
         words = self.unit.isalpha() and len(self.unit) > 2  # "checks" and not "ms"
         return f"{number(value, 4)} {self.unit.removesuffix('s') if words and value == 1 else self.unit}"
 

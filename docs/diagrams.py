@@ -22,7 +22,7 @@ from slim_svg import slim
 
 DIAGRAM = re.compile(r'<pre class="diagram"><code>(.*?)</code></pre>', re.DOTALL)
 WIDTH = re.compile(r"max-width: ([\d.]+)px")
-SMALLEST = 0.6  # of a drawing's own size: there its text has 9 px
+SMALLEST = 0.7  # of a drawing's own size: there its text has 10.5 px
 DRAWINGS = CACHE.parent / "diagrams"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Mermaid computes with colors, so it gets some that stand for the properties.
@@ -33,7 +33,8 @@ SETTINGS = {
     "startOnLoad": False,
     "theme": "base",
     "fontFamily": "'Source Sans 3', sans-serif",
-    "flowchart": {"useMaxWidth": True, "curve": "basis", "padding": 12, "wrappingWidth": 280},
+    "flowchart": {"useMaxWidth": True, "curve": "basis", "padding": 12, "wrappingWidth": 220},
+    "sequence": {"actorMargin": 16, "width": 120},
     "themeVariables": {
         "fontSize": "15px",
         "primaryColor": "#eef4f5",

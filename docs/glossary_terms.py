@@ -14,7 +14,7 @@ ENTRY = re.compile(r"^(?P<name>[^\s:#|<-][^\n]*)\n+:   (?P<text>.+(?:\n    .+)*)
 NOT_HERE = {"a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "button", "svg"}
 # Where a word of the glossary means something else.
 OTHER_MEANINGS = re.compile(r"page faults?|this page|checks guard|rotary embedding|language model programs", re.I)
-NOT_IN = {"prediction", "comparison", "arithmatex", "nb-out", "chapter-card", "trace-player"}
+NOT_IN = {"prediction", "comparison", "arithmatex", "nb-out", "chapter-card", "trace-player", "trace-player-later"}
 
 
 @dataclass(frozen=True)

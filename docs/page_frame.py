@@ -24,7 +24,8 @@ SPLIT_BY_BROWSERS = re.compile(  # dates, spaces before units; and, ahead of the
 )
 FIGURES = ("softmax", "rope", "sampling", "pages", "trio", "csr", "tree", "chunks")
 # Scripts and style sheets that few pages use: the class of the elements they are for.
-IS_FOR = {"_mkdocstrings": "doc", "trace": "trace-player"} | {name: f"{name}-figure" for name in FIGURES}
+IS_FOR = {"_mkdocstrings": "doc", "trace": "trace-player", "trace_later": "trace-player-later"}
+IS_FOR |= {name: f"{name}-figure" for name in FIGURES}
 FILE = re.compile(
     rf'<(?:script src|link rel="stylesheet" href)="[^"]*/({"|".join(IS_FOR)})\.(?:js|css)"[^>]*>(?:</script>)?'
 )

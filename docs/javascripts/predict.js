@@ -23,7 +23,7 @@ export function formatNumber(value) {
 }
 
 const singular = (unit) => (/^[a-z]{3,}s$/i.test(unit) ? unit.slice(0, -1) : unit);
-const withUnit = (value, unit) => `${formatNumber(value)} ${value === 1 ? singular(unit) : unit}`;
+const withUnit = (value, unit) => formatNumber(value) + (unit === "%" ? "%" : ` ${value === 1 ? singular(unit) : unit}`);
 
 function verdict(guess, answer, tolerance) {
   if (guess === answer) return "Exactly our number.";

@@ -166,6 +166,13 @@ def test_code_wider_than_the_site_shows_is_found(pair: Path) -> None:
         assert (f"{columns} columns of code" in "\n".join(notebooks.problems(pair))) == found
 
 
+@pytest.mark.parametrize(("language", "found"), [("console", True), ("mermaid", False)])
+def test_wide_lines_in_a_text_are_found_except_in_drawings(pair: Path, language: str, found: bool) -> None:
+    fence = f"```mermaid\nA\n```\n\nSome text.\n\n```{language}\n{'x' * 89}\n```\n"
+    pair.write_text(f"{pair.read_text(encoding='utf-8')}\nSome text:\n\n{fence}\nMore text.\n", encoding="utf-8")
+    assert ("89 columns of code" in "\n".join(notebooks.problems(pair))) == found
+
+
 def test_images_that_hold_the_letters_of_a_path_are_no_path(pair: Path) -> None:
     spoil(pair, 3, outputs=[{"output_type": "display_data", "data": {"image/png": "iVB/tmp/x"}, "metadata": {}}])
     assert not list(notebooks.problems(pair))

@@ -29,7 +29,7 @@ ReadPages = Callable[[Pages], tuple[Tensor, Tensor]]
 
 
 class Level(NamedTuple):
-    """Which requests of a step share pages, and how many.
+    """One level of a cascade: groups of requests that share pages, and their depths.
 
     Requests are in an order that makes sharers neighbors. Requests that join one
     another form a group; a request that does not join the one before it, and that the
@@ -111,7 +111,7 @@ def two_level_attention(
     *,
     scale: float,
 ) -> AttentionState:
-    """Attend with the decodes of a step, reading the pages that they share once.
+    """Compute the attention of a step's decodes, reading each shared page once.
 
     Every request has one query, which sees all keys of the request: first those in the
     shared pages, all of them full, then those in its own pages. What must hold:

@@ -191,10 +191,9 @@ def chunk_levels(
 ) -> tuple[Int64[np.ndarray, " B"], list[Level]]:
     """Order the requests of a step, and write their chunks as levels of a cascade.
 
-    This is the function that the chapter is about. A request's context is a tuple of
-    `PlacedChunk`s in the order of their positions. Of a chunk you need
-    `chunk.pinned.pages`, an array of pages that no other chunk has;
-    `len(chunk.token_ids)`, the number of keys in them, at least one; and
+    A request's context is a tuple of `PlacedChunk`s in the order of their positions.
+    From a chunk you need `chunk.pinned.pages`, an array of pages that no other chunk
+    has; `len(chunk.token_ids)`, the number of keys in them, at least one; and
     `chunk.query_offset`. In a level, a group of neighboring requests attends to the
     pages of one chunk, which are read once for the whole group. What must hold:
         - Requests with one new token come before all others.

@@ -57,7 +57,7 @@ def linear_kernel(
 def linear(
     x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"]
 ) -> Float[Tensor, "T N"]:
-    """Compute `x @ weight.T`, accumulated in float32: one program for each 16 rows."""
+    """Compute `x @ weight.T`, accumulated in float32, with one program per 16 rows."""
     num_tokens, num_columns = x.shape
     out = x.new_empty(num_tokens, len(weight))
     linear_kernel[(triton.cdiv(len(weight), ROWS),)](
@@ -166,7 +166,7 @@ def norm_linear(
     With the rows of queries, keys and values as `weight` this is a layer's RMSNorm+QKV.
     What must hold:
         - One launch of one kernel, and no other computation.
-        - The normalized tokens are written nowhere.
+        - The normalized tokens are not written to memory.
         - All sums are float32; the result has the dtype of x.
         - Each program reads each token once, and the weight is read once by all
           programs together, however many tokens there are.
@@ -229,8 +229,8 @@ def gate_up_silu(
 
     What must hold:
         - One launch of one kernel, and no other computation.
-        - The two products are written nowhere, and are not rounded before they are
-          multiplied.
+        - The two products are not written to memory, and are not rounded before they
+          are multiplied.
         - All sums are float32; the result has the dtype of x.
         - The weight is read once by all programs together.
 
@@ -371,7 +371,7 @@ def split_k_linear(
         - At most two launches, and no other computation. In the first, the columns are
           divided into `splits` parts of about the same size, and each part of a block
           of at most 16 rows has a program of its own.
-        - The result is the same bit for bit, in whatever order programs run.
+        - The result is bitwise identical in whatever order the programs run.
         - All sums are float32, and the result is rounded once, to the dtype of x. The
           inputs are unchanged.
         - The weight is read once by all programs together.

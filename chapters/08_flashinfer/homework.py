@@ -105,7 +105,7 @@ def append_positions(
     Int64[np.ndarray, " T"],
     Int32[np.ndarray, " B"],
 ]:
-    """Find where the new keys of a step go, and how full the last pages are then.
+    """Find the slots of a step's new keys, and the length of each last page after it.
 
     New tokens follow the keys that their sequence has already. The scheduler has taken
     pages for them: `kv_indices` lists exactly the pages that each sequence needs after

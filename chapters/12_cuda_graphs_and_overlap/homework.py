@@ -56,8 +56,8 @@ def run_steps(
     on the device once the launch is complete and all earlier work is finished; the host
     does not wait for it. After the launches of a step the host collects the oldest
     steps, in order, until at most `depth` launched steps are not collected. After the
-    last step it collects all. To collect a step the host waits until the step is done,
-    and then works for `collect`.
+    last step it collects all that are left. To collect a step, the host waits until the
+    step is done, and then works for `collect`.
 
     Args:
         num_steps: number of steps.
@@ -175,7 +175,7 @@ def graph_sizes(steps: Mapping[int, int], num_sizes: int) -> list[int]:
     choice should take a second or two.
 
     Args:
-        steps: how many steps had each number of requests, both at least 1.
+        steps: the number of steps with each number of requests; both are at least 1.
         num_sizes: the most graphs that may be captured, at least 1.
 
     Returns:
@@ -196,7 +196,7 @@ class Device:
     """A device that computes one token of some requests in each step.
 
     It has some rows, and feeds the last token of a row into the row's next step. The
-    host never tells it a token. Tokens are pieces of text.
+    host never passes it a token. Tokens are pieces of text.
 
     Args:
         num_rows: requests that it can hold at a time.

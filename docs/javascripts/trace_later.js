@@ -1,18 +1,16 @@
-// In a chapter, the trace player is loaded when the reader comes near it, so the page itself stays light.
+// In a chapter, the trace player is loaded when the reader asks for it, so the page itself stays light.
 
-const near = new IntersectionObserver(
-  (seen) => {
-    const boxes = seen.filter(({ isIntersecting }) => isIntersecting).map(({ target }) => target);
-    for (const box of boxes) {
-      near.unobserve(box);
-      box.className = "trace-player";
-    }
-    if (boxes.length === 0) return;
-    const href = new URL("../stylesheets/trace.css", import.meta.url).href;
-    document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href }));
-    import("./trace.js");
-  },
-  { rootMargin: "1000px" },
-);
+function load(box) {
+  box.className = "trace-player";
+  const href = new URL("../stylesheets/trace.css", import.meta.url).href;
+  document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href }));
+  import("./trace.js");
+}
 
-document$.subscribe(() => document.querySelectorAll(".trace-player-later").forEach((box) => near.observe(box)));
+document$.subscribe(() => {
+  for (const box of document.querySelectorAll(".trace-player-later")) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "md-button", textContent: "Show the recording" });
+    button.addEventListener("click", () => load(box));
+    box.replaceChildren(button);
+  }
+});

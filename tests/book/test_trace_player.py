@@ -39,13 +39,15 @@ def player(page: sync_api.Page, address: str) -> Iterator[sync_api.Page]:
 
 
 @pytest.mark.parametrize("chapter", ["06_paged_kv_cache", "07_continuous_batching"])
-def test_a_chapter_loads_the_player_when_the_reader_comes_near(page: sync_api.Page, address: str, chapter: str) -> None:
+def test_a_chapter_loads_the_player_when_the_reader_asks_for_it(
+    page: sync_api.Page, address: str, chapter: str
+) -> None:
     fetched: list[str] = []
     page.on("request", lambda request: fetched.append(request.url.rpartition("/")[2]))
     page.goto(f"{address}chapters/{chapter}/")
     page.wait_for_load_state("networkidle")
     assert not {"trace.js", "trace.css", "example.json"}.intersection(fetched)
-    page.locator(".trace-player-later").scroll_into_view_if_needed()
+    page.get_by_role("button", name="Show the recording").click()
     page.wait_for_selector(".trace-player .trace-page")
     assert page.locator(".trace-player .trace-page").count() == TRACE.num_pages
 

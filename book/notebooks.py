@@ -22,6 +22,7 @@ import typer
 
 from book.paths import repository_root
 from book.predictions import derivation_problems, load_questions, measured_in
+from book.source_width import COLUMNS
 
 # Jupyter's packages are imported where they are used: the grader shares this command line and does not need them.
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-_WIDEST_CODE = 88  # columns; the site shows no more without scrolling
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.MULTILINE | re.DOTALL)
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
 _MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
@@ -176,8 +176,8 @@ def problems(file: Path) -> Iterator[str]:
         yield f"{partner.name}: the metadata is not the book's: {dict(saved.metadata)}"
     for index, cell in enumerate(wanted.cells):
         for line in _code_lines(cell):
-            if len(line) > _WIDEST_CODE:
-                yield f"{file.name}, cell {index}: {len(line)} columns of code, at most {_WIDEST_CODE}: {line}"
+            if len(line) > COLUMNS:
+                yield f"{file.name}, cell {index}: {len(line)} columns of code, at most {COLUMNS}: {line}"
     counts = []
     for index, cell in enumerate(saved.cells):
         if cell.cell_type == "raw":
@@ -197,7 +197,7 @@ def problems(file: Path) -> Iterator[str]:
 
 
 def _code_lines(cell: "NotebookNode") -> Iterator[str]:
-    """Yield the lines that the site shows as code: a code cell's, or those of a text's fences, except drawings."""
+    """Yield the lines of a code cell, or those inside the fences of a Markdown cell, except mermaid's."""
     if cell.cell_type == "code":
         yield from cell.source.splitlines()
     else:

@@ -300,7 +300,8 @@ def so_far(chapter: int) -> Table:
         of = {dtype: found for dtype, chapters in of.items() if (found := chapters & {row[0] for row in rows})}
         if len(of) < 2:
             return ""
-        return " The dtype is " + ", and ".join(f"{t} in chapters {', '.join(sorted(n))}" for t, n in of.items()) + "."
+        parts = (f"{dtype} in chapter{'s' * (len(own) > 1)} {', '.join(sorted(own))}" for dtype, own in of.items())
+        return f" The dtype is {', and '.join(parts)}."
 
     header = ["chapter", "what it adds", "bytes read per token"]
     header += [f"{device}: {what}" for device in devices for what in ("one request", "32 requests")]

@@ -8,7 +8,7 @@ import textwrap
 import tokenize
 from collections.abc import Iterator
 
-COLUMNS = 88  # of code on the site
+COLUMNS = 88  # of code; the site shows no more without scrolling
 _PRAGMA = re.compile(r"\s*# (?:fmt: (?:skip|off|on)|type: ignore.*|noqa.*)$", re.MULTILINE)
 _NEW_ITEM = re.compile(r"\s*(?:- |>>> |\.\.\. |`?\w+`?(?:, `?\w+`?)*:(?: |$))")  # and the fields of docstrings
 

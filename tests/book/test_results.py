@@ -1,6 +1,7 @@
 """Recorded results: written once, checked when read, shown with their origin and their bound."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,14 @@ def test_so_far_grows_with_the_chapters_and_types_no_number(root: Path) -> None:
     devices = ["CPU Y: one request", "CPU Y: 32 requests", "GPU X: one request", "GPU X: 32 requests"]
     assert results.so_far(2).head[3:] == devices
     assert results.so_far(2).rows[1] == ["02", "part 2", "270 MB", "30", "–", "30", "90"]
+    in_float32 = [replace(row, case={"chapter": 1, "dtype": "float32"}) for row in rows]
+    in_bfloat16 = [replace(row, case={"chapter": 2, "dtype": "bfloat16"}) for row in rows]
+    results.write(result("01_x", device="CPU Y", rows=tuple(in_float32)))
+    (root / "experiments/02_x/results/cpu-y.json").unlink()
+    results.write(result("02_x", rows=tuple(in_bfloat16)))
+    assert "dtype" not in results.so_far(1).caption
+    assert results.so_far(2).caption.endswith("The dtype is float32 in chapter 01, and bfloat16 in chapter 02.")
+    assert results.so_far(2).rows[1] == ["02", "part 2", "270 MB", "–", "–", "30", "90"]  # the GPU's bytes
     results.write(result("02_x", device="CPU Y", rows=(SPEED, SPEED)))
     with pytest.raises(ValueError, match="2 rows of"):
         results.so_far(2)

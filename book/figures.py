@@ -307,11 +307,16 @@ def draw_bars_with_bound(
     ax: Axes | None = None,
     title: str = "",
     bound_label: str = "bound",
+    colors: Sequence[ColorType] | None = None,
 ) -> Axes:
-    """Horizontal bars, each with a line where its bound is (None: it has none)."""
+    """Horizontal bars, each with a line where its bound is (None: it has none).
+
+    `colors` has one color per bar, for colors that mean something, such as a policy that has several bars. By default
+    all bars have the same color.
+    """
     ax = ax or new(0.9 + 0.55 * len(labels))[1][0, 0]
     rows = range(len(labels))
-    ax.barh(rows, values, color=[PALETTE[i % len(PALETTE)] for i in rows], height=0.6)
+    ax.barh(rows, values, color=PALETTE[0] if colors is None else colors, height=0.6)
     furthest = max([*values, *(b for b in bounds if b is not None)])
     drawn = ""
     for row, (value, bound) in enumerate(zip(values, bounds, strict=True)):

@@ -35,6 +35,7 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+_HEADING = re.compile(r"^###? .*$", re.MULTILINE)
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.MULTILINE | re.DOTALL)
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
 _MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
@@ -108,8 +109,8 @@ def source_of(file: Path) -> "NotebookNode":
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-        tags = cell.metadata.get("tags", [])
-        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        kept = {name: cell.metadata[name] for name in ("tags", "jupyter") if cell.metadata.get(name)}
+        cell.metadata = nbformat.from_dict(kept)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
 
@@ -188,12 +189,36 @@ def problems(file: Path) -> Iterator[str]:
                 yield f"{partner.name}, cell {index}: {problem}"
     if counts != list(range(1, len(counts) + 1)):
         yield f"{partner.name}: not executed from top to bottom in a fresh kernel: {counts}"
+    for cell in _open_outcomes(saved.cells):
+        start = cell.source.partition("\n")[0]
+        yield f'the cell `{start}` shows the answer to "Break it": write ```python jupyter={{"outputs_hidden": true}}'
     questions = file.with_name("predictions.toml")
     if questions.exists():
         outputs = [output for cell in saved.cells for output in cell.get("outputs", [])]
         measured = dict(pair for output in outputs for pair in measured_in(output.get("data", {}).get("text/html", "")))
         for problem in derivation_problems(load_questions(questions), measured):
             yield f"predictions.toml {problem}"
+
+
+def _is_hidden(cell: "NotebookNode") -> bool:
+    return bool(cell.metadata.get("jupyter", {}).get("outputs_hidden", False))
+
+
+def _open_outcomes(cells: "list[NotebookNode]") -> "Iterator[NotebookNode]":
+    """Yield the cells of "Break it" whose outputs answer its question and are not hidden in Jupyter: those between the
+    question and its comparison, or the next heading."""
+    title, asked = "", False
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            for heading in _HEADING.findall(cell.source):
+                asked, title = False, title if heading.startswith("###") else heading
+        elif cell.source.startswith("predict("):
+            asked = title == "## Break it"
+        else:
+            shown = [output for output in cell.outputs if 'class="comparison' not in str(output.get("data", ""))]
+            if asked and shown and not _is_hidden(cell):
+                yield cell
+            asked = asked and "compare(" not in cell.source
 
 
 def _code_lines(cell: "NotebookNode") -> Iterator[str]:
@@ -227,7 +252,8 @@ def _as_lines(cells: "list[NotebookNode]") -> list[str]:
     lines = []
     for cell in cells:
         tags = f" tags={sorted(cell.metadata.tags)}" if cell.metadata.get("tags") else ""
-        lines += [f"[{cell.cell_type}]{tags}", *cell.source.splitlines()]
+        hidden = " outputs_hidden" if _is_hidden(cell) else ""
+        lines += [f"[{cell.cell_type}]{tags}{hidden}", *cell.source.splitlines()]
     return lines
 
 

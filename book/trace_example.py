@@ -5,22 +5,30 @@ from mini_engine.llm import LLM
 from mini_engine.observe.trace import Trace
 from mini_engine.sampling_params import SamplingParams
 
-PARAGRAPH = (
-    "A library keeps its books on shelves of equal length. Once, every reader reserved a whole room for the books that "
-    "they might ask for, and most rooms stood half empty. Now a reader gets one shelf at a time, wherever one is free, "
-    "and a card says which shelves are theirs, in order. When all shelves are full, the reader who came last puts the "
-    "books back, waits by the door, and fetches them again later. Nobody has to leave, and hardly a shelf stands empty."
+TOWER = (
+    "The Eiffel Tower stands in Paris near the river Seine. It was built of iron for the World's Fair of 1889 and is "
+    "330 meters tall. Many artists disliked it at first, and it was meant to be taken down after twenty years. It "
+    "stayed because it was useful as a radio antenna. Today about six million people visit it every year, and at night "
+    "twenty thousand lamps make it sparkle for five minutes each hour."
 )
-# Step before which it arrives, name, question, most tokens of the answer. Long and short ones, some of them late.
+WATER = (
+    "Water on Earth is always on the move. The sun warms the sea, and some of the water rises into the air as vapor. "
+    "High above the ground the vapor cools and turns into tiny drops, which form clouds. When the drops are too heavy, "
+    "they fall as rain or snow. Rivers carry the water back to the sea, and the journey starts again. This is called "
+    "the water cycle, and it has no beginning and no end."
+)
+# The step before which each request arrives, its name, its question, and the maximum number of tokens of its answer.
+# Three prompts are long, and five requests arrive late. SmolLM2-135M-Instruct answers these questions sensibly even
+# when it decodes greedily; it answers many others with repetitions.
 EXAMPLE = (
-    (0, "A", "What is the capital of France?", 40),
-    (0, "B", f"Summarize this text in two sentences. {PARAGRAPH}", 44),
-    (0, "C", "Name three uses of a paperclip.", 56),
-    (3, "D", "Write a haiku about a library at night.", 32),
-    (3, "E", f"Who has to wait in this story, and why? {PARAGRAPH}", 36),
-    (12, "F", "Explain in two sentences why the sky is blue.", 52),
-    (20, "G", "Count from one to ten.", 40),
-    (34, "H", f"Give this text a title. {PARAGRAPH}", 24),
+    (0, "A", "What is gravity?", 40),
+    (0, "B", f"Summarize this text in two sentences. {TOWER}", 44),
+    (0, "C", "What is photosynthesis?", 56),
+    (3, "D", "Write a haiku about the sea.", 40),
+    (3, "E", f"What is the main idea of this text? {WATER}", 44),
+    (12, "F", "Explain in two sentences why the sky is blue.", 60),
+    (20, "G", "What is a neural network?", 40),
+    (34, "H", f"What is this text about? {TOWER}", 32),
 )
 
 

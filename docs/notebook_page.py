@@ -37,6 +37,7 @@ def tidy(html: str, resolve: Callable[[str], str]) -> tuple[Tag, TableOfContents
         page.append(_code_cell(soup, cell) if _has_class(cell, "jp-CodeCell") else _text_cell(soup, cell))
     _merge_folds(page)
     ask_once(page)
+    hide_outcomes(soup, page)
     for diagram in page.find_all(class_="jp-Mermaid"):
         # The notebook's HTML holds mermaid's text as it is, so the parser takes a line break in it for an element.
         text = unescape(diagram.pre.decode_contents()) if diagram.pre is not None else diagram.get_text()
@@ -126,6 +127,29 @@ def ask_once(page: Tag) -> None:
             question.decompose()
             if not paragraph.get_text().strip():
                 paragraph.decompose()
+
+
+def hide_outcomes(soup: BeautifulSoup, page: Tag) -> None:
+    """Fold the outputs that answer the question of "Break it": those between the box and its comparison, or the next
+    heading. predict.js opens them once the reader has given a number.
+    """
+    title, question = "", None
+    for part in page.find_all(True, recursive=False):
+        heading = part.find(["h2", "h3"])
+        if heading is not None:
+            question = None
+            title = heading.get_text().strip() if heading.name == "h2" else title
+        box = part.find(class_="prediction")
+        if box is not None:
+            question = box["data-name"] if title == "Break it" else None
+        elif question is not None and _has_class(part, "nb-cell"):
+            for output in part.find_all(["div", "figure"], class_=["nb-out", "nb-figure"], recursive=False):
+                fold = output.wrap(soup.new_tag("details", attrs={"class": "nb-fold", "data-name": question}))
+                summary = soup.new_tag("summary")
+                summary.string = "The outcome"
+                fold.insert(0, summary)
+        if part.find(class_="comparison") is not None:
+            question = None
 
 
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:

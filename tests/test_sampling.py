@@ -273,7 +273,7 @@ def test_the_penalty_counts_where_the_largest_logit_is_taken():
 
 
 def test_filters_see_what_the_temperature_has_made_of_the_logits():
-    """At a temperature of 4 the first token has 58 % and top_p = 0.7 keeps a second; at 1 it has 96 %."""
+    """At a temperature of 4 the first token has 58% and top_p = 0.7 keeps a second; at 1 it has 96%."""
     params = [SamplingParams(temperature=4.0, top_p=0.7)] * 500
     batch = build(params, [1] * 500, range(500))
     assert set(sample(torch.tensor([[4.0, 0.0, 0.0]]).expand(500, -1), batch).tolist()) != {0}

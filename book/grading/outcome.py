@@ -78,13 +78,13 @@ def run_checks(
 def run_source(chapter: Chapter, exercise: str, source: str, filename: str) -> tuple[Check, Outcome] | None:
     """Run the checks on the source text of a homework file. If it cannot be loaded, the first check fails."""
     try:
-        submission = load_submission(chapter, exercise, source, filename)
+        submission = load_submission(chapter, [exercise], source, filename)
     except SubmissionError as error:
         return chapter.checks_of(chapter.exercise(exercise))[0], Outcome("unreadable", str(error))
     return run_checks(chapter, exercise, submission, filename)
 
 
-_SLIPS = (NameError, ImportError, SyntaxError)
+_SLIPS = (NameError, ImportError, SyntaxError, RecursionError)
 """Exceptions caused by a slip in the code, not by the mistake that the check looks for."""
 
 

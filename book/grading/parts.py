@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from book.grading.chapter import ROOT, find_chapter, load_chapter, read_answers
-from book.grading.progress import Progress, source_hash
+from book.grading.progress import Grade, Progress, source_hash
 from book.grading.submission import load_submission
 from mini_engine.attention.spec import Attend
 from mini_engine.models.llama import LlamaLayer
@@ -45,18 +45,14 @@ PARTS = tuple(_part(field) for field in fields(Parts))
 """In the order in which a step passes through them."""
 
 
-def _finished_exercises(root: Path, parts: Sequence[Part]) -> dict[str, tuple[Part, str]]:
-    """By part: the part and its exercise, where the grader passed the homework.py as it is now."""
-    finished = {}
-    for part in parts:
-        homework = root / "chapters" / part.chapter / "homework.py"
-        if not homework.exists():
-            continue
-        now = source_hash(read_answers(homework))
-        for exercise, grade in Progress(root).grades(part.chapter).items():
-            if grade.part == part.name and grade.passed and grade.hash == now:
-                finished[part.name] = (part, exercise)
-    return finished
+def _passed(root: Path, chapter: str) -> dict[str, Grade]:
+    """The grades of the exercises that passed with the chapter's homework.py as it is now, by exercise."""
+    homework = root / "chapters" / chapter / "homework.py"
+    if not homework.exists():
+        return {}
+    now = source_hash(read_answers(homework))
+    grades = Progress(root).grades(chapter).items()
+    return {exercise: grade for exercise, grade in grades if grade.passed and grade.hash == now}
 
 
 def changed_since(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str, str]:
@@ -71,19 +67,26 @@ def changed_since(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str,
 
 def finished_part_names(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> list[str]:
     """The names of the finished parts: their grader passed, and homework.py has not changed since."""
-    return list(_finished_exercises(root, parts))
+    passed = {chapter: _passed(root, chapter).values() for chapter in {part.chapter for part in parts}}
+    return [part.name for part in parts if any(grade.part == part.name for grade in passed[part.chapter])]
 
 
 def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str, Any]:
-    """The reader's own functions and classes for all finished parts, by name of the part."""
-    functions = {}
-    for name, (part, exercise) in _finished_exercises(root, parts).items():
-        chapter = load_chapter(root / "chapters" / part.chapter)
-        source = read_answers(chapter.homework)
-        submission = vars(load_submission(chapter, exercise, source, str(chapter.homework)))
-        own = submission[exercise]
-        functions[name] = _on_layers(own, submission["LayerWeights"]) if name == "decoder_layer" else own
-    return functions
+    """The reader's own functions and classes for all finished parts, by name of the part.
+
+    A part calls the reader's other exercises of its chapter that have passed, and the reference for the rest.
+    """
+    functions: dict[str, Any] = {}
+    for slug in {part.chapter for part in parts}:
+        passed = _passed(root, slug)
+        if not passed:
+            continue
+        chapter = load_chapter(root / "chapters" / slug)
+        own = vars(load_submission(chapter, passed, read_answers(chapter.homework), str(chapter.homework)))
+        functions |= {grade.part: own[exercise] for exercise, grade in passed.items() if grade.part is not None}
+        if "decoder_layer" in functions and "LayerWeights" in own:
+            functions["decoder_layer"] = _on_layers(functions["decoder_layer"], own["LayerWeights"])
+    return {name: functions[name] for name in finished_part_names(root, parts)}
 
 
 def _on_layers(own: Callable[..., Tensor], weights_class: Callable[..., Any]) -> Callable[..., Tensor]:

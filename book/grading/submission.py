@@ -1,7 +1,8 @@
-"""The submission of one exercise: the reader's file, with the reference in the place of all other exercises."""
+"""A submission: the reader's file, with the reference in the place of all exercises that are not under test."""
 
 import ast
 import sys
+from collections.abc import Collection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -40,17 +41,17 @@ def defined_names(statement: ast.stmt) -> list[str]:
     return []
 
 
-def load_submission(chapter: Chapter, exercise: str, source: str, filename: str) -> Homework:
-    """Executes the reader's `source` for one exercise.
+def load_submission(chapter: Chapter, exercises: Collection[str], source: str, filename: str) -> Homework:
+    """Execute the reader's `source` for some exercises: one to be graded, or all that have passed.
 
     Its definitions of the other exercises are left out and the reference's are put in their place before the first
     line runs, so that an answer which calls (or inherits from) an earlier exercise meets a correct one. Whatever else
     the reader defines or imports stays theirs.
 
     Raises:
-        SubmissionError: a syntax error, an exception while the file is executed, or no definition of the exercise.
+        SubmissionError: a syntax error, an exception while the file is executed, or no definition of an exercise.
     """
-    others = {name: value for name, value in provided(chapter).items() if name != exercise}
+    others = {name: value for name, value in provided(chapter).items() if name not in exercises}
     if "\0" in source:
         raise SubmissionError("Your file contains null bytes, as text in UTF-16 does: save it with the encoding UTF-8.")
     try:
@@ -64,7 +65,7 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
         raise SubmissionError(f"Your file has a syntax error{line}: {reason}.") from error
     tree.body = [statement for statement in tree.body if not set(defined_names(statement)) & set(others)]
 
-    module = ModuleType(f"homework_{chapter.slug}_{exercise}")
+    module = ModuleType("_".join(["homework", chapter.slug, *exercises]))
     sys.modules[module.__name__] = module  # dataclasses look up the module of the class that they decorate
     namespace = vars(module)
     namespace.update(others, __file__=filename)
@@ -77,9 +78,10 @@ def load_submission(chapter: Chapter, exercise: str, source: str, filename: str)
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise SubmissionError(f"Your file cannot be imported{line}: {reason}.") from error
     namespace.update(others)  # also over an assignment such as `masked_attention = my_version`
-    if exercise not in namespace:
-        raise SubmissionError(f"Your file does not define {exercise} any more.")
-    return Homework(**{**others, exercise: namespace[exercise]})
+    for exercise in exercises:
+        if exercise not in namespace:
+            raise SubmissionError(f"Your file does not define {exercise} any more.")
+    return Homework(**others, **{exercise: namespace[exercise] for exercise in exercises})
 
 
 def line_in(error: BaseException, filename: str) -> int | None:

@@ -226,7 +226,7 @@ def serve(connection: Connection, stack: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, job["load"])
         try:
             if check.exercise not in submissions:
-                submissions[check.exercise] = load_submission(chapter, check.exercise, job["source"], job["filename"])
+                submissions[check.exercise] = load_submission(chapter, [check.exercise], job["source"], job["filename"])
         except SubmissionError as error:
             outcome = Outcome("unreadable", str(error))
         else:

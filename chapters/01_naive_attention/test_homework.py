@@ -317,8 +317,8 @@ def test_the_inputs_are_unchanged(hw: Homework) -> None:
 def test_bfloat16_is_rounded_once(hw: Homework) -> None:
     q, k, v = random_qkv(4, 64, 2, 1, 32, torch.bfloat16)
     for softcap in (None, 8.0):
-        exact = attention_in_floats(q.double(), k.double(), v.double(), 0.5, softcap=softcap)
-        got = hw.masked_attention(q, k, v, scale=0.5, softcap=softcap)
+        exact = attention_in_floats(q.double(), k.double(), v.double(), 0.3, softcap=softcap)
+        got = hw.masked_attention(q, k, v, scale=0.3, softcap=softcap)
         assert_close(got, exact.bfloat16(), atol=1e-6, rtol=2.0**-7)
         rounding = (got.double() - exact).abs() / exact.abs()
         assert rounding.max() < 2.0**-8 * 1.01, (

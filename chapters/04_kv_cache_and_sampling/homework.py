@@ -1,9 +1,9 @@
 """Homework of chapter 04: the cache, the ragged batch, the generate loop, and sampling.
 
 Three of these functions are parts of the engine. Once their checks pass,
-`mini-engine generate --homework` runs the embedded model on your `append_kv`,
-`sample` and, with `--stop`, `scan_stop`. The last check of `generate_greedy` runs
-that model on your loop.
+`mini-engine generate --homework` runs the embedded model on your `append_kv`, your
+`sample` with your `filter_logits`, and, with `--stop`, your `scan_stop`. The last check
+of `generate_greedy` runs that model on your loop.
 
 The docstring of each function says what the function must do. Replace its line
 `raise NotImplementedError`. Import what you need, and add helper functions of your own

@@ -650,7 +650,7 @@ def test_the_logits_are_unchanged(hw: Homework) -> None:
 
 @check("filter_logits", mistake="top_p comes before min_p: it sees the tokens that min_p is about to drop")
 def test_min_p_after_top_p(hw: Homework) -> None:
-    assert_filtered(hw, logits_of(0.4, 0.3, 0.2, 0.1), [0], [0.5], [0.6])  # of 0.4 and 0.3 alone, 0.4 is 57 %
+    assert_filtered(hw, logits_of(0.4, 0.3, 0.2, 0.1), [0], [0.5], [0.6])  # of 0.4 and 0.3 alone, 0.4 is 57%
 
 
 @check(

@@ -571,7 +571,7 @@ def test_blocks_that_are_cut_off(hw: Homework) -> None:
     mistake="the entries after the listed ones are not block indices: fill them with valid ones, because the kernel "
     "may load what it does not use",
 )
-def test_the_rest_of_a_row(hw: Homework) -> None:
+def test_the_padding_of_a_list(hw: Homework) -> None:
     assert_drawn(hw, 2, "....xx", "....xx", tail=True)
 
 
@@ -778,7 +778,7 @@ def test_short_documents(hw: Homework) -> None:
     mistake="you treat the last query block as complete: it extends past the end of the batch, so none of its "
     "blocks is full",
 )
-def test_the_last_row_is_cut_off(hw: Homework) -> None:
+def test_the_last_query_block_is_cut_off(hw: Homework) -> None:
     assert_documents(hw, [0, 6], 4)
 
 
@@ -825,7 +825,7 @@ def test_documents_in_int32(hw: Homework) -> None:
 
 
 @check("blocks_of_documents", mistake="it fails for another batch: compare with a mask that you draw by hand")
-def test_random_flat_batches(hw: Homework) -> None:
+def test_random_ragged_batches(hw: Homework) -> None:
     for size in (1, 2, 3, 8):
         lengths = [1, *torch.randint(0, 9, (5,)).tolist()]
         assert_documents(hw, [sum(lengths[:i]) for i in range(7)], size, torch.int32)

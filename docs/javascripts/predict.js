@@ -120,6 +120,7 @@ function showAll() {
     const kept = localStorage.getItem(storageKey(box.dataset.name));
     box.classList.toggle(`${kind}-given`, kept !== null);
     box.form.hidden = kept !== null;
+    if (isQuestion) for (const fold of document.querySelectorAll(`.nb-fold[data-name="${box.dataset.name}"]`)) fold.open = kept !== null;
     if (kept === null) {
       box.result.replaceChildren();
       if (!isQuestion) box.querySelector("details").open = false;

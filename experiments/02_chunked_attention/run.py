@@ -40,7 +40,7 @@ PAGE_SIZE, CALLS = 16, 10  # of the decodes by splits: keys per page, and launch
 READ = "this experiment's memory read"
 WAYS = NAIVE, CHUNKS, FUSED = "naive", "chunks", "fused"
 EXPERIMENT, BY_CHUNK = "02_chunked_attention", " by chunk size"
-BY_SPLITS, SPLITS = "decode: bandwidth by splits", (1, 2, 3, 4, 5, 6, 8, 12, 16, 28, 33)
+BY_SPLITS, SPLITS = "decode: bandwidth by splits", (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 20, 28, 33)
 IN_README = {
     "memory read", "matrix product", "prompt: memory", "prompt: time", "piece: time", "decode: time", BY_SPLITS,
 }  # fmt: skip

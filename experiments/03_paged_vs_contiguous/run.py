@@ -48,7 +48,7 @@ ROUNDS = 3
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def trace(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
+def request_lengths(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
     """(prompt, output) lengths of requests, both lognormal: most are short, a few are very long.
 
     Medians of 256 and 128 tokens, sigmas of 1 and 0.8; prompts end at 1,536 tokens and outputs at 512.
@@ -177,7 +177,7 @@ def allocations(lengths: Sequence[tuple[int, int]], pool: int = POOL) -> dict[st
 
 
 def memory_rows(num_requests: int, pool: int = POOL) -> list[results.Row]:
-    lengths = trace(num_requests)
+    lengths = request_lengths(num_requests)
     at_once = pool / mean_size(lengths)
     needed = sum(prompt + output - 1 for prompt, output in lengths)  # the last token is never fed back
     waste = "none: 0 would be best"
@@ -330,10 +330,9 @@ def draw_indirection(result: results.Result) -> Figure:
         pages = str(row.case["pages"])
         labels.append(f"{row.case['backend']}, " + (f"pages {pages}" if pages.startswith("of") else "one page each"))
     drawn, axes = figures.new(0.9 + 0.45 * len(rows))
-    bounds = [row.bound for row in rows]
-    ax = figures.draw_bars_with_bound(labels, [row.value for row in rows], bounds, "s", ax=axes[0, 0])
-    for bar, row in zip(ax.patches, rows, strict=True):
-        bar.set_color(figures.PALETTE[0 if row.case["backend"] == "torch" else 2])
+    values, bounds = [row.value for row in rows], [row.bound for row in rows]
+    colors = [figures.PALETTE[0 if row.case["backend"] == "torch" else 2] for row in rows]
+    figures.draw_bars_with_bound(labels, values, bounds, "s", ax=axes[0, 0], colors=colors)
     return drawn
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.typing import ColorType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -314,13 +315,13 @@ def rows_of(
     long = workload.long_index
     return [
         results.Row("throughput", tokens / seconds, "tokens/s", tokens / bound["run"], work, case),
-        results.Row("first token, median", statistics.median(first), "s", bound["median"], prompt, case),
-        results.Row("first token, slowest", max(first), "s", None, "none: it mostly waits for others", case),
-        results.Row("first token of the long prompt", first[long], "s", bound["long"], prompt, case),
-        results.Row("between tokens, median", statistics.median(between), "s", bound["decode"], step, case),
-        results.Row("between tokens, 99 %", quantile(between, 0.99), "s", bound["decode"], step, case),
+        results.Row("TTFT, median", statistics.median(first), "s", bound["median"], prompt, case),
+        results.Row("TTFT, slowest", max(first), "s", None, "none: it mostly waits for others", case),
+        results.Row("TTFT of the long prompt", first[long], "s", bound["long"], prompt, case),
+        results.Row("ITL, median", statistics.median(between), "s", bound["decode"], step, case),
+        results.Row("ITL, p99", quantile(between, 0.99), "s", bound["decode"], step, case),
         results.Row(
-            "between tokens beside the long prompt",
+            "longest ITL beside the long prompt",
             gap_beside(long, requests, times),
             "s",
             bound["decode"],
@@ -393,7 +394,7 @@ def load_ways(shape: ModelShape, workload: Workload, serve: ServeInSteps, capaci
         requests = arrivals(at_load(workload, load / 100 * capacity), shape.vocab_size)
         return latency_rows(load, budget, requests, serve(budget, requests))
 
-    return {f"{load} %, {budget} tokens": partial(way, load, budget) for load in LOADS for budget in workload.budgets}
+    return {f"{load}%, {budget} tokens": partial(way, load, budget) for load in LOADS for budget in workload.budgets}
 
 
 def latency_rows(load: int, budget: int, requests: Sequence[Request], times: Times) -> list[results.Row]:
@@ -407,7 +408,7 @@ def latency_rows(load: int, budget: int, requests: Sequence[Request], times: Tim
     return [
         results.Row(f"load: {name}, {label}", quantile(values, share), "s", None, why, case)
         for name, values in found.items()
-        for label, share in (("median", 0.5), ("99 %", 0.99), ("slowest", 1.0))
+        for label, share in (("median", 0.5), ("p99", 0.99), ("slowest", 1.0))
     ]
 
 
@@ -481,7 +482,7 @@ def load_table(rows: Sequence[results.Row]) -> str:
         if row is not capacity:
             cells[tuple(row.case.values())].append(with_spread(row))
     head = ["load", "tokens of a step", *(figure.removeprefix("load: ") for figure in figures_of)]
-    lines = [head, ["---"] * len(head), *([f"{load} %", f"{budget:,}", *own] for (load, budget), own in cells.items())]
+    lines = [head, ["---"] * len(head), *([f"{load}%", f"{budget:,}", *own] for (load, budget), own in cells.items())]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"Capacity: {with_spread(capacity)}.\n\n{table}"
 
@@ -503,32 +504,41 @@ def fill_load_tables() -> None:
 
 
 def draw_policies(result: results.Result) -> Figure:
-    """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy."""
+    """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy, with a color for each policy."""
     shown = {
         "throughput": "throughput (line: bound)",
-        "first token, median": "TTFT, median",
-        "between tokens beside the long prompt": "longest ITL beside the long prompt",
+        "TTFT, median": "TTFT, median",
+        "longest ITL beside the long prompt": "longest ITL beside the long prompt",
     }
-    return draw_bars(result, shown, lambda row: str(row.case["policy"]))
+    return draw_bars(result, shown, lambda row: str(row.case["policy"]), colors=figures.PALETTE[:3])
 
 
 def draw_loads(result: results.Result) -> Figure:
     """Draw the median TTFT and the slowest ITL, by load and token budget."""
     shown = {"load: TTFT, median": "TTFT, median", "load: ITL, slowest": "ITL, slowest"}
     return draw_bars(
-        result, shown, lambda row: f"{row.case['% of capacity']} %, {row.case['tokens of a step']:,} tokens"
+        result, shown, lambda row: f"{row.case['% of capacity']}%, {row.case['tokens of a step']:,} tokens"
     )
 
 
-def draw_bars(result: results.Result, shown: Mapping[str, str], label: Callable[[results.Row], str]) -> Figure:
-    """Draw the rows of some figures as bars, a panel for each figure with its title."""
+def draw_bars(
+    result: results.Result,
+    shown: Mapping[str, str],
+    label: Callable[[results.Row], str],
+    colors: Sequence[ColorType] | None = None,
+) -> Figure:
+    """Draw the rows of some figures as bars, a panel for each figure with its title.
+
+    `colors` are the colors of a panel's bars.
+    """
     rows = {name: [row for row in result.rows if row.figure == name] for name in shown}
     figure, axes = figures.new(0.3 + sum(0.9 + 0.4 * len(own) for own in rows.values()), rows=len(shown))
     for ax, (name, own) in zip(axes[:, 0], rows.items(), strict=True):
         # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
         limits = [row.bound if name == "throughput" else None for row in own]
         labels, values = [label(row) for row in own], [row.value for row in own]
-        figures.draw_bars_with_bound(labels, values, limits, own[0].unit, ax=ax, title=shown[name])
+        unit, title = own[0].unit, shown[name]
+        figures.draw_bars_with_bound(labels, values, limits, unit, ax=ax, title=title, colors=colors)
         ax.set_xticks([])  # the values stand beside the bars
         if ax.get_legend():
             ax.get_legend().remove()  # the title says what the line is

@@ -47,14 +47,14 @@ def classify_blocks(
     return visited, full
 
 
-def list_blocks(chosen: Bool[Tensor, "*rows n"]) -> tuple[Int32[Tensor, "*rows"], Int64[Tensor, "*rows n"]]:
+def list_blocks(chosen: Bool[Tensor, "*lists n"]) -> tuple[Int32[Tensor, "*lists"], Int64[Tensor, "*lists n"]]:
     """Turn a boolean mask over blocks into the counts and indices that `BlockMask.from_kv_blocks` takes.
 
     Args:
-        chosen: [..., n] which of the n blocks of each row are chosen.
+        chosen: [..., n] which of the n blocks are chosen for each list.
 
     Returns:
-        The number of chosen blocks in each row, and [..., n] their indices in order, followed by the other indices.
+        The number of chosen blocks in each list, and [..., n] their indices in order, followed by the other indices.
     """
     return chosen.sum(dim=-1).int(), chosen.logical_not().byte().argsort(dim=-1, stable=True)
 
@@ -63,7 +63,7 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
     """Turn the block indices of a BlockMask from logical to physical.
 
     Args:
-        blocks: [B, H, Q, n] block indices in the sequence of each row; padding after those in use is any index below W.
+        blocks: [B, H, Q, n] logical block indices of each sequence; padding after those in use is any index below W.
         table: [B, W] the page table: physical index of each logical block.
         width: m, blocks of the pool, the length that FlexAttention requires of each list.
 
@@ -77,15 +77,15 @@ def physical_blocks(blocks: Int[Tensor, "B H Q n"], table: Int[Tensor, "B W"], w
 
 
 def first_keys(pages: Int[Tensor, "B W"], starts: Int[Tensor, "B W"], num_pages: int) -> Int32[Tensor, "B num_pages"]:
-    """Invert the page table: map each page of the pool to the position of its first key in a row's sequence.
+    """Invert the page table: map each page of the pool to the position of its first key in a sequence.
 
     Args:
-        pages: [B, W] pages of each row's sequence.
+        pages: [B, W] pages of each sequence.
         starts: [B, W] position of each page's first key; -1 for padding.
         num_pages: pages of the pool.
 
     Returns:
-        [B, num_pages] position of each page's first key; -1 where the page does not belong to the row's sequence.
+        [B, num_pages] position of each page's first key; -1 where the page does not belong to the sequence.
     """
     unowned = torch.full((len(pages), num_pages), -1, dtype=torch.int32, device=pages.device)
     return unowned.scatter_reduce_(1, pages.long(), starts.int(), "amax")
@@ -96,12 +96,12 @@ def physical_mask(mask_mod: MaskMod, first_keys: Int32[Tensor, "B num_pages"], p
 
     Args:
         mask_mod: says which keys a query sees, by their positions in its sequence.
-        first_keys: [B, num_pages] position of each page's first key in the sequence of row b; -1 where the page does
-            not belong to it.
+        first_keys: [B, num_pages] position of each page's first key in sequence b; -1 where the page does not
+            belong to it.
         page_size: slots of a page.
 
     Returns:
-        A mask_mod whose `kv_idx` is a slot. It hides every page that does not belong to the row's sequence.
+        A mask_mod whose `kv_idx` is a slot. It hides every page that does not belong to sequence b.
     """
 
     @no_type_check  # FlexAttention traces this function and cannot trace a type checker around it

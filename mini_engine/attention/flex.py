@@ -5,7 +5,8 @@ that a `BlockMask` lists. Here these are physical blocks: the kernel reads a lay
 keys, and the block indices of a query name the blocks that hold its own sequence. Nothing is gathered.
 
 The queries of a step are cut into tiles, each of one sequence, so that a tile visits only the pages of that sequence.
-A decode is a tile of one token, with the query heads of a group as its rows: each key is read once for all of them.
+A decode is a tile of one token. The query heads of a group are packed along its query axis, so each key is read once
+for all of them.
 
 A compiled kernel is specialized to its shapes. Only two of them change from step to step, the number of decode tiles
 and the number of prompt tiles, and both are rounded up: no kernel is compiled because sequences grow, pages move or
@@ -35,7 +36,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.ragged import members
 from mini_engine.transfer import to_device
 
-QUERY_BLOCK = 128  # rows of a BlockMask's query block; no tile has more
+QUERY_BLOCK = 128  # queries in a BlockMask's query block; no tile has more
 # torch allows 8 kernels per function by default. A process needs one for each kind of layer and number of tiles.
 MAX_KERNELS = 256
 
@@ -50,7 +51,7 @@ class QueryTiles:
     list the right blocks, and overwrites `positions` in place, because the compiled masks read that very tensor.
 
     Attributes:
-        tokens: the rows of the step's tokens that are in these tiles.
+        tokens: the range of the step's tokens that are in these tiles.
         token_of_slot: [tiles * L] token in each tile slot; padding slots hold an arbitrary valid token.
         slot_of_token: [n] tile slot of each token of `tokens`: the inverse of `token_of_slot`.
         positions: [tiles, L] position of the query in each tile slot, -1 for padding.
@@ -174,7 +175,8 @@ class FlexBackend(AttentionBackend):
         for tiles, mods in self._tile_plans:
             block_mask, score_mod = mods[self._kinds[layer]]
             queries = q.index_select(0, tiles.token_of_slot).unflatten(0, (-1, tiles.length))
-            # The heads of a decode become rows, grouped by KV head; a longer tile has enough rows without them.
+            # The query heads of a decode are packed along the query axis, grouped by KV head; a longer tile has enough
+            # queries without them.
             packed = tiles.length == 1
             queries = queries[:, 0].unflatten(1, (spec.num_kv_heads, -1)) if packed else queries.transpose(1, 2)
             result = self._attention(
@@ -193,7 +195,7 @@ class FlexBackend(AttentionBackend):
         return parts[0] if len(parts) == 1 else torch.cat(parts)  # decodes come first, as in the step
 
     def block_mask(self, tiles: QueryTiles, kind: AttentionSpec) -> BlockMask:
-        """Return the physical BlockMask of a kind of layer: row b lists the blocks of the cache that tile b visits."""
+        """Return the physical BlockMask of a kind of layer: batch index b lists the blocks that tile b visits."""
         blocks_per_page = self.cache.page_size // self._kv_block
         offsets = torch.arange(blocks_per_page, device=self.cache.device)
         # The page table of each tile's sequence, in blocks: a block is a page or an equal part of one.
@@ -204,13 +206,13 @@ class FlexBackend(AttentionBackend):
         visited, full = self.parts.classify_blocks(first_query, last_query, first_key, last_key, kind.window)
         owned = (tiles.page_positions >= 0).repeat_interleave(blocks_per_page, dim=1)
         visited, full = visited & owned, full & owned
-        # The GPU's decode kernel divides a row's keys among thread blocks by its number of partial blocks: all full
+        # The GPU's decode kernel divides a tile's keys among thread blocks by its number of partial blocks: all full
         # blocks would go to the last thread block. The CPU's kernel does not compile without full block indices.
         only_partial = self.cache.device.type == "cuda" and tiles.length == 1
         partial_count, partial = self._physical_indices(visited if only_partial else visited & ~full, table)
         full_count, full_blocks = (None, None) if only_partial else self._physical_indices(full, table)
         mask_mod = tiled_mask(self.parts.mask_mod(kind.window), tiles)
-        rows = kind.group if tiles.length == 1 else tiles.length
+        num_queries = kind.group if tiles.length == 1 else tiles.length
         return BlockMask.from_kv_blocks(
             partial_count,
             partial,
@@ -218,7 +220,7 @@ class FlexBackend(AttentionBackend):
             full_blocks,
             BLOCK_SIZE=(QUERY_BLOCK, self._kv_block),
             mask_mod=self.parts.physical_mask(mask_mod, tiles.first_keys, self.cache.page_size),
-            seq_lengths=(rows, self._num_pages * self.cache.page_size),
+            seq_lengths=(num_queries, self._num_pages * self.cache.page_size),
             compute_q_blocks=False,
         )
 
@@ -231,7 +233,7 @@ class FlexBackend(AttentionBackend):
 
 
 def tiled_mask(mask_mod: masks.MaskMod, tiles: QueryTiles) -> masks.MaskMod:
-    """Turn a mask_mod that takes positions of queries into one that takes rows of tiles.
+    """Turn a mask_mod that takes positions of queries into one that takes indices in a tile.
 
     Args:
         mask_mod: says which keys a query sees, by positions in one sequence.
@@ -247,21 +249,22 @@ def tiled_mask(mask_mod: masks.MaskMod, tiles: QueryTiles) -> masks.MaskMod:
 
 
 def physical_score(score_mod: masks.ScoreMod, tiles: QueryTiles, page_size: int, group: int) -> masks.ScoreMod:
-    """Turn a score_mod that takes positions into one that takes rows of tiles and slots of the cache.
+    """Turn a score_mod that takes positions into one that takes indices in a tile and slots of the cache.
 
     Args:
         score_mod: the score of a query at one position and a key at another.
         tiles: the tiles of the queries, with their pages.
         page_size: slots of a page.
-        group: query heads for each KV head; in tiles of one token these heads are the rows.
+        group: query heads for each KV head; in tiles of one token these heads are packed as queries.
     """
     positions, page_starts, tile_len = tiles.positions, tiles.first_keys, tiles.length
-    rows = group if tile_len == 1 else 1
+    heads_per_tile = group if tile_len == 1 else 1
 
     @no_type_check  # traced by the compiler, see masks.py
     def physical(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         key_position = page_starts[b, kv_idx // page_size] + kv_idx % page_size
-        return score_mod(score, b, h * rows + q_idx % rows, positions[b, q_idx % tile_len], key_position)
+        head = h * heads_per_tile + q_idx % heads_per_tile
+        return score_mod(score, b, head, positions[b, q_idx % tile_len], key_position)
 
     return physical
 

@@ -30,6 +30,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 PHONE = sync_api.ViewportSize(width=390, height=844)
 DESKTOP = sync_api.ViewportSize(width=1280, height=800)
 CAPTION = "One dot is enough."
+OUTCOME = "7 of 8 are wrong"
 QUESTION = Question(
     "99_sample/score_bytes", "How large are the scores?", "GB", 2.147, 1.5, "32 heads × 4,096² scores × 4 B"
 )
@@ -55,7 +56,10 @@ def sample_notebook() -> nbformat.NotebookNode:
         v4.new_markdown_cell(
             "## A second part\n\n| a | b |\n|---|---|\n| $x_1$ | " + "wide " * 40 + "|\n\n> Takeaway."
         ),
+        v4.new_markdown_cell("## Break it"),
         v4.new_code_cell("predict('score_bytes', None)", outputs=[shown(Prediction(QUESTION, None)._repr_html_())]),
+        v4.new_code_cell("outcome()", outputs=[v4.new_output("stream", text=OUTCOME + "\n")]),
+        v4.new_markdown_cell("### What was wrong"),
         v4.new_code_cell("import numpy as np\nimport torch"),
         v4.new_code_cell("print('x' * 300)", outputs=[v4.new_output("stream", text="x" * 300 + "\n")]),
         v4.new_code_cell(

@@ -158,6 +158,13 @@ def test_bars_draw_a_bound_only_where_there_is_one() -> None:
     assert figures.draw_bars_with_bound(["a"], [1.0], [None], "s").get_legend() is None
 
 
+def test_bars_have_one_color_unless_colors_are_given() -> None:
+    first, second, third, *_ = figures.PALETTE
+    for given, drawn in ((None, (first, first)), ((second, third), (second, third))):
+        ax = figures.draw_bars_with_bound(["a", "b"], [2.0, 1.0], [None, None], "s", colors=given)
+        assert [bar.get_facecolor() for bar in ax.patches] == [to_rgba(color) for color in drawn]
+
+
 def test_a_given_axes_is_used() -> None:
     figure, axes = figures.new(columns=2)
     assert figures.draw_mask(CAUSAL, ax=axes[0, 1]) is axes[0, 1]

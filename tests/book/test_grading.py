@@ -69,7 +69,7 @@ from book.grading import Exercise, Homework, assert_equal, check
 HINTS = ("first hint", "second hint", "third hint")
 EXERCISES = [
     Exercise("double", points=1, minutes=5, difficulty=1, hints=HINTS, part="apply_rope"),
-    Exercise("quadruple", points=2, minutes=5, difficulty=2, hints=HINTS),
+    Exercise("quadruple", points=2, minutes=5, difficulty=2, hints=HINTS, part="rms_norm"),
     Exercise("Counter", points=4, minutes=5, difficulty=2, hints=HINTS),
     Exercise("last", points=8, minutes=5, difficulty=3, hints=HINTS, challenge=True),
 ]
@@ -482,6 +482,29 @@ def test_a_part_is_finished_while_its_file_stays_as_graded(write: Write, tmp_pat
     chapter.homework.write_text(RIGHT_DOUBLE + "# a second thought\n")
     assert finished_part_names(tmp_path, parts) == []
     assert list(changed_since(tmp_path, parts)) == ["01_small"]
+
+
+@pytest.mark.parametrize(("double", "calls"), [("2 * x", [5, 10]), ("x + 2", [])])
+def test_a_part_calls_the_readers_other_exercises_that_pass(
+    write: Write, tmp_path: Path, double: str, calls: list[int]
+) -> None:
+    source = f"""
+calls = []
+
+def double(x):
+    calls.append(x)
+    return {double}
+
+def quadruple(x):
+    return double(double(x))
+"""
+    parts = [replace(part, chapter="01_small") for part in PARTS if part.name == "rms_norm"]
+    chapter = write(source)
+    grading = graded(chapter)
+    Progress(tmp_path).record(chapter.slug, grading.source or "", grading.results)
+    quadruple = finished_parts(tmp_path, parts)["rms_norm"]
+    assert quadruple(5) == 20
+    assert quadruple.__globals__["calls"] == calls
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbformat import v4
 from typer.testing import CliRunner
 
 from book import notebooks
@@ -104,6 +105,34 @@ def test_prose_is_copied_without_executing(pair: Path) -> None:
     assert after.cells[0].source.startswith("# Another chapter")
     assert after.cells[1:] == before.cells[1:]
     assert not list(notebooks.problems(pair))
+
+
+@pytest.mark.parametrize(
+    ("heading", "first", "hidden", "found"),
+    [
+        ("## Break it", "4", False, ["1 + 3"]),
+        ("## Break it", "4", True, []),
+        ("## Break it", '<div class="comparison">', False, []),
+        ("## Build", "4", False, []),
+        ("## Break it\n\n### What was wrong", "4", False, ["1 + 3"]),
+    ],
+)
+def test_an_outcome_of_break_it_is_hidden_until_the_comparison(
+    heading: str, first: str, hidden: bool, found: list[str]
+) -> None:
+    def code(source: str, output: str, *, hidden: bool = False) -> nbformat.NotebookNode:
+        outputs = [v4.new_output("display_data", {"text/html": output})]
+        return v4.new_code_cell(source, outputs=outputs, metadata={"jupyter": {"outputs_hidden": hidden}})
+
+    cells = [
+        v4.new_markdown_cell(heading),
+        v4.new_code_cell('predict("four", None)'),
+        code("1 + 3", first, hidden=hidden),
+        v4.new_markdown_cell("Think."),
+        code('compare("four", 4)', '<div class="comparison">'),
+        code("2 + 2", "4"),
+    ]
+    assert [cell.source for cell in notebooks._open_outcomes(cells)] == found
 
 
 def test_a_changed_cell_has_to_be_executed(pair: Path) -> None:

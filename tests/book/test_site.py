@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
-from tests.book.site_under_test import CAPTION, PHONE, PROBLEMS, QUESTION, ROOT, SAMPLE, Tab, needs_browser
+from tests.book.site_under_test import CAPTION, OUTCOME, PHONE, PROBLEMS, QUESTION, ROOT, SAMPLE, Tab, needs_browser
 
 
 def pages_of(site: Path) -> list[str]:
@@ -142,6 +142,7 @@ def test_a_prediction_is_kept_and_ours_shown_only_then(address: str, page: sync_
     page.goto(address + SAMPLE)
     box, comparison = page.locator(".prediction"), page.locator(".comparison")
     field, numbers = box.get_by_label("Your prediction"), comparison.locator("table")
+    outcome = page.get_by_text(OUTCOME)
     assert "2.147" not in box.inner_text() and QUESTION.why not in box.inner_text()
     assert not numbers.is_visible()
 
@@ -149,20 +150,20 @@ def test_a_prediction_is_kept_and_ours_shown_only_then(address: str, page: sync_
         field.fill(no_number)
         field.press("Enter")
         assert "Give a number" in box.inner_text() and "2.147" not in box.inner_text()
-        assert not numbers.is_visible()
+        assert not numbers.is_visible() and not outcome.is_visible()
 
     field.fill("4.294")
     field.press("Enter")
     for text in ("4.294 GB", "2.147 GB", "Yours is 2 × ours", "Further off than a factor of 1.5", QUESTION.why):
         assert text in box.inner_text()
-    assert numbers.is_visible() and "4.294 GB" in numbers.inner_text()
+    assert numbers.is_visible() and "4.294 GB" in numbers.inner_text() and outcome.is_visible()
     assert box.locator("[aria-live=polite]").inner_text().startswith("You")
 
     page.reload()
     assert not field.is_visible() and "4.294 GB" in box.inner_text() and numbers.is_visible()
 
     box.get_by_role("button", name="Withdraw").click()
-    assert "2.147" not in box.inner_text() and not numbers.is_visible()
+    assert "2.147" not in box.inner_text() and not numbers.is_visible() and not outcome.is_visible()
 
 
 @needs_browser

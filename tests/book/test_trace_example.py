@@ -8,7 +8,7 @@ from mini_engine.llm import LLM
 
 
 def test_the_example_has_preemptions_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorter = [(at, name, question, min(limit, 8)) for at, name, question, limit in trace_example.EXAMPLE]
+    shorter = [(at, name, question, min(limit, 16)) for at, name, question, limit in trace_example.EXAMPLE]
     monkeypatch.setattr(trace_example, "EXAMPLE", shorter)
     llm = LLM(dtype="float32", device="cpu", num_pages=36, page_size=8, max_num_batched_tokens=64)
     trace = trace_example.record_example(llm)

@@ -14,14 +14,14 @@ from mini_engine.roofline import Machine
 EXPERIMENT = "03_paged_vs_contiguous"
 run = load_module(f"experiment_{EXPERIMENT}", Path(__file__).parents[2] / "experiments" / EXPERIMENT / "run.py")
 
-LENGTHS = run.trace(60, seed=1)
+LENGTHS = run.request_lengths(60, seed=1)
 
 
-def test_the_trace_is_long_tailed_and_the_same_every_time():
-    assert run.trace(60, seed=1) == LENGTHS != run.trace(60, seed=2)
-    prompts = sorted(prompt for prompt, _ in run.trace(2000))
+def test_the_request_lengths_are_long_tailed_and_the_same_every_time():
+    assert run.request_lengths(60, seed=1) == LENGTHS != run.request_lengths(60, seed=2)
+    prompts = sorted(prompt for prompt, _ in run.request_lengths(2000))
     assert prompts[1000] < sum(prompts) / 2000 < prompts[1900] / 2
-    assert all(p >= 1 and o >= 1 and p + o <= run.MAX_LEN for p, o in run.trace(2000))
+    assert all(p >= 1 and o >= 1 and p + o <= run.MAX_LEN for p, o in run.request_lengths(2000))
 
 
 @pytest.mark.parametrize("name", run.allocations(LENGTHS))

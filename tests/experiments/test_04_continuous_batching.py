@@ -79,9 +79,9 @@ def test_figures_of_one_policy_by_hand():
     bound = {"run": 2.0, "decode": 0.1, "median": 0.2, "long": 0.3}
     value = {row.figure: row.value for row in run.rows_of("static", workload, requests, times, bound)}
     assert value["throughput"] == 5 / 4
-    assert value["first token, median"] == 1.5
-    assert value["first token of the long prompt"] == value["first token, slowest"] == 2.5
-    assert value["between tokens, median"] == 0.5
+    assert value["TTFT, median"] == 1.5
+    assert value["TTFT of the long prompt"] == value["TTFT, slowest"] == 2.5
+    assert value["ITL, median"] == 0.5
 
 
 def test_the_requests_of_a_load_are_the_same_at_every_rate():

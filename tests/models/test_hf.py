@@ -373,7 +373,7 @@ def shortfalls(theirs: Any, outputs: list[RequestOutput], *, context: bool = Tru
 
 
 def assert_chosen_well(theirs: Any, outputs: list[RequestOutput]) -> None:
-    """Every token is one of the best in transformers' logits, to within 5 % of the largest: rounding of bfloat16."""
+    """Every token is one of the best in transformers' logits, to within 5% of the largest: rounding of bfloat16."""
     assert shortfalls(theirs, outputs).max() <= 0.05
 
 

@@ -228,6 +228,11 @@ def softcap_in_the_input_dtype(q, k, v, **options):
     return attention(q, k, v, **options, softcap_dtype=q.dtype)
 
 
+@wrong("masked_attention", fails="test_bfloat16_is_rounded_once")
+def scaled_in_the_input_dtype(q, k, v, *, scale, **options):
+    return attention(q * scale, k, v, scale=1.0, **options)
+
+
 @wrong("masked_attention", fails="test_float64_stays_float64")
 def softcap_in_float32(q, k, v, **options):
     return attention(q, k, v, **options, softcap_dtype=torch.float32)

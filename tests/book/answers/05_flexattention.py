@@ -442,7 +442,7 @@ def whole_blocks_only(mask, block_size):
     return lists_of(*partial_and_full(mask[:num_queries, :num_keys], block_size))
 
 
-@wrong("blocks_of_mask", fails="test_the_rest_of_a_row")
+@wrong("blocks_of_mask", fails="test_the_padding_of_a_list")
 def minus_one_behind(mask, block_size):
     blocks = reference.blocks_of_mask(mask, block_size)
     place = torch.arange(blocks.kv_indices.shape[1])
@@ -641,7 +641,7 @@ def at_most_one_start_in_a_block(qo_indptr, size):
     return lists_of(visited & ~full, full)
 
 
-@wrong("blocks_of_documents", fails="test_the_last_row_is_cut_off")
+@wrong("blocks_of_documents", fails="test_the_last_query_block_is_cut_off")
 def a_full_last_row(qo_indptr, size):
     return flat_blocks(qo_indptr, size, cut=False, document_of_full="last")
 

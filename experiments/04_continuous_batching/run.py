@@ -505,39 +505,35 @@ def fill_load_tables() -> None:
 
 def draw_policies(result: results.Result) -> Figure:
     """Draw throughput, TTFT and the longest ITL beside the long prompt, by policy, with a color for each policy."""
-    shown = {
-        "throughput": "throughput (line: bound)",
-        "TTFT, median": "TTFT, median",
-        "longest ITL beside the long prompt": "longest ITL beside the long prompt",
-    }
-    return draw_bars(result, shown, lambda row: str(row.case["policy"]), colors=figures.PALETTE[:3])
+    names = ["throughput", "TTFT, median", "longest ITL beside the long prompt"]
+    return draw_bars(result, names, lambda row: str(row.case["policy"]), colors=figures.PALETTE[:3])
 
 
 def draw_loads(result: results.Result) -> Figure:
     """Draw the median TTFT and the slowest ITL, by load and token budget."""
-    shown = {"load: TTFT, median": "TTFT, median", "load: ITL, slowest": "ITL, slowest"}
+    names = ["load: TTFT, median", "load: ITL, slowest"]
     return draw_bars(
-        result, shown, lambda row: f"{row.case['% of capacity']}%, {row.case['tokens of a step']:,} tokens"
+        result, names, lambda row: f"{row.case['% of capacity']}%, {row.case['tokens of a step']:,} tokens"
     )
 
 
 def draw_bars(
     result: results.Result,
-    shown: Mapping[str, str],
+    names: Sequence[str],
     label: Callable[[results.Row], str],
     colors: Sequence[ColorType] | None = None,
 ) -> Figure:
-    """Draw the rows of some figures as bars, a panel for each figure with its title.
+    """Draw the rows of some figures as bars, a panel for each figure.
 
     `colors` are the colors of a panel's bars.
     """
-    rows = {name: [row for row in result.rows if row.figure == name] for name in shown}
-    figure, axes = figures.new(0.3 + sum(0.9 + 0.4 * len(own) for own in rows.values()), rows=len(shown))
+    rows = {name: [row for row in result.rows if row.figure == name] for name in names}
+    figure, axes = figures.new(0.3 + sum(0.9 + 0.4 * len(own) for own in rows.values()), rows=len(names))
     for ax, (name, own) in zip(axes[:, 0], rows.items(), strict=True):
         # A bound on latency is that of an idle engine, which says nothing about a queue or about other prompts.
         limits = [row.bound if name == "throughput" else None for row in own]
         labels, values = [label(row) for row in own], [row.value for row in own]
-        unit, title = own[0].unit, shown[name]
+        unit, title = own[0].unit, name.removeprefix("load: ") + (" (line: bound)" if name == "throughput" else "")
         figures.draw_bars_with_bound(labels, values, limits, unit, ax=ax, title=title, colors=colors)
         ax.set_xticks([])  # the values stand beside the bars
         if ax.get_legend():

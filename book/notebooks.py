@@ -36,6 +36,8 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _HEADING = re.compile(r"^###? .*$", re.MULTILINE)
+_QUESTION = re.compile(r'predict\("(?P<name>\w+)", None\)$')
+_BOX = re.compile(r'class="(prediction|comparison)\b')
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.MULTILINE | re.DOTALL)
 _LARGEST_IMAGE = 100_000  # bytes; a phone loads a chapter's figures on a train
 _MACHINE_PATH = re.compile(r"(?:/(?:home|root|Users|tmp|var)/|site-packages|ipykernel_\d|[A-Z]:\\)[^\s\"'<]*")
@@ -191,7 +193,7 @@ def problems(file: Path) -> Iterator[str]:
         yield f"{partner.name}: not executed from top to bottom in a fresh kernel: {counts}"
     for cell in _open_outcomes(saved.cells):
         start = cell.source.partition("\n")[0]
-        yield f'the cell `{start}` shows the answer to "Break it": write ```python jupyter={{"outputs_hidden": true}}'
+        yield f'the cell `{start}` shows the answer to a question: write ```python jupyter={{"outputs_hidden": true}}'
     questions = file.with_name("predictions.toml")
     if questions.exists():
         outputs = [output for cell in saved.cells for output in cell.get("outputs", [])]
@@ -205,20 +207,34 @@ def _is_hidden(cell: "NotebookNode") -> bool:
 
 
 def _open_outcomes(cells: "list[NotebookNode]") -> "Iterator[NotebookNode]":
-    """Yield the cells of "Break it" whose outputs answer its question and are not hidden in Jupyter: those between the
-    question and its comparison, or the next heading."""
-    title, asked = "", False
-    for cell in cells:
+    """Yield the cells that show the answer to a question in Jupyter before the reader has run them.
+
+    They are those between a question and its comparison, if no heading is between them. In "Break it" they end at a
+    heading, too.
+    """
+    title = ""
+    for i, cell in enumerate(cells):
         if cell.cell_type == "markdown":
-            for heading in _HEADING.findall(cell.source):
-                asked, title = False, title if heading.startswith("###") else heading
-        elif cell.source.startswith("predict("):
-            asked = title == "## Break it"
-        else:
-            shown = [output for output in cell.outputs if 'class="comparison' not in str(output.get("data", ""))]
-            if asked and shown and not _is_hidden(cell):
-                yield cell
-            asked = asked and "compare(" not in cell.source
+            title = next((h for h in reversed(_HEADING.findall(cell.source)) if h.startswith("## ")), title)
+        question = _QUESTION.match(cell.source)
+        if cell.cell_type != "code" or question is None:
+            continue
+        following, is_answered = [], title == "## Break it"
+        for other in cells[i + 1 :]:
+            if other.cell_type == "markdown":
+                if _HEADING.search(other.source):
+                    break
+                continue
+            following.append(other)
+            if f'compare("{question["name"]}"' in other.source:
+                is_answered = True
+                break
+        yield from (other for other in following if is_answered and _shows(other) and not _is_hidden(other))
+
+
+def _shows(cell: "NotebookNode") -> bool:
+    """Whether a cell has an output other than a question's box, or a comparison, which hides its numbers itself."""
+    return any(not _BOX.search(str(output.get("data", ""))) for output in cell.outputs)
 
 
 def _code_lines(cell: "NotebookNode") -> Iterator[str]:

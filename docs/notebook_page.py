@@ -130,26 +130,29 @@ def ask_once(page: Tag) -> None:
 
 
 def hide_outcomes(soup: BeautifulSoup, page: Tag) -> None:
-    """Fold the outputs that answer the question of "Break it": those between the box and its comparison, or the next
-    heading. predict.js opens them once the reader has given a number.
+    """Fold the outputs that answer a question: those between its box and its comparison, if no heading is between them.
+    In "Break it" they end at a heading, too. predict.js opens them once the reader has given a number.
     """
-    title, question = "", None
+    title = ""
     for part in page.find_all(True, recursive=False):
-        heading = part.find(["h2", "h3"])
-        if heading is not None:
-            question = None
-            title = heading.get_text().strip() if heading.name == "h2" else title
-        box = part.find(class_="prediction")
-        if box is not None:
-            question = box["data-name"] if title == "Break it" else None
-        elif question is not None and _has_class(part, "nb-cell"):
-            for output in part.find_all(["div", "figure"], class_=["nb-out", "nb-figure"], recursive=False):
-                fold = output.wrap(soup.new_tag("details", attrs={"class": "nb-fold", "data-name": question}))
+        section, box = part.find("h2"), part.find(class_="prediction")
+        title = next(section.stripped_strings) if section is not None else title  # without the anchor's sign
+        if box is None:
+            continue
+        cells, is_answered = [], title == "Break it"
+        for following in part.find_next_siblings():
+            if following.find(["h2", "h3"]) is not None:
+                break
+            cells.append(following)
+            if following.find(class_="comparison", attrs={"data-name": box["data-name"]}) is not None:
+                is_answered = True
+                break
+        for cell in cells if is_answered else []:
+            for output in cell.find_all(["div", "figure"], class_=["nb-out", "nb-figure"], recursive=False):
+                fold = output.wrap(soup.new_tag("details", attrs={"class": "nb-fold", "data-name": box["data-name"]}))
                 summary = soup.new_tag("summary")
                 summary.string = "The outcome"
                 fold.insert(0, summary)
-        if part.find(class_="comparison") is not None:
-            question = None
 
 
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:

@@ -108,17 +108,17 @@ def test_prose_is_copied_without_executing(pair: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "first", "hidden", "found"),
+    ("heading", "between", "output", "hidden", "found"),
     [
-        ("## Break it", "4", False, ["1 + 3"]),
-        ("## Break it", "4", True, []),
-        ("## Break it", '<div class="comparison">', False, []),
-        ("## Build", "4", False, []),
-        ("## Break it\n\n### What was wrong", "4", False, ["1 + 3"]),
+        ("## Build", "Think.", "4", False, ["1 + 3"]),
+        ("## Build", "Think.", "4", True, []),
+        ("## Build", "Think.", '<div class="comparison">', False, []),
+        ("## Build", "### Measure", "4", False, []),
+        ("## Break it", "### What was wrong", "4", False, ["1 + 3"]),
     ],
 )
-def test_an_outcome_of_break_it_is_hidden_until_the_comparison(
-    heading: str, first: str, hidden: bool, found: list[str]
+def test_an_outcome_is_hidden_until_the_comparison(
+    heading: str, between: str, output: str, hidden: bool, found: list[str]
 ) -> None:
     def code(source: str, output: str, *, hidden: bool = False) -> nbformat.NotebookNode:
         outputs = [v4.new_output("display_data", {"text/html": output})]
@@ -126,9 +126,10 @@ def test_an_outcome_of_break_it_is_hidden_until_the_comparison(
 
     cells = [
         v4.new_markdown_cell(heading),
-        v4.new_code_cell('predict("four", None)'),
-        code("1 + 3", first, hidden=hidden),
-        v4.new_markdown_cell("Think."),
+        code("5", "5"),
+        code('predict("four", None)', '<div class="prediction" data-name="four">'),
+        code("1 + 3", output, hidden=hidden),
+        v4.new_markdown_cell(between),
         code('compare("four", 4)', '<div class="comparison">'),
         code("2 + 2", "4"),
     ]

@@ -95,26 +95,24 @@ def test_equal_folds_of_successive_cells_are_one_and_a_diagram_keeps_its_line_br
 @pytest.mark.parametrize(
     ("title", "end", "folded"),
     [
-        ("Break it", '<div class="comparison"></div>', ["two", "three"]),
-        ("Break it", '<div class="nb-text"><h3>What was wrong</h3></div>', ["two", "three"]),
-        ("Build", '<div class="comparison"></div>', []),
+        ("Build", '<div class="comparison" data-name="01/four"></div>', ["two", "three"]),
+        ("Build", '<div class="comparison" data-name="01/five"></div>', []),
+        ("Build", "<h3>Measure</h3>", []),
+        ("Break it", "<h3>What was wrong</h3>", ["two", "three"]),
     ],
 )
-def test_an_outcome_of_break_it_is_folded_until_the_comparison(title: str, end: str, folded: list[str]) -> None:
+def test_an_outcome_is_folded_until_the_comparison(title: str, end: str, folded: list[str]) -> None:
     from notebook_page import hide_outcomes
 
     def cell(*outputs: str) -> str:
         return f'<div class="nb-cell"><div class="highlight nb-in">code</div>{"".join(outputs)}</div>'
 
-    asked = cell('<div class="prediction" data-name="01/four"></div>')
-    outcome = cell('<div class="nb-out">two</div>', '<figure class="nb-figure">three</figure>')
     parts = [
-        f'<div class="nb-text"><h2>{title}</h2></div>',
+        f'<div class="nb-text"><h2>{title}<a class="anchor-link">¶</a></h2></div>',
         cell('<div class="nb-out">one</div>'),
-        asked,
-        outcome,
-        '<div class="nb-text"><p>Think.</p></div>',
-        end if "h3" in end else cell(end),
+        cell('<div class="prediction" data-name="01/four"></div>'),
+        cell('<div class="nb-out">two</div>', '<figure class="nb-figure">three</figure>'),
+        f'<div class="nb-text">{end}</div>' if "h3" in end else cell(end),
         cell('<div class="nb-out">four</div>'),
     ]
     soup = BeautifulSoup(f"<main>{''.join(parts)}</main>", "html.parser")

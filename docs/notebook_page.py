@@ -148,11 +148,13 @@ def hide_outcomes(soup: BeautifulSoup, page: Tag) -> None:
                 is_answered = True
                 break
         for cell in cells if is_answered else []:
-            for output in cell.find_all(["div", "figure"], class_=["nb-out", "nb-figure"], recursive=False):
-                fold = output.wrap(soup.new_tag("details", attrs={"class": "nb-fold", "data-name": box["data-name"]}))
+            outputs = cell.find_all(["div", "figure"], class_=["nb-out", "nb-figure"], recursive=False)
+            if outputs:
+                fold = soup.new_tag("details", attrs={"class": "nb-fold", "data-name": box["data-name"]})
                 summary = soup.new_tag("summary")
                 summary.string = "The outcome"
-                fold.insert(0, summary)
+                outputs[0].insert_before(fold)
+                fold.extend([summary, *outputs])
 
 
 def _output(soup: BeautifulSoup, output: Tag) -> Tag:

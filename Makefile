@@ -42,7 +42,7 @@ notebooks: $(READY)
 	$(BIN)/python -m book notebooks test
 
 lab: $(READY)  ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --config jupyter_server_config.py chapters
+	$(BIN)/jupyter lab --config jupyter/jupyter_server_config.py chapters
 
 site: $(READY)  ## build the reading site and serve it on this machine
 	$(BIN)/mkdocs serve

@@ -28,6 +28,7 @@ from book.source_width import COLUMNS
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+BLANK = " \n"  # an empty line is not enough
 app = typer.Typer(help="Build and check the chapters' notebooks.", no_args_is_help=True)
 
 _METADATA = {
@@ -143,6 +144,9 @@ def execute(notebook: "NotebookNode", folder: Path) -> "NotebookNode":
 def write(notebook: "NotebookNode", file: Path) -> None:
     import nbformat
 
+    for cell in notebook.cells:
+        if _is_hidden(cell) and cell.outputs:
+            _begin_with_a_blank(cell.outputs[0])
     nbformat.validate(notebook)
     nbformat.write(notebook, file)
 
@@ -204,6 +208,15 @@ def problems(file: Path) -> Iterator[str]:
 
 def _is_hidden(cell: "NotebookNode") -> bool:
     return bool(cell.metadata.get("jupyter", {}).get("outputs_hidden", False))
+
+
+def _begin_with_a_blank(output: "NotebookNode") -> None:
+    """Put a blank line before an output, because JupyterLab shows the first line of a hidden one."""
+    if output.output_type == "stream":
+        output.text = BLANK + output.text.removeprefix(BLANK)
+    for kind in ("text/html", "image/svg+xml"):
+        if kind in output.get("data", {}):
+            output.data[kind] = BLANK + output.data[kind].removeprefix(BLANK)
 
 
 def _open_outcomes(cells: "list[NotebookNode]") -> "Iterator[NotebookNode]":

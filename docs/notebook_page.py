@@ -167,11 +167,15 @@ def _output(soup: BeautifulSoup, output: Tag) -> Tag:
         return comparison.extract()
     image = output.select_one('img[src^="data:image/svg+xml;base64,"]')
     if image is not None:
-        return inline_figure(base64.b64decode(str(image["src"]).partition(",")[2]).decode())
+        return inline_figure(base64.b64decode(str(image["src"]).partition(",")[2]).decode().strip())
     box = soup.new_tag("div", attrs={"class": "nb-out", "data-search-exclude": ""})
     if "stderr" in str(output.get("data-mime-type", "")):
         box["class"] = "nb-out nb-stderr"
     box.extend(list(output.children))
+    for text in box.find_all("pre"):
+        start = text.find(string=True)
+        if start is not None and start.startswith(" \n"):  # the blank first line of an output that Jupyter hides
+            start.replace_with(start[2:])
     return box
 
 

@@ -24,7 +24,7 @@ def test_saving_without_an_edit_changes_no_file(tmp_path: Path) -> None:
     names = [f"{folder.name}.ipynb", f"{folder.name}.md"]
     for name in names:
         shutil.copy(folder / name, tmp_path)
-    config = PyFileConfigLoader("jupyter_server_config.py", path=str(ROOT)).load_config()
+    config = PyFileConfigLoader("jupyter_server_config.py", path=str(ROOT / "jupyter")).load_config()
     manager = build_sync_jupytext_contents_manager_class(LargeFileManager)(root_dir=str(tmp_path), config=config)
 
     content = manager.get(names[0], content=True)["content"]

@@ -136,6 +136,25 @@ def test_an_outcome_is_hidden_until_the_comparison(
     assert [cell.source for cell in notebooks._open_outcomes(cells)] == found
 
 
+def test_a_hidden_output_begins_with_a_blank_line(tmp_path: Path) -> None:
+    """JupyterLab shows the first line of an output that it hides."""
+    outputs = [
+        v4.new_output("stream", text="4\n"),
+        v4.new_output("display_data", {"text/html": "<b>4</b>"}),
+        v4.new_output("display_data", {"image/svg+xml": "<svg></svg>", "text/plain": "four"}),
+    ]
+    cells = [v4.new_code_cell("f()", outputs=[output]) for output in outputs]
+    for hidden in (False, True, True):  # the second time changes nothing
+        for cell in cells:
+            cell.metadata = nbformat.from_dict({"jupyter": {"outputs_hidden": hidden}})
+        notebooks.write(v4.new_notebook(cells=cells), tmp_path / "hidden.ipynb")
+        stream, table, figure = (cell.outputs[0] for cell in nbformat.read(tmp_path / "hidden.ipynb", 4).cells)
+        blank = " \n" if hidden else ""
+        assert stream.text == f"{blank}4\n"
+        assert table.data["text/html"] == f"{blank}<b>4</b>"
+        assert figure.data["image/svg+xml"] == f"{blank}<svg></svg>" and figure.data["text/plain"] == "four"
+
+
 def test_a_changed_cell_has_to_be_executed(pair: Path) -> None:
     before = pair.with_suffix(".ipynb").read_bytes()
     pair.write_text(SOURCE.replace("1 / 0", "2 / 0"), encoding="utf-8")

@@ -1,5 +1,6 @@
-"""JupyterLab, started in this folder: saving a notebook that was only opened changes no file; no news are fetched."""
+"""JupyterLab: saving a notebook that was only opened changes no file, and no question about news covers the page."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -14,5 +15,4 @@ def keep_metadata(model: dict[str, Any], **_: object) -> None:
 c = get_config()  # Jupyter defines it
 c.ContentsManager.pre_save_hook = keep_metadata
 c.ContentsManager.notebook_metadata_filter = "jupytext.formats,kernelspec,-all"
-c.LabApp.news_url = None  # otherwise a first start asks whether to fetch news, over the first chapter
-c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
+c.LabApp.app_settings_dir = str(Path(__file__).parent)  # of overrides.json

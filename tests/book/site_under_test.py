@@ -154,6 +154,7 @@ class Tab:
         )
 
     def open(self, path: str) -> None:
+        self.page.goto("about:blank")  # ends what the page before still loads, such as a font
         self.problems.clear()
         self.needed.clear()
         self.page.goto(self.address + path, wait_until="commit")

@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +15,37 @@ from book.paths import repository_root
 from mini_engine.roofline import Machine, measure_machine
 
 
-def command_line(doc: str) -> argparse.ArgumentParser:
-    """The options of every run.py: `--device`, and `--out` for a folder to write below instead of the repository.
+def command_line(doc: str, predictions: Callable[[], str]) -> argparse.ArgumentParser:
+    """The options of every run.py: `--device`, `--out` for a folder to write below instead of the repository, and
+    `--predict`, which prints what the README predicts and exits.
 
     Args:
         doc: the module's docstring; its first line becomes the help.
+        predictions: derives the numbers of the README's Prediction from the assumed rates.
     """
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--out", type=_writable, help="write below this folder instead of the repository")
+    parser.add_argument("--predict", action=_Print, text=predictions, help="print what the README predicts, and stop")
     return parser
+
+
+class _Print(argparse.Action):
+    """Print a text, which is made only then, and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+        self._text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(self._text())
+        parser.exit()
+
+
+def predicted(values: Mapping[str, str]) -> str:
+    """Return predicted quantities, each with its value, as the rows of a Markdown table."""
+    return "\n".join(f"| {what} | {value} |" for what, value in values.items())
 
 
 def _writable(folder: str) -> Path:

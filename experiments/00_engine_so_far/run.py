@@ -1,6 +1,7 @@
 """Measure what each chapter's engine gains, and the engine beside transformers, on the embedded model.
 
     python experiments/00_engine_so_far/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/00_engine_so_far/run.py --predict
 
 The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR where one is given.
 """
@@ -20,19 +21,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from book.contiguous import ContiguousKVCache
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.static_batching import generate_steps, make_requests
+from book.units import quantity
 from mini_engine import LLM
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.bench.host import Row
 from mini_engine.bench.peers import serve_mini_engine
 from mini_engine.bench.run import compare, table
-from mini_engine.bench.workloads import CPU, BenchRequest, batch_of, least_seconds, num_outputs
+from mini_engine.bench.workloads import CPU, BenchRequest, batch_of, least_seconds, model_shape, num_outputs
 from mini_engine.cli_options import EngineOptions
 from mini_engine.engine import LLMEngine
+from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.observe.metrics import weight_bytes_per_step
 from mini_engine.parts import Parts, default_parts
-from mini_engine.roofline import measure_machine
+from mini_engine.roofline import Machine, measure_machine
 
 MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
@@ -213,8 +216,48 @@ def peer_rows(device: str) -> list[results.Row]:
     return rows
 
 
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+ASSUMED = Machine("a CPU", "float32", bandwidth=52e9, flops=215e9)  # what the prediction was made for
+ASSUMED_THREADS = 2  # of the engine's matrix-vector product; transformers' runs on one
+
+
+def predictions() -> str:
+    """Derive what the README predicts: one request by FLOPs and bytes, many by how full the batches are."""
+    checkpoint, dtype_bytes = open_checkpoint(MODEL), torch.float32.itemsize
+    shape, parameters = model_shape(checkpoint.config), sum(t.numel() for t in checkpoint.tensors.headers.values())
+    tokens = PROMPT_TOKENS + MAX_TOKENS // 2  # of the sequence, on average
+    flops = 2 * parameters * tokens
+    recomputed = flops / ASSUMED.flops
+    weights = parameters * dtype_bytes
+    keys = tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * dtype_bytes
+    cached = (weights + keys) / ASSUMED.bandwidth
+
+    requests = CPU.requests(shape.vocab_size)
+    outputs = [params.max_tokens for _, params in requests]
+    lengths = [len(prompt) + params.max_tokens for prompt, params in requests]
+    steps = [max(outputs[first : first + RESERVATIONS]) for first in range(0, len(outputs), RESERVATIONS)]
+    busy = sum(outputs) / (RESERVATIONS * sum(steps))
+    at_once = int(RESERVATIONS * max(lengths) / statistics.mean(lengths))
+    return predicted(
+        {
+            "chapter 03: arithmetic of a token": f"{flops / 1e9:.0f} GFLOP, {recomputed:.2f} s, "
+            f"{1 / recomputed:.1f} tokens/s",
+            "chapter 04: weights, keys and values": f"{quantity(weights, 'B')} and {quantity(keys, 'B', 2)}",
+            "chapter 04: a token": f"{quantity(cached, 's')}, {1 / cached:.0f} tokens/s",
+            f"a group of {RESERVATIONS}": f"outputs of {statistics.mean(outputs):.0f} tokens on average, "
+            f"{statistics.mean(steps):.0f} steps, {1 - busy:.0%} of the batch slots idle",
+            "a request": f"{statistics.mean(lengths):.0f} tokens on average, {max(lengths)} the longest",
+            "pages": f"{at_once} requests at once instead of {RESERVATIONS}, {at_once / RESERVATIONS:.1f} times",
+            "full batches": f"{1 / busy:.1f} times the tokens of a step",
+            "pages and full batches": f"{at_once / RESERVATIONS / busy:.1f} times",
+            "transformers, one request in float32": f"{ASSUMED_THREADS} threads instead of 1: {ASSUMED_THREADS} times",
+        }
+    )
+
+
 def main() -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     arguments = options.parse_args()
     # On a Hopper GPU torch prefers cuDNN's attention, which plans every new length for tens of milliseconds: each step

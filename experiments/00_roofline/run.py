@@ -1,6 +1,7 @@
 """Measure a machine's two rates, then every operator of a decoder layer beside the time those rates allow.
 
     python experiments/00_roofline/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/00_roofline/run.py --predict
 
 On a GPU the layer is Qwen3-0.6B's in bfloat16, on a CPU SmolLM2-135M's in float32. The result goes to
 experiments/00_roofline/results/<device>.json, below DIR where one is given.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, faster, graph_of, record
+from book.experiment import command_line, faster, graph_of, predicted, record
+from book.units import quantity
 from mini_engine.attention.naive import attention_mask, sdpa_attention
 from mini_engine.models.linear import linear
 from mini_engine.roofline import Cost, Machine, ModelShape, decoder_layer_costs, linear_cost, measure_machine
@@ -227,8 +229,52 @@ def operator_rows(timed: list[Timed], machine: Machine) -> list[results.Row]:
     return rows
 
 
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
+PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def layer_costs(case: Case, num_tokens: int) -> dict[str, Cost]:
+    """The costs of the CPU's layer in a case, but with that many new tokens of each sequence.
+
+    With none, what is left of the products' bytes is the weights, and of attention's bytes the keys and values.
+    """
+    return decoder_layer_costs(CPU.shape, num_tokens, case.kv_len, CPU.dtype.itemsize, batch_size=case.batch_size)
+
+
+def total(costs: dict[str, Cost], names: Iterable[str]) -> Cost:
+    """Add up the costs of some operators."""
+    return sum((costs[name] for name in names), Cost(0, 0))
+
+
+def predictions() -> str:
+    """Derive what the README predicts for the CPU's three steps."""
+    prefill, one, eight = CPU.cases
+    costs = layer_costs(prefill, prefill.num_tokens)
+    products, small = total(costs, PRODUCTS), costs.keys() - {*PRODUCTS, "attention"}
+    decode = total(layer_costs(one, one.num_tokens), PRODUCTS)
+    weights = total(layer_costs(one, 0), PRODUCTS)
+    keys, keys_of_eight = (layer_costs(case, 0)["attention"] for case in (one, eight))
+    seconds, seconds_of_eight = ((weights + own).seconds(ASSUMED) for own in (keys, keys_of_eight))
+    return predicted(
+        {
+            f"prefill: {len(PRODUCTS)} products": f"{products.flops / 1e9:.1f} GFLOP on {quantity(weights.bytes, 'B')} "
+            f"of weights, {1e3 * products.seconds(ASSUMED):.1f} ms",
+            "prefill: attention": f"{costs['attention'].flops / products.flops:.1%} of the products' FLOPs",
+            f"prefill: {len(small)} small operators": "bytes that take "
+            f"{1e3 * total(costs, small).bytes / ASSUMED.bandwidth:.2f} ms",
+            "decode: products": f"{decode.flops / 1e6:.0f} MFLOP",
+            "decode: weights, keys and values": f"{1e3 * seconds:.3f} ms, "
+            f"{keys.bytes / (weights + keys).bytes:.1%} of it for the keys and values of {one.kv_len} tokens",
+            f"decode of {eight.batch_size}": f"{1e3 * seconds_of_eight:.3f} ms, "
+            f"{seconds_of_eight / seconds:.1f} times one",
+        }
+    )
+
+
 def main() -> None:
-    arguments = command_line(__doc__).parse_args()
+    arguments = command_line(__doc__, predictions).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)

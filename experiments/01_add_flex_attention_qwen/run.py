@@ -1,6 +1,7 @@
 """FlexAttention in transformers' Qwen3, registered under a name: equal logits, then times beside eager and SDPA.
 
     python experiments/01_add_flex_attention_qwen/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/01_add_flex_attention_qwen/run.py --predict
 
 On a GPU the model is Qwen3-0.6B's shape in bfloat16, on a CPU two small layers in float32; weights are random. The
 result goes to experiments/01_add_flex_attention_qwen/results/<device>.json, below DIR where one is given.
@@ -35,7 +36,8 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results, timing
-from book.experiment import command_line, in_rounds, record
+from book.experiment import command_line, in_rounds, predicted, record
+from book.units import quantity
 from mini_engine.attention.masks import MaskMod
 from mini_engine.roofline import (
     Cost,
@@ -393,8 +395,69 @@ def draw_gain(result: results.Result) -> Axes:
     return axes
 
 
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+BLOCK = 128  # queries, and keys, of a block: the default of create_block_mask
+
+
+def visible_blocks(mask: str, length: int, span: int) -> int:
+    """Count the blocks that contain a visible pair of query and key: for each block of queries, those from the first
+    key that it sees to its last query.
+    """
+    queries = range(0, length, BLOCK)  # the first of each block
+    first_keys = {
+        "causal": [0 for _ in queries],
+        "sliding window": [max(0, query - span + 1) for query in queries],
+        "documents": [query // span * span for query in queries],
+    }[mask]
+    return sum(query // BLOCK - key // BLOCK + 1 for query, key in zip(queries, first_keys, strict=True))
+
+
+def block_predictions(setting: Setting) -> dict[str, str]:
+    """Derive the blocks of the longest prefill, and SDPA's time over flex's if every pair costs both the same."""
+    length = setting.lengths[-1]
+    every = (length // BLOCK) ** 2
+    counts = {mask: visible_blocks(mask, length, setting.span) for mask in MASKS}
+    return {
+        f"{setting.model}, {length:,} tokens, {mask}": f"{count:,} of {every:,} blocks, {every / count:.1f} times"
+        for mask, count in counts.items()
+    }
+
+
+def predictions() -> str:
+    """Derive what the README predicts for both devices. It assumes no rates: all times are compared with SDPA's."""
+    shape, size, length = CPU.shape, CPU.dtype.itemsize, CPU.lengths[-1]
+
+    def products(num_tokens: int) -> Cost:
+        costs = decoder_layer_costs(shape, num_tokens, length, size)
+        return sum((cost for name, cost in costs.items() if name.endswith("_proj")), Cost(0, 0))
+
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, size
+    flops, attention = products(length).flops, attention_cost(length, length, *heads, causal=False).flops
+    kept = min(visible_blocks(mask, length, CPU.span) for mask in MASKS) / (length // BLOCK) ** 2
+    # Without tokens, what is left of a product's bytes is its weight.
+    weights = products(0) * shape.num_layers + linear_cost(0, shape.hidden_size, shape.vocab_size, size)
+    slots = CPU.capacity // BLOCK
+    few, many = (keys // BLOCK + 1 for keys in CPU.decodes)  # and the new token
+    causal = attention_bound(GPU, "causal", GPU.lengths[-1]).flops
+    return predicted(
+        block_predictions(CPU)
+        | {
+            "prefill: products of a layer": f"{flops / 1e9:.1f} GFLOP",
+            "prefill: attention of a layer": f"{attention / 1e9:.1f} GFLOP if no pair is skipped",
+            "prefill: pairs that flex skips": f"at most {1 - kept:.1%}, and the pass is at most "
+            f"{(flops + attention) / (flops + kept * attention):.1f} times faster",
+            f"decode after {CPU.decodes[0]:,} keys": f"{few} of {slots} blocks, {few / slots:.2f} of SDPA's time",
+            f"decode after {CPU.decodes[1]:,} keys": f"{many} of {slots} blocks, {many / slots:.2f} of SDPA's time",
+            "decode: weights": quantity(weights.bytes, "B"),
+        }
+        | block_predictions(GPU)
+        | {f"{GPU.model}: causal attention of a layer": f"{causal / 1e12:.1f} TFLOP"}
+    )
+
+
 def main() -> None:
-    arguments = command_line(__doc__).parse_args()
+    arguments = command_line(__doc__, predictions).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     # glibc's malloc returns large blocks to the system on every free, and the next one is cleared page by page. Freeing

@@ -1,9 +1,10 @@
 """Attention in chunks of keys beside naive and fused attention: memory and time, from 1,024 to 131,072 keys.
 
-    python experiments/02_chunked_attention/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/02_chunked_attention/run.py [--device cpu|cuda] [--out DIR] [--predict]
 
 On a GPU the heads are Qwen3-0.6B's in bfloat16, on a CPU SmolLM2-135M's in float32. The result goes to
-experiments/02_chunked_attention/results/<device>.json, below DIR where one is given.
+experiments/02_chunked_attention/results/<device>.json, below DIR where one is given. `--predict` prints what the README
+predicts, and stops.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,11 +27,12 @@ from torch.utils.cpp_extension import CUDA_HOME
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, in_rounds, record
+from book.experiment import command_line, in_rounds, predicted, record
 from book.memory import measure_memory
+from book.units import quantity
 from mini_engine.attention.naive import masked_attention, sdpa_attention
 from mini_engine.attention.state import chunked_attention
-from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, share_tiles
+from mini_engine.kernels.flash_decoding import TILE, DecodeWork, FlashDecoding, share_tiles
 from mini_engine.roofline import Cost, Machine, attention_cost
 from mini_engine.transfer import to_device
 
@@ -310,8 +312,139 @@ def round_of(setting: Setting, device: torch.device, machine: Machine) -> list[r
     return all_rows(setting, device, machine) + split_rows(setting, device, machine)
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+ASSUMED = Machine("a CPU", "float32", bandwidth=52e9, flops=215e9)
+TENSOR_CORES = Machine("a GPU", "bfloat16", bandwidth=4.3e12, flops=790e12)
+CUDA_CORES = replace(TENSOR_CORES, dtype="float32", flops=67e12)
+CACHE = 32e6  # bytes of the CPU's last-level cache
+CALL, LAUNCH, COPY = 0.8e-6, 10e-6, 1e-6  # seconds: a call on the CPU, a launch on the GPU, a copy to shared memory
+STAGES = 12  # tiles of 16 keys that a block of the decode kernel copies ahead; `flash_decoding.cu` for heads of 128
+
+# Read from the code by hand. Bytes for each score: alive at the peak, then read and written by each operator.
+NAIVE_ALIVE = 4 + 2 * 4 + 1  # scores; weights before and after masking; mask
+TILE_ALIVE = 4 + 4 + 4  # scores, their difference from the LSE, its exponential
+NAIVE_TRAFFIC = {"q @ k": 4, "scale": 8, "softmax": 8, "find -inf": 4 + 1, "masked_fill": 4 + 1 + 4, "weights @ v": 4}
+LOGSUMEXP = {"maximum": 4, "subtract it": 8, "exp": 8, "sum": 4}
+TILE_TRAFFIC = {"q @ k": 4, "scale": 8} | LOGSUMEXP | {"subtract the LSE": 8, "exp of that": 8, "weights @ v": 4}
+NAIVE_BYTES, TILE_BYTES = sum(NAIVE_TRAFFIC.values()), sum(TILE_TRAFFIC.values())
+MERGED = 2 + 2 + 3  # outputs that a merge reads or writes: each is weighted, and their sum is written
+OUTPUTS = 3  # alive beside the scores of a tile
+OPERATORS = 21  # that each tile calls, with its merge
+
+
+def scores(setting: Setting, case: Case) -> int:
+    """Number of scores, over all query heads."""
+    return setting.num_qo_heads * case.queries * case.keys
+
+
+def tile_scores(setting: Setting, case: Case) -> int:
+    """Number of scores of one tile."""
+    return scores(setting, replace(case, keys=setting.chunk_size))
+
+
+def keys_in_cache(setting: Setting, case: Case, alive: int) -> float:
+    """Number of keys whose scores fit in the cache, with `alive` bytes for each score."""
+    return CACHE / (alive * scores(setting, replace(case, keys=1)))
+
+
+def memory_prediction() -> dict[str, str]:
+    """Memory of a prompt on the CPU, at the peak."""
+    found = {}
+    for case in prompts(4096, LONGEST):
+        naive = NAIVE_ALIVE * scores(CPU, case)
+        tile = TILE_ALIVE * tile_scores(CPU, case) + OUTPUTS * CPU.output_bytes(case)
+        found[f"memory, prompt of {case.keys:,} tokens"] = (
+            f"naive {quantity(naive, 'B')}, tiles {quantity(tile, 'B')}: "
+            f"about m / c = {case.keys // CPU.chunk_size} times less"
+        )
+    return found
+
+
+def time_prediction() -> dict[str, str]:
+    """The three kinds of work on the CPU: arithmetic, then memory traffic, then calls."""
+    prompt, piece, decode = *prompts(4096), *pieces(256, LONGEST), *decodes(LONGEST)
+    merges = MERGED * CPU.output_bytes(prompt) * prompt.keys / CPU.chunk_size
+    compute = CPU.cost(prompt).flops / ASSUMED.flops
+    naive = NAIVE_BYTES * scores(CPU, prompt) / ASSUMED.bandwidth
+    tiles = (TILE_BYTES * scores(CPU, prompt) + merges) / ASSUMED.bandwidth
+
+    # A piece: the scores of a tile stay in the cache, so only the inputs and the output go through memory.
+    piece_compute, inputs = CPU.cost(piece).flops / ASSUMED.flops, CPU.cost(piece).bytes / ASSUMED.bandwidth
+    piece_naive = NAIVE_BYTES * scores(CPU, piece) / ASSUMED.bandwidth
+    faster = (piece_compute + inputs + piece_naive) / (piece_compute + inputs)
+
+    bound, num_tiles = CPU.cost(decode).seconds(ASSUMED), LONGEST // CPU.chunk_size
+    calls = num_tiles * OPERATORS * CALL
+    return {
+        "prompt: traffic for each score": f"naive {NAIVE_BYTES} bytes, tiles {TILE_BYTES} bytes",
+        f"prompt of {prompt.keys:,} tokens: arithmetic": quantity(compute, "s"),
+        "its memory traffic": f"naive {quantity(naive, 's')}, tiles {quantity(tiles, 's')}",
+        "both": f"naive {quantity(compute + naive, 's')}, tiles {quantity(compute + tiles, 's')}: "
+        f"{(compute + tiles) / (compute + naive):.2f} times as long",
+        "piece: scores of a tile": quantity(4 * tile_scores(CPU, piece), "B"),
+        "keys from which naive attention exceeds the cache": f"{keys_in_cache(CPU, piece, NAIVE_ALIVE):,.0f}",
+        f"piece over {LONGEST:,} keys": f"naive {quantity(piece_compute, 's')} + {quantity(piece_naive, 's')}, "
+        f"tiles {quantity(piece_compute + inputs, 's')}: {faster:.1f} times as fast",
+        f"decode step with {LONGEST:,} keys": f"scores {quantity(4 * scores(CPU, decode), 'B')}, "
+        f"keys and values {quantity(CPU.cost(decode).bytes, 'B')}, read in {quantity(bound, 's')}",
+        f"calls of its {num_tiles} tiles": f"{quantity(calls, 's')}, {quantity(OPERATORS * CALL, 's')} for each: "
+        f"{(bound + calls) / bound:.1f} times the bound",
+    }
+
+
+def tile_size_prediction() -> dict[str, str]:
+    """Limits on the size of a tile on the CPU: merges from below, the cache from above."""
+    piece, prompt = *pieces(256, LONGEST), *prompts(2048)
+    equal = MERGED * CPU.head_dim * 4 / TILE_BYTES
+    most_piece, most_prompt = (keys_in_cache(CPU, case, TILE_ALIVE) for case in (piece, prompt))
+    return {
+        "tile whose scores cost as much as its merge": f"{equal:.0f} keys",
+        f"merges of tiles of {CPU.chunk_size} keys": f"1/{CPU.chunk_size / equal:.0f} of the traffic of the scores",
+        "largest tile in the cache": f"{most_piece:,.0f} keys for a piece of {piece.queries} queries, "
+        f"{most_prompt:,.0f} for a prompt of {prompt.queries:,}",
+    }
+
+
+def gpu_prediction() -> dict[str, str]:
+    """The longest prompt and the longest decode step on the GPU, whose tiles compute in float32."""
+    prompt, decode = *prompts(LONGEST), *decodes(LONGEST)
+    bound, arithmetic = (GPU.cost(prompt).flops / machine.flops for machine in (TENSOR_CORES, CUDA_CORES))
+    traffic = TILE_BYTES * scores(GPU, prompt) / CUDA_CORES.bandwidth
+    tile, naive = TILE_ALIVE * tile_scores(GPU, prompt), NAIVE_ALIVE * scores(GPU, prompt)
+    num_tiles = LONGEST // GPU.chunk_size
+    return {
+        f"GPU: bound of a prompt of {LONGEST:,} tokens": quantity(bound, "s"),
+        "its tiles": f"{quantity(arithmetic, 's')} for arithmetic, {quantity(traffic, 's')} for scores, together "
+        f"{quantity(arithmetic + traffic, 's')}: {(arithmetic + traffic) / bound:.0f} times the bound",
+        "its memory": f"tiles {quantity(tile, 'B')}, naive {quantity(naive, 'B')}",
+        f"GPU: bound of a decode step with {LONGEST:,} keys": quantity(GPU.cost(decode).seconds(TENSOR_CORES), "s", 4),
+        f"launches of its {num_tiles} tiles": quantity(num_tiles * OPERATORS * LAUNCH, "s"),
+    }
+
+
+def split_prediction() -> dict[str, str]:
+    """The engine's decode kernel: each split has a thread block for each KV head, and each block reads at one rate."""
+    ahead = STAGES * TILE * 2 * GPU.head_dim * GPU.dtype.itemsize  # bytes: keys and values of one head
+    block = ahead / COPY
+    split, needed = GPU.num_kv_heads * block, math.ceil(TENSOR_CORES.bandwidth / block)
+    return {
+        "GPU: copied ahead by a block": f"{ahead / 2**10:.0f} KiB, so it reads {quantity(block / 1e12, 'TB/s')}",
+        "one split": f"{GPU.num_kv_heads} blocks, {quantity(split / 1e12, 'TB/s')}, "
+        f"{100 * split / TENSOR_CORES.bandwidth:.0f}% of the bandwidth",
+        "blocks that use all of it": f"{needed}, {math.ceil(needed / GPU.num_kv_heads)} splits",
+    }
+
+
+def predictions() -> str:
+    """Derive what the README predicts, in its order."""
+    return predicted(
+        memory_prediction() | time_prediction() | tile_size_prediction() | gpu_prediction() | split_prediction()
+    )
+
+
 def main() -> None:
-    arguments = command_line(__doc__).parse_args()
+    arguments = command_line(__doc__, predictions).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """KV memory wasted by reservations and by pages, requests served in the same bytes, and what pages cost attention.
 
     python experiments/03_paged_vs_contiguous/run.py [--device cpu|cuda] [--out DIR]
+    python experiments/03_paged_vs_contiguous/run.py --predict
 
 The memory part computes no model: it drives the engine's own scheduler. The attention part runs the engine's backends,
 in SmolLM2-135M's shape in float32 on a CPU, in Qwen3-0.6B's in bfloat16 on a GPU. The result goes to
@@ -9,6 +10,7 @@ experiments/03_paged_vs_contiguous/results/<device>.json, below DIR where one is
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,9 +25,10 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
-from book.experiment import command_line, graph_of, in_rounds, record
+from book.experiment import command_line, graph_of, in_rounds, predicted, record
 from book.static_batching import make_requests
 from book.timing import measure
+from book.units import quantity
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
@@ -48,14 +51,35 @@ ROUNDS = 3
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def request_lengths(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt, output) lengths of requests, both lognormal: most are short, a few are very long.
+@dataclass(frozen=True)
+class Lognormal:
+    """Lengths in tokens, lognormal and cut off at the longest: most are short, a few are very long."""
 
-    Medians of 256 and 128 tokens, sigmas of 1 and 0.8; prompts end at 1,536 tokens and outputs at 512.
-    """
+    median: int
+    sigma: float
+    longest: int
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        return rng.lognormal(np.log(self.median), self.sigma, count).round().clip(1, self.longest)
+
+    @property
+    def mean(self) -> float:
+        """The mean if nothing is cut off."""
+        return self.median * math.exp(self.sigma**2 / 2)
+
+    @property
+    def mean_square(self) -> float:
+        """The mean of the square if nothing is cut off."""
+        return self.median**2 * math.exp(2 * self.sigma**2)
+
+
+PROMPTS, OUTPUTS = Lognormal(256, 1.0, 1536), Lognormal(128, 0.8, 512)
+
+
+def request_lengths(num_requests: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, output) lengths of requests."""
     rng = np.random.default_rng(seed)
-    prompts = rng.lognormal(np.log(256), 1.0, num_requests).round().clip(1, 1536)
-    outputs = rng.lognormal(np.log(128), 0.8, num_requests).round().clip(1, 512)
+    prompts, outputs = (lengths.draw(rng, num_requests) for lengths in (PROMPTS, OUTPUTS))
     return [(int(p), int(o)) for p, o in zip(prompts, outputs, strict=True)]
 
 
@@ -275,7 +299,7 @@ def attention_rows(setting: Setting, device: torch.device, machine: Machine, run
                 made.plan(batch)
 
             with torch.inference_mode():
-                calls = {ATTENTION: layers}
+                calls: dict[str, Callable[[], object]] = {ATTENTION: layers}
                 if device.type == "cuda":
                     calls[FROM_GRAPH] = graph_of([layers])
                 times = {
@@ -336,8 +360,54 @@ def draw_indirection(result: results.Result) -> Figure:
     return drawn
 
 
+# Prediction -----------------------------------------------------------------------------------------------------------
+
+# What the prediction was made for. It is about reading memory, so the rates of arithmetic do not matter.
+ASSUMED_CPU = Machine("a CPU", "float32", bandwidth=50e9, flops=math.inf)
+ASSUMED_GPU = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=math.inf)
+# How often `torch` moves the bytes of scattered pages, because it gathers them first.
+GATHER_MOVES = ("the keys are read", "the cache lines of the copy are read", "they are written", "the copy is read")
+
+
+def memory_predictions() -> dict[str, str]:
+    """Derive the table of the README: slots of a request, requests at once and the share of slots with keys."""
+    # A request of o output tokens runs for o steps, so an average over steps weighs it by o.
+    grown = OUTPUTS.mean_square / OUTPUTS.mean
+    keys = PROMPTS.mean + grown / 2
+    slots = {
+        "reservations of the maximum": MAX_LEN,
+        "reservations of the true length": PROMPTS.mean + grown,
+        **{f"pages of {size}": keys + (size - 1) / 2 for size in PAGE_SIZES},  # half of the last page is empty
+    }
+    return {
+        "a prompt and an output": f"{PROMPTS.mean:.0f} and {OUTPUTS.mean:.0f} tokens on average",
+        "keys of a running request": f"{PROMPTS.mean:.0f} + {grown / 2:.0f} = {keys:.0f}",
+        **{
+            name: f"{own:,.0f} slots of a request, {POOL / own:.1f} at once, {keys / own:.1%} of the slots with keys"
+            for name, own in slots.items()
+        },
+    }
+
+
+def predictions() -> str:
+    """Derive what the README predicts for memory, and for attention on both devices."""
+    read = CPU.bytes_per_layer / ASSUMED_CPU.bandwidth
+    page_size = min(CPU.page_sizes["flex"])
+    page = page_size * CPU.num_kv_heads * CPU.head_dim * CPU.dtype.itemsize
+    return predicted(
+        memory_predictions()
+        | {
+            "CPU: keys and values of a layer": f"{quantity(CPU.bytes_per_layer, 'B')}, {quantity(read, 's')}",
+            "CPU: gathered by torch": f"{len(GATHER_MOVES)} times the bytes, {quantity(len(GATHER_MOVES) * read, 's')}",
+            f"CPU: a page of {page_size} tokens for flex": f"{page / 2**10:.0f} contiguous KiB",
+            "H200: keys and values of a layer": f"{quantity(GPU.bytes_per_layer, 'B')}, "
+            f"{quantity(GPU.bytes_per_layer / ASSUMED_GPU.bandwidth, 's')}",
+        }
+    )
+
+
 def main() -> None:
-    arguments = command_line(__doc__).parse_args()
+    arguments = command_line(__doc__, predictions).parse_args()
     device = torch.device(arguments.device)
     setting = GPU if device.type == "cuda" else CPU
     machine, measured = in_rounds(partial(attention_rows, setting, device), device, setting.dtype, ROUNDS)

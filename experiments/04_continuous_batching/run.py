@@ -30,7 +30,7 @@ from matplotlib.typing import ColorType
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model
 from book.static_batching import make_requests
 from book.units import quantity
@@ -40,6 +40,7 @@ from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
 from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
@@ -50,6 +51,8 @@ LOADS, CAPACITY = (50, 100), "load: capacity"  # the loads are in % of the capac
 LOADS_TABLE = "<!-- loads -->", "<!-- end of loads -->"  # where the README has it
 SECTIONS = POLICIES, LOAD = "policies", "load"
 ASSUMED = Machine("a CPU", "float32", bandwidth=50e9, flops=200e9)  # what the prediction was made for
+ASSUMED_GPU = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=790e12)
+RATE_OF_ONE = 54.7  # tokens/s of a single request with `flex` on an H200: experiment 06, before this one ran there
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,13 @@ def bounds(shape: ModelShape, workload: Workload, requests: Sequence[Request], m
     }
 
 
+def decode_steps(requests: Sequence[Request], size: int) -> tuple[int, float]:
+    """The steps that static batches of some size take, in the order of arrival, and those of full batches."""
+    outputs = [request.num_tokens for request in requests]
+    static = sum(max(outputs[begin : begin + size]) for begin in range(0, len(outputs), size))
+    return static, sum(outputs) / size
+
+
 def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[str, str]:
     """Derive what the README predicts: each quantity with its value, from the workload and the machine's rates.
 
@@ -268,8 +278,7 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
     requests, size = arrivals(workload, shape.vocab_size), workload.max_batch_size
     bound, dtype_bytes = bounds(shape, workload, requests, machine), getattr(torch, machine.dtype).itemsize
     outputs = [request.num_tokens for request in requests]
-    static_steps = sum(max(outputs[begin : begin + size]) for begin in range(0, len(outputs), size))
-    full_steps = sum(outputs) / size
+    static_steps, full_steps = decode_steps(requests, size)
     static, full = (bound["prompts"] + steps * bound["decode"] for steps in (static_steps, full_steps))
     last = requests[-1].arrival - requests[0].arrival
     slow, fast = (sum(outputs) / max(last, seconds) for seconds in (static, full))
@@ -293,6 +302,23 @@ def prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[
         "throughput, continuous, if requests never ran out": f"{sum(outputs) / full:.0f} tokens/s, "
         f"{static / full:.1f} times static",
         "stall beside the long prompt, in chunks": f"{chunked / bound['long']:.2f} of the stall without chunks",
+    }
+
+
+def gpu_prediction(shape: ModelShape, workload: Workload, machine: Machine) -> dict[str, str]:
+    """Derive what the README predicts for a GPU, where the host decides what a step of a few requests takes."""
+    requests, size = arrivals(workload, shape.vocab_size), workload.max_batch_size
+    tokens, step = sum(request.num_tokens for request in requests), 1 / RATE_OF_ONE
+    static, full = decode_steps(requests, size)
+    prompt = model_step_cost(shape, workload.long_prompt, workload.long_prompt, 2).seconds(machine)
+    chunks = workload.long_prompt // workload.chunk
+    return {
+        "H200: a step of one request": f"{1e3 * step:.0f} ms",
+        f"H200: {tokens:,} tokens": f"{static} steps in static batches, {full:.0f} in full ones",
+        "H200: throughput": f"{tokens / static / step:.0f} tokens/s, and {tokens / full / step:.0f} tokens/s in full "
+        f"batches, a factor of {static / full:.1f}",
+        f"H200: the long prompt of {workload.long_prompt:,} tokens": f"{1e3 * prompt:.0f} ms, or {chunks} steps and "
+        f"{chunks * step:.1f} s in chunks",
     }
 
 
@@ -541,16 +567,20 @@ def draw_bars(
     return figure
 
 
+def predictions() -> str:
+    """What the README predicts: the policies on a CPU and on a GPU, and the loads on a CPU."""
+    shape = model_shape(open_checkpoint("smollm2-135m-instruct").config)
+    qwen3 = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict()))
+    policies = prediction(shape, CPU, ASSUMED) | gpu_prediction(qwen3, GPU, ASSUMED_GPU)
+    longest = CPU.output[1] * bounds(shape, CPU, arrivals(CPU, shape.vocab_size), ASSUMED)["decode"]
+    policies[f"a static batch of {CPU.output[1]} steps"] = f"{longest:.1f} s"
+    return f"{predicted(policies)}\n\n{load_table(load_prediction(shape, CPU, ASSUMED))}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, predictions)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
-    parser.add_argument("--predict", action="store_true", help="print what the README predicts for a CPU, and stop")
     arguments = parser.parse_args(argv)
-    if arguments.predict:
-        shape = model_shape(open_checkpoint("smollm2-135m-instruct").config)
-        print("\n".join(f"| {what} | {value} |" for what, value in prediction(shape, CPU, ASSUMED).items()))
-        print(f"\n{load_table(load_prediction(shape, CPU, ASSUMED))}")
-        return
     device = torch.device(arguments.device)
     workload = GPU if device.type == "cuda" else CPU
     model = make_model(device)

@@ -2,6 +2,7 @@
 
     python experiments/06_flashinfer_vs_flex/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
     python experiments/06_flashinfer_vs_flex/run.py --change "what is new in the engine"
+    python experiments/06_flashinfer_vs_flex/run.py --predict
 
 On a GPU the heads and the model are Qwen3-0.6B's in bfloat16 with random weights. On a CPU a small case in float32
 compares `flex` with the CPU's own backends, to show that the script works. The result goes to
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +29,29 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import ledger, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.bench.run import pages_needed
-from mini_engine.bench.workloads import GPU, LATENCY, LONG_CONTEXT, SHARED_PREFIX, Workload, least_seconds
+from mini_engine.bench.workloads import (
+    GPU,
+    LATENCY,
+    LONG_CONTEXT,
+    SHARED_PREFIX,
+    BenchRequest,
+    Workload,
+    least_seconds,
+    num_outputs,
+)
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts, default_parts
 from mini_engine.roofline import Cost, Machine, attention_cost, measure_machine
 from mini_engine.sampling_params import SamplingParams
@@ -458,8 +470,69 @@ def agreement_rows(
     return rows
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+# What the README assumes.
+RIDGE = 180  # FLOPs per byte of an H200
+ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.33e12, flops=RIDGE * 4.33e12)
+KERNELS_OF_A_LAYER, LAUNCH = 14, 20e-6  # and seconds of a launch from Python
+STEP_TOKENS = 2048  # most tokens of a step in `throughput`, when the prediction was made
+
+
+def num_steps(requests: Sequence[BenchRequest], step_tokens: int) -> int:
+    """Count the steps that requests take if all of them fit: decodes first, then prompts in order, in chunks."""
+    prompts, outputs = [len(prompt) for prompt, _ in requests], [params.max_tokens for _, params in requests]
+    steps = 0
+    while any(outputs):
+        decoding = [i for i, left in enumerate(outputs) if left and not prompts[i]]
+        room = step_tokens - len(decoding)
+        for i in decoding:
+            outputs[i] -= 1
+        for i, left in enumerate(prompts):
+            chunk = min(left, room)
+            prompts[i], room = left - chunk, room - chunk
+            outputs[i] -= 0 < chunk == left  # the end of a prompt gives the first token
+        steps += 1
+    return steps
+
+
+def predictions() -> str:
+    """What the README predicts for the H200."""
+    setting, config = SETTINGS["cuda"], ModelConfig.from_hf(QWEN3_0_6B.to_dict())
+    q_heads, _, head_dim = setting.heads
+
+    def cost(num_keys: int, queries: int) -> Cost:
+        return Case(1, num_keys, queries).cost(setting.heads, setting.dtype)
+
+    shortest = min(num_keys for _, num_keys in setting.decodes)
+    num_bytes = cost(shortest, 1).bytes
+    compute_bound = next(n for n in count(1) if not cost(n, n).is_memory_bound(ASSUMED))
+    longest = max(n for _, n in setting.prefills)
+    factor = cost(longest, longest).flops / (q_heads * longest**2 * head_dim)
+    requests = GPU.requests(config.vocab_size)
+    tokens, steps = num_outputs(requests), num_steps(requests, STEP_TOKENS)
+    device = least_seconds(config, ASSUMED, requests, setting.dtype.itemsize) / steps
+    # Some kernels are launched outside of the layers.
+    launches = round(KERNELS_OF_A_LAYER * config.num_hidden_layers, -2)
+    host = launches * LAUNCH
+    total = steps * max(host, device)
+    return predicted(
+        {
+            "decode": f"{cost(longest, 1).intensity:.1f} FLOP per byte, the ridge is at {ASSUMED.ridge:.0f}",
+            f"decode of one request of {shortest} keys": f"{num_bytes / 1e6:.0f} MB, "
+            f"{1e6 * num_bytes / ASSUMED.bandwidth:.1f} µs",
+            "prefill": f"{factor:.1f} n² D FLOPs per query head, "
+            f"compute-bound from about {round(compute_bound, -1)} tokens on",
+            "`throughput`": f"{steps:,} steps for {tokens:,} tokens",
+            "`throughput`, a step": f"{1e3 * device:.0f} ms on the device, "
+            f"about {launches} launches in {1e3 * host:.0f} ms",
+            "`throughput`, the run": f"{total:.0f} s, about {round(tokens / total, -3):,.0f} tokens/s",
+        }
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     options.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="backends of the workloads")

@@ -1,6 +1,7 @@
 """Cascade against flat attention over shared prefixes: one layer's kernels, and the engine's shared-prefix workload.
 
     python experiments/07_cascade_vs_flat/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/07_cascade_vs_flat/run.py --predict
 
 On a GPU the heads and the model are Qwen3-0.6B's in bfloat16, in pages of 16 tokens. On a CPU a small case in float32
 runs both in PyTorch, to show that the script works. The result goes to
@@ -24,20 +25,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import ledger, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.cascade import LevelCosts, LevelPlanner, own_pages
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
-from mini_engine.bench.workloads import SHARED_PREFIX, least_seconds
+from mini_engine.bench.workloads import SHARED_PREFIX, least_seconds, model_shape
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
-from mini_engine.roofline import Machine, measure_machine
+from mini_engine.roofline import Machine, measure_machine, model_step_cost
 
 EXPERIMENT = "07_cascade_vs_flat"
 SECTIONS = KERNELS, ENGINE = "kernels", "engine"
@@ -60,6 +62,16 @@ class Case:
     shared: int
     own: int
 
+    @property
+    def flat_keys(self) -> int:
+        """Keys that flat attention reads."""
+        return self.requests * (self.shared + self.own)
+
+    @property
+    def cascade_keys(self) -> int:
+        """Keys that cascade attention reads."""
+        return self.shared + self.requests * self.own
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -69,6 +81,12 @@ class Setting:
     dtype: torch.dtype
     heads: tuple[int, int, int]
     repetitions: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the key and the value of one token."""
+        _, kv_heads, head_dim = self.heads
+        return 2 * kv_heads * head_dim * self.dtype.itemsize
 
 
 PREFIXES, BATCHES = (1024, 4096, 16_384, 65_536), (8, 16, 64, 256, 512)
@@ -229,9 +247,7 @@ def kernel_rows(setting: Setting, machine: Machine, device: torch.device) -> lis
         for _ in range(setting.repetitions):
             for way, timer in timers.items():
                 times[way].append(timer())
-        _, kv_heads, head_dim = setting.heads
-        num_keys = case.shared + case.requests * case.own
-        bound = 2 * num_keys * kv_heads * head_dim * setting.dtype.itemsize / machine.bandwidth
+        bound = case.cascade_keys * setting.key_bytes / machine.bandwidth
         for way, own in times.items():
             where: dict[str, results.Setting] = {"way": way, **vars(case)}
             rows.append(
@@ -328,8 +344,39 @@ def engine_rows(model: CausalLM, machine: Machine, repetitions: int = 3) -> list
     return rows
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+# What the README assumes.
+ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
+LEVEL = 12e-6  # seconds that a level adds
+FEW = 8  # requests with which flat may win
+LAUNCHES, LAUNCH = 400, 20e-6  # of a step, and seconds of a launch from Python
+LEVEL_LAUNCHES = 2  # that a level adds to a layer
+
+
+def predictions() -> str:
+    """What the README predicts for the H200: the engine's workload halfway through its outputs, and a short prefix."""
+    workload, setting = SHARED_PREFIX, SETTINGS["cuda"]
+    case = Case(workload.num_requests, workload.shared, workload.prompt[0] + workload.output[0] // 2)
+    # A flat kernel takes as long as a level of the cascade costs.
+    shared = LEVEL * ASSUMED.bandwidth / setting.key_bytes / FEW - case.own
+    shape = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict()))
+    kernels = model_step_cost(shape, 1, case.shared + case.own, setting.dtype.itemsize, case.requests).seconds(ASSUMED)
+    more = LEVEL_LAUNCHES * shape.num_layers
+    return predicted(
+        {
+            f"keys of {case.requests} requests": f"{case.flat_keys:,} flat, {case.cascade_keys:,} with a cascade: "
+            f"{case.flat_keys / case.cascade_keys:.0f} times",
+            f"{case.shared:,} tokens in a layer": f"{case.shared * setting.key_bytes / 1e6:.0f} MB",
+            f"flat should win with {FEW} requests": f"below some {round(shared, -3):,.0f} shared keys",
+            "a flat step of the engine": f"kernels {1e3 * kernels:.1f} ms, launches {1e3 * LAUNCHES * LAUNCH:.1f} ms",
+            "a cascade step of the engine": f"{more} launches more: {1e3 * (LAUNCHES + more) * LAUNCH:.1f} ms",
+        }
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--change", help="add the workload to the engine's ledger: what is new, in a few words")
     chosen = options.parse_args(arguments)

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
 from book.units import quantity
@@ -453,21 +453,17 @@ def prediction(shape: ModelShape, setting: Setting, machine: Machine) -> dict[st
     return predicted
 
 
-def all_predictions() -> dict[str, str]:
+def predictions() -> str:
     """What the README predicts for both devices."""
     embedded = model_shape(open_checkpoint(MODEL).config)
     qwen3 = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict()))
-    return prediction(embedded, SETTINGS["cpu"], CPU) | prediction(qwen3, SETTINGS["cuda"], H200)
+    return predicted(prediction(embedded, SETTINGS["cpu"], CPU) | prediction(qwen3, SETTINGS["cuda"], H200))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
-    options.add_argument("--predict", action="store_true", help="print what the README predicts, and stop")
     chosen = options.parse_args(arguments)
-    if chosen.predict:
-        print("\n".join(f"| {what} | {value} |" for what, value in all_predictions().items()))
-        return
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     embedded, tokenizer, of_quality = None, None, dict[str, results.Setting]()
     if device.type == "cpu" or set(chosen.only) - {TIMES}:

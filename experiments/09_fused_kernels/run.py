@@ -31,7 +31,7 @@ from rungs import RUNGS, Layer, Rung, Step, kernel_costs, least_cost, make_step,
 
 from book import results
 from book.display import Table
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model
 from book.units import quantity
 from mini_engine.attention.backend import create_backend
@@ -605,14 +605,20 @@ def in_all_layers(calls: Sequence[tuple[Callable[[Tensor], object], list[Tensor]
             call(weight)
 
 
+def predictions() -> str:
+    """What the README predicts, as its two tables."""
+    setting = SETTINGS["cuda"]
+    costs = kernel_costs(shape_of(ModelConfig.from_hf(setting.model.to_dict())), 1, 1, setting.dtype.itemsize)
+    products = sum(costs[name].bytes for name in ("qkv", "o", "gate_up", "down"))
+    tables = prediction(setting), products_prediction(setting)
+    rest = predicted({"the four products of a layer, nearly all weights": quantity(products, "B")})
+    return "\n\n".join([*(table.markdown() for table in tables), rest])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
-    options.add_argument("--predict", action="store_true", help="print the README's predictions and stop")
     chosen = options.parse_args(arguments)
-    if chosen.predict:
-        print(prediction(SETTINGS["cuda"]).markdown(), products_prediction(SETTINGS["cuda"]).markdown(), sep="\n\n")
-        return
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
     machine = measure_machine(device, setting.dtype)
     rows: list[results.Row] = []

@@ -1,7 +1,7 @@
 """CUDA graphs and overlap: decode steps launched kernel by kernel and from a graph, at pipeline depths 0 and 1.
 
     python experiments/10_cuda_graphs_and_overlap/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
-    python experiments/10_cuda_graphs_and_overlap/run.py --draw
+    python experiments/10_cuda_graphs_and_overlap/run.py --draw | --predict
     python experiments/10_cuda_graphs_and_overlap/run.py --change "what is new in the engine"
 
 On a GPU the model is Qwen3-0.6B's shape in bfloat16 with random weights. On a CPU, where a graph's replay calls the
@@ -35,13 +35,23 @@ from transformers import PretrainedConfig, Qwen3Config
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import figures, ledger, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model, write_checkpoint
+from book.units import quantity
 from mini_engine.bench.workloads import GPU, LATENCY, SHARED_PREFIX, Workload, least_seconds, model_shape, num_outputs
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.models.base import CausalLM
-from mini_engine.roofline import Machine, measure_machine, model_step_cost
+from mini_engine.models.config import ModelConfig
+from mini_engine.roofline import (
+    Machine,
+    ModelShape,
+    attention_cost,
+    decoder_layer_costs,
+    linear_cost,
+    measure_machine,
+    model_step_cost,
+)
 from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "10_cuda_graphs_and_overlap"
@@ -225,8 +235,13 @@ def in_turns(running: Mapping[Key, SteadyDecode], options: Options) -> dict[Key,
 
 def step_bound(model: CausalLM, options: Options, requests: int, machine: Machine) -> float:
     """The least seconds of a decode step, in the middle of what is measured."""
-    keys = options.prompt + WARM_UP + (options.steps + 1) * options.repetitions // 2
+    keys = keys_of(options)
     return model_step_cost(model_shape(model.config), 1, keys, model.dtype.itemsize, requests).seconds(machine)
+
+
+def keys_of(options: Options) -> int:
+    """Keys of a request in the middle of what is measured."""
+    return options.prompt + WARM_UP + (options.steps + 1) * options.repetitions // 2
 
 
 def seconds_row(
@@ -544,8 +559,60 @@ def write_timelines(result: results.Result, runs: Sequence[Mapping[str, Any]], o
     return file
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
+LAUNCH, LAUNCHES = 30e-6, 270  # seconds of a launch, and launches of a step
+LAUNCHES_PER_CAPTURE = 2  # of each kernel: to warm up, and to record
+MANY_REQUESTS = 100
+
+
+def padded_seconds(shape: ModelShape, requests: int, rows: int, keys: int, dtype_bytes: int) -> float:
+    """The least seconds of a decode step with rows of padding, each of which attends to one key.
+
+    Each operator has its own bound: products of many rows are compute-bound, and attention never is.
+    """
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
+    layer = decoder_layer_costs(shape, 1, 1, dtype_bytes, rows)
+    layer["attention"] += attention_cost(1, keys - 1, *heads, dtype_bytes, causal=False) * requests
+    lm_head = linear_cost(rows, shape.hidden_size, shape.vocab_size, dtype_bytes)
+    return shape.num_layers * sum(cost.seconds(ASSUMED) for cost in layer.values()) + lm_head.seconds(ASSUMED)
+
+
+def share_in_full_steps(workload: Workload, vocab_size: int) -> float:
+    """The share of a workload's tokens that is decoded in steps of more than MANY_REQUESTS requests."""
+    outputs = [params.max_tokens for _, params in workload.requests(vocab_size)]
+    running = [sum(length > done for length in outputs) for done in range(1, max(outputs))]
+    return sum(count for count in running if count > MANY_REQUESTS) / sum(running)
+
+
+def predictions() -> str:
+    """What the README predicts for the GPU and can be computed before a run."""
+    options = OPTIONS["cuda"]
+    shape = model_shape(ModelConfig.from_hf(options.shape.to_dict()))
+
+    def longer(requests: int, rows: int) -> str:
+        """How a padded step compares with a step from a graph of its own size."""
+        padded, own = (
+            padded_seconds(shape, requests, size, keys_of(options), options.dtype.itemsize) for size in (rows, requests)
+        )
+        return f"{rows / requests:.2f} times the rows, {padded / own - 1:.1%} longer"
+
+    capture = len(options.multiples) * LAUNCHES_PER_CAPTURE * LAUNCHES * LAUNCH
+    return predicted(
+        {
+            **{f"{own} requests padded to {rows}": longer(own, rows) for own, rows in ((9, 16), (129, 256))},
+            f"capture of {len(options.multiples)} graphs": quantity(capture, "s", 2),
+            f"throughput: tokens decoded in steps of more than {MANY_REQUESTS} requests": (
+                f"{share_in_full_steps(GPU, shape.vocab_size):.0%}"
+            ),
+            "shared-prefix": f"{SHARED_PREFIX.output[1] - 1} decode steps of {SHARED_PREFIX.num_requests} requests",
+        }
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, predictions)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     parser.add_argument("--draw", action="store_true", help="only draw the timelines that are recorded")
     parser.add_argument("--change", help="add the workloads to the engine's ledger: what is new, in a few words")

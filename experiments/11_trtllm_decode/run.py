@@ -1,6 +1,7 @@
 """Decodes by FlashInfer's planned kernel and by TensorRT-LLM's XQA: kernels, plans, the engine, and lines of code.
 
     python experiments/11_trtllm_decode/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/11_trtllm_decode/run.py --predict
 
 On a GPU the heads and the model are Qwen3-0.6B's in bfloat16 with random weights. On a CPU small cases in float32
 compare the CPU's own backends, to show that the script works. The result goes to
@@ -25,10 +26,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import code_lines, ledger, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.grading.chapter import load_module
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
+from book.units import quantity
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
@@ -71,11 +73,16 @@ class Case:
         """Keys of each request, the same in every run."""
         return np.random.default_rng(0).integers(self.shortest, self.longest + 1, self.requests)
 
+    def kv_bytes_per_layer(self, setting: Setting, kv_dtype: torch.dtype) -> int:
+        """Keys and values of one layer."""
+        _, kv_heads, head_dim = setting.heads
+        return 2 * int(self.kv_lens.sum()) * kv_heads * head_dim * kv_dtype.itemsize
+
     def bytes_per_layer(self, setting: Setting, kv_dtype: torch.dtype) -> int:
         """Keys and values, queries and output of one layer."""
-        q_heads, kv_heads, head_dim = setting.heads
-        of_keys = 2 * int(self.kv_lens.sum()) * kv_heads * kv_dtype.itemsize
-        return head_dim * (of_keys + 2 * self.requests * q_heads * setting.dtype.itemsize)
+        q_heads, _, head_dim = setting.heads
+        of_queries = 2 * self.requests * q_heads * head_dim * setting.dtype.itemsize
+        return self.kv_bytes_per_layer(setting, kv_dtype) + of_queries
 
 
 @dataclass(frozen=True)
@@ -291,8 +298,44 @@ def line_rows() -> list[results.Row]:
     ]  # fmt: skip
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+MULTIPROCESSORS = 132  # of an H200
+SECTOR = 32  # bytes that HBM reads at least
+
+
+def xqa_splits(requests: int, kv_heads: int) -> int:
+    """Thread blocks of XQA that share a request's keys of one KV head, in bfloat16."""
+    return max(1, MULTIPROCESSORS // (kv_heads * requests))
+
+
+def predictions() -> str:
+    """What the README predicts for the GPU: bytes, thread blocks of XQA, and runs of memory in a page."""
+    setting = SETTINGS["cuda"]
+    _, kv_heads, head_dim = setting.heads
+    wide, narrow = setting.kv_dtypes
+    case = Case(256, 1024, 1024)
+    in_bfloat16, in_e4m3 = (case.bytes_per_layer(setting, dtype) for dtype in (wide, narrow))
+    splits = {requests: xqa_splits(requests, kv_heads) for requests in range(1, MULTIPROCESSORS)}
+    unsplit = min(requests for requests, count in splits.items() if count == 1)
+    blocks = 8 * kv_heads * splits[8]
+    token = head_dim * wide.itemsize  # one KV head's key
+    return predicted(
+        {
+            f"keys and values of a layer, {case.requests} requests of {case.longest:,} keys": quantity(
+                case.kv_bytes_per_layer(setting, wide), "B"
+            ),
+            "all bytes of this layer in e4m3": f"{in_e4m3 / in_bfloat16:.3f} of those in bfloat16",
+            "splits of XQA": f"{splits[1]} for one request, {splits[8]} for 8, 1 from {unsplit} requests on",
+            "8 requests": f"{blocks} thread blocks, {MULTIPROCESSORS - blocks} multiprocessors idle",
+            "a page of one KV head, HND": f"{PAGE_SIZE * token / 2**10:g} KiB, {PAGE_SIZE * token / SECTOR:g} sectors",
+            "a page of one KV head, NHD": f"{PAGE_SIZE} runs of {token} B, {token / SECTOR:g} sectors each",
+        }
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     options.add_argument("--change", help="add the workloads to the engine's ledger: what is new, in a few words")

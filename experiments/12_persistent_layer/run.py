@@ -1,9 +1,10 @@
 """A decode step of one request as one kernel, beside the same step as a CUDA graph of a few hundred.
 
     python experiments/12_persistent_layer/run.py [--out DIR] [--only SECTION ...] [--change "what is new"]
+    python experiments/12_persistent_layer/run.py --predict
 
-It needs a Hopper GPU. The result goes to experiments/12_persistent_layer/results/<device>.json, below DIR where one is
-given. With --change the workload's rows are added to the ledger, docs/ledger.json, too.
+Measuring needs a Hopper GPU. The result goes to experiments/12_persistent_layer/results/<device>.json, below DIR where
+one is given. With --change the workload's rows are added to the ledger, docs/ledger.json, too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import ledger, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model
+from book.units import quantity
 from mini_engine.attention.backend import create_backend
 from mini_engine.batch import StepBatch
 from mini_engine.bench.workloads import LATENCY, least_seconds, model_shape, num_outputs
@@ -29,6 +31,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.config import ModelConfig
 from mini_engine.models.llama import LlamaForCausalLM
 from mini_engine.parts import default_parts
 from mini_engine.roofline import Machine, measure_machine, model_step_cost
@@ -142,8 +145,49 @@ def engine_rows(model: LlamaForCausalLM, machine: Machine, repetitions: int = 5)
     return rows
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+# One request computes too little for the FLOP rate to matter.
+ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
+KEYS = 384
+PHASES = ("queries, keys and values", "attention", "output projection", "gate and up", "down")
+EXCHANGE, COMPUTE = 1e-6, 1e-6  # seconds of each phase
+KERNELS_PER_LAYER, KERNEL = 10, 5e-6  # of a graph of many, and seconds of each
+
+
+def predictions() -> str:
+    """What the README predicts: the bytes of a step and the time to read them, one kernel, and many kernels."""
+    shape, size = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict())), torch.bfloat16.itemsize
+    q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = size * shape.hidden_size * (2 * q_size + 2 * kv_size + 3 * shape.intermediate_size)
+    lm_head = size * shape.hidden_size * shape.vocab_size
+    weights, cache = shape.num_layers * layer + lm_head, shape.num_layers * 2 * KEYS * kv_size * size
+    bound, read_layer, read_lm_head = (count / ASSUMED.bandwidth for count in (weights + cache, layer, lm_head))
+    one_layer = len(PHASES) * (EXCHANGE + COMPUTE)
+    one = shape.num_layers * one_layer + read_lm_head
+    many = shape.num_layers * KERNELS_PER_LAYER * KERNEL + read_lm_head
+
+    def tokens(seconds: float) -> str:
+        """The rate at a step of so many seconds, with three digits."""
+        return quantity(round(1 / seconds, -1), "tokens/s")
+
+    return predicted(
+        {
+            "weights": quantity(weights, "B"),
+            f"keys and values of {KEYS} tokens": quantity(cache, "B"),
+            "reading both": f"{quantity(bound, 's')}, {tokens(bound)}",
+            "a layer": f"{quantity(one_layer, 's')}, and {quantity(read_layer, 's', 2)} to read its weights",
+            "LM head": quantity(read_lm_head, "s"),
+            "one kernel": f"{quantity(one, 's')}, {tokens(one)}, {bound / one:.0%} of the bound",
+            "a graph of many": (
+                f"{quantity(many, 's')}, {bound / many:.0%} of the bound, {many / one:.1f} times as long as one kernel"
+            ),
+        }
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
     options.add_argument("--change", help="add the workload to the engine's ledger: what is new, in a few words")
     chosen = options.parse_args(arguments)

@@ -2,6 +2,7 @@
 
     python experiments/13_beside_other_engines/run.py [--out DIR] [--workloads NAME ...] [--peers vllm sglang]
     python experiments/13_beside_other_engines/run.py --change "what is new in the engine"
+    python experiments/13_beside_other_engines/run.py --predict
 
 The peers have to be installed in this Python environment. On a GPU the model has Qwen3-0.6B's shape and random weights
 in bfloat16. They are written to a temporary checkpoint that all engines read. On a CPU a tiny model in float32 shows
@@ -28,17 +29,18 @@ from transformers import PretrainedConfig, Qwen3Config
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import ledger, results
-from book.experiment import command_line, record
+from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, write_checkpoint
+from book.units import quantity
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
 from mini_engine.bench.peers import Serve, serve_mini_engine
 from mini_engine.bench.run import SHARE_OF_FREE, SPARE_CACHE, measure, pages_needed
-from mini_engine.bench.workloads import NAMED, Workload, least_seconds, num_outputs, with_other_tokens
+from mini_engine.bench.workloads import NAMED, Workload, least_seconds, model_shape, num_outputs, with_other_tokens
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
 from mini_engine.llm import LLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.roofline import Machine, measure_machine
+from mini_engine.roofline import Machine, ModelShape, attention_cost, measure_machine, model_step_cost
 
 EXPERIMENT = "13_beside_other_engines"
 PEERS, ROUNDS, PAGE_SIZE, STEP_TOKENS = ("vllm", "sglang"), 3, 16, 32_768
@@ -90,16 +92,20 @@ def peer_options(
     needed = max(pages_needed(own.requests(shape.vocab_size), PAGE_SIZE) for own in workloads)
     num_tokens = round(SPARE_CACHE * needed * PAGE_SIZE)
     unused, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
-    per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
     return PeerOptions(
         model=str(folder),
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=max(own.longest for own in workloads),
         prefix_sharing=True,
         cache_tokens=num_tokens,
-        cache_bytes=num_tokens * per_token,
+        cache_bytes=num_tokens * kv_bytes_per_token(model_shape(shape), dtype),
         memory_share=SHARE_OF_FREE * unused / total,
     )
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def check_room(cache_bytes: int, num_engines: int, free_bytes: int) -> None:
@@ -164,8 +170,48 @@ def workload_rows(
     return rows
 
 
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)  # a step of these workloads is memory-bound
+
+
+def predictions() -> str:
+    """What the README predicts for steps on the GPU; how far the engines differ is an expectation, not computed."""
+    setting, named = SETTINGS["cuda"], {name: devices["cuda"] for name, devices in NAMED.items()}
+    shape, size = model_shape(ModelConfig.from_hf(setting.model.to_dict())), setting.dtype.itemsize
+    weights = model_step_cost(shape, 1, 1, size).bytes  # the activations of one token add next to nothing
+
+    def kv_bytes(workload: Workload) -> int:
+        """Keys and values that the first decode step reads."""
+        num_keys = sum(len(prompt) + 1 for prompt, _ in workload.requests(shape.vocab_size))
+        return num_keys * kv_bytes_per_token(shape, setting.dtype)
+
+    mixed, long_context = kv_bytes(named["throughput"]), kv_bytes(named["long-context"])
+    shared = named["shared-prefix"]
+    own_keys = shared.prompt[1] + shared.output[1] // 2  # in the middle of the output
+    for_each = model_step_cost(shape, 1, shared.shared + own_keys, size, shared.num_requests)
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
+    prefix_once = attention_cost(shared.num_requests, shared.shared, *heads, size, causal=False) * shape.num_layers
+    for_all = model_step_cost(shape, 1, own_keys, size, shared.num_requests) + prefix_once
+    return predicted(
+        {
+            f"throughput: a step of {named['throughput'].num_requests} requests": (
+                f"{quantity((mixed + weights) / ASSUMED.bandwidth, 's')}, "
+                f"{mixed / (mixed + weights):.0%} of the bytes are keys and values"
+            ),
+            "shared-prefix: keys of a request": f"{shared.shared:,} of {shared.shared + own_keys:,} in the prefix",
+            "shared-prefix: the least time of a step with the prefix read once": (
+                f"{for_all.seconds(ASSUMED) / for_each.seconds(ASSUMED):.2f} of that with a read for each request"
+            ),
+            "long-context: a step": (
+                f"{quantity(long_context, 'B')} of keys and values, {quantity(weights, 'B')} of weights"
+            ),
+        }
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(__doc__)
+    options = command_line(__doc__, predictions)
     options.add_argument("--workloads", nargs="+", choices=list(NAMED), help="serve these workloads only")
     options.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="engines to compare ours with")
     options.add_argument("--change", help="add our engine's rows to the ledger: what is new, in a few words")

@@ -76,7 +76,17 @@ def test_what_cannot_be_measured_or_written_is_refused_before_the_run(tmp_path, 
     (tmp_path / "file").touch()
     for options, why in (["--device", "cuda"], "invalid choice"), (["--out", f"{tmp_path}/file"], "cannot write to"):
         with pytest.raises(SystemExit):
-            experiment.command_line("Measure.").parse_args(options)
+            experiment.command_line("Measure.", str).parse_args(options)
         assert why in capsys.readouterr().err
     out = tmp_path / "new" / "folder"
-    assert experiment.command_line("Measure.").parse_args(["--out", str(out)]).out == out and not any(out.iterdir())
+    assert experiment.command_line("Measure.", str).parse_args(["--out", str(out)]).out == out and not any(
+        out.iterdir()
+    )
+
+
+def test_predictions_are_printed_instead_of_a_run(capsys):
+    parser = experiment.command_line("Measure.", lambda: experiment.predicted({"a step": "2 ms", "a run": "3 s"}))
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args(["--predict"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == "| a step | 2 ms |\n| a run | 3 s |\n"

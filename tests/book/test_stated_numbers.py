@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 from book import results
+from book.grading.chapter import load_module
 from tests.book.stated_numbers import digest, quantities, values_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +19,8 @@ READ: dict[str, dict[str, str]] = _KNOWN["read"]
 """By experiment and device: the digest of the record from which the reading was written."""
 KNOWN: dict[str, dict[str, list[str]]] = _KNOWN["stated"]
 """By experiment or chapter: a reason, and the quantities that are stated for it, which no record and no cell has."""
+ASSUMED: dict[str, list[str]] = _KNOWN["assumed"]
+"""By experiment: the quantities from which its prediction was made."""
 EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/README.md"))
 CHAPTERS = sorted(path.name for path in ROOT.glob("chapters/*") if (path / f"{path.name}.ipynb").exists())
 
@@ -45,6 +48,17 @@ def test_a_reading_states_what_is_recorded(experiment: str) -> None:
     assert stated
     unknown = {q.text for q in stated if q.text not in predicted and not q.states(values)}
     assert sorted(unknown) == sorted(allowed(experiment))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_prediction_is_computed_by_its_script(experiment: str) -> None:
+    """In an experiment's prediction: what `run.py --predict` prints, and what is assumed."""
+    run = load_module(f"predictions_of_{experiment}", ROOT / "experiments" / experiment / "run.py")
+    text = (ROOT / "experiments" / experiment / "README.md").read_text(encoding="utf-8")
+    prediction = text.partition("## Method")[0].partition("## Prediction")[2]
+    values = [(q.value, q.unit) for q in quantities(run.predictions().replace("|", " "))]
+    unknown = {q.text for q in quantities(prediction) if not q.states(values)}
+    assert sorted(unknown) == sorted(ASSUMED.get(experiment, []))
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

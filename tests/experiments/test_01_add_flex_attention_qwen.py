@@ -100,6 +100,17 @@ def test_bounds_count_what_a_mask_shows() -> None:
     assert documents == 5 * 36 * per_pair
 
 
+@pytest.mark.parametrize("mask", run.MASKS)
+def test_the_predicted_blocks_are_those_of_the_mask(mask: str) -> None:
+    length, span = 1024, 256
+    model = run.build_model(replace(TINY, span=span, lengths=(length,)), mask == "sliding window", CPU)
+    model.set_attn_implementation(run.FLEX)
+    made = run.mask_of(model, mask, run.positions_of(mask, length, span, CPU))
+    full = 0 if made.full_kv_num_blocks is None else int(made.full_kv_num_blocks.sum())
+    assert made.BLOCK_SIZE == (run.BLOCK, run.BLOCK)
+    assert run.visible_blocks(mask, length, span) == int(made.kv_num_blocks.sum()) + full
+
+
 def test_the_recorded_results_are_drawn() -> None:
     recorded = results.load(run.EXPERIMENT)
     assert recorded

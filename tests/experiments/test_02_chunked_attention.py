@@ -60,9 +60,21 @@ def test_the_count_on_shapes_alone_is_the_count_of_a_real_run() -> None:
     for way in (naive, chunks):
         assert run.counted_peak(SMALL, PROMPT, way) == run.measured_peak(lambda way=way: way(q, k, v), q.device)
     # What the README predicts: 13 bytes for each score, and 12 for each score of a chunk.
+    assert (run.NAIVE_ALIVE, run.TILE_ALIVE) == (13, 12)
     assert run.counted_peak(SMALL, PROMPT, naive) == pytest.approx(13 * 4 * 24 * 24, rel=0.1)
     long = run.Case("piece", 256, 4096)
     assert run.counted_peak(SMALL, long, run.chunks(SMALL, 512)[512]) == pytest.approx(12 * 4 * 256 * 512, rel=0.1)
+
+
+def test_the_prediction_of_the_readme() -> None:
+    assert (run.NAIVE_BYTES, run.TILE_BYTES) == (38, 56)
+    # A tile whose scores, 12 bytes each, just fill the cache.
+    case = run.Case("piece", 256, 1)
+    assert 12 * 9 * 256 * run.keys_in_cache(run.CPU, case, run.TILE_ALIVE) == pytest.approx(run.CACHE)
+    rows = dict(line.strip("| ").split(" | ") for line in run.predictions().splitlines())
+    assert rows["both"] == "naive 290 ms, tiles 363 ms: 1.25 times as long"
+    assert rows["calls of its 512 tiles"] == "8.60 ms, 16.8 µs for each: 3.2 times the bound"
+    assert rows["blocks that use all of it"] == "44, 6 splits"
 
 
 def test_each_case_has_the_time_and_memory_of_each_way_beside_a_bound() -> None:

@@ -24,6 +24,16 @@ def test_the_request_lengths_are_long_tailed_and_the_same_every_time():
     assert all(p >= 1 and o >= 1 and p + o <= run.MAX_LEN for p, o in run.request_lengths(2000))
 
 
+def test_the_formulas_of_the_prediction_are_those_of_lengths_that_are_not_cut_off(monkeypatch):
+    for name in ("PROMPTS", "OUTPUTS"):
+        monkeypatch.setattr(run, name, replace(getattr(run, name), longest=10**9))
+    lengths = run.request_lengths(200_000)
+    for lengths_of, formula in zip(zip(*lengths, strict=True), (run.PROMPTS, run.OUTPUTS), strict=True):
+        assert sum(lengths_of) / len(lengths) == pytest.approx(formula.mean, rel=0.02)
+    keys = run.PROMPTS.mean + run.OUTPUTS.mean_square / run.OUTPUTS.mean / 2
+    assert run.mean_size(lengths) == pytest.approx(keys, rel=0.02)
+
+
 @pytest.mark.parametrize("name", run.allocations(LENGTHS))
 def test_every_slot_is_counted_and_given_back(name):
     pool = 4 * run.MAX_LEN

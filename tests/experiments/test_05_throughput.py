@@ -62,6 +62,14 @@ def test_rows_by_hand(requests):
     assert ours.case == {"workload": "few", "engine": "mini_engine, flex", "dtype": "float32"}
 
 
+def test_a_tokens_flops_are_two_for_each_weight():
+    model = our_model(transformers_model("qwen3", seed=1))
+    weights = {name: own.numel() for name, own in model.named_parameters() if own.ndim == 2}
+    products = sum(size for name, size in weights.items() if "layers." in name)
+    vocab = model.config.vocab_size * model.config.hidden_size
+    assert run.flops_of_a_token(run.model_shape(model.config)) == (2 * products, 2 * vocab)
+
+
 def test_transformers_serves_only_where_it_is_asked_to(requests):
     theirs = transformers_model("qwen3", seed=1)
     measured = run.compare(our_model(theirs), theirs, run.Comparison(FEW, ("torch",), peers=False), requests, rounds=1)

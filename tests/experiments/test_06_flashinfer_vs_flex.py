@@ -121,6 +121,20 @@ def test_paragraphs_are_prose_of_several_chapters():
     assert len(set(found)) == 24 and all(len(text) > 300 and "```" not in text for text in found)
 
 
+@pytest.mark.parametrize("name", ["throughput", "long-context"])
+def test_the_predicted_steps_are_those_of_the_engine(model, name):
+    requests, step_tokens = TINY[name].requests(61), 10
+    config = replace(run.make_engine(model, "torch", TINY[name], False).config, max_num_batched_tokens=step_tokens)
+    engine = run.LLMEngine(model, config)
+    for index, (prompt, params) in enumerate(requests):
+        engine.add_request(str(index), prompt, params)
+    steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+    assert run.num_steps(requests, step_tokens) == steps
+
+
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +168,8 @@ def test_recorded_bounds_are_the_machines_rates(recorded):
 def test_the_predictions_of_the_readme_follow_from_the_cases():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     requests = GPU.requests(10_001)
-    assert f"steps for {num_outputs(requests):,} tokens" in readme
+    steps = run.num_steps(requests, run.STEP_TOKENS)
+    assert f"takes {steps:,} steps for {num_outputs(requests):,} tokens" in readme
     for requests, keys in GPU_SETTING.decodes:
         cost = run.Case(requests, keys, 1).cost(GPU_SETTING.heads, GPU_SETTING.dtype)
         assert cost.flops / cost.bytes == pytest.approx(2, rel=0.01)

@@ -128,6 +128,17 @@ def test_rows_of_starts_by_hand():
     }  # fmt: skip
 
 
+def test_the_predictions_by_hand():
+    shape = run.ModelShape(8, 2, 2, 1, 4, 16, 100)
+    own, padded = (run.padded_seconds(shape, 3, rows, 10, 2) for rows in (3, 5))
+    # Memory-bound: a row reads and writes activations, and its own key and value; the three requests have 9 keys more.
+    assert 0 < padded - own < 0.5 * own
+    assert run.padded_seconds(shape, 3, 3, 11, 2) - own == pytest.approx(2 * 3 * 2 * 4 * 2 / run.ASSUMED.bandwidth)
+    assert run.share_in_full_steps(Workload(run.MANY_REQUESTS, (1, 1), (4, 4)), 10) == 0
+    assert run.share_in_full_steps(Workload(run.MANY_REQUESTS + 1, (1, 1), (4, 4)), 10) == 1
+    assert "| capture of 35 graphs | 567 ms |" in run.predictions()  # 35 sizes, twice 270 launches of 30 µs
+
+
 @pytest.mark.gpu
 def test_a_profile_on_a_gpu_sees_fewer_launches_with_a_graph():
     device = torch.device("cuda")

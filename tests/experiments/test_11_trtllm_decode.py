@@ -79,7 +79,7 @@ def test_the_predictions_of_the_readme_follow_from_the_cases():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     case = run.Case(256, 1024, 1024)
     assert case in GPU_SETTING.cases and "1.07 GB" in readme
-    assert case.bytes_per_layer(GPU_SETTING, torch.bfloat16) == pytest.approx(1.07e9, rel=0.01)
-    heads = GPU_SETTING.heads[1]
-    assert [132 // (heads * requests) for requests in (1, 8, 9)] == [16, 2, 1]
+    assert case.kv_bytes_per_layer(GPU_SETTING, torch.bfloat16) == 2 * 256 * 1024 * 8 * 128 * 2
+    assert [run.xqa_splits(requests, GPU_SETTING.heads[1]) for requests in (1, 8, 9, 256)] == [16, 2, 1, 1]
+    assert "1.07 GB" in run.predictions() and "16 for one request, 2 for 8, 1 from 9" in run.predictions()
     assert max(case.requests * case.longest for case in run.EQUAL) == 2**21

@@ -97,3 +97,9 @@ def test_caches_that_do_not_fit_are_an_error_before_a_peer_is_loaded() -> None:
 def test_a_missing_peer_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm is not installed"):
         run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])
+
+
+def test_the_predictions_by_hand() -> None:
+    printed = run.predictions()
+    assert "4,096 of 4,224 in the prefix" in printed  # 64 own tokens of the prompt, and half of 128 of the output
+    assert f"{8 * 32_769 * 2 * 28 * 8 * 128 * 2 / 1e9:.1f} GB of keys and values" in printed

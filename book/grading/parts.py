@@ -86,7 +86,7 @@ def finished_parts(root: Path = ROOT, parts: Sequence[Part] = PARTS) -> dict[str
         functions |= {grade.part: own[exercise] for exercise, grade in passed.items() if grade.part is not None}
         if "decoder_layer" in functions and "LayerWeights" in own:
             functions["decoder_layer"] = _on_layers(functions["decoder_layer"], own["LayerWeights"])
-    return {name: functions[name] for name in finished_part_names(root, parts)}
+    return {part.name: functions[part.name] for part in parts if part.name in functions}
 
 
 def _on_layers(own: Callable[..., Tensor], weights_class: Callable[..., Any]) -> Callable[..., Tensor]:

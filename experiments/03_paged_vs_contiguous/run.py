@@ -362,7 +362,7 @@ def draw_indirection(result: results.Result) -> Figure:
 
 # Prediction -----------------------------------------------------------------------------------------------------------
 
-# What the prediction was made for. It is about reading memory, so the rates of arithmetic do not matter.
+# Assumed rates. The prediction is about reading memory, so the rates of arithmetic do not matter.
 ASSUMED_CPU = Machine("a CPU", "float32", bandwidth=50e9, flops=math.inf)
 ASSUMED_GPU = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=math.inf)
 # How often `torch` moves the bytes of scattered pages, because it gathers them first.
@@ -390,7 +390,7 @@ def memory_predictions() -> dict[str, str]:
 
 
 def predictions() -> str:
-    """Derive what the README predicts for memory, and for attention on both devices."""
+    """Derive the README's predictions for memory, and for attention on both devices."""
     read = CPU.bytes_per_layer / ASSUMED_CPU.bandwidth
     page_size = min(CPU.page_sizes["flex"])
     page = page_size * CPU.num_kv_heads * CPU.head_dim * CPU.dtype.itemsize

@@ -264,7 +264,7 @@ def bounds(shape: ModelShape, workload: Workload, requests: Sequence[Request], m
 
 
 def decode_steps(requests: Sequence[Request], size: int) -> tuple[int, float]:
-    """The steps that static batches of some size take, in the order of arrival, and those of full batches."""
+    """Count the decode steps of static batches, which take requests in the order of arrival, and of full batches."""
     outputs = [request.num_tokens for request in requests]
     static = sum(max(outputs[begin : begin + size]) for begin in range(0, len(outputs), size))
     return static, sum(outputs) / size
@@ -568,7 +568,7 @@ def draw_bars(
 
 
 def predictions() -> str:
-    """What the README predicts: the policies on a CPU and on a GPU, and the loads on a CPU."""
+    """Derive the README's predictions: the policies on a CPU and on a GPU, and the loads on a CPU."""
     shape = model_shape(open_checkpoint("smollm2-135m-instruct").config)
     qwen3 = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict()))
     policies = prediction(shape, CPU, ASSUMED) | gpu_prediction(qwen3, GPU, ASSUMED_GPU)

@@ -151,7 +151,7 @@ def rows_of(
 
 # --- prediction ------------------------------------------------------------------------------------------------------
 
-# What the README assumes. The prediction for the CPU counts the FLOPs of the matrix products, but no bytes.
+# Assumptions of the README. The prediction for the CPU counts the FLOPs of the matrix products, but no bytes.
 ASSUMED = Machine("a CPU", "float32", bandwidth=math.inf, flops=400e9)
 H200 = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
 F_LINEAR = 1 / 2  # the share of this rate that `F.linear` reaches in float32
@@ -183,7 +183,7 @@ def flops_of_a_token(shape: ModelShape) -> tuple[float, float]:
 
 
 def cpu_prediction(shape: ModelShape, requests: Sequence[BenchRequest]) -> dict[str, str]:
-    """Derive what the README predicts for the CPU."""
+    """Derive the README's predictions for the CPU."""
     prompts, outputs = [len(prompt) for prompt, _ in requests], [params.max_tokens for _, params in requests]
     count, steps = len(requests), max(outputs)
     token, logits = flops_of_a_token(shape)
@@ -215,7 +215,7 @@ def cpu_prediction(shape: ModelShape, requests: Sequence[BenchRequest]) -> dict[
 
 
 def gpu_prediction(shape: ModelShape, all_at_once: Workload, fewer: Workload) -> dict[str, str]:
-    """Derive what the README predicts for the H200: 256 requests, and the 64 that transformers serves, too."""
+    """Derive the README's predictions for the H200, with 256 requests and with the 64 of transformers."""
     requests = all_at_once.requests(shape.vocab_size)
     step, steps = KERNELS * LAUNCH, max(params.max_tokens for _, params in requests)
     full_rate, rate = len(requests) / step, num_outputs(requests) / (steps * step)
@@ -236,7 +236,7 @@ def gpu_prediction(shape: ModelShape, all_at_once: Workload, fewer: Workload) ->
 
 
 def predictions() -> str:
-    """What the README predicts for both devices."""
+    """Derive the README's predictions for both devices."""
     embedded, qwen3 = open_checkpoint(MODEL).config, ModelConfig.from_hf(QWEN3_0_6B.to_dict())
     all_at_once, fewer = (comparison.workload for comparison in COMPARISONS["cuda"])
     on_cpu = cpu_prediction(model_shape(embedded), CPU.requests(embedded.vocab_size))

@@ -472,7 +472,7 @@ def agreement_rows(
 
 # --- prediction ------------------------------------------------------------------------------------------------------
 
-# What the README assumes.
+# Assumptions of the README.
 RIDGE = 180  # FLOPs per byte of an H200
 ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.33e12, flops=RIDGE * 4.33e12)
 KERNELS_OF_A_LAYER, LAUNCH = 14, 20e-6  # and seconds of a launch from Python
@@ -497,7 +497,7 @@ def num_steps(requests: Sequence[BenchRequest], step_tokens: int) -> int:
 
 
 def predictions() -> str:
-    """What the README predicts for the H200."""
+    """Derive the README's predictions for the H200."""
     setting, config = SETTINGS["cuda"], ModelConfig.from_hf(QWEN3_0_6B.to_dict())
     q_heads, _, head_dim = setting.heads
 

@@ -346,7 +346,7 @@ def engine_rows(model: CausalLM, machine: Machine, repetitions: int = 3) -> list
 
 # --- prediction ------------------------------------------------------------------------------------------------------
 
-# What the README assumes.
+# Assumptions of the README.
 ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
 LEVEL = 12e-6  # seconds that a level adds
 FEW = 8  # requests with which flat may win
@@ -355,7 +355,7 @@ LEVEL_LAUNCHES = 2  # that a level adds to a layer
 
 
 def predictions() -> str:
-    """What the README predicts for the H200: the engine's workload halfway through its outputs, and a short prefix."""
+    """Derive the README's predictions: the engine's workload halfway through its outputs, and a short prefix."""
     workload, setting = SHARED_PREFIX, SETTINGS["cuda"]
     case = Case(workload.num_requests, workload.shared, workload.prompt[0] + workload.output[0] // 2)
     # A flat kernel takes as long as a level of the cascade costs.

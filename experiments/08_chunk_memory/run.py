@@ -454,7 +454,7 @@ def prediction(shape: ModelShape, setting: Setting, machine: Machine) -> dict[st
 
 
 def predictions() -> str:
-    """What the README predicts for both devices."""
+    """Derive the README's predictions for both devices."""
     embedded = model_shape(open_checkpoint(MODEL).config)
     qwen3 = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict()))
     return predicted(prediction(embedded, SETTINGS["cpu"], CPU) | prediction(qwen3, SETTINGS["cuda"], H200))

@@ -606,7 +606,7 @@ def in_all_layers(calls: Sequence[tuple[Callable[[Tensor], object], list[Tensor]
 
 
 def predictions() -> str:
-    """What the README predicts, as its two tables."""
+    """Derive the README's two tables of predictions."""
     setting = SETTINGS["cuda"]
     costs = kernel_costs(shape_of(ModelConfig.from_hf(setting.model.to_dict())), 1, 1, setting.dtype.itemsize)
     products = sum(costs[name].bytes for name in ("qkv", "o", "gate_up", "down"))

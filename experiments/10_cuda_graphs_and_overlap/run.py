@@ -587,7 +587,7 @@ def share_in_full_steps(workload: Workload, vocab_size: int) -> float:
 
 
 def predictions() -> str:
-    """What the README predicts for the GPU and can be computed before a run."""
+    """Derive those of the README's predictions that follow from shapes, rates and workloads."""
     options = OPTIONS["cuda"]
     shape = model_shape(ModelConfig.from_hf(options.shape.to_dict()))
 

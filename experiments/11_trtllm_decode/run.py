@@ -310,7 +310,7 @@ def xqa_splits(requests: int, kv_heads: int) -> int:
 
 
 def predictions() -> str:
-    """What the README predicts for the GPU: bytes, thread blocks of XQA, and runs of memory in a page."""
+    """Derive the README's predictions: bytes, thread blocks of XQA, and runs of memory in a page."""
     setting = SETTINGS["cuda"]
     _, kv_heads, head_dim = setting.heads
     wide, narrow = setting.kv_dtypes

@@ -156,7 +156,7 @@ KERNELS_PER_LAYER, KERNEL = 10, 5e-6  # of a graph of many, and seconds of each
 
 
 def predictions() -> str:
-    """What the README predicts: the bytes of a step and the time to read them, one kernel, and many kernels."""
+    """Derive the README's predictions: the bytes of a step and the time to read them, one kernel, and many kernels."""
     shape, size = model_shape(ModelConfig.from_hf(QWEN3_0_6B.to_dict())), torch.bfloat16.itemsize
     q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = size * shape.hidden_size * (2 * q_size + 2 * kv_size + 3 * shape.intermediate_size)

@@ -176,7 +176,7 @@ ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)  # a st
 
 
 def predictions() -> str:
-    """What the README predicts for steps on the GPU; how far the engines differ is an expectation, not computed."""
+    """Derive the README's predictions for a step; how far the engines differ is an expectation."""
     setting, named = SETTINGS["cuda"], {name: devices["cuda"] for name, devices in NAMED.items()}
     shape, size = model_shape(ModelConfig.from_hf(setting.model.to_dict())), setting.dtype.itemsize
     weights = model_step_cost(shape, 1, 1, size).bytes  # the activations of one token add next to nothing

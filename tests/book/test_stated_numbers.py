@@ -24,6 +24,8 @@ ASSUMED: dict[str, list[str]] = _KNOWN["assumed"]
 EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/README.md"))
 CHAPTERS = sorted(path.name for path in ROOT.glob("chapters/*") if (path / f"{path.name}.ipynb").exists())
 
+KINDS = ("text/plain", "text/html", "text/markdown")
+
 
 def allowed(name: str) -> set[str]:
     return {text for texts in KNOWN.get(name, {}).values() for text in texts}
@@ -77,9 +79,6 @@ def test_a_chapter_states_what_a_cell_prints(chapter: str) -> None:
     prose = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     unknown = {q.text for q in quantities(prose) if not q.states(values)}
     assert sorted(unknown) == sorted(allowed(chapter))
-
-
-KINDS = ("text/plain", "text/html", "text/markdown")
 
 
 def test_known_numbers_belong_to_a_text() -> None:

@@ -34,8 +34,8 @@ def generate(
         cli.generate(engine, sampling, prompts, raw, chat_template, watch)
         if not prompts and not homework:
             console.print(
-                "\nNext: [bold]mini-engine chat[/] talks with the model, [bold]make lab[/] opens chapter 1, "
-                "where you begin to write this engine."
+                "\nNext: [bold]mini-engine chat[/] talks with the model, and [bold]make lab[/] opens the chapters. "
+                "In chapter 1 you begin to write this engine."
             )
         return
     from book.grading.engine import compare_over_chunks, compare_with_reference, print_parts, small_engine

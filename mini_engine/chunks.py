@@ -445,6 +445,7 @@ class ChunkMemory:
                 )
                 engine.backend.plan(batch)
                 hidden = engine.model(batch.token_ids, batch.positions, engine.backend)
+            engine.metrics.computed_tokens += len(new)
             yield hidden
 
     def _cache_tensors(self) -> dict[str, Shaped[Tensor, "pages size Hk D"]]:

@@ -21,7 +21,8 @@ class EngineMetrics:
     Attributes:
         steps: steps that computed something.
         seconds: time spent in `step`.
-        computed_tokens: tokens that went through the model, including recomputation after a preemption.
+        computed_tokens: tokens that went through the model, including recomputation after a preemption, and those of
+            the chunks that were registered.
         output_tokens: tokens sampled.
         prompt_tokens: tokens of the admitted requests, including the output so far of a preempted request.
         shared_tokens: number of these tokens that were not computed, because the cache already had their keys.

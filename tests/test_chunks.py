@@ -434,7 +434,30 @@ def test_memory_is_counted_in_pages_and_bytes():
     assert {u.name: u.in_use for u in memory.usage()} == {"a": True, "b": False}
     assert [u.name for u in memory.usage()] == ["b", "a"]  # the least recently used one first
     run(engine)
-    assert engine.metrics.shared_tokens == len(A) and engine.metrics.computed_tokens == len(PROMPT) + 5
+    assert engine.metrics.shared_tokens == len(A)
+    assert engine.metrics.computed_tokens == len(A + B) + len(PROMPT) + 5
+
+
+def test_every_token_that_goes_through_the_model_is_counted(tmp_path):
+    """Those of a chunk when it is registered, too, but not when it is loaded."""
+    memory, other = make_memory(max_num_batched_tokens=5), make_memory()
+    computed = [memory.engine.metrics.computed_tokens]
+
+    def count() -> int:
+        computed.append(memory.engine.metrics.computed_tokens)
+        return computed[-1] - computed[-2]
+
+    memory.register(A, "a")
+    assert count() == len(A)  # in two parts
+    memory.register(A, "a")
+    assert count() == 0  # it is there already
+    memory.register(C, "c", after="a")
+    assert count() == len(C)  # the chunk before it is only read
+    memory.hidden_states(PROMPT, memory.context(["a", "c"]))
+    assert count() == len(PROMPT)
+    memory.save("a", tmp_path / "a.safetensors")
+    other.load(tmp_path / "a.safetensors", "a")
+    assert other.engine.metrics.computed_tokens == 0
 
 
 def test_the_same_chunk_is_computed_once():

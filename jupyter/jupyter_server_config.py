@@ -16,3 +16,4 @@ c = get_config()  # Jupyter defines it
 c.ContentsManager.pre_save_hook = keep_metadata
 c.ContentsManager.notebook_metadata_filter = "jupytext.formats,kernelspec,-all"
 c.LabApp.app_settings_dir = str(Path(__file__).parent)  # of overrides.json
+c.LabApp.default_url = "/lab/tree/01_naive_attention/01_naive_attention.ipynb"  # the first page of the book

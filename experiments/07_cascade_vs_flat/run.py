@@ -4,14 +4,16 @@
     python experiments/07_cascade_vs_flat/run.py --predict
 
 On a GPU the heads and the model are Qwen3-0.6B's in bfloat16, in pages of 16 tokens. On a CPU a small case in float32
-runs both in PyTorch, to show that the script works. The result goes to
-experiments/07_cascade_vs_flat/results/<device>.json, below DIR where one is given.
+runs both in PyTorch, to show that the script works. The section `hbm` needs Nsight Compute
+(`ncu`). The result goes to experiments/07_cascade_vs_flat/results/<device>.json, below DIR where one is given.
 """
 
 from __future__ import annotations
 
+import csv
 import gc
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,9 +44,10 @@ from mini_engine.parts import Parts
 from mini_engine.roofline import Machine, measure_machine, model_step_cost
 
 EXPERIMENT = "07_cascade_vs_flat"
-SECTIONS = KERNELS, ENGINE = "kernels", "engine"
+SECTIONS = KERNELS, HBM, ENGINE = "kernels", "hbm", "engine"
 FLAT, CASCADE, WRAPPER, BY_HAND = "flat", "cascade", "MultiLevelCascade", "two levels by hand"
 READ_ONCE = "the prefix and each request's own keys, read once at the measured bandwidth"
+ONCE = "the prefix and each request's own keys, read once"
 ALWAYS = LevelCosts(1.0, 0.0, 0.0, 0.0)  # a level costs nothing: the planner takes every shared page
 
 
@@ -104,6 +107,7 @@ SETTINGS = {
         5,
     ),
 }
+COUNTED = (Case(64, 4096, 128), Case(64, 65_536, 128))  # cases whose bytes from HBM a profiler counts
 Run = Callable[[], object]
 
 
@@ -263,6 +267,28 @@ def kernel_rows(setting: Setting, machine: Machine, device: torch.device) -> lis
     return rows
 
 
+def hbm_bytes(way: str, case: Case) -> float:
+    """Bytes that one layer of a case reads from HBM, counted by Nsight Compute, which empties the L2 cache first."""
+    ncu = "ncu --profile-from-start off --clock-control none --metrics dram__bytes_read.sum --csv --print-units base"
+    layer = [sys.executable, str(Path(__file__).with_name("one_layer.py")), way, *map(str, vars(case).values())]
+    report = subprocess.run([*ncu.split(), *layer], check=True, capture_output=True, text=True).stdout
+    kernels = csv.DictReader(line for line in report.splitlines() if line.startswith('"'))
+    return sum(float(kernel["Metric Value"].replace(",", "")) for kernel in kernels)
+
+
+def hbm_rows(setting: Setting) -> list[results.Row]:
+    """Bytes that reach the GPU's processors from HBM, beside those of each key and value once."""
+    rows = []
+    for case in COUNTED:
+        for way in (FLAT, CASCADE):
+            where: dict[str, results.Setting] = {"way": way, **vars(case)}
+            once = case.cascade_keys * setting.key_bytes
+            bytes_read = hbm_bytes(way, case)
+            rows.append(results.Row("bytes read from HBM", bytes_read, "B", once, ONCE, where))
+            print(rows[-1].cells()[:4], flush=True)
+    return rows
+
+
 # Engines of the shared-prefix workload: backend, and whether requests share pages.
 ENGINES = {
     "flat, no prefix cache": ("flashinfer", False),
@@ -385,6 +411,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[results.Row] = []
     if KERNELS in chosen.only:
         rows += kernel_rows(setting, machine, device)
+    if HBM in chosen.only and device.type == "cuda":
+        rows += hbm_rows(setting)
     if ENGINE in chosen.only and device.type == "cuda":
         rows += engine_rows(random_model(QWEN3_0_6B, setting.dtype, device), machine)
     parameters: dict[str, results.Setting] = {

@@ -4,8 +4,8 @@
     python experiments/08_chunk_memory/run.py --predict
 
 Times: on a CPU the embedded SmolLM2-135M in float32, on a GPU Qwen3-0.6B's shape in bfloat16 with random weights.
-Quality: the embedded model on both, in the same dtypes, on the prose of the book's own chapters. The result goes to
-experiments/08_chunk_memory/results/<device>.json, below DIR where one is given.
+Quality: the embedded model in float32 on the prose of the book's own chapters; on a CPU only with --only, and on fewer
+passages. The result goes to experiments/08_chunk_memory/results/<device>.json, below DIR where one is given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from book.experiment import command_line, predicted, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
 from book.units import quantity
+from mini_engine.attention.backend import BACKENDS
 from mini_engine.attention.naive import masked_attention
 from mini_engine.bench.workloads import LARGEST_TOKEN, model_shape
 from mini_engine.chunks import ChunkMemory
@@ -40,7 +43,7 @@ from mini_engine.kv_cache.paged import page_bytes
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.parts import default_parts
+from mini_engine.parts import Parts
 from mini_engine.request import Context
 from mini_engine.roofline import Machine, ModelShape, measure_machine, model_step_cost
 from mini_engine.sampling_params import SamplingParams
@@ -48,11 +51,17 @@ from mini_engine.sampling_params import SamplingParams
 EXPERIMENT = "08_chunk_memory"
 MODEL = "smollm2-135m-instruct"
 SECTIONS = TIMES, QUALITY, AGAIN = "times", "quality", "again"
-AGAIN_ABOVE = "above full recompute, tokens computed again"
+ABOVE, LOST = "above full recompute", "part of the loss of no chunks"
+AGAIN_ABOVE, AGAIN_RECOVERED = f"{ABOVE}, tokens computed again", "part of the loss recovered, tokens computed again"
 PAGE_SIZE, STEP_TOKENS = 16, 8192
 PLAIN, EXACT, COMPOSED, IN_PLACE, DROPPED = (
     "full recompute", "exact chunks", "composed chunks", "composed, not rotated", "no chunks",
 )  # fmt: skip
+# The same after a fixed beginning of every prompt, which chunks are registered after in the last of these modes.
+BEGINNING = "<|im_start|>system\nAnswer from the documents.<|im_end|>\n"
+PLAIN_BEGUN, DROPPED_BEGUN, COMPOSED_BEGUN = (f"beginning, {mode}" for mode in (PLAIN, DROPPED, COMPOSED))
+AFTER_BEGINNING = "beginning, chunks registered after it"
+ALONE = "question alone"
 # What the prediction was made for.
 CPU = Machine("a CPU core", "float32", bandwidth=10e9, flops=100e9)
 H200 = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
@@ -63,20 +72,21 @@ class Setting:
     """What is measured on a kind of device.
 
     Attributes:
-        dtype: of both models.
+        dtype: of the model whose times are measured.
+        sections: measured unless others are asked for.
         documents: tokens of the documents that are registered.
         question: tokens of the prompt behind them.
         pieces: chunks that a document is cut into, beside one.
         repetitions: of each time; the ways take turns.
-        passages: passages from each chapter.
+        passages: most passages from each chapter.
         context: tokens of each passage in front of its continuation.
         chunks: numbers of chunks that the context is cut into.
         continuation: tokens whose likelihood is computed.
-        greedy: tokens generated behind the continuation.
         again: tokens of each chunk that are computed again, behind everything before them.
     """
 
     dtype: torch.dtype
+    sections: tuple[str, ...]
     documents: tuple[int, ...]
     question: int
     pieces: int
@@ -85,15 +95,12 @@ class Setting:
     context: int
     chunks: tuple[int, ...]
     continuation: int
-    greedy: int
     again: tuple[int, ...]
 
 
 SETTINGS = {
-    "cpu": Setting(torch.float32, (128, 512), 32, 4, 3, 1, 256, (2, 8), 48, 8, (1, 4, 8)),
-    "cuda": Setting(
-        torch.bfloat16, (1024, 4096, 16_384, 32_768), 64, 8, 5, 6, 768, (1, 2, 4, 8, 16, 32), 128, 16, (1, 4, 8, 16)
-    ),
+    "cpu": Setting(torch.float32, (TIMES,), (128, 512), 32, 4, 9, 1, 256, (2, 8), 48, (1, 4, 8)),
+    "cuda": Setting(torch.bfloat16, SECTIONS, (1024, 4096, 16_384, 32_768), 64, 8, 9, 16, 256, (2, 8), 48, (1, 4, 8)),
 }
 
 
@@ -101,7 +108,10 @@ SETTINGS = {
 
 
 def make_memory(model: CausalLM, num_tokens: int, num_copies: int) -> ChunkMemory:
-    """Chunk memory in an engine whose pool holds `num_copies` texts of `num_tokens` tokens, cut into any chunks."""
+    """Chunk memory in an engine whose pool holds `num_copies` texts of `num_tokens` tokens, cut into any chunks.
+
+    FlashInfer has no kernels for float32, so on a GPU such a model gets the PyTorch reference of the backend.
+    """
     config = EngineConfig(
         attn_backend="cascade",
         num_pages=num_copies * (-(-num_tokens // PAGE_SIZE) + max(max(s.chunks) for s in SETTINGS.values())),
@@ -109,17 +119,29 @@ def make_memory(model: CausalLM, num_tokens: int, num_copies: int) -> ChunkMemor
         max_batch_size=1,
         max_num_batched_tokens=STEP_TOKENS,
     )
-    engine = LLMEngine(model, config, parts=model.parts)
+    cascade = BACKENDS["cascade"]
+    with mock.patch.dict(BACKENDS, cascade=replace(cascade, on_cuda=None) if model.dtype == torch.float32 else cascade):
+        engine = LLMEngine(model, config, parts=model.parts)
     return ChunkMemory(engine, max_pages=config.num_pages)
 
 
-def register_pieces(memory: ChunkMemory, tokens: Sequence[int], count: int, chained: bool = False) -> list[str]:
-    """Register a text as `count` chunks of about equal length, each after the one before if `chained`."""
+def register_pieces(
+    memory: ChunkMemory, tokens: Sequence[int], count: int, chained: bool = False, after: str | None = None
+) -> list[str]:
+    """Register a text as `count` chunks of about equal length, each after the one before if `chained`.
+
+    Args:
+        memory: chunk memory.
+        tokens: the text.
+        count: number of chunks.
+        chained: whether a chunk is computed after the one before it.
+        after: the chunk that the first one is computed after, and all of them unless `chained`.
+    """
     ends = [len(tokens) * i // count for i in range(count + 1)]
     names: list[str] = []
     for i in range(count):
-        after = names[-1] if chained and names else None
-        names.append(memory.register(list(tokens[ends[i] : ends[i + 1]]), after=after))
+        before = names[-1] if chained and names else after
+        names.append(memory.register(list(tokens[ends[i] : ends[i + 1]]), after=before))
     return names
 
 
@@ -151,7 +173,38 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def time_ways(model: CausalLM, setting: Setting, length: int) -> dict[str, list[float]]:
+PRODUCTS = "linear", "mm", "matmul"  # in the names of operators that compute a matrix product
+
+
+def busy_seconds(run: Callable[[], object], device: torch.device, repetitions: int) -> tuple[float, float]:
+    """Seconds that the kernels of one call take, and their number; on a CPU of its matrix products and all operators.
+
+    The mean of several calls, as the profiler sees them.
+    """
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(repetitions):
+            seconds_of(run, device)
+    if on_gpu:
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        own = [event.time_range.elapsed_us() for event in events if not event.name.startswith(("Mem", "Activity"))]
+        count = len(own)
+    else:
+        operators = profile.key_averages()
+        own = [found.self_cpu_time_total for found in operators if any(part in found.key for part in PRODUCTS)]
+        count = sum(found.count for found in operators)
+    return sum(own) / repetitions / 1e6, count / repetitions
+
+
+class Measured(NamedTuple):
+    """Seconds of all repetitions of each way, and for the first token `busy_seconds`."""
+
+    times: dict[str, list[float]]
+    busy: dict[str, tuple[float, float]]
+
+
+def time_ways(model: CausalLM, setting: Setting, length: int) -> Measured:
     """Seconds to the first token after one document, with and without chunks, and to register and to load it."""
     vocab_size, generator = min(LARGEST_TOKEN, model.config.vocab_size), torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (length + setting.question,), generator=generator)
@@ -168,12 +221,15 @@ def time_ways(model: CausalLM, setting: Setting, length: int) -> dict[str, list[
             with registered(memory, [register()]):
                 pass
 
-        ways: dict[str, Callable[[], object]] = {
+        first_token: dict[str, Callable[[], object]] = {
             PLAIN: lambda: generate(engine, document + question, 1),
             **{
                 name: lambda context=context: generate(engine, question, 1, context)
                 for name, context in contexts.items()
             },
+            ALONE: lambda: generate(engine, question, 1),
+        }
+        ways = first_token | {
             "register": lambda: add(lambda: memory.register(document[::-1])),  # another text: the first one is there
             "load": lambda: add(lambda: memory.load(path, "loaded")),
         }
@@ -183,25 +239,29 @@ def time_ways(model: CausalLM, setting: Setting, length: int) -> dict[str, list[
                 seconds = seconds_of(run, model.device)
                 if round_number:  # the first round is a warm-up
                     times[way].append(seconds)
-    return times
+        busy = {way: busy_seconds(run, model.device, repetitions=3) for way, run in first_token.items()}
+    return Measured(times, busy)
 
 
 def time_rows(
-    times: dict[str, list[float]], model: CausalLM, setting: Setting, machine: Machine, length: int
+    measured: Measured, model: CausalLM, setting: Setting, machine: Machine, length: int
 ) -> list[results.Row]:
-    """The times of one document beside their bounds."""
+    """The times of one document beside their bounds, and the parts of them that kernels or matrix products take."""
     shape, size = model_shape(model.config), setting.dtype.itemsize
     total, rows = length + setting.question, []
     prefill = model_step_cost(shape, total, total, size).seconds(machine)
-    behind = model_step_cost(shape, setting.question, total, size).seconds(machine)
+    behind, alone = (
+        model_step_cost(shape, setting.question, n, size).seconds(machine) for n in (total, setting.question)
+    )
     computed = model_step_cost(shape, length, length, size).seconds(machine)
     written = length * page_bytes(model.attention_specs, 1, setting.dtype) / machine.bandwidth
     bounds = {
         PLAIN: (prefill, "the document and the question computed at the machine's rates"),
+        ALONE: (alone, "the question computed over its own keys at the machine's rates"),
         "register": (computed, "the document computed at the machine's rates"),
         "load": (written, "its keys and values read once at the measured bandwidth of the device's memory"),
     }
-    for way, own in times.items():
+    for way, own in measured.times.items():
         figure = way if way in ("register", "load") else "time to first token"
         bound, source = bounds.get(way, (behind, "the question computed over all keys at the machine's rates"))
         case: dict[str, results.Setting] = {"document": length}
@@ -209,6 +269,13 @@ def time_rows(
             case["way"] = way
         rows.append(results.Row(figure, statistics.median(own), "s", bound, source, case, (min(own), max(own))))
         print(rows[-1].cells()[:5], flush=True)
+    inside, count = ("kernels", "kernels") if model.device.type == "cuda" else ("matrix products", "operators")
+    for way, (seconds, number) in measured.busy.items():
+        case = {"document": length, "way": way}
+        reference = "none: a part of the time to first token, from a profile"
+        rows.append(results.Row(f"time in {inside}", seconds, "s", None, reference, case))
+        rows.append(results.Row(f"number of {count}", number, count, None, reference, case))
+        print(*(row.cells()[:3] for row in rows[-2:]), flush=True)
     return rows
 
 
@@ -230,14 +297,14 @@ def prose(chapter: Path) -> str:
 
 
 def passages(encode: Callable[[str], list[int]], setting: Setting) -> list[Passage]:
-    """Passages of equal length from each chapter, as far apart as the chapter allows."""
+    """Passages of equal length from each chapter, as far apart as the chapter allows, and at least half a passage."""
     found = []
     length = setting.context + setting.continuation
     for chapter in sorted((repository_root() / "chapters").glob("*/[0-9]*.md")):
         tokens = encode(prose(chapter))
         room = len(tokens) - length
-        starts = {room * i // max(setting.passages - 1, 1) for i in range(setting.passages)} if room >= 0 else set()
-        for start in sorted(starts):
+        count = min(setting.passages, 1 + room // (length // 2)) if room >= 0 else 0
+        for start in (room * i // max(count - 1, 1) for i in range(count)):
             own = tokens[start : start + length]
             found.append(Passage(own[: setting.context], own[setting.context :]))
     return found
@@ -249,6 +316,11 @@ class Mode(NamedTuple):
     name: str
     chunks: int = 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt has the fixed beginning."""
+        return self.name in (PLAIN_BEGUN, DROPPED_BEGUN, COMPOSED_BEGUN, AFTER_BEGINNING)
+
 
 class Scores(NamedTuple):
     """What one mode gives on one passage.
@@ -256,81 +328,110 @@ class Scores(NamedTuple):
     Attributes:
         nll: mean negative log-likelihood of the continuation's tokens behind its first one, in nats.
         most_likely: the most likely token at each of these places.
-        greedy: tokens generated behind the continuation.
     """
 
     nll: float
     most_likely: Tensor
-    greedy: list[int]
 
 
-def score(memory: ChunkMemory, prompt: list[int], passage: Passage, num_greedy: int, context: Context = ()) -> Scores:
+def score(memory: ChunkMemory, prompt: list[int], passage: Passage, context: Context = ()) -> Scores:
     """Score a passage's continuation, with which the prompt ends."""
-    engine, count = memory.engine, len(passage.continuation)
-    hidden = memory.hidden_states(prompt, context)[-count:-1]
-    log_probs = engine.model.compute_logits(hidden).log_softmax(-1)
+    hidden = memory.hidden_states(prompt, context)[-len(passage.continuation) : -1]
+    log_probs = memory.engine.model.compute_logits(hidden).log_softmax(-1)
     targets = torch.tensor(passage.continuation[1:], device=log_probs.device)
     nll = -log_probs.gather(1, targets[:, None]).mean()
-    return Scores(float(nll), log_probs.argmax(-1).cpu(), generate(engine, prompt, num_greedy, context))
+    return Scores(float(nll), log_probs.argmax(-1).cpu())
 
 
-def score_modes(memory: ChunkMemory, passage: Passage, setting: Setting) -> dict[Mode, Scores]:
-    """Every mode on one passage, its context cut into each number of chunks."""
-    continuation, whole = passage.continuation, passage.context + passage.continuation
+def score_modes(
+    memory: ChunkMemory, passage: Passage, setting: Setting, beginning: Sequence[int]
+) -> dict[Mode, Scores]:
+    """Every mode on one passage, its context cut into each number of chunks.
+
+    Args:
+        memory: chunk memory without chunks.
+        passage: the passage.
+        setting: the numbers of chunks.
+        beginning: tokens of the fixed beginning.
+    """
+    continuation, whole, begin = passage.continuation, passage.context + passage.continuation, list(beginning)
     scores = {
-        Mode(PLAIN): score(memory, whole, passage, setting.greedy),
-        Mode(DROPPED): score(memory, continuation, passage, setting.greedy),
+        Mode(PLAIN): score(memory, whole, passage),
+        Mode(DROPPED): score(memory, continuation, passage),
+        Mode(PLAIN_BEGUN): score(memory, begin + whole, passage),
+        Mode(DROPPED_BEGUN): score(memory, begin + continuation, passage),
     }
     most = max(setting.chunks)
     with registered(memory, register_pieces(memory, passage.context, most, chained=True)) as context:
-        scores[Mode(EXACT, most)] = score(memory, continuation, passage, setting.greedy, context)
+        scores[Mode(EXACT, most)] = score(memory, continuation, passage, context)
     for count in setting.chunks:
-        with registered(memory, register_pieces(memory, passage.context, count)) as context:
+        with registered(memory, names := register_pieces(memory, passage.context, count)) as context:
             in_place = tuple(replace(chunk, query_offset=0) for chunk in context)
-            scores[Mode(COMPOSED, count)] = score(memory, continuation, passage, setting.greedy, context)
-            scores[Mode(IN_PLACE, count)] = score(memory, continuation, passage, setting.greedy, in_place)
+            scores[Mode(COMPOSED, count)] = score(memory, continuation, passage, context)
+            scores[Mode(IN_PLACE, count)] = score(memory, continuation, passage, in_place)
+            with registered(memory, [first := memory.register(begin)]):
+                context = memory.context([first, *names])
+                scores[Mode(COMPOSED_BEGUN, count)] = score(memory, continuation, passage, context)
+        first = memory.register(begin)
+        names = register_pieces(memory, passage.context, count, after=first)
+        with registered(memory, [first, *names]) as context:
+            scores[Mode(AFTER_BEGINNING, count)] = score(memory, continuation, passage, context)
     return scores
 
 
+def of_means(values: np.ndarray, reduce: Callable[[np.ndarray], np.ndarray]) -> tuple[float, tuple[float, float]]:
+    """Return a function of means over passages, and its 95% bootstrap interval: passages are drawn with replacement.
+
+    Args:
+        values: [passages, figures].
+        reduce: computes the function from the means, [..., figures].
+    """
+    drawn = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
+    low, high = np.percentile(reduce(values[drawn].mean(1)), [2.5, 97.5])
+    return float(reduce(values.mean(0))), (float(low), float(high))
+
+
+def mean(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Return a mean over passages and its interval."""
+    return of_means(np.array(values)[:, None], lambda means: means[..., 0])
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Return the ratio of two means over the same passages and its interval."""
+    return of_means(np.array([values, others]).T, lambda means: means[..., 0] / means[..., 1])
+
+
 def quality_rows(scores: Sequence[dict[Mode, Scores]]) -> list[results.Row]:
-    """Each mode on all passages: the mean likelihood of the text, and the median agreement with full recompute."""
+    """Each mode on all passages, beside full recompute of the same prompt."""
     rows = []
-    reference = "none: full recompute is what it is compared with"
-    plain = [of_passage[Mode(PLAIN)] for of_passage in scores]
     for mode in scores[0]:
-        case: dict[str, results.Setting] = {"mode": mode.name} | ({"chunks": mode.chunks} if mode.chunks else {})
         own = [of_passage[mode] for of_passage in scores]
-        nll = statistics.mean(score.nll for score in own)
-        rows.append(results.Row("negative log-likelihood", nll, "nats/token", None, reference, case))
-        if mode.name == PLAIN:
-            continue
-        pairs = list(zip(own, plain, strict=True))
-        figures = (
-            ("above full recompute", "nats/token", [a.nll - b.nll for a, b in pairs]),
-            (
-                "same most likely token",
-                "of all",
-                [float((a.most_likely == b.most_likely).float().mean()) for a, b in pairs],
-            ),
-            ("greedy tokens before the first difference", "tokens", [num_equal(a.greedy, b.greedy) for a, b in pairs]),
-        )
-        for figure, unit, values in figures:
-            spread = (min(values), max(values))
-            rows.append(results.Row(figure, statistics.median(values), unit, None, reference, case, spread))
+        plain = [of_passage[Mode(PLAIN_BEGUN if mode.begun else PLAIN)] for of_passage in scores]
+        dropped = [of_passage[Mode(DROPPED_BEGUN if mode.begun else DROPPED)] for of_passage in scores]
+        figures = [("negative log-likelihood", "nats/token", mean([score.nll for score in own]))]
+        if mode.name not in (PLAIN, PLAIN_BEGUN):
+            above = [a.nll - b.nll for a, b in zip(own, plain, strict=True)]
+            worth = [a.nll - b.nll for a, b in zip(dropped, plain, strict=True)]
+            same = [float((a.most_likely == b.most_likely).float().mean()) for a, b in zip(own, plain, strict=True)]
+            figures.append((ABOVE, "nats/token", mean(above)))
+            figures.append((LOST, "of all", ratio(above, worth)))
+            figures.append(("same most likely token", "of all", mean(same)))
+        case: dict[str, results.Setting] = {"mode": mode.name} | ({"chunks": mode.chunks} if mode.chunks else {})
+        reference = "none: full recompute is what it is compared with"
+        rows += [
+            results.Row(figure, value, unit, None, reference, case, ends) for figure, unit, (value, ends) in figures
+        ]
     for row in rows:
         print(row.cells()[:3], flush=True)
     return rows
 
 
-def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Tokens before the first difference."""
-    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
-
-
-def measure_quality(model: CausalLM, texts: Sequence[Passage], setting: Setting) -> list[results.Row]:
+def measure_quality(
+    model: CausalLM, texts: Sequence[Passage], setting: Setting, beginning: Sequence[int]
+) -> list[results.Row]:
     """All modes on all passages."""
-    memory = make_memory(model, setting.context + setting.continuation + setting.greedy, num_copies=3)
-    return quality_rows([score_modes(memory, passage, setting) for passage in texts])
+    memory = make_memory(model, len(beginning) + setting.context + setting.continuation, num_copies=3)
+    return quality_rows([score_modes(memory, passage, setting, beginning) for passage in texts])
 
 
 # --- computing some tokens again -------------------------------------------------------------------------------------
@@ -407,29 +508,24 @@ def score_again(
 
 def measure_again(model: CausalLM, texts: Sequence[Passage], setting: Setting) -> list[results.Row]:
     """What computing the first or the last tokens of each chunk again recovers, beside full recompute."""
-    chunks = 8
+    chunks = max(setting.chunks)
     scores = [score_again(model, passage, chunks, setting.again) for passage in texts]
+    above = {way: [found[way] - found["all", 0] for found in scores] for way in scores[0]}
+    composed = above["none", 0]
     rows = []
-    for place, count in scores[0]:
+    for (place, count), own in above.items():
         if place == "all":
             continue
-        above = [of_passage[place, count] - of_passage["all", 0] for of_passage in scores]
         case: dict[str, results.Setting] = {"again": place, "tokens of each chunk": count, "chunks": chunks}
-        for figure, value in (("median", statistics.median(above)), ("mean", statistics.mean(above))):
-            reference = "none: full recompute of the same passages is what it is compared with"
-            spread = (min(above), max(above))
-            rows.append(
-                results.Row(
-                    f"{AGAIN_ABOVE}, {figure}",
-                    value,
-                    "nats/token",
-                    None,
-                    reference,
-                    case | {"passages": len(texts)},
-                    spread,
-                )
-            )
-            print(rows[-1].cells()[:3], flush=True)
+        recovered = ratio([c - o for c, o in zip(composed, own, strict=True)], composed)
+        reference = "none: full recompute of the same passages is what it is compared with"
+        for figure, unit, (value, ends) in (
+            (AGAIN_ABOVE, "nats/token", mean(own)),
+            (AGAIN_RECOVERED, "of all", recovered),
+        ):
+            if figure == AGAIN_ABOVE or count:
+                rows.append(results.Row(figure, value, unit, None, reference, case, ends))
+                print(rows[-1].cells()[:3], flush=True)
     return rows
 
 
@@ -462,16 +558,17 @@ def predictions() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__, predictions)
-    options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
+    options.add_argument("--only", nargs="+", choices=SECTIONS, help="measure these sections only")
     chosen = options.parse_args(arguments)
     device, setting = torch.device(chosen.device), SETTINGS[chosen.device]
+    sections = chosen.only or setting.sections
     embedded, tokenizer, of_quality = None, None, dict[str, results.Setting]()
-    if device.type == "cpu" or set(chosen.only) - {TIMES}:
+    if device.type == "cpu" or set(sections) - {TIMES}:
         checkpoint = open_checkpoint(MODEL)
-        embedded = load_model(checkpoint, default_parts(device), setting.dtype, device)
+        embedded = load_model(checkpoint, Parts(), torch.float32, device)
         tokenizer = load_tokenizer(checkpoint)
     rows: list[results.Row] = []
-    if TIMES in chosen.only:
+    if TIMES in sections:
         model = embedded if device.type == "cpu" else random_model(QWEN3_0_6B, setting.dtype, device)
         assert model
         measured, machine = {}, measure_machine(device, setting.dtype)
@@ -484,18 +581,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             machine = replace(machine, bandwidth=bandwidth, flops=flops)
         for length, times in measured.items():
             rows += time_rows(times, model, setting, machine, length)
-    if embedded and tokenizer:
+    if embedded and tokenizer and set(sections) - {TIMES}:
         texts = passages(lambda text: tokenizer.encode(text, verbose=False), setting)
-        if QUALITY in chosen.only:
-            rows += measure_quality(embedded, texts, setting)
-        if AGAIN in chosen.only:
+        if QUALITY in sections:
+            rows += measure_quality(embedded, texts, setting, tokenizer.encode(BEGINNING))
+        if AGAIN in sections:
             rows += measure_again(embedded, texts, setting)
         of_quality = {
             "model of the quality": "SmolLM2-135M",
+            "dtype of the quality": "float32",
             "passages": len(texts),
             "tokens of context": setting.context,
             "tokens of continuation": setting.continuation,
-            "greedy tokens": setting.greedy,
         }
     parameters: dict[str, results.Setting] = {
         "model of the times": "SmolLM2-135M" if device.type == "cpu" else "Qwen3-0.6B's shape",
@@ -504,7 +601,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "repetitions": setting.repetitions,
     }
     result = results.new_result(EXPERIMENT, rows, parameters | of_quality, chosen.device)
-    if set(chosen.only) < set(SECTIONS):
+    if chosen.only:
         result = results.with_recorded(result, chosen.out)
     record(result, chosen.out, {row.figure for row in result.rows})
 

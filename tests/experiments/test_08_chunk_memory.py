@@ -18,8 +18,9 @@ EXPERIMENT = "08_chunk_memory"
 run = load_module(f"experiment_{EXPERIMENT}", Path(__file__).parents[2] / "experiments" / EXPERIMENT / "run.py")
 SETTING = replace(
     run.SETTINGS["cpu"], dtype=torch.float64, documents=(24,), question=3, pieces=3, repetitions=2, context=24,
-    chunks=(2, 6), continuation=8, greedy=4,
+    chunks=(2, 6), continuation=8,
 )  # fmt: skip
+BEGINNING = [3, 1, 4, 1]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def model():
 def scores(model):
     memory = run.make_memory(model, 64, num_copies=3)
     tokens = torch.randint(61, (3, 32), generator=torch.Generator().manual_seed(1)).tolist()
-    found = [run.score_modes(memory, run.Passage(own[:24], own[24:]), SETTING) for own in tokens]
+    found = [run.score_modes(memory, run.Passage(own[:24], own[24:]), SETTING, BEGINNING) for own in tokens]
     assert memory.num_pages == 0, "every mode unregisters its chunks"
     return found
 
@@ -50,33 +51,64 @@ def test_pieces_are_the_text(model):
 
 def test_only_exact_chunks_equal_full_recompute(scores):
     for of_passage in scores:
-        plain = of_passage[run.Mode(run.PLAIN)]
         for mode, own in of_passage.items():
+            plain = of_passage[run.Mode(run.PLAIN_BEGUN if mode.begun else run.PLAIN)]
             same = abs(own.nll - plain.nll) < 1e-9
-            assert same == (mode.name in (run.PLAIN, run.EXACT))
-            assert not same or (own.greedy == plain.greedy and torch.equal(own.most_likely, plain.most_likely))
+            assert same == (mode.name in (run.PLAIN, run.PLAIN_BEGUN, run.EXACT))
+            assert not same or torch.equal(own.most_likely, plain.most_likely)
         assert {mode.chunks for mode in of_passage} == {0, 2, 6}
 
 
-def test_rows_compare_each_mode_with_full_recompute(scores):
+def test_a_chunk_registered_after_the_beginning_is_exact_there(model):
+    """One chunk is all there is after the beginning, so it loses nothing; computed alone, it does."""
+    memory = run.make_memory(model, 64, num_copies=3)
+    tokens = torch.randint(61, (32,), generator=torch.Generator().manual_seed(4)).tolist()
+    setting = replace(SETTING, chunks=(1,))
+    found = run.score_modes(memory, run.Passage(tokens[:24], tokens[24:]), setting, BEGINNING)
+    plain = found[run.Mode(run.PLAIN_BEGUN)].nll
+    assert found[run.Mode(run.AFTER_BEGINNING, 1)].nll == pytest.approx(plain, abs=1e-9)
+    assert found[run.Mode(run.COMPOSED_BEGUN, 1)].nll != pytest.approx(plain, abs=1e-6)
+    assert found[run.Mode(run.COMPOSED, 1)].nll == pytest.approx(found[run.Mode(run.PLAIN)].nll, abs=1e-9)
+
+
+def test_rows_compare_each_mode_with_full_recompute_of_the_same_prompt(scores):
     rows = run.quality_rows(scores)
     find = results.new_result(EXPERIMENT, rows, {}, "cpu").find
     assert find("same most likely token", mode=run.EXACT).value == 1
-    assert find("greedy tokens before the first difference", mode=run.EXACT).value == SETTING.greedy
-    mode = run.Mode(run.COMPOSED, 6)
-    losses = [s[mode].nll - s[run.Mode(run.PLAIN)].nll for s in scores]
-    row = find("above full recompute", mode=run.COMPOSED, chunks=6)
-    assert row.value == statistics.median(losses) and row.spread == (min(losses), max(losses))
+    for name, plain, dropped in (
+        (run.COMPOSED, run.PLAIN, run.DROPPED),
+        (run.AFTER_BEGINNING, run.PLAIN_BEGUN, run.DROPPED_BEGUN),
+    ):
+        losses = [s[run.Mode(name, 6)].nll - s[run.Mode(plain)].nll for s in scores]
+        worth = [s[run.Mode(dropped)].nll - s[run.Mode(plain)].nll for s in scores]
+        row = find(run.ABOVE, mode=name, chunks=6)
+        assert row.value == pytest.approx(statistics.mean(losses)) and row.spread[0] < row.value < row.spread[1]
+        assert find(run.LOST, mode=name, chunks=6).value == pytest.approx(sum(losses) / sum(worth))
+        assert find(run.LOST, mode=dropped).value == 1
+
+
+def test_the_interval_of_a_mean_is_that_of_its_standard_error():
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    value, (low, high) = run.mean(values)
+    error = statistics.stdev(values) / 20
+    assert value == pytest.approx(statistics.mean(values))
+    assert (low - value, high - value) == pytest.approx((-1.96 * error, 1.96 * error), rel=0.1)
+    half, ends = run.ratio(values, [2 * v for v in values])
+    assert [half, *ends] == pytest.approx([0.5] * 3)
 
 
 def test_every_way_is_timed(model):
-    times = run.time_ways(model, SETTING, 24)
-    rows = run.time_rows(times, model, SETTING, Machine("a machine", "float64", 1e10, 1e10), 24)
+    measured = run.time_ways(model, SETTING, 24)
+    rows = run.time_rows(measured, model, SETTING, Machine("a machine", "float64", 1e10, 1e10), 24)
+    rows, parts = rows[:6], rows[6:]
     ways = [row.case.get("way", row.figure) for row in rows]
-    assert ways == [run.PLAIN, "one chunk", "3 chunks", "register", "load"]
+    assert ways == [run.PLAIN, "one chunk", "3 chunks", run.ALONE, "register", "load"]
+    assert [row.figure for row in parts] == ["time in matrix products", "number of operators"] * 4
+    counts = {row.case["way"]: row.value for row in parts if row.unit == "operators"}
+    assert counts[run.ALONE] < counts["one chunk"] < counts["3 chunks"] and all(row.value > 0 for row in parts)
     assert all(row.spread[0] <= row.value <= row.spread[1] for row in rows)
     bounds = {way: row.bound for way, row in zip(ways, rows, strict=True)}
-    assert bounds["one chunk"] == bounds["3 chunks"] < bounds[run.PLAIN]
+    assert bounds[run.ALONE] < bounds["one chunk"] == bounds["3 chunks"] < bounds[run.PLAIN]
 
 
 def test_prose_has_no_code_and_passages_do_not_overlap_a_chapters_end():
@@ -87,10 +119,8 @@ def test_prose_has_no_code_and_passages_do_not_overlap_a_chapters_end():
     assert not {"```", "```python", "def", "==", "np"} & words.keys()
     more = run.passages(str.split, replace(SETTING, passages=3))
     assert len(more) == 3 * len(texts)
-
-
-def test_tokens_before_the_first_difference():
-    assert [run.num_equal([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [4, 2, 3])] == [3, 1, 0]
+    long = run.passages(str.split, replace(SETTING, passages=99, context=400, continuation=200))
+    assert 0 < len(long) < 99 * len(texts)  # no two passages begin within half a passage
 
 
 def test_the_readme_predicts_what_run_derives():
@@ -111,7 +141,7 @@ def test_computing_all_tokens_again_is_full_recompute(model):
     memory = run.make_memory(model, 64, num_copies=3)
     tokens = torch.randint(61, (32,), generator=torch.Generator().manual_seed(3)).tolist()
     passage = run.Passage(tokens[:24], tokens[24:])
-    modes = run.score_modes(memory, passage, SETTING)
+    modes = run.score_modes(memory, passage, SETTING, BEGINNING)
     again = run.score_again(model, passage, 6, counts=(1, 4))
     assert again["all", 0] == pytest.approx(modes[run.Mode(run.PLAIN)].nll, abs=1e-6)
     assert again["none", 0] == pytest.approx(modes[run.Mode(run.COMPOSED, 6)].nll, abs=1e-6)

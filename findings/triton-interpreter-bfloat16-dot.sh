@@ -26,6 +26,8 @@ for dtype in (torch.float32, torch.bfloat16):
     exact = a.double() @ b.double()
     errors[dtype] = float((out - exact).norm() / exact.norm())
     print(f"  {str(dtype):15} relative error {errors[dtype]:.1e}")
+bits = [tile.view(torch.int16).double() % 2**16 for tile in (a, b)]  # of the bfloat16 tiles, as unsigned integers
+print(f"  product of the bit patterns: relative difference {float((out / (bits[0] @ bits[1]) - 1).abs().max()):.1e}")
 assert errors[torch.float32] < 1e-5 and errors[torch.bfloat16] > 1, "the behavior has changed"
 PY
 TRITON_INTERPRET=1 "$folder/venv/bin/python" "$folder/kernel.py"

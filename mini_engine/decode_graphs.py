@@ -146,7 +146,9 @@ class DecodeGraphs:
         self._memory = step_memory(largest, self.page_capacity(largest), device)
         # A CPU computes a step while it is launched.
         self.buffers = [StepBuffers(device, self._memory) for _ in range(num_buffers if on_gpu else 1)]
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # shared: they run one at a time
+        # Shared, although the graphs are replayed in any order: replays do not overlap, no graph reads what another one
+        # has left in the pool, and the tokens of a step are copied out before the next replay (`ModelRunner.launch`).
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def size_for(self, num_requests: int) -> int | None:
         """Return the smallest size that holds a step; None if there is none."""

@@ -2,17 +2,21 @@
 //
 // The keys of all requests form one sequence of tiles of 16 keys, ordered by request. The sequence is divided into ranges
 // of equal length, and each thread block computes one range for one KV head. So all blocks finish at about the same time,
-// whatever the lengths of the requests ("stream-K" of Osama et al. 2023). The blocks of one range are launched together and
-// read different heads of the same pages at the same time, and these heads are adjacent in memory. The tiles of one request
-// in a block's range are one item of the block's work.
+// whatever the lengths of the requests ("stream-K" of Osama et al. 2023). The blocks of one range are neighbors in the grid.
+// CUDA does not specify the order in which blocks start, but in practice neighbors start together, so they read different
+// heads of the same pages at about the same time, and these heads are adjacent in memory. The tiles of one request in a
+// block's range are one item of the block's work.
 //
 // In each block, one warp copies the tiles of the range to a ring of buffers in shared memory (TMA). It runs ahead as far
 // as the ring has room, even into the next item, so the memory never waits for the computation. The other warps take
 // turns: each computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
 //
 // A range can start or end inside a request's keys. The block that has the first tile of such a request waits for the
-// blocks that continue the request, and merges their results with its own. The wait is short, because those blocks compute
-// this request first. It always ends, because they are launched earlier: the last blocks of the grid take the first range.
+// blocks that continue the request, and merges their results with its own. The wait always ends, because no block has to end
+// before another can start: `FlashDecoding` launches at most BLOCKS_PER_SM blocks for each SM, and their registers (the
+// kernel's launch bounds) and shared memory (SHARED_BYTES) are limited so that this many fit. (If there are more KV heads than
+// that, each head has one range, and no block waits.) The wait is short, because those blocks compute this request first, and
+// because the last blocks of the grid take the first range: in practice, blocks with lower indices start earlier.
 #include "hopper.cuh"
 
 #include <cstring>
@@ -63,6 +67,8 @@ constexpr int STAGES_THAT_FIT = (SHARED_BYTES - static_cast<int>(sizeof(Shared))
 constexpr int STAGES = (STAGES_THAT_FIT < MOST_STAGES ? STAGES_THAT_FIT : MOST_STAGES) / WARPS * WARPS;
 constexpr int LAUNCH_BYTES = 1024 + STAGES * STAGE_BYTES + static_cast<int>(sizeof(Shared));
 static_assert(STAGES > 0, "too large");
+// An SM of Hopper has 228 KiB, and 1 KiB of it is reserved for each block.
+static_assert(BLOCKS_PER_SM * (LAUNCH_BYTES + 1024) <= 228 * 1024, "blocks that wait for each other must fit at the same time");
 
 // --- instructions -------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ A decode step reads every key and value once and computes little with them, so t
 from its first to its last microsecond. It does so in four ways. The keys of all requests are one sequence of tiles of
 16 keys, which the thread blocks share equally ("stream-K", Osama et al. 2023; for attention "Lean Attention", Sanovar
 et al. 2024), so no block is idle while another still works on a long request. The blocks of different KV heads read the
-same pages at the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps that
+same pages at about the same time. In each block, one warp only copies tiles to shared memory, ahead of the warps that
 compute. And it begins while the previous kernel still computes queries and keys of this step, because the keys of
 earlier steps do not depend on them. The copies mark their lines as the first to leave the L2 cache, because a step does
 not read them again.
@@ -155,6 +155,7 @@ class FlashDecoding:
         library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
         self._prepare, self._launch = library.prepare_flash_decoding, library.launch_flash_decoding
         num_blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        # Blocks wait for others that have later ranges of the same head, so all must fit on the GPU at the same time.
         self.num_ranges = max(num_blocks // num_kv_heads, 1)
         rows = self.num_ranges * num_kv_heads
         self._axes = (0, 1, 2) if layout == "NHD" else (0, 2, 1)  # pages, tokens, heads

@@ -286,7 +286,8 @@ class Graph:
 
     `capture` runs the function once and records the operators that it calls on tensors,
     with their arguments. `replay` calls these operators again, in order, and not the
-    function. As in a CUDA graph,
+    function. A capture in CUDA only records; this one also executes the operators, so
+    its results are valid before the first replay. As in a CUDA graph,
         - an operator reads its arguments and writes its results at the same addresses
           as in the capture, whether they are inputs, constants of the function,
           intermediates, or outputs;

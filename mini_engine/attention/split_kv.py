@@ -1,9 +1,11 @@
-"""The `split_kv` backend: load-balanced attention in PyTorch, planned as FlashInfer plans it, on any device.
+"""The `split_kv` backend: load-balanced attention in PyTorch, with a plan like FlashInfer's, on any device.
 
 A GPU computes a step with a fixed number of workers (thread blocks), and the step takes as long as the worker with the
 most keys. So the keys of long sequences are split: `plan_work` cuts a step into work items of bounded length, about as
 many as there are workers. Each item yields a partial attention state, and the states of the same queries are merged (Ye
-et al. 2025, sections 2.2 and 3.3). Explained in chapter 08.
+et al. 2025, sections 2.2 and 3.3). The plan combines two of FlashInfer's: as in `TwoStageHolisticPlan`, a tile needs no
+keys beyond its last query, and the chunk size is found as in `PrefillBinarySearchKVChunkSize`, which counts masked keys
+too. Explained in chapter 08.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from mini_engine.transfer import to_device
 
 THREAD_BLOCKS = 264  # two for each of the 132 multiprocessors of an H200, shared among the KV heads
 QUERY_ROWS = 64  # rows of a tile: its queries times the query heads of a group
-LEAST_KEYS = 128  # fewest keys of a work item, as in FlashInfer's planner
+LEAST_KEYS = 128  # smallest chunk size, as in FlashInfer's planner with pages of 16 tokens
 
 
 @dataclass(frozen=True)

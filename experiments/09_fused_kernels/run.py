@@ -50,13 +50,20 @@ SECTIONS = LADDER, KERNELS, LAYOUTS, TILES, PRODUCTS = "ladder", "kernels", "lay
 ONCE = "the weights, the keys and values, and the residual stream in and out, each once at the measured bandwidth"
 GRAPH, PYTHON = "CUDA graph", "Python"
 PROFILED = "rotate and append", "norm in the product"  # rungs whose kernels are listed one by one
-# What the README's prediction assumes of an H200, before anything here was measured.
-ASSUMED = Machine("an H200, assumed", "bfloat16", bandwidth=4.3e12, flops=700e12)
-ASSUMED_LAUNCH = 1.5e-6
+# What the README's prediction, and chapter 11's, assumes of an H200: the rates and the small kernel of experiment 00.
+ROOFLINE = results.recorded("00_roofline", "H200")
+ASSUMED = Machine(
+    "an H200, as in experiment 00", "bfloat16",
+    bandwidth=ROOFLINE.find("memory read").value,
+    flops=ROOFLINE.find("matrix product", dtype="bfloat16").value,
+)  # fmt: skip
+ASSUMED_LAUNCH = ROOFLINE.find("one addition").value
 # The products of a layer: the library's, each followed by its kernel, and those that finish that work themselves.
 FOLLOWED = "qkv", "rotate+append", "o+residual", "gate_up", "silu+multiply", "down+residual"
 FINISHED = "norm+qkv", "o+residual", "norm+gate_up+silu", "down+residual"
 PRODUCT_TOKENS = 1, 8, 32, 64, 128, 192, 256, 384, 512  # requests of a step
+# Not in the README's table: `layer: predicted time` would repeat its Prediction with this run's own rates.
+NOT_IN_README = {"tile: rate", "layer: bytes", "layer: predicted time"}
 # Kernels that finish the one before them: the second pass of a split product, the merge of split keys.
 FINISHING = "splitkreduce", "mergestates"
 TINY = Qwen3Config(
@@ -611,7 +618,15 @@ def predictions() -> str:
     costs = kernel_costs(shape_of(ModelConfig.from_hf(setting.model.to_dict())), 1, 1, setting.dtype.itemsize)
     products = sum(costs[name].bytes for name in ("qkv", "o", "gate_up", "down"))
     tables = prediction(setting), products_prediction(setting)
-    rest = predicted({"the four products of a layer, nearly all weights": quantity(products, "B")})
+    rest = predicted(
+        {
+            "the four products of a layer, nearly all weights": quantity(products, "B"),
+            "memory read": quantity(ASSUMED.bandwidth, "B/s"),
+            "matrix product": quantity(ASSUMED.flops, "FLOP/s"),
+            "one addition, a kernel that does almost nothing": quantity(ASSUMED_LAUNCH, "s"),
+            "the same, of two kernels": quantity(2 * ASSUMED_LAUNCH, "s"),
+        }
+    )
     return "\n\n".join([*(table.markdown() for table in tables), rest])
 
 
@@ -649,7 +664,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
     if set(chosen.only) < set(SECTIONS):
         result = results.with_recorded(result, chosen.out)
-    record(result, chosen.out, {found.figure for found in result.rows} - {"tile: rate", "layer: bytes"})
+    record(result, chosen.out, {found.figure for found in result.rows} - NOT_IN_README)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,11 @@ def test_in_place(hw: Homework) -> None:
     assert_fused(hw, kernels, ["x"], ({"x": 4, "y": 4, "z": 4}, {"x": 4}))
 
 
+@check("fuse", mistake="leave out the writes of a tensor that nothing reads afterwards, inside the group or after it")
+def test_a_dead_write(hw: Homework) -> None:
+    assert_fused(hw, [({"a": 4}, {"b": 4, "c": 8})], ["c"], ({"a": 4}, {"c": 8}))
+
+
 @check("fuse", mistake="it fails for a random chain: work out the printed one by hand")
 def test_random_chains(hw: Homework) -> None:
     rng, sizes = random.Random(0), {name: 2**i for i, name in enumerate("abcdefgh")}

@@ -52,6 +52,15 @@ def intermediates_are_dropped(kernels, needed):
     return Kernel(fused.reads, {n: size for n, size in fused.writes.items() if n not in read_later})
 
 
+@wrong("fuse", fails="test_a_dead_write")
+def dead_writes_stay(kernels, needed):
+    """Only what a later kernel reads is left out."""
+    fused = reference.fuse(kernels, needed)
+    read = {n for kernel in kernels for n in kernel.reads}
+    written = {n: size for kernel in kernels for n, size in kernel.writes.items()}
+    return Kernel(fused.reads, fused.writes | {n: size for n, size in written.items() if n not in read})
+
+
 @wrong("fuse", fails="test_one_kernel")
 def the_other_way_round(kernels, needed):
     return reference.fuse(kernels, needed)[::-1]

@@ -29,9 +29,12 @@ __device__ inline void expect(uint64_t* barrier, int bytes) {
 __device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // A kernel may start before the previous one has ended (programmatic dependent launch). Before this wait it may read only what
-// no earlier kernel of the step writes, and must write nothing to global memory.
+// no earlier kernel of the step writes, and must write nothing to global memory. This concerns all earlier kernels, not
+// only the previous one, which may let this one start before its own wait, while the kernels before it still run. Every kernel
+// waits before it ends, so the end of one kernel implies the end of all kernels before it.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Takes effect when all blocks of the grid have called it or ended.
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // The driver's function that describes a tensor for TMA; null if the driver has none.

@@ -18,7 +18,7 @@ EXPERIMENT = "08_chunk_memory"
 run = load_module(f"experiment_{EXPERIMENT}", Path(__file__).parents[2] / "experiments" / EXPERIMENT / "run.py")
 SETTING = replace(
     run.SETTINGS["cpu"], dtype=torch.float64, documents=(24,), question=3, pieces=3, repetitions=2, context=24,
-    chunks=(2, 6), continuation=8,
+    chunks=(2, 6), continuation=8, passages=1,
 )  # fmt: skip
 BEGINNING = [3, 1, 4, 1]
 

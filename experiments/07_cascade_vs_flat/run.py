@@ -277,7 +277,7 @@ def hbm_bytes(way: str, case: Case) -> float:
 
 
 def hbm_rows(setting: Setting) -> list[results.Row]:
-    """Bytes that reach the GPU's processors from HBM, beside those of each key and value once."""
+    """Bytes that a layer reads from HBM, beside those of each key and value once."""
     rows = []
     for case in COUNTED:
         for way in (FLAT, CASCADE):

@@ -10,8 +10,8 @@ from book.paths import repository_root
 
 # The files that a step passes through.
 STEP = (
-    "engine.py", "scheduler.py", "policy.py", "request.py", "batch.py", "model_runner.py", "sampling.py",
-    "kv_cache/page_table.py", "kv_cache/paged.py",
+    "core.py", "recovery.py", "scheduler.py", "policy.py", "request.py", "step_input.py", "batch.py", "executor.py",
+    "decode_graphs.py", "sampling.py", "kv_cache/page_table.py", "kv_cache/paged.py",
 )  # fmt: skip
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -5,13 +5,17 @@ The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
-from mini_engine.transfer import HAS_TRITON, copy_pinned
+from mini_engine.transfer import HAS_TRITON, copy_pinned, to_device
+
+if TYPE_CHECKING:
+    from mini_engine.attention.levels import Level
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,30 @@ class PrefixLevel:
     def padded_groups(self) -> int:
         """The number of groups in a CUDA graph: a power of two, with room for a group of padding."""
         return 1 << len(self.kv_last_page_len).bit_length()
+
+
+def upload_levels(levels: Sequence["Level"], device: torch.device) -> tuple[PrefixLevel, ...]:
+    """Move the pages and the query offsets of a step's levels to a device, in one copy."""
+    arrays: dict[str, np.ndarray] = {}
+    for i, level in enumerate(levels):
+        arrays[f"pages {i}"] = np.asarray(level.kv_page_indices, dtype=np.int32)
+        if level.query_offsets is not None:
+            arrays[f"offsets {i}"] = np.asarray(level.query_offsets, dtype=np.int32)
+    moved = to_device(arrays, device)
+
+    def host(array: np.ndarray) -> Int32[Tensor, " n"]:
+        return torch.from_numpy(np.asarray(array, dtype=np.int32))
+
+    return tuple(
+        PrefixLevel(
+            kv_last_page_len=host(level.kv_last_page_len),
+            kv_page_indices=moved[f"pages {i}"],
+            qo_indptr=host(level.qo_indptr),
+            kv_page_indptr=host(level.kv_page_indptr),
+            query_offsets=moved.get(f"offsets {i}"),
+        )
+        for i, level in enumerate(levels)
+    )
 
 
 @dataclass(eq=False)

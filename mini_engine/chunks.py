@@ -15,10 +15,8 @@ chunk and to the request's own keys, and the states are merged. There are two mo
 Explained in chapter 10.
 """
 
-import hashlib
-import json
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import partial
@@ -28,25 +26,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from mini_engine.attention.cascade import context_levels
-from mini_engine.batch import StepBatch
+from mini_engine.chunk_file import read_chunk, write_chunk
 from mini_engine.engine import LLMEngine
-from mini_engine.errors import ChunkError, ChunkFileError, ConfigError, RequestError, WeightFileError, check_positive
+from mini_engine.errors import ChunkError, ChunkFileError, ConfigError, RequestError, check_positive
 from mini_engine.llm import LLM, TextEngine, as_prompts
-from mini_engine.loading.checkpoint import open_safetensors
-from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import Prompt, RequestOutput
 from mini_engine.request import Context, PinnedPages, PlacedChunk, check_prompt
 from mini_engine.sampling_params import SamplingParams
-
-FORMAT = "mini_engine chunk 1"
-KINDS = "keys", "values"
-MAX_SAMPLES = 64  # values of each weight that enter a model's identity
+from mini_engine.step_input import NO_COPIES, NO_ROWS, StepInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +150,13 @@ class ChunkMemory:
         """
         with self.engine.transaction():
             chunk = self._get(name)
-            try:
-                self.engine.unpin(chunk.pinned)
-            except RequestError as error:
-                raise ChunkError(f"the chunk {name!r} cannot be unregistered: {error}") from error
+            if chunk.pinned in self._in_use():
+                raise ChunkError(
+                    f"the chunk {name!r} cannot be unregistered: an unfinished request attends to it; wait until it "
+                    "ends, or abort it"
+                )
             del self._chunks[name]
+            self._unpin_unused()
 
     def context(self, names: ListLike[str]) -> Context:
         """Place chunks one after another, for `LLMEngine.add_request`.
@@ -215,12 +207,14 @@ class ChunkMemory:
         """
         with self.engine.transaction():
             self._check(token_ids, sum(len(chunk.token_ids) for chunk in context))
-            self.engine.check_context(context)
-            pinned = self.engine.pin(self.engine.page_table.pages_for(len(token_ids)))
+            self._unpin_unused()
+            if not self._pinned.issuperset(chunk.pinned for chunk in context):
+                raise RequestError("a chunk of the context has been unregistered or evicted; register it again")
+            pinned = self.engine.core.pin(self.engine.page_table.pages_for(len(token_ids)), self)
             try:
                 return torch.cat(list(self._compute(token_ids, pinned, context)))
             finally:
-                self.engine.unpin(pinned)
+                self.engine.core.unpin(pinned)
 
     # --- memory --------------------------------------------------------------------------------------------------
 
@@ -237,7 +231,7 @@ class ChunkMemory:
     def usage(self) -> list[ChunkUsage]:
         """Return the memory of each chunk, least recently used first."""
         with self.engine.transaction():
-            in_use = self.engine.pins_in_use
+            in_use = self._in_use()
             return [
                 ChunkUsage(
                     name,
@@ -263,7 +257,7 @@ class ChunkMemory:
             ChunkError: if these chunks have fewer pages; then none is evicted.
         """
         with self.engine.transaction():
-            in_use = self.engine.pins_in_use
+            in_use = self._in_use()
             evicted: list[str] = []
             missing = num_pages
             for name, chunk in self._chunks.items():
@@ -291,18 +285,7 @@ class ChunkMemory:
         """
         with self.engine.transaction():
             chunk = self._get(name)
-            slots = self._slots(chunk)
-            tensors = {tensor: pages[slots].cpu() for tensor, pages in self._cache_tensors().items()}
-        metadata = {
-            "format": FORMAT,
-            "model": model_identity(self.engine.model),
-            "token_ids": json.dumps(chunk.token_ids),
-            "before": json.dumps(chunk.before),
-        }
-        try:
-            save_file(tensors, path, metadata)
-        except (OSError, ValueError, SafetensorError) as error:  # ValueError: a path with a null byte
-            raise ChunkFileError(f"the chunk cannot be written to {path}: {error}") from error
+            write_chunk(path, self.engine.model, self.engine.cache, chunk.token_ids, chunk.before, chunk.pinned.pages)
 
     def load(self, path: str | Path, name: str | None = None, after: str | None = None) -> str:
         """Register a chunk from a file. Nothing is computed.
@@ -319,20 +302,15 @@ class ChunkMemory:
             ChunkFileError: if the file holds no chunk of this model, or is damaged.
             ChunkError: as for `register`.
         """
-        token_ids, before, tensors = self._read(Path(path))
-
-        def fill(chunk: Chunk, chain: list[Chunk]) -> None:
-            slots = self._slots(chunk)
-            for tensor, pages in self._cache_tensors().items():
-                pages[slots] = tensors[tensor].to(pages.device)
-
+        stored = read_chunk(Path(path), self.engine.model, self.engine.cache)
         with self.engine.transaction():
-            if before != _tokens(self._chain(after)):
+            if stored.before != _tokens(self._chain(after)):
                 raise ChunkFileError(
-                    f"the chunk in {path} was computed after {len(before)} tokens, which differ from those of after="
-                    f"{after!r}; register or load the chunks that come before it, and name the last one with after="
+                    f"the chunk in {path} was computed after {len(stored.before)} tokens, which differ from those of "
+                    f"after={after!r}; register or load the chunks that come before it, and name the last one with "
+                    "after="
                 )
-            return self._add(token_ids, name, after, fill)
+            return self._add(stored.token_ids, name, after, lambda chunk, _: stored.copy_to(chunk.pinned.pages))
 
     # --- details -------------------------------------------------------------------------------------------------
 
@@ -373,10 +351,9 @@ class ChunkMemory:
             chunk = Chunk(name, tokens, before, after, self._pin(num_pages, [other.name for other in chain]))
             try:
                 fill(chunk, chain)
-            except BaseException:
-                self.engine.unpin(chunk.pinned)
-                raise
-            self._chunks[name] = chunk
+                self._chunks[name] = chunk
+            finally:
+                self._unpin_unused()
             return name
 
     def _pin(self, num_pages: int, keep: ListLike[str]) -> PinnedPages:
@@ -386,8 +363,23 @@ class ChunkMemory:
                 f"the chunk fills {num_pages} pages and chunks may take {self.max_pages} together; shorten it, raise "
                 "max_chunk_pages, or raise num_pages"
             )
-        self.evict(num_pages - min(self.max_pages - self.num_pages, self.engine.num_pinnable), keep)
-        return self.engine.pin(num_pages)
+        self._unpin_unused()
+        self.evict(num_pages - min(self.max_pages - self.num_pages, self.engine.core.num_pinnable), keep)
+        return self.engine.core.pin(num_pages, self)
+
+    @property
+    def _pinned(self) -> set[PinnedPages]:
+        return {chunk.pinned for chunk in self._chunks.values()}
+
+    def _in_use(self) -> set[PinnedPages]:
+        """Return the pinned pages that unfinished requests attend to."""
+        return {chunk.pinned for request in self.engine.requests.values() for chunk in request.chunks}
+
+    def _unpin_unused(self) -> None:
+        """Return all pinned pages that hold no registered chunk, also those that an interrupt has left behind."""
+        for pinned in self.engine.core.pinned - self._pinned:
+            if pinned.owner is self:
+                self.engine.core.unpin(pinned)
 
     def _get(self, name: str) -> Chunk:
         if not isinstance(name, str) or name not in self._chunks:
@@ -424,78 +416,41 @@ class ChunkMemory:
             pinned: pages that receive their keys and values.
             context: the chunks before them.
         """
-        engine = self.engine
-        size, budget, start = engine.config.page_size, engine.config.max_num_batched_tokens, len(_tokens(context))
+        engine, start = self.engine, len(_tokens(context))
+        size, budget = engine.config.page_size, engine.config.max_num_batched_tokens
         for first in range(0, len(token_ids), budget):
             new = token_ids[first : first + budget]
             pages = pinned.pages[: engine.page_table.pages_for(first + len(new))]
-            _, levels = context_levels(
-                [context], np.array([len(new)]), size, engine.model.device, engine.parts.chunk_levels
+            yield engine.executor.hidden_states(
+                self._step(new, first, pages, start + size * np.arange(len(pages)), context)
             )
-            with torch.inference_mode():
-                batch = StepBatch.build(
-                    token_ids=new,
-                    num_new=[len(new)],
-                    kv_lens=[first + len(new)],
-                    pages=pages,
-                    page_size=size,
-                    page_positions=start + size * np.arange(len(pages)),
-                    levels=levels,
-                    device=engine.model.device,
-                )
-                engine.backend.plan(batch)
-                hidden = engine.model(batch.token_ids, batch.positions, engine.backend)
             engine.metrics.computed_tokens += len(new)
-            yield hidden
 
-    def _cache_tensors(self) -> dict[str, Shaped[Tensor, "pages size Hk D"]]:
-        """Return views of the keys and values of all layers, by their names in a file."""
-        cache = self.engine.cache
-        named = {
-            f"{i}.{kind}": pages for i, kv in enumerate(cache.layers) for kind, pages in zip(KINDS, kv, strict=True)
-        }
-        return named if cache.layout == "NHD" else {name: pages.transpose(1, 2) for name, pages in named.items()}
-
-    def _slots(self, chunk: Chunk) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        """Return the page of each token of a chunk, and its offset in the page."""
-        index = torch.arange(len(chunk.token_ids), device=self.engine.cache.device)
-        pages = torch.from_numpy(chunk.pinned.pages).to(index.device, torch.long)
-        return pages[index // self.engine.config.page_size], index % self.engine.config.page_size
-
-    def _read(self, path: Path) -> tuple[list[int], list[int], Mapping[str, Tensor]]:
-        """Read and check a file: the chunk's tokens, the tokens before them, and the keys and values."""
-        try:
-            stored = open_safetensors(path)
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ChunkFileError(f"{path} cannot be read: {error}") from error
-        except WeightFileError as error:
-            raise ChunkFileError(str(error)) from error
-        if metadata.get("format") != FORMAT:
-            raise ChunkFileError(
-                f"{path} holds no chunk of this engine; give a file that `ChunkMemory.save` has written"
-            )
-        if metadata.get("model") != model_identity(self.engine.model):
-            raise ChunkFileError(f"the chunk in {path} was computed by another model; register its text with this one")
-        vocab_size = self.engine.model.config.vocab_size
-        token_ids, before = (_stored_tokens(path, metadata.get(key), vocab_size) for key in ("token_ids", "before"))
-        expected = self._cache_tensors()
-        for name in expected.keys() | stored.keys():
-            pages, header = expected.get(name), stored.headers.get(name)
-            if pages is None or header is None or header.shape != (len(token_ids), *pages.shape[2:]):
-                raise ChunkFileError(
-                    f"{path} is damaged: {name[:40]!r} does not have a row for each token; save it again"
-                )
-            if header.dtype != pages.dtype:
-                raise ChunkFileError(
-                    f"the chunk in {path} is stored in {header.dtype} and the KV cache in {pages.dtype}; build the "
-                    "engine with that dtype, or register the text again"
-                )
-        tensors = {name: stored[name] for name in expected}
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-            raise ChunkFileError(f"{path} is damaged: it holds numbers that are not finite; save it again")
-        return token_ids, before, tensors
+    def _step(
+        self,
+        token_ids: ListLike[int],
+        first: int,
+        pages: Int32[np.ndarray, " P"],
+        page_positions: Int64[np.ndarray, " P"],
+        context: Context,
+    ) -> StepInput:
+        """Return a step without a request: it samples nothing, and has no row."""
+        num_new = np.array([len(token_ids)])
+        _, levels = self.engine.parts.chunk_levels([context], num_new, self.engine.config.page_size)
+        return StepInput(
+            rows=np.zeros(1, dtype=np.int64),
+            num_new=num_new,
+            num_logits=np.zeros(1, dtype=np.int64),
+            kv_lens=first + num_new,
+            num_computed=first + num_new,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            token_source=None,
+            pages=pages,
+            page_positions=page_positions,
+            admitted=NO_ROWS,
+            copies=NO_COPIES,
+            levels=tuple(levels),
+        )
 
     @property
     def _page_bytes(self) -> int:
@@ -591,19 +546,6 @@ class ChunkedLLM:
         return self.llm.stream(prompt, params, partial(self.memory.context, *_lists(chunks, 1)))
 
 
-def model_identity(model: LanguageModel) -> str:
-    """Return a digest of a model's layers, and of the names, shapes and some values of its weights.
-
-    It does not depend on the dtype, as long as the dtype represents the checkpoint's values exactly.
-    """
-    weights = model.state_dict()
-    shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]
-    samples = [w.flatten()[:: w.numel() // MAX_SAMPLES + 1].to(torch.float64) for w in weights.values()]
-    digest = hashlib.sha256(repr((model.attention_specs, shapes)).encode())
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _place(chunks: ListLike[Chunk]) -> Context:
     """Place chunks one after another, from position 0."""
     starts = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
@@ -628,14 +570,3 @@ def _lists(chunks: ListLike[str] | ListLike[ListLike[str]], num_prompts: int) ->
             f"{num_prompts} prompts but {len(chunks)} lists of chunks; give one list for all, or one for each"
         )
     return list(chunks)
-
-
-def _stored_tokens(path: Path, text: str | None, vocab_size: int) -> list[int]:
-    """Read token ids from a file's metadata."""
-    try:
-        tokens = json.loads(text or "")
-    except (ValueError, RecursionError):
-        tokens = None
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        raise ChunkFileError(f"{path} is damaged: its metadata holds no token ids of this model; save it again")
-    return tokens

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from mini_engine.batch import StepBatch
 from mini_engine.errors import MiniEngineError
 from mini_engine.request import FinishReason, Request
 from mini_engine.scheduler import Schedule
+from mini_engine.step_input import StepInput
 
 Prompt = str | ListLike[int]
 
@@ -48,9 +48,16 @@ class EngineMetrics:
         """Share of the prompt tokens that were not computed."""
         return self.shared_tokens / max(self.prompt_tokens, 1)
 
-    def add(self, report: "StepReport") -> None:
-        """Add a step to the totals."""
-        self.steps += report.batch is not None
+    def add(self, report: "StepReport", num_prompt_tokens: int) -> None:
+        """Add a step to the totals.
+
+        Args:
+            report: the step.
+            num_prompt_tokens: tokens of the requests that it admitted.
+        """
+        self.prompt_tokens += num_prompt_tokens
+        self.shared_tokens += report.schedule.num_shared
+        self.steps += report.step is not None
         self.seconds += report.seconds
         self.computed_tokens += report.num_tokens
         self.output_tokens += len(report.token_ids)
@@ -67,9 +74,7 @@ class StepReport:
     Attributes:
         schedule: the step that was launched.
         requests: [B] its requests, in the order of `schedule.rows`.
-        num_computed: [B] tokens of each request whose keys are in the cache after the step.
-        batch: the step as the model computed it, with padding after the requests if a CUDA graph ran it; None if
-            nothing was launched. Valid until the next call.
+        step: the step's arrays; None if nothing was launched.
         sampled_by: [R] requests whose tokens were collected.
         token_ids: [R] those tokens.
         finished: requests that ended since the previous report, whatever the reason.
@@ -80,8 +85,7 @@ class StepReport:
 
     schedule: Schedule
     requests: list[Request]
-    num_computed: Int[np.ndarray, " B"]
-    batch: StepBatch | None
+    step: StepInput | None
     sampled_by: list[Request]
     token_ids: Int[np.ndarray, " R"]
     finished: list[Request]
@@ -102,7 +106,7 @@ class StepReport:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that attention reads in the step."""
-        return 0 if self.batch is None else int(self.batch.kv_lens[: len(self.requests)].sum()) * self.bytes_per_token
+        return 0 if self.step is None else int(self.step.kv_lens.sum()) * self.bytes_per_token
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
-from mini_engine.attention.cascade import ChunkLevels, FindLevels, chunk_levels, find_levels
+from mini_engine.attention.levels import ChunkLevels, FindLevels, chunk_levels, find_levels
 from mini_engine.attention.masks import MaskMod, visible
 from mini_engine.attention.naive import sdpa_attention
 from mini_engine.attention.split_kv import WorkPlan, plan_work

@@ -22,13 +22,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, eq=False)
 class PinnedPages:
-    """Pages that belong to no request and do not change until the engine unpins them.
+    """Pages of the pool that belong to no request and do not change until they are unpinned.
 
     Attributes:
         pages: the pages, in order of position.
+        owner: the chunk memory that keeps them.
     """
 
     pages: Int32[np.ndarray, " n"]
+    owner: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,9 @@ class Request:
         max_len: most tokens of prompt and output together.
         end_token_ids: tokens at which the output ends.
         arrival: its number in the order of arrival.
-        context: registered chunks whose tokens the prompt begins with, and whose keys are not computed again.
+        prefix: a chunk at the start of the prompt whose pages can be read like the request's own; then there are no
+            other chunks.
+        context: chunks at the start of the prompt whose keys are in pages that are levels of their own.
         token_ids: prompt and output, as of when it last left its row.
         finish_reason: None while unfinished; "stop" at an end token or stop string, "length" at `max_len`.
         error: why it failed, if `finish_reason` is "error".
@@ -77,6 +81,7 @@ class Request:
     max_len: int
     end_token_ids: tuple[int, ...]
     arrival: int
+    prefix: PlacedChunk | None = None
     context: Context = ()
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None
@@ -86,8 +91,18 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
 
     @property
+    def chunks(self) -> Context:
+        """The chunks that the prompt begins with, whose keys are not computed again."""
+        return self.context if self.prefix is None else (self.prefix,)
+
+    @property
+    def cache_key(self) -> tuple:
+        """What the keys in the request's own pages depend on besides its tokens: the chunks before them."""
+        return tuple((chunk.pinned, chunk.query_offset) for chunk in self.context)
+
+    @property
     def context_len(self) -> int:
-        """Number of tokens at the start whose keys are in the pages of registered chunks."""
+        """Number of tokens at the start whose keys are in no page of the request."""
         return sum(len(chunk.token_ids) for chunk in self.context)
 
     @property
@@ -120,8 +135,9 @@ class Running:
     Attributes:
         order: rows in use, oldest request first.
         tokens: [rows, max_len] token ids of each request.
-        num_evicted: number of tokens at the start whose keys are not in the row's pages, because they have left the
-            window or are in the pages of registered chunks.
+        context_len: number of tokens at the start whose keys are in the pages of chunks.
+        num_evicted: number of tokens at the start whose keys are not in the row's pages: those of `context_len`, and
+            those that have left the window.
         has_evicted: whether any request has ever had such tokens.
         max_len: most tokens of each request.
         end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
@@ -139,7 +155,7 @@ class Running:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
         self.num_known, self.num_scheduled, self.num_computed = column(), column(), column()
-        self.num_evicted, self.max_len = column(), column()
+        self.context_len, self.num_evicted, self.max_len = column(), column(), column()
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
@@ -157,7 +173,7 @@ class Running:
         num_tokens, ends = len(request.token_ids), request.end_token_ids
         self.tokens[row, :num_tokens] = request.token_ids
         self.num_known[row] = self.num_scheduled[row] = num_tokens
-        self.num_computed[row] = self.num_evicted[row] = request.context_len
+        self.num_computed[row] = self.num_evicted[row] = self.context_len[row] = request.context_len
         if request.context:
             self.num_contexts += 1
             self.has_evicted = True
@@ -203,6 +219,13 @@ class Running:
     def has_tokens_in_flight(self) -> bool:
         """Whether a token that exists on the device is not known to the host yet."""
         return bool(np.count_nonzero(self.num_scheduled[self.order] > self.num_known[self.order]))
+
+    def count(self, rows: Int[np.ndarray, " B"], num_new: Int[np.ndarray, " B"]) -> None:
+        """Count the tokens of a launched step as computed; a row whose tokens are all computed then has one more."""
+        computed = self.num_computed[rows] + num_new
+        samples = computed == self.num_scheduled[rows]
+        self.num_computed[rows] = computed
+        self.num_scheduled[rows] = np.where(samples, computed + 1, self.num_scheduled[rows])
 
     def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
         """Add one sampled token to each of some distinct rows.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int, Int32
 
-from mini_engine.batch import PrefixLevel
+from mini_engine.attention.levels import Level
 from mini_engine.errors import RequestError
 from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
@@ -50,7 +50,7 @@ class Schedule:
     preempted: list[Request] = field(default_factory=list)
     num_shared: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
-    levels: tuple[PrefixLevel, ...] = ()
+    levels: tuple[Level, ...] = ()
 
 
 class Scheduler:
@@ -236,8 +236,7 @@ class Scheduler:
             free_pages = table.num_free_pages - held_back
             if own_pages > free_pages and self.prefix_tree is not None:
                 # Cached pages can be evicted, except those that the request shares.
-                num_cached = np.count_nonzero(table.refcounts[shared_pages] == 1)
-                free_pages += self.prefix_tree.num_evictable - int(num_cached)
+                free_pages += self.prefix_tree.num_evictable - self.prefix_tree.num_evictable_of(shared_pages)
             share = self.parts.admit(
                 num_tokens - shared_tokens,
                 own_pages,
@@ -277,7 +276,7 @@ class Scheduler:
         assert reserved, "admitted without pages"
         table.take(rows, missing)
         if is_partial:
-            first = num_shared - int(running.num_evicted[row])
+            first = int(running.num_computed[row] - running.num_evicted[row])
             copies += self.parts.copy_on_write(table, row, first, first + num_new)
         if self.prefix_tree is not None:
             self._inserting[row] = None
@@ -295,21 +294,25 @@ class Scheduler:
 
     def _insert_prompt(self, row: int, num_new: int) -> None:
         """Insert the pages that a step fills with tokens of a row's prompt, so that they can be shared."""
-        running, tree = self.running, self.prefix_tree
         place = self._inserting.pop(row)
-        num_tokens = int(running.num_computed[row]) + num_new
-        if tree is not None and running.num_evicted[row] == 0:
-            place = tree.insert(running.tokens[row, :num_tokens], self.page_table.pages(row), place)
-            if num_tokens < running.num_known[row]:
-                self._inserting[row] = place
+        num_tokens = int(self.running.num_computed[row]) + num_new
+        place = self._insert(row, num_tokens, place)
+        if place is not None and num_tokens < self.running.num_known[row]:
+            self._inserting[row] = place
 
     def _cache_pages(self, row: int) -> None:
         """Insert all computed pages of a row whose request is about to leave, including those of its output."""
-        running = self.running
         self._inserting.pop(row, None)
-        if self.prefix_tree is not None and running.num_evicted[row] == 0:
-            num_tokens = min(int(running.num_computed[row]), int(running.num_known[row]))
-            self.prefix_tree.insert(running.tokens[row, :num_tokens], self.page_table.pages(row))
+        self._insert(row, int(min(self.running.num_computed[row], self.running.num_known[row])))
+
+    def _insert(self, row: int, num_tokens: int, after: Place | None = None) -> Place | None:
+        """Insert a row's pages with its first tokens, unless pages have left the window; return the place reached."""
+        running = self.running
+        first, request = int(running.context_len[row]), running.requests[row]
+        if self.prefix_tree is None or request is None or running.num_evicted[row] > first:
+            return None
+        tokens, pages = running.tokens[row, first:num_tokens], self.page_table.pages(row)
+        return self.prefix_tree.insert(tokens, pages, after, request.cache_key)
 
     def _match(self, request: Request, earlier: Rows) -> tuple[np.ndarray, int]:
         """Return the pages that a waiting request can share, and how many of its tokens they hold.
@@ -318,15 +321,17 @@ class Scheduler:
             request: a waiting request.
             earlier: rows that were admitted before this step.
         """
-        if self.prefix_tree is None or request.context:  # no other prompt has the keys after a context
-            return np.zeros(0, dtype=np.int32), 0
-        table, running = self.page_table, self.running
         if self._next is None or self._next[0] is not request:
             # The last token is always computed, because its logits are needed.
-            self._next = request, np.array(request.token_ids[:-1], dtype=np.int32)
-        tokens = self._next[1]
-        pages = self.prefix_tree.match(tokens)
+            self._next = request, np.array(request.token_ids[request.context_len : -1], dtype=np.int32)
+        tokens, prefix = self._next[1], request.prefix
+        pages = self.prefix_tree.match(tokens, request.cache_key) if self.prefix_tree else np.zeros(0, dtype=np.int32)
+        table, running = self.page_table, self.running
         count, size = len(pages), table.page_size
+        if prefix is not None and count * size < len(prefix.token_ids):  # the last page may be partly filled
+            return prefix.pinned.pages, len(prefix.token_ids)
+        if self.prefix_tree is None or request.context:
+            return pages, count * size
         # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
         # Only tokens that earlier steps computed can be copied before this step writes.
         rest = tokens[count * size : (count + 1) * size]
@@ -356,8 +361,9 @@ class Scheduler:
         running.has_evicted = True
 
     def _most_pages(self, request: Request) -> int:
-        """Return the pages that a request fills at its end, not counting its context."""
-        return self._pages_at_most(request.max_len - request.context_len)
+        """Return the pages that a request fills at its end, not counting those of chunks."""
+        of_prefix = len(request.prefix.token_ids) // self.page_table.page_size if request.prefix else 0
+        return self._pages_at_most(request.max_len - request.context_len) - of_prefix
 
     def _tokens_at_most(self, num_tokens: int) -> int:
         """Return the most tokens that a request of up to `num_tokens` has in pages at once; a window limits them."""

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 
 from mini_engine.attention.backend import BACKENDS
 from mini_engine.batch import StepBatch
+from mini_engine.core import Core
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError, ScheduleError
+from mini_engine.executor import LocalExecutor
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
 from mini_engine.outputs import EngineMetrics, StepReport
 from mini_engine.parts import Parts
-from mini_engine.request import Request
+from mini_engine.request import Request, Running
 from mini_engine.sampling import SamplingBatch, sample
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Scheduler
 from tests.helpers import (
     GREEDY,
     Arrival,
@@ -437,18 +440,18 @@ def test_a_suspect_that_is_aborted_makes_room_for_the_next(depth):
 def test_a_step_whose_tokens_cannot_be_read_counts_as_not_launched(depth, monkeypatch):
     engine = roomy(pipeline_depth=depth)
     request = engine.add_request("a", PROMPTS[0], GREEDY)
-    collect, failures = engine._runner.collect, iter([False, True])
+    collect, failures = engine.executor.collect, iter([False, True])
 
     def fails_once(launched):
         if next(failures, False):
             raise RuntimeError("the device reports an error")
         return collect(launched)
 
-    monkeypatch.setattr(engine._runner, "collect", fails_once)
+    monkeypatch.setattr(engine.executor, "collect", fails_once)
     while engine.has_unfinished:
         report = engine.step()
-        assert len(report.requests) == len(report.schedule.rows) == len(report.num_computed)
-        assert (report.batch is None) == (len(report.requests) == 0)
+        assert len(report.requests) == len(report.schedule.rows)
+        assert (report.step is None) == (len(report.requests) == 0)
     assert next(failures, None) is None
     assert request.output_token_ids == alone(engine.model, PROMPTS[0], GREEDY)
 
@@ -456,12 +459,10 @@ def test_a_step_whose_tokens_cannot_be_read_counts_as_not_launched(depth, monkey
 @DEPTHS
 def test_an_interrupt_anywhere_in_a_step_loses_no_token(depth, monkeypatch):
     """Ctrl-C at the n-th call inside a step, for one n after the other; the caller keeps stepping."""
-    import mini_engine.engine as module
-
     doors = [
-        (module.ModelRunner, "launch"), (module.ModelRunner, "collect"), (module.ModelRunner, "_build"),
-        (module.Scheduler, "schedule"), (module.Scheduler, "reserve"), (module.Scheduler, "remove"),
-        (module.Scheduler, "preempt"), (Request, "end_of"), (module.LLMEngine, "_end"), (module.LLMEngine, "_report"),
+        (LocalExecutor, "launch"), (LocalExecutor, "collect"), (LocalExecutor, "_build"), (Scheduler, "schedule"),
+        (Scheduler, "reserve"), (Scheduler, "remove"), (Scheduler, "preempt"), (Request, "end_of"), (Core, "end"),
+        (LLMEngine, "_report"), (Core, "_launch"), (Core, "_collect"), (Running, "count"),
     ]  # fmt: skip
     arrivals = [(str(i), prompt, replace(GREEDY, max_tokens=5 + i)) for i, prompt in enumerate(PROMPTS)]
     want = {name: alone(double_model("qwen3"), prompt, params) for name, prompt, params in arrivals}
@@ -516,7 +517,7 @@ def interrupt_once(owner: type, name: str, patch: pytest.MonkeyPatch, when: Call
 def test_an_interrupt_while_a_step_is_counted_leaves_its_requests_to_the_next_report(depth, monkeypatch):
     engine = roomy(pipeline_depth=depth)
     request = engine.add_request("a", PROMPTS[0], GREEDY)
-    interrupt_once(EngineMetrics, "add", monkeypatch, lambda metrics, report: bool(report.finished))
+    interrupt_once(EngineMetrics, "add", monkeypatch, lambda metrics, report, _: bool(report.finished))
     with pytest.raises(KeyboardInterrupt):
         serve(engine, {})
     assert engine.step().finished == [request] and engine.metrics.finished == 1
@@ -524,17 +525,14 @@ def test_an_interrupt_while_a_step_is_counted_leaves_its_requests_to_the_next_re
 
 
 @DEPTHS
-@pytest.mark.parametrize("second", ["reset", "_new_scheduler", "known_tokens"])
+@pytest.mark.parametrize("second", ["reset", "__init__", "known_tokens"])
 def test_a_second_interrupt_while_the_engine_starts_over_loses_no_token(depth, second, monkeypatch):
-    import mini_engine.engine as module
-    from mini_engine.request import Running
-
     engine = roomy(pipeline_depth=depth)
     requests = [engine.add_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
     engine.step(), engine.step()
-    owner = {"reset": module.ModelRunner, "_new_scheduler": module.LLMEngine, "known_tokens": Running}[second]
-    interrupt_once(module.ModelRunner, "launch", monkeypatch, lambda *_: True)
-    interrupt_once(owner, second, monkeypatch, lambda *_: True)
+    owner = {"reset": LocalExecutor, "__init__": Scheduler, "known_tokens": Running}[second]
+    interrupt_once(LocalExecutor, "launch", monkeypatch, lambda *_: True)
+    interrupt_once(owner, second, monkeypatch, lambda *_, **__: True)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     serve(engine, {})

@@ -26,8 +26,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mini_engine.detokenizer import REPLACEMENT, Detokenizer, special_ids
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
+from mini_engine.executor import LocalExecutor
 from mini_engine.llm import TextEngine
-from mini_engine.model_runner import ModelRunner
 from mini_engine.observe.trace import Trace
 from mini_engine.observe.watch import Watch
 from mini_engine.outputs import Piece, RequestOutput
@@ -510,7 +510,7 @@ def test_an_interrupt_while_a_piece_is_delivered_loses_and_repeats_nothing(max_t
 
 @DEPTHS
 @pytest.mark.parametrize(
-    "place", [(Scheduler, "schedule"), (ModelRunner, "launch"), (ModelRunner, "collect"), (Running, "append")]
+    "place", [(Scheduler, "schedule"), (LocalExecutor, "launch"), (LocalExecutor, "collect"), (Running, "append")]
 )
 def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step_harms_nobody(depth, place, monkeypatch):
     """An abandoned stream in a reference cycle is closed whenever the garbage collector runs."""
@@ -595,14 +595,14 @@ def test_threads_get_their_own_outputs(depth):
 def test_a_request_that_fails_leaves_the_view_of_the_others():
     trace = Trace(LETTERS)
     watch, engine = Watch(trace), make_engine(double_model("qwen3"), on_step=trace.record, num_pages=9, page_size=4)
-    launch = engine._runner.launch
+    launch = engine.executor.launch
 
-    def out_of_memory(schedule, running, page_table):
-        if any(request.prompt_token_ids == [7] for request in running.requests if request):
+    def out_of_memory(step):
+        if any(request.prompt_token_ids == [7] for request in engine.scheduler.running.requests if request):
             raise RuntimeError("CUDA out of memory")
-        return launch(schedule, running, page_table)
+        return launch(step)
 
-    engine._runner.launch = out_of_memory
+    engine.executor.launch = out_of_memory
     reasons = {}
     for piece in TextEngine(engine, LETTERS, GREEDY).stream_batch([[7], PROMPTS[0]], GREEDY):
         watch.view(80, 24)

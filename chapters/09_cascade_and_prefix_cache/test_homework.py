@@ -15,11 +15,12 @@ from torch import Tensor
 from book.grading import Exercise, Homework, assert_close, assert_equal, check, require
 from book.grading.assertions import CheckFailed
 from mini_engine.attention.backend import create_backend
-from mini_engine.attention.cascade import LevelCosts, own_pages, plan_levels
+from mini_engine.attention.cascade import own_pages
+from mini_engine.attention.levels import LevelCosts, plan_levels
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState
-from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.batch import PrefixLevel, StepBatch, upload_levels
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
@@ -533,7 +534,7 @@ def planned_step(
         row[:limit] = pages[:limit]
     costs, ones = LevelCosts(1.0, 0.0, 1.5, 0.0), np.ones(len(rows), dtype=np.int64)
     order, levels = plan_levels(table, limits, ones, page_size, costs, hw.find_levels)
-    moved = tuple(replace(level, kv_page_indices=level.kv_page_indices.to(device)) for level in levels)
+    moved = upload_levels(levels, torch.device(device))
     batch = StepBatch.build(
         token_ids=[0] * len(rows),
         num_new=None,
@@ -543,7 +544,7 @@ def planned_step(
         device=device,
         levels=moved,
     )
-    return batch, levels
+    return batch, moved
 
 
 @check(

@@ -13,11 +13,10 @@ from torch import Tensor
 from book.grading import Exercise, Homework, assert_close, assert_equal, assert_raises, check, require
 from book.grading.assertions import CheckFailed
 from mini_engine.attention.backend import create_backend
-from mini_engine.attention.cascade import context_levels
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState
-from mini_engine.batch import StepBatch
+from mini_engine.batch import StepBatch, upload_levels
 from mini_engine.errors import ChunkError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import CausalLM
@@ -583,7 +582,7 @@ def planned_step(
     pinned = pinned_chunks(lens, size)
     requests = [[(0, 0), (1, 5)], [(1, -3), (0, 2)], [(2, 1), (0, -9)], []]
     contexts = contexts_of(requests, lens, pinned)
-    order, levels = context_levels(contexts, num_new, size, torch.device(device), hw.chunk_levels)
+    order, levels = hw.chunk_levels(contexts, num_new, size)
     num_pages = sum(len(own.pages) for own in pinned)
     batch = StepBatch.build(
         token_ids=[0] * int(num_new.sum()),
@@ -592,7 +591,7 @@ def planned_step(
         pages=[num_pages + b for b in order.tolist()],
         page_size=size,
         page_positions=np.array([sum(lens[i] for i, _ in requests[b]) for b in order.tolist()]),
-        levels=levels,
+        levels=upload_levels(levels, torch.device(device)),
         device=device,
     )
     cache = PagedKVCache([spec], num_pages + len(requests), size, dtype, device)

@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from book import results
 from book.display import Table
 from book.units import quantity
-from mini_engine.attention.cascade import H200_COSTS, CascadeCosts, LevelCosts, find_levels
+from mini_engine.attention.levels import H200_COSTS, CascadeCosts, LevelCosts, find_levels
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.kv_cache.paged import PagedKVCache
 
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "results" / "nvidia-h200.json"
@@ -51,7 +50,7 @@ class Kind:
 
     def costs(self, costs: CascadeCosts) -> LevelCosts:
         """Apply coefficients to the layer, as the engine does."""
-        return LevelCosts.of(costs, self.spec, PagedKVCache([self.spec], 1, self.page_size, self.dtype))
+        return LevelCosts.of(costs, self.spec, self.page_size, self.dtype)
 
     @property
     def amounts(self) -> LevelCosts:

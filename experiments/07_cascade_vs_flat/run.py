@@ -30,9 +30,10 @@ from book import ledger, results
 from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model
 from mini_engine.attention.backend import create_backend
-from mini_engine.attention.cascade import LevelCosts, LevelPlanner, own_pages
+from mini_engine.attention.cascade import own_pages
+from mini_engine.attention.levels import LevelCosts, LevelPlanner
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.batch import StepBatch
+from mini_engine.batch import StepBatch, upload_levels
 from mini_engine.bench.workloads import SHARED_PREFIX, least_seconds, model_shape
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
@@ -135,14 +136,17 @@ class Step:
         of_row = [np.append(pages[:shared], pages[shared + i * own : shared + (i + 1) * own]) for i in rows]
         table.table[rows], table.counts[rows] = np.stack(of_row), shared + own
         computed, ones = np.full(case.requests, case.shared + case.own - 1), np.ones(case.requests, dtype=np.int64)
-        planner = LevelPlanner(ALWAYS, page_size, device)
+        planner = LevelPlanner(ALWAYS, page_size)
         order, levels = planner.arrange(table, rows, ones, computed, rows + 1)
         arrays: dict[str, Any] = {
             "token_ids": np.zeros(case.requests, dtype=np.int64), "num_new": None, "kv_lens": computed + 1,
             "pages": table.pages_of(rows[order], np.full(case.requests, shared + own)), "page_size": page_size,
             "device": device,
         }  # fmt: skip
-        self.flat, self.cascade = StepBatch.build(**arrays), StepBatch.build(**arrays, levels=levels)
+        self.flat, self.cascade = (
+            StepBatch.build(**arrays),
+            StepBatch.build(**arrays, levels=upload_levels(levels, device)),
+        )
         self.q = torch.randn(case.requests, q_heads, head_dim, device=device).to(setting.dtype)
 
     def backend(self, name: str, batch: StepBatch) -> Run:

@@ -21,7 +21,7 @@ from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mini_engine.attention.cascade import LevelPlanner
+    from mini_engine.attention.levels import LevelPlanner
 
 
 @runtime_checkable

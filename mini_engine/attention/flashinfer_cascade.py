@@ -15,15 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mini_engine.attention.backend import AttentionParts, KVCache
-from mini_engine.attention.cascade import (
-    H200_COSTS,
-    CascadeCosts,
-    QueryRotation,
-    level_planner,
-    own_pages,
-    usable_levels,
-)
+from mini_engine.attention.cascade import QueryRotation, level_planner, own_pages
 from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
+from mini_engine.attention.levels import H200_COSTS, CascadeCosts
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import PrefixLevel, StepBatch
 
@@ -65,7 +59,7 @@ class FlashInferCascadeBackend(FlashInferBackend):
 
     def plan(self, batch: StepBatch) -> None:
         """Plan the step and its levels."""
-        self._levels = usable_levels(batch)
+        self._levels = batch.levels
         self._own = own_pages(batch) if self._levels else batch
         super().plan(batch)
         if self._levels:

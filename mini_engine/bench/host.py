@@ -20,7 +20,7 @@ from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
-from mini_engine.model_runner import ModelRunner
+from mini_engine.executor import LocalExecutor
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.config import ModelLimits
 from mini_engine.sampling import SamplingBatch
@@ -108,7 +108,7 @@ def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, pre
             pipeline_depth=pipeline_depth,
             cuda_graph_batch_sizes=(rows,),
         )
-        with mock.patch.object(ModelRunner, "_decode", _replay_nothing):
+        with mock.patch.object(LocalExecutor, "_decode", _replay_nothing):
             engine = LLMEngine(StubModel(), config)
     finally:
         del BACKENDS["null"]  # nothing else uses it

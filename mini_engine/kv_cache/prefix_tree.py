@@ -6,7 +6,7 @@ a radix tree (Zheng et al. 2024, "SGLang", section 3, RadixAttention). Explained
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -108,8 +108,7 @@ class PrefixTree:
         self, table: PageTable, match: Callable[[Children, Tokens, int], Sequence[int]] = match_prefix
     ) -> None:
         self._table, self._match = table, match
-        nothing = np.zeros(0, dtype=np.int32)
-        self._root = Node(None, 0, nothing, nothing, table.page_size)
+        self._roots: dict[Hashable, Node] = {}
         self._nodes: dict[int, Node] = {}  # by the first page of the edge
         # Least recently used first; within a path, the node farthest from the root first.
         self._by_use: OrderedDict[Node, None] = OrderedDict()
@@ -126,38 +125,44 @@ class PrefixTree:
         """Cached pages: `evict` can return all of them to the pool."""
         return int(np.count_nonzero(self._table.refcounts == self._refcount_if_cached))
 
-    def match(self, token_ids: Tokens) -> Pages:
+    def num_evictable_of(self, pages: Pages) -> int:
+        """Count the cached pages among some pages."""
+        return int(np.count_nonzero(self._table.refcounts[pages] == self._refcount_if_cached[pages]))
+
+    def match(self, token_ids: Tokens, context: Hashable = ()) -> Pages:
         """Find the pages that hold the first tokens of a prompt.
 
         Args:
             token_ids: [n] the prompt.
+            context: what comes before it. Keys depend on it, so only equal contexts share pages.
 
         Returns:
             The longest chain of full pages, in order of position. Only `evict` can remove them before a request shares
             them.
         """
-        node = self._node_at(*self._walk(token_ids, self._root, 0))
+        node = self._node_at(*self._walk(token_ids, self._root(context), 0))
         self._use(node)
-        path = [self._root.pages]
+        path = [np.zeros(0, dtype=np.int32)]
         while node.parent is not None:
             path.append(node.pages)
             node = node.parent
         return np.concatenate(path[:0:-1] or path)
 
-    def insert(self, token_ids: Tokens, pages: Pages, after: Place | None = None) -> Place:
+    def insert(self, token_ids: Tokens, pages: Pages, after: Place | None = None, context: Hashable = ()) -> Place:
         """Insert the full pages of a request. If the tree already has pages with the same tokens, it keeps those.
 
         Args:
             token_ids: [n] the request's tokens, from the first one.
             pages: [m] its pages, from the first one.
             after: the result of the previous call for the same request; the tokens before it are not read again.
+            context: as for `match`.
 
         Returns:
             The place after the last full page.
         """
         size = self._table.page_size
         num_full = len(token_ids) // size
-        node, depth = self._walk(token_ids, *self._resume(after))
+        node, depth = self._walk(token_ids, *self._resume(after, context))
         node = self._node_at(node, depth)
         if depth < num_full:
             new, tokens = pages[depth:num_full], token_ids[depth * size : num_full * size]
@@ -226,12 +231,18 @@ class PrefixTree:
                 return node, depth
             node = self._nodes[int(found[0])]
 
-    def _resume(self, place: Place | None) -> Place:
+    def _root(self, context: Hashable) -> Node:
+        if context not in self._roots:
+            nothing = np.zeros(0, dtype=np.int32)
+            self._roots[context] = Node(None, 0, nothing, nothing, self._table.page_size)
+        return self._roots[context]
+
+    def _resume(self, place: Place | None, context: Hashable) -> Place:
         """Return where a place is now; the root if it has been evicted."""
-        node, depth = place or (self._root, 0)
+        node, depth = place or (self._root(context), 0)
         while node.start > depth and node.parent is not None:  # the edge was split after the place
             node = node.parent
-        return (node, depth) if node.start < depth <= node.end else (self._root, 0)
+        return (node, depth) if node.start < depth <= node.end else (self._root(context), 0)
 
     def _node_at(self, node: Node, depth: int) -> Node:
         """Return the node at a place, and split the edge unless it ends there."""
@@ -257,6 +268,8 @@ class PrefixTree:
         self._refcount_if_cached[pages] = -1
         self._table.drop(pages)
         node.clear()
+        if node.parent.parent is None and not node.parent.children:
+            self._roots = {context: root for context, root in self._roots.items() if root.children}
         return self._table.num_free_pages - num_free
 
     def _use(self, node: Node) -> None:

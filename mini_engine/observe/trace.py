@@ -7,7 +7,6 @@ book's trace page. The `args` of each step event hold everything that the player
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -124,7 +123,7 @@ class Trace:
 
     def record(self, engine: LLMEngine, report: StepReport) -> None:
         """Add a step. The cost does not depend on the number of waiting requests."""
-        if not (report.batch or report.sampled_by or report.finished or report.schedule.preempted):
+        if not (report.step or report.sampled_by or report.finished or report.schedule.preempted):
             return
         if not self.steps:
             self.num_pages, self.page_size = engine.page_table.num_pages, engine.page_table.page_size
@@ -228,13 +227,9 @@ def tokens_per_second(steps: Sequence[TraceStep]) -> float:
 
 
 def _works(report: StepReport) -> list[Work]:
-    if report.batch is None:
+    if report.step is None:
         return []
-    columns = (
-        report.schedule.num_new.tolist(),
-        report.num_computed.tolist(),
-        report.batch.num_logits.tolist()[: len(report.requests)],
-    )
+    columns = (array.tolist() for array in (report.step.num_new, report.step.num_computed, report.step.num_logits))
     works = []
     for request, num_new, num_computed, num_logits in zip(report.requests, *columns, strict=True):
         kind: Literal["prefill", "chunk", "decode"] = "prefill" if num_new == num_computed and num_logits else "chunk"
@@ -249,12 +244,10 @@ def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
     running = engine.scheduler.running
     rows = zip(running.requests_of(running.order), running.order.tolist(), strict=True)
     pages = {request: engine.page_table.pages(row).tolist() for request, row in rows}
-    if report.batch is not None:  # it has the pages of requests that have left their rows since
-        indices, bounds = report.batch.host_page_indices, pairwise(report.batch.kv_page_indptr.tolist())
-        pages |= {
-            request: indices[first:last].tolist()
-            for request, (first, last) in zip(report.requests, bounds, strict=False)  # padding is last
-        }
+    if report.step is not None:  # it has the pages of requests that have left their rows since
+        ends = (-(-report.step.kv_lens // engine.page_table.page_size)).cumsum()
+        of_each = np.split(report.step.pages, ends[:-1])
+        pages |= {request: own.tolist() for request, own in zip(report.requests, of_each, strict=True)}
     return {request.request_id: pages[request] for request in sorted(pages, key=attrgetter("arrival"))}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
-from mini_engine.attention.cascade import LevelCosts, plan_levels
-from mini_engine.batch import PrefixLevel, StepBatch
+from mini_engine.attention.levels import LevelCosts, plan_levels
+from mini_engine.batch import PrefixLevel, StepBatch, upload_levels
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Step:
             row[: len(pages)] = pages[:width]
         limits, num_new = np.array(self.limits), np.array(self.num_new)
         order, levels = plan_levels(table, limits, num_new, self.page_size, costs)
-        return order.tolist(), levels
+        return order.tolist(), upload_levels(levels, torch.device("cpu"))
 
     def batch(self, order: list[int], levels: tuple[PrefixLevel, ...], device: str = "cpu") -> StepBatch:
         new, computed = [self.num_new[b] for b in order], [self.num_computed[b] for b in order]

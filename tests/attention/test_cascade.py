@@ -13,17 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import create_backend
-from mini_engine.attention.cascade import (
+from mini_engine.attention.cascade import CascadeBackend, level_planner, own_pages, shared_pages
+from mini_engine.attention.levels import (
     H200_COSTS,
-    CascadeBackend,
     CascadeCosts,
+    Level,
     LevelCosts,
     LevelPlanner,
     common_prefixes,
-    level_planner,
-    own_pages,
     prefix_order,
-    shared_pages,
 )
 from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
@@ -52,7 +50,7 @@ CPU = torch.device("cpu")
 
 
 def costs_of(costs: CascadeCosts, page_size: int) -> LevelCosts:
-    return LevelCosts.of(costs, PLAIN, PagedKVCache([PLAIN], 1, page_size, torch.float64))
+    return LevelCosts.of(costs, PLAIN, page_size, torch.float64)
 
 
 def groups(level: PrefixLevel) -> list[tuple[range, list[int]]]:
@@ -149,7 +147,7 @@ def test_sharers_of_any_prefix_become_neighbors(rows: list[list[int]]) -> None:
 # --- what a level costs ----------------------------------------------------------------------------------------------
 
 HEADS = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
-H200 = LevelCosts.of(H200_COSTS, HEADS, PagedKVCache([HEADS], 1, 16, torch.bfloat16))
+H200 = LevelCosts.of(H200_COSTS, HEADS, 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +210,10 @@ def decoding_table() -> tuple[PageTable, np.ndarray]:
 
 def test_levels_are_found_once_while_the_same_requests_decode() -> None:
     table, rows = decoding_table()
-    planner = LevelPlanner(in_pages(0.0), 4, CPU)
+    planner = LevelPlanner(in_pages(0.0), 4)
     ones, admissions = np.ones(3, dtype=np.int64), np.array([1, 2, 3])
 
-    def arrange(computed: int, admissions: np.ndarray = admissions) -> tuple[PrefixLevel, ...]:
+    def arrange(computed: int, admissions: np.ndarray = admissions) -> tuple[Level, ...]:
         return planner.arrange(table, rows, ones, np.full(3, computed), admissions)[1]
 
     levels = arrange(9)
@@ -230,7 +228,7 @@ def test_levels_are_found_once_while_the_same_requests_decode() -> None:
 
 def test_levels_are_found_again_while_prompts_run_and_after() -> None:
     table, rows = decoding_table()
-    planner = LevelPlanner(in_pages(0.0), 4, CPU)
+    planner = LevelPlanner(in_pages(0.0), 4)
     admissions = np.array([1, 2, 3])
 
     def pages(new: list[int], computed: list[int]) -> list[int]:
@@ -328,7 +326,7 @@ def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
         model, attn_backend="cascade", page_size=2, num_pages=num_pages, max_batch_size=6, prefix_sharing=True,
         max_num_batched_tokens=budget, pipeline_depth=depth, max_model_len=48, cuda_graph_batch_sizes=sizes,
     )  # fmt: skip
-    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
+    engine.core._planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     got = serve(engine, {0: made})
     for name, prompt, params in made:
         assert got[name] == alone(model, prompt, params, limit=48, guess=got[name])
@@ -337,17 +335,17 @@ def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
 def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> None:
     """Requests with two prefixes arrive alternately; in each step after their prompts, sharers are neighbors."""
     model = double_model("llama")
-    steps: list[tuple[list[str], tuple[PrefixLevel, ...]]] = []
+    steps: list[tuple[list[str], tuple[Level, ...]]] = []
 
     def record(engine, report) -> None:
-        if report.batch is not None:
-            steps.append(([request.request_id for request in report.requests], report.batch.levels))
+        if report.step is not None:
+            steps.append(([request.request_id for request in report.requests], report.step.levels))
 
     engine = make_engine(
         model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=4, prefix_sharing=True,
         on_step=record,
     )  # fmt: skip
-    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
+    engine.core._planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     stems = {"a": list(range(3, 12)), "b": list(range(20, 29))}
     made = [(f"{stem}{i}", [*tokens, 40 + i], GREEDY) for i in range(2) for stem, tokens in stems.items()]
     got = serve(engine, {i: [request] for i, request in enumerate(made)})

@@ -17,13 +17,11 @@ from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.split_kv import SplitKVBackend
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBatch
-from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.executor import Ticket
 from mini_engine.kv_cache.paged import PagedKVCache
-from mini_engine.model_runner import Launched
 from mini_engine.parts import Parts, default_parts
-from mini_engine.request import Running
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.scheduler import Schedule
+from mini_engine.step_input import StepInput
 from tests.attention.greedy import TINY, check_greedy
 from tests.attention.stepping import check_equal, full_cache, random_step, run_in_steps
 from tests.helpers import make_engine, serve
@@ -123,17 +121,17 @@ def test_the_engine_launches_steps_without_waiting_for_the_device(
     params = SamplingParams(seed=0, repetition_penalty=penalty, ignore_eos=True)
     requests = [(str(i), list(range(3, 9 + i)), replace(params, max_tokens=3 + 2 * i)) for i in range(4)]
     serve(engine, {0: requests})  # compiles and captures
-    launch, num_requests = engine._runner.launch, []
+    launch, num_requests = engine.executor.launch, []
 
-    def without_waiting(schedule: Schedule, running: Running, page_table: PageTable) -> Launched:
-        num_requests.append(len(schedule.rows))
+    def without_waiting(step: StepInput) -> Ticket:
+        num_requests.append(len(step.rows))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(schedule, running, page_table)
+            return launch(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(engine._runner, "launch", without_waiting)
+    monkeypatch.setattr(engine.executor, "launch", without_waiting)
     serve(engine, {0: requests})
     assert engine.config.pipeline_depth == 1 and set(num_requests) == {1, 2, 3, 4} and not engine.metrics.failed_steps
 

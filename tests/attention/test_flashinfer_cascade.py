@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mini_engine.attention.cascade import CascadeBackend, context_levels
+from mini_engine.attention.cascade import CascadeBackend
 from mini_engine.attention.flashinfer_cascade import FlashInferCascadeBackend
+from mini_engine.attention.levels import chunk_levels
 from mini_engine.attention.naive import alibi_slopes, attention_mask
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState, attention_state, merge_states
 from mini_engine.attention.torch import TorchBackend
-from mini_engine.batch import StepBatch
+from mini_engine.batch import StepBatch, upload_levels
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.request import Context, PinnedPages, PlacedChunk
@@ -153,7 +154,8 @@ def test_chunks_at_any_offset_equal_the_reference(fake: None, layout: str) -> No
             tuple(PlacedChunk(pinned[i], [0] * lens[i], moved - 2 * place) for place, i in enumerate(order))
             for order in ((0, 1), (2, 1, 0), (), (1,))
         ]
-        order, levels = context_levels(contexts, num_new, 4, torch.device("cpu"))
+        order, found = chunk_levels(contexts, num_new, 4)
+        levels = upload_levels(found, torch.device("cpu"))
         assert len(levels) == 3
         batch = StepBatch.build(
             token_ids=[0] * 8, num_new=num_new[order], kv_lens=[3, 2, 1, 7], pages=[12, 0, 1, 3, 6], page_size=4,

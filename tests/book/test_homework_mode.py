@@ -11,7 +11,7 @@ from torch import Tensor
 from book import cli
 from book.grading import engine
 from book.grading.engine import homework_options
-from mini_engine.attention.cascade import chunk_levels
+from mini_engine.attention.levels import chunk_levels
 from mini_engine.attention.state import AttentionState
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.models.gpt2 import gpt2_weights

@@ -81,7 +81,9 @@ def test_every_page_renders_without_a_network_and_fits_a_phone(visits: dict[str,
     assert {path: problems for path, (problems, _) in visits.items() if problems} == {}
 
 
-MOST_BYTES = 1_500_000  # well above any chapter's: a slow browser may also have fetched files that only other pages need
+MOST_BYTES = (
+    1_500_000  # well above any chapter's: a slow browser may also have fetched files that only other pages need
+)
 
 
 @needs_browser

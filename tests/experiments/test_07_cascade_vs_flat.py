@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from book import results
 from book.grading.chapter import load_module
-from mini_engine.attention.cascade import H200_COSTS, CascadeCosts, own_pages
+from mini_engine.attention.cascade import own_pages
+from mini_engine.attention.levels import H200_COSTS, CascadeCosts
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.bench.workloads import SHARED_PREFIX
 from mini_engine.roofline import Machine

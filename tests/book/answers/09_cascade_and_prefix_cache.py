@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from book.grading import right, solution, wrong
-from mini_engine.attention import cascade
+from mini_engine.attention import levels as engine_levels
 from mini_engine.attention.state import AttentionState, attention_state, merge_all, merge_states
 
 reference = solution("09_cascade_and_prefix_cache")
@@ -229,7 +229,7 @@ def pages_are_overwritten(pages, limits):
 @right("find_levels")
 def the_engines(prefixes, saving, cost):
     """Where an outer level was dropped, the engine leaves the depth of requests that are alone as it was."""
-    return _with_depths([joined for joined, _ in cascade.find_levels(prefixes, saving, cost)], prefixes)
+    return _with_depths([joined for joined, _ in engine_levels.find_levels(prefixes, saving, cost)], prefixes)
 
 
 def _groups(joined):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from book.grading import right, solution, wrong
-from mini_engine.attention import cascade
+from mini_engine.attention import levels as engine_levels
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.state import AttentionState, attention_state, merge_all, merge_states
 from mini_engine.errors import ChunkError
@@ -312,7 +312,7 @@ def only_the_output(*args, rope, scale):
 
 @right("chunk_levels")
 def the_engines(contexts, num_new, page_size):
-    order, levels = cascade.chunk_levels(contexts, num_new, page_size)
+    order, levels = engine_levels.chunk_levels(contexts, num_new, page_size)
     return order, [Level(*level) for level in levels]
 
 

@@ -1,0 +1,280 @@
+"""The device's side of a step: executors compute what a `StepInput` describes, and know nothing of requests.
+
+`launch` prepares a step and starts it, and reads nothing back from the device; `collect` waits for its tokens. Sampled
+tokens stay on the device in `last_token`, one per row of the page table. So the host can prepare and launch the next
+step while the device still computes this one. Explained in chapter 07.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from mini_engine.attention.backend import AttentionBackend
+from mini_engine.attention.levels import Level
+from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, upload_levels
+from mini_engine.config import EngineConfig
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeGraphs
+from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.models.base import LanguageModel
+from mini_engine.sampling import SAMPLING_DTYPE, SamplingBatch
+from mini_engine.step_input import AdmittedRows, SampledTokens, StepInput
+from mini_engine.transfer import keep_tokens, to_device
+
+if TYPE_CHECKING:
+    from mini_engine.kernels.persistent_decode import PersistentDecode
+    from mini_engine.parts import Parts
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A step that has been launched but not collected.
+
+    Attributes:
+        tokens: [R] the sampled tokens on the host, valid after `done`.
+        done: event recorded after the step on a GPU; None on a CPU, where the step has already ended.
+    """
+
+    tokens: Int[Tensor, " R"]
+    done: torch.cuda.Event | None
+
+
+class LocalExecutor:
+    """Runs the model over the paged KV cache of one device, one step at a time.
+
+    Args:
+        model: the model.
+        backend: its attention.
+        cache: its KV cache.
+        config: the engine's options, with every default resolved.
+        graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
+        persistent: computes a captured step of one request instead of the model; None if the model does.
+        parts: the engine's replaceable parts.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        cache: PagedKVCache,
+        config: EngineConfig,
+        *,
+        graph_sizes: Sequence[int],
+        persistent: "PersistentDecode | None",
+        parts: "Parts",
+    ) -> None:
+        assert config.max_model_len and config.pipeline_depth is not None
+        self.model, self.backend, self.cache = model, backend, cache
+        self._sample, self._persistent = parts.sample, persistent
+        self._device = model.device
+        self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
+        self._graphs = DecodeGraphs(
+            graph_sizes,
+            self._decode,
+            self._plan_decode,
+            page_size=cache.page_size,
+            pages_per_row=-(-config.max_model_len // config.page_size),
+            padding_page=cache.num_pages - 1,
+            num_buffers=config.pipeline_depth + 1,
+            device=self._device,
+            pad=parts.pad_decodes,
+        )
+        # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
+        self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
+        self._num_launched = 0
+        self._sampler = RowSampling(config.max_batch_size, model.config.vocab_size, self._device)
+        self._host_levels: tuple[Level, ...] = ()
+        self._levels: tuple[PrefixLevel, ...] = ()
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> Ticket:
+        """Start a step; it reads nothing back from the device."""
+        if len(step.copies):
+            self.cache.copy_pages([(int(old), int(new)) for old, new in step.copies])
+        self._sampler.enter(step.admitted)
+        rows = step.sampling_rows
+        sampling = self._sampler.batch(rows) if len(rows) else None
+        size = self._graph_size(step, sampling)
+        graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
+        batch = self._build(step, size)
+        if graph and sampling:
+            tokens = self._graphs.run(graph, batch, sampling)[: len(rows)]
+        else:
+            hidden = self._forward(batch)
+            tokens = self._sample_tokens(hidden, batch, sampling) if sampling else self._last_token[:0]
+        return self._keep(tokens)
+
+    def collect(self, ticket: Ticket) -> SampledTokens:
+        """Wait for a step and return the tokens that it sampled."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        tokens = ticket.tokens.numpy()
+        return SampledTokens(tokens[:, None], np.ones(len(tokens), dtype=np.int64))
+
+    @torch.inference_mode()
+    def hidden_states(self, step: StepInput) -> Float[Tensor, "T hidden"]:
+        """Compute a step that samples nothing, and return the final hidden state of each of its tokens."""
+        return self._forward(self._build(step, None))
+
+    def capture(self) -> None:
+        """Capture all CUDA graphs now, rather than when a step first needs them."""
+        for size in reversed(self._graphs.sizes):  # smaller graphs fit into the memory of the largest
+            self._graphs.get(size)
+
+    def reset(self) -> None:
+        """Wait for the device to finish, then forget the requests of earlier steps."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._sampler.reset()
+        for buffers in (*self._buffers, *self._graphs.buffers):
+            buffers.forget()
+
+    def _graph_size(self, step: StepInput, sampling: SamplingBatch | None) -> int | None:
+        """Return the size of the graph that can run a step; None if there is none.
+
+        Every request decodes one token. No graph runs a step with filters or penalties, with queries that are rotated
+        for chunks, or with a level of many groups.
+        """
+        if not step.is_decode or sampling is None or sampling.filters or sampling.seen is not None:
+            return None
+        if any(level.query_offsets is not None for level in step.levels):
+            return None
+        if any(level.padded_groups > MAX_GROUPS for level in self._upload(step)):
+            return None
+        return self._graphs.size_for(len(step.rows))
+
+    def _upload(self, step: StepInput) -> tuple[PrefixLevel, ...]:
+        """Return the levels of a step on the device; the same object while they are unchanged."""
+        if step.levels is not self._host_levels:
+            self._levels = upload_levels(step.levels, self._device) if step.levels else ()
+            self._host_levels = step.levels
+        return self._levels
+
+    def _build(self, step: StepInput, graph_size: int | None) -> StepBatch:
+        num_requests = len(step.rows)
+        arrays = {
+            "token_ids": step.token_ids,
+            "kv_lens": step.kv_lens,
+            "pages": step.pages,
+            "token_source": step.token_source,
+            "page_positions": step.page_positions,
+        }
+        if graph_size and graph_size > num_requests:
+            arrays = self._graphs.pad(arrays, graph_size)
+        self._num_launched += 1
+        buffers = self._graphs.buffers if graph_size else self._buffers
+        all_sample = np.count_nonzero(step.num_logits == 1) == num_requests
+        return StepBatch.build(
+            **arrays,
+            num_new=step.num_new if len(step.token_ids) > num_requests else None,
+            page_size=self.cache.page_size,
+            num_logits=None if all_sample else step.num_logits,
+            levels=self._upload(step),
+            page_capacity=self._graphs.page_capacity(graph_size) if graph_size else None,
+            into=buffers[self._num_launched % len(buffers)],
+        )
+
+    def _forward(self, batch: StepBatch) -> Float[Tensor, "T hidden"]:
+        self.backend.plan(batch)
+        return self.model(batch.feed(self._last_token), batch.positions, self.backend)
+
+    def _plan_decode(self, batch: StepBatch) -> None:
+        """Prepare a step that a CUDA graph replays."""
+        if not (self._persistent and batch.num_sequences == 1):
+            self.backend.plan(batch)
+
+    def _decode(self, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
+        """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
+        if self._persistent and batch.num_sequences == 1:
+            logits = self._persistent(batch, self._last_token)
+        else:
+            logits = self.model.compute_logits(self.model(batch.feed(self._last_token), batch.positions, self.backend))
+        return self._sample(logits, sampling)
+
+    def _sample_tokens(self, hidden: Tensor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " R"]:
+        """Sample one token for each row."""
+        if batch.logit_rows.shape[0] < batch.num_tokens:
+            hidden = hidden[batch.logit_rows]
+        sampling.positions = batch.sampled_positions
+        tokens = self._sample(self.model.compute_logits(hidden), sampling)
+        self._sampler.add(tokens)
+        return tokens
+
+    def _keep(self, tokens: Int[Tensor, " R"]) -> Ticket:
+        """Write sampled tokens to `last_token`, and start copying them to the host."""
+        on_gpu = tokens.is_cuda
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens
+        if len(tokens):
+            keep_tokens(tokens, self._sampler.rows, self._last_token, host)
+        if not on_gpu:
+            return Ticket(host, None)
+        done = torch.cuda.Event()
+        done.record()
+        return Ticket(host, done)
+
+
+class RowSampling:
+    """The sampler's state of every row: its parameters, and the tokens that it has seen if a penalty needs them.
+
+    Args:
+        max_rows: rows of the page table.
+        vocab_size: tokens of the vocabulary.
+        device: device of the logits.
+
+    Attributes:
+        rows: [R] on the device. The rows of the last `batch`.
+    """
+
+    rows: Int[Tensor, " R"]
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device, self._vocab_size = device, vocab_size
+        self._columns = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
+        self._seeds = np.zeros(max_rows, dtype=np.int64)
+        self._seen: Bool[Tensor, "rows V"] | None = None
+        self._true = torch.ones((), dtype=torch.bool, device=device)  # copying one to the device would wait for it
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last batch."""
+        self._batch: SamplingBatch | None = None
+        self._batch_rows = b""
+
+    def enter(self, admitted: AdmittedRows) -> None:
+        """Store the parameters of rows that begin."""
+        if not len(admitted.rows):
+            return
+        self._batch = None
+        self._columns[admitted.rows], self._seeds[admitted.rows] = admitted.sampling, admitted.seeds
+        for row, token_ids in zip(admitted.rows.tolist(), admitted.token_ids, strict=True):
+            if len(token_ids):
+                if self._seen is None:
+                    size = len(self._seeds), self._vocab_size
+                    self._seen = torch.zeros(size, dtype=torch.bool, device=self._device)
+                self._seen[row] = False
+                self._seen[row, self._upload(token_ids).long()] = self._true
+
+    def batch(self, rows: Int64[np.ndarray, " R"]) -> SamplingBatch:
+        """Return the sampler's arguments for some rows; they are uploaded unless the last step had the same rows."""
+        if self._batch is None or self._batch_rows != rows.tobytes():
+            columns = self._columns[rows]
+            penalized = rows[columns["repetition_penalty"] != 1]
+            seen = None if self._seen is None or not len(penalized) else self._seen[self._upload(penalized)]
+            self._batch = SamplingBatch.build(columns, self._seeds[rows], np.zeros_like(rows), seen, self._device)
+            self.rows, self._batch_rows = self._upload(rows), rows.tobytes()
+        elif self._batch.seen is not None and self._seen is not None:
+            self._batch.seen = self._seen[self.rows[self._batch.penalized_rows]]
+        return self._batch
+
+    def add(self, token_ids: Int[Tensor, " R"]) -> None:
+        """Mark the tokens that the rows of the last batch sampled."""
+        if self._seen is not None:
+            self._seen[self.rows, token_ids] = self._true
+
+    def _upload(self, array: Int[np.ndarray, " n"]) -> Int[Tensor, " n"]:
+        """Copy an array to the device from pinned memory: a copy from other memory waits for the steps before it."""
+        return to_device({"array": array}, self._device)["array"]

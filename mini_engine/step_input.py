@@ -1,0 +1,165 @@
+"""`StepInput`: everything that the device needs to know about a step, as plain numpy arrays.
+
+The core writes one for each step, and an executor reads it. So a list of them can be recorded and replayed on another
+executor, or sent to another process. Explained in chapter 07.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
+
+from mini_engine.attention.levels import Level
+from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.request import Running
+from mini_engine.sampling import SAMPLING_DTYPE
+from mini_engine.scheduler import Schedule
+
+NO_COPIES = np.zeros((0, 2), dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class AdmittedRows:
+    """What the sampler needs to know about the requests that a step admits.
+
+    Attributes:
+        rows: [A] rows that they occupy from now on.
+        sampling: [A] their sampling parameters, records of SAMPLING_DTYPE.
+        seeds: [A] their seeds.
+        token_ids: their tokens so far, empty if no penalty needs them.
+    """
+
+    rows: Int64[np.ndarray, " A"]
+    sampling: np.ndarray
+    seeds: Int64[np.ndarray, " A"]
+    token_ids: tuple[Int32[np.ndarray, " n"], ...]
+
+
+NO_ROWS = AdmittedRows(np.zeros(0, dtype=np.int64), np.zeros(0, SAMPLING_DTYPE), np.zeros(0, dtype=np.int64), ())
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """One step: B requests, T new tokens in all, decodes first.
+
+    Attributes:
+        rows: [B] row of each request.
+        num_new: [B] number of its new tokens.
+        num_logits: [B] number of its last tokens that need logits: 0 in the middle of a prompt.
+        kv_lens: [B] keys in its pages after the step.
+        num_computed: [B] its tokens whose keys exist after the step, including those that are in no page of its own.
+        token_ids: [T] the new tokens, request by request.
+        token_source: [T] row whose last sampled token is this token, or -1 if `token_ids` has it; None: all -1.
+        pages: [P] pages of all requests, in order of position.
+        page_positions: [P] position of each page's first key; None while every request has all its pages.
+        admitted: the requests that were admitted for this step.
+        copies: [C, 2] pairs of pages; the first is copied to the second before the step writes.
+        levels: prefixes and chunks that requests share; see `StepBatch`. The same object while they are unchanged.
+    """
+
+    rows: Int64[np.ndarray, " B"]
+    num_new: Int64[np.ndarray, " B"]
+    num_logits: Int64[np.ndarray, " B"]
+    kv_lens: Int64[np.ndarray, " B"]
+    num_computed: Int64[np.ndarray, " B"]
+    token_ids: Int32[np.ndarray, " T"]
+    token_source: Int64[np.ndarray, " T"] | None
+    pages: Int32[np.ndarray, " P"]
+    page_positions: Int64[np.ndarray, " P"] | None
+    admitted: AdmittedRows
+    copies: Int[np.ndarray, "C 2"]
+    levels: tuple[Level, ...]
+
+    @property
+    def samples(self) -> Bool[np.ndarray, " B"]:
+        """Which requests sample a token."""
+        return self.num_logits > 0
+
+    @property
+    def sampling_rows(self) -> Int64[np.ndarray, " R"]:
+        """The rows that sample a token."""
+        return self.rows if np.count_nonzero(self.num_logits) == len(self.rows) else self.rows[self.samples]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes one token and samples the next."""
+        return len(self.token_ids) == len(self.rows) == int(np.count_nonzero(self.num_logits))
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """The tokens of a step, for each of its `sampling_rows`.
+
+    Attributes:
+        tokens: [R, K] the sampled tokens; the entries of row r after the first `counts[r]` are arbitrary.
+        counts: [R] number of tokens of each row.
+    """
+
+    tokens: Int64[np.ndarray, "R K"]
+    counts: Int64[np.ndarray, " R"]
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Computes steps in the order in which they are launched."""
+
+    def launch(self, step: StepInput) -> Any:
+        """Start a step without waiting for it, and return a ticket for `collect`."""
+
+    def collect(self, ticket: Any) -> SampledTokens:
+        """Wait for a launched step and return its tokens."""
+
+    def reset(self) -> None:
+        """Wait until nothing runs any more, then forget the rows of earlier steps."""
+
+
+def build_step_input(schedule: Schedule, running: Running, page_table: PageTable) -> StepInput:
+    """Collect the arrays of a step, without a loop over its requests.
+
+    Args:
+        schedule: the step, with at least one request.
+        running: the columns of the running requests.
+        page_table: their pages.
+    """
+    rows, num_new, size = schedule.rows, schedule.num_new, page_table.page_size
+    num_computed = running.num_computed[rows] + num_new
+    kv_lens, token_rows, positions, page_positions = num_computed, rows, num_computed - 1, None
+    if schedule.num_tokens > len(rows):
+        token_rows = rows.repeat(num_new)
+        positions = np.arange(schedule.num_tokens) + (num_computed - num_new.cumsum()).repeat(num_new)
+    if running.has_evicted:
+        kv_lens = num_computed - running.num_evicted[rows]
+    page_counts = (kv_lens + (size - 1)) // size
+    if running.has_evicted and np.count_nonzero(kv_lens < num_computed):
+        index = np.arange(page_counts.sum()) - (page_counts.cumsum() - page_counts).repeat(page_counts)
+        page_positions = (num_computed - kv_lens).repeat(page_counts) + index * size
+    on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
+    pages = page_table.pages_of(rows, page_counts)
+    return StepInput(
+        rows=rows,
+        num_new=num_new,
+        # A request in the middle of its prompt has uncomputed tokens left, and samples none.
+        num_logits=(num_computed == running.num_scheduled[rows]).astype(np.int64),
+        kv_lens=kv_lens,
+        num_computed=num_computed,
+        token_ids=running.tokens[token_rows, positions],
+        token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
+        pages=pages.copy() if len(rows) == 1 else pages,  # of one row it is a view, which the next step changes
+        page_positions=page_positions,
+        admitted=_admitted(schedule, running),
+        copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
+        levels=schedule.levels,
+    )
+
+
+def _admitted(schedule: Schedule, running: Running) -> AdmittedRows:
+    if not schedule.admitted:
+        return NO_ROWS
+    rows = np.array([running.row_of(request) for request in schedule.admitted], dtype=np.int64)
+    sampling = running.sampling[rows]
+    tokens = [
+        running.tokens[row, : running.num_known[row]] if penalty != 1 else running.tokens[row, :0]
+        for row, penalty in zip(rows.tolist(), sampling["repetition_penalty"].tolist(), strict=True)
+    ]
+    return AdmittedRows(rows, sampling, running.seed[rows], tuple(own.copy() for own in tokens))

@@ -1,0 +1,53 @@
+"""An executor without a model: each token is a hash of all tokens that the request's pages hold.
+
+A key is the number of its token, so a wrong page, a wrong position, or a lost copy shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mini_engine.step_input import SampledTokens, StepInput
+
+VOCAB_SIZE = 50
+
+
+def next_token(token_ids: np.ndarray) -> int:
+    """The token that follows some tokens."""
+    return hash(np.asarray(token_ids, dtype=np.int64).tobytes()) % VOCAB_SIZE
+
+
+class FakeExecutor:
+    """Executes steps in order, in numpy; a ticket is the step's tokens, which a real device would not know yet."""
+
+    def __init__(self, num_pages: int, page_size: int, max_rows: int) -> None:
+        self.page_size = page_size
+        self.cache = np.full((num_pages, page_size), -1, dtype=np.int64)
+        self.last_token = np.full(max_rows, -1, dtype=np.int64)
+        self.num_launched = self.num_reset = 0
+
+    def launch(self, step: StepInput) -> np.ndarray:
+        self.num_launched += 1
+        for old, new in step.copies:
+            self.cache[new] = self.cache[old]
+        token_ids = step.token_ids.astype(np.int64)
+        if step.token_source is not None:
+            token_ids = np.where(step.token_source >= 0, self.last_token[step.token_source], token_ids)
+        # All keys of a step are written before any is read.
+        ends = (-(-step.kv_lens // self.page_size)).cumsum()
+        pages = np.split(step.pages, ends[:-1])
+        for own, new, kv_len in zip(pages, np.split(token_ids, step.num_new.cumsum()[:-1]), step.kv_lens, strict=True):
+            index = np.arange(kv_len - len(new), kv_len)
+            self.cache[own[index // self.page_size], index % self.page_size] = new
+        keys = [self.cache[own].reshape(-1)[:kv_len] for own, kv_len in zip(pages, step.kv_lens, strict=True)]
+        assert all((own >= 0).all() for own in keys), "a key that was never written"
+        tokens = [next_token(own) for own, num_logits in zip(keys, step.num_logits, strict=True) if num_logits]
+        sampled = np.array(tokens, dtype=np.int64)
+        self.last_token[step.sampling_rows] = sampled
+        return sampled
+
+    def collect(self, ticket: np.ndarray) -> SampledTokens:
+        return SampledTokens(ticket[:, None], np.ones(len(ticket), dtype=np.int64))
+
+    def reset(self) -> None:
+        self.num_reset += 1

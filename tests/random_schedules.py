@@ -1,0 +1,142 @@
+"""Run the core on random schedules: `python -m tests.random_schedules NUMBER`.
+
+Random arrivals, aborts, ends, chunked prompts, shared prefixes, failed steps, and pools so small that requests are
+preempted, at pipeline depths 0 and 1. Each request must get the tokens that it gets alone, and no page may leak.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import dataclass
+
+from mini_engine.core import Core
+from mini_engine.parts import Parts
+from mini_engine.recovery import Recovery
+from mini_engine.request import Request
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler import Scheduler
+from mini_engine.step_input import SampledTokens, StepInput
+from tests.fake_executor import VOCAB_SIZE, FakeExecutor, next_token
+
+MAX_ROWS = 5
+PARAMS = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Seen:
+    """What the schedules have held."""
+
+    preemptions: int = 0
+    shared_tokens: int = 0
+    late_ends: int = 0
+
+
+class FailingExecutor(FakeExecutor):
+    """Fails at one of its launches or collects."""
+
+    def __init__(self, *sizes: int, fails_at: int) -> None:
+        super().__init__(*sizes)
+        self.fails_in = fails_at
+
+    def launch(self, step: StepInput):
+        self._count()
+        return super().launch(step)
+
+    def collect(self, ticket) -> SampledTokens:
+        self._count()
+        return super().collect(ticket)
+
+    def _count(self) -> None:
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise RuntimeError("the device reports an error")
+
+
+def alone(prompt: list[int], max_len: int, end_token_ids: tuple[int, ...]) -> list[int]:
+    """The tokens of a request, computed without an engine."""
+    tokens = list(prompt)
+    while len(tokens) < max_len:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in end_token_ids:
+            break
+    return tokens
+
+
+def check(seed: int, depth: int, seen: Seen) -> None:
+    """Serve random requests, and compare each with itself alone."""
+    rng = random.Random(seed)
+    page_size, max_len = rng.choice([1, 2, 4]), rng.randint(5, 12)
+    num_pages = -(-max_len // page_size) + rng.randint(0, 6)
+    fails_at = rng.randint(1, 9) if rng.random() < 0.1 else 0
+    executor = FailingExecutor(num_pages, page_size, MAX_ROWS, fails_at=fails_at)
+    table = Parts().page_table
+
+    def new_scheduler() -> Scheduler:
+        return Scheduler(
+            table(num_pages, page_size, MAX_ROWS, -(-max_len // page_size)), max_model_len=max_len,
+            max_num_batched_tokens=budget, window=None, prefix_sharing=shares, parts=Parts(),
+        )  # fmt: skip
+
+    budget, shares = rng.randint(MAX_ROWS, 16), rng.random() < 0.7
+    recovery = Recovery(Core(executor, new_scheduler), depth)
+    core, requests, arrivals, aborts = recovery.core, [], [], {}
+    for i in range(rng.randint(1, 5)):
+        stem = list(rng.choice(requests).prompt_token_ids) if requests and rng.random() < 0.5 else []
+        prompt = stem[: rng.randint(0, len(stem))]
+        prompt += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(not prompt, max(1, max_len - 2 - len(prompt))))]
+        prompt = prompt[: max_len - 1]
+        limit = rng.randint(len(prompt) + 1, max_len)
+        ends = tuple(rng.sample(range(VOCAB_SIZE), 3))
+        requests.append(Request(f"{seed} {i}", prompt, PARAMS, 0, limit, ends, i))
+        arrivals.append(rng.randint(0, 4))
+        if rng.random() < 0.1:
+            aborts[i] = rng.randint(0, 8)
+    arrivals.sort()
+    collected: dict[Request, int] = {}
+    step = 0
+    while core.requests or any(at >= step for at in arrivals):
+        for request, at in zip(requests, arrivals, strict=True):
+            if at == step:
+                recovery.add(request)
+        for i, at in aborts.items():
+            if at == step and requests[i].request_id in core.requests:
+                core.end(requests[i], "abort")
+        launched = recovery.step()
+        seen.preemptions += len(launched.schedule.preempted)
+        seen.shared_tokens += launched.schedule.num_shared
+        for sampled_by, _ in core.sampled:
+            for request in sampled_by:
+                collected[request] = collected.get(request, 0) + 1
+        core.sampled = []
+        step += 1
+        assert step < 2000, "stuck"
+    for request in requests:
+        want = alone(request.prompt_token_ids, request.max_len, request.end_token_ids)
+        if request.finish_reason == "abort":
+            assert request.token_ids == want[: len(request.token_ids)]
+        else:
+            assert request.error is None and request.token_ids == want, (request.token_ids, want)
+            assert collected[request] == len(request.output_token_ids)
+            seen.late_ends += depth and request.finish_reason == "stop"
+    pages, tree = core.scheduler.page_table, core.scheduler.prefix_tree
+    if tree is not None:
+        tree.evict(pages.num_pages)
+    assert pages.num_free_pages == pages.num_pages and pages.num_free_rows == MAX_ROWS, "a page or a row leaks"
+
+
+def main(number: int) -> None:
+    logging.disable(logging.WARNING)
+    seen = Seen()
+    for seed in range(number):
+        try:
+            check(seed, seed % 2, seen)
+        except BaseException:
+            print(f"schedule {seed}", file=sys.stderr)
+            raise
+    print(number, seen.preemptions, seen.shared_tokens, seen.late_ends)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -147,7 +147,7 @@ class DecodeGraphs:
         # A CPU computes a step while it is launched.
         self.buffers = [StepBuffers(device, self._memory) for _ in range(num_buffers if on_gpu else 1)]
         # Shared, although the graphs are replayed in any order: replays do not overlap, no graph reads what another one
-        # has left in the pool, and the tokens of a step are copied out before the next replay (`ModelRunner.launch`).
+        # has left in the pool, and the tokens of a step are copied out before the next replay (`LocalExecutor.launch`).
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def size_for(self, num_requests: int) -> int | None:

@@ -54,7 +54,7 @@ def test_recorded_steps_replay_on_another_executor(attn_backend: str, depth: int
     """The arrays of a step are all that an executor needs: prompts in chunks, shared pages, preemption, penalties."""
     model = double_model("qwen3")
     options = {
-        "attn_backend": attn_backend, "num_pages": 14, "page_size": 4, "max_batch_size": 3, "pipeline_depth": depth,
+        "attn_backend": attn_backend, "num_pages": 9, "page_size": 4, "max_batch_size": 3, "pipeline_depth": depth,
         "max_num_batched_tokens": 6, "prefix_sharing": True,
     }  # fmt: skip
     engine, other = make_engine(model, **options), make_engine(model, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_engine.attention.cascade import usable_levels
 from mini_engine.batch import StepBatch
 from mini_engine.decode_graphs import DecodeGraphs
 
@@ -21,5 +20,5 @@ def test_a_graph_is_captured_with_the_levels_of_its_replays(groups: tuple[int, .
     graphs.get(4, groups)
     [batch] = planned
     assert batch.num_sequences == 4 and batch.page_capacity == 12
-    assert tuple(level.padded_groups for level in usable_levels(batch)) == groups
+    assert tuple(level.padded_groups for level in batch.levels) == groups
     assert all(int(level.qo_indptr[-1]) == 4 for level in batch.levels)

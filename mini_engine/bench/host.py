@@ -134,6 +134,6 @@ def step_us(engine: LLMEngine, num_steps: int = TIMED_STEPS) -> float:
     return statistics.median(times) * 1e6
 
 
-def _replay_nothing(runner: ModelRunner, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
+def _replay_nothing(executor: LocalExecutor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
     """Return a token for each request without computing anything: its number in the batch."""
     return torch.arange(batch.num_sequences)

@@ -18,7 +18,7 @@ from mini_engine.attention.backend import AttentionBackend
 from mini_engine.attention.levels import Level
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, upload_levels
 from mini_engine.config import EngineConfig
-from mini_engine.decode_graphs import MAX_GROUPS, DecodeGraphs
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
 from mini_engine.sampling import SAMPLING_DTYPE, SamplingBatch
@@ -156,7 +156,7 @@ class LocalExecutor:
 
     def _build(self, step: StepInput, graph_size: int | None) -> StepBatch:
         num_requests = len(step.rows)
-        arrays = {
+        arrays: DecodeArrays = {
             "token_ids": step.token_ids,
             "kv_lens": step.kv_lens,
             "pages": step.pages,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from mini_engine.batch import StepBatch
 from mini_engine.engine import LLMEngine
 from mini_engine.models.base import CausalLM
 from mini_engine.observe.metrics import Metrics, weight_bytes_per_step
@@ -19,19 +18,24 @@ from mini_engine.request import Request
 from mini_engine.roofline import Machine
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Schedule
+from mini_engine.step_input import NO_COPIES, NO_ROWS, StepInput
 from tests.helpers import GREEDY, double_model, make_engine, make_text_engine
 from tests.models.families import our_model, transformers_model
 
 
 def report(num_new: list[int], kv_lens: list[int], seconds: float) -> StepReport:
     """A step of requests, each with one page; a token's keys and values take 100 bytes."""
-    tokens, lens = [0] * sum(num_new), np.array(kv_lens)
-    batch = StepBatch.build(token_ids=tokens, num_new=num_new, kv_lens=lens, pages=range(len(lens)), page_size=16)
+    lens, rows = np.array(kv_lens), np.arange(len(kv_lens))
+    step = StepInput(
+        rows=rows, num_new=np.array(num_new), num_logits=np.ones_like(rows), kv_lens=lens, num_computed=lens,
+        token_ids=np.zeros(sum(num_new), dtype=np.int32), token_source=None, pages=rows.astype(np.int32),
+        page_positions=None, admitted=NO_ROWS, copies=NO_COPIES, levels=(),
+    )  # fmt: skip
     requests = [
         Request(str(i), [5], SamplingParams(), seed=0, max_len=9, end_token_ids=(), arrival=i) for i in range(len(lens))
     ]
-    schedule = Schedule(np.arange(len(lens)), np.array(num_new), sum(num_new))
-    return StepReport(schedule, requests, lens, batch, [], np.zeros(0, dtype=np.int64), [], 0.0, seconds, 100)
+    schedule = Schedule(rows, np.array(num_new), sum(num_new))
+    return StepReport(schedule, requests, step, [], np.zeros(0, dtype=np.int64), [], 0.0, seconds, 100)
 
 
 def rows_of(metrics: Metrics, model: CausalLM, engine: LLMEngine) -> dict[str, str]:
@@ -111,7 +115,7 @@ def test_the_time_of_a_step_that_only_collects_counts() -> None:
     """At depth 1 the last call launches nothing."""
     metrics = Metrics()
     nothing = np.zeros(0, dtype=np.int64)
-    last = StepReport(Schedule(nothing, nothing, 0), [], nothing, None, [], nothing, [], 0.0, 0.75, 100)
+    last = StepReport(Schedule(nothing, nothing, 0), [], None, [], nothing, [], 0.0, 0.75, 100)
     for step in (report([1], [6], 0.25), last):
         metrics.add(Piece(0, "", 1, None, step))
     assert metrics.decode_rate == 1 / 1.0

@@ -127,7 +127,7 @@ def test_recording_does_not_read_the_queue():
             return Watched(self)
 
     def on_step(engine, report):
-        requests, engine.requests = engine.requests, Requests(engine.requests)
+        requests, engine.core.requests = engine.requests, Requests(engine.requests)
         trace.record(engine, report)
         engine.requests = requests
 

@@ -200,15 +200,14 @@ def _plan_groups(batch: StepBatch, level: PrefixLevel, before: Int64[np.ndarray,
             depends on these positions, and chunks do not support ALiBi.
     """
     first_token, first_page = level.qo_indptr.tolist(), level.kv_page_indptr.tolist()
-    first_request = np.searchsorted(batch.qo_indptr.numpy(), level.qo_indptr.numpy()[:-1])
-    starts = (before[first_request] * batch.page_size).tolist()
+    last_page_lens, qo_indptr = level.kv_last_page_len.tolist(), batch.qo_indptr.numpy()
     plans = []
-    for g, last_page_len in enumerate(level.kv_last_page_len.tolist()):
+    # Groups of padding have no pages, and may begin after the last request.
+    for g in np.flatnonzero(np.diff(level.kv_page_indptr.numpy())).tolist():
         tokens, entries = slice(*first_token[g : g + 2]), slice(*first_page[g : g + 2])
-        if entries.stop == entries.start:
-            continue
-        num_keys = (entries.stop - entries.start - 1) * batch.page_size + last_page_len
-        key_positions = torch.arange(starts[g], starts[g] + num_keys, device=batch.positions.device)
+        num_keys = (entries.stop - entries.start - 1) * batch.page_size + last_page_lens[g]
+        start = int(before[np.searchsorted(qo_indptr, tokens.start)]) * batch.page_size
+        key_positions = torch.arange(start, start + num_keys, device=batch.positions.device)
         slots = keys_of_pages(level.kv_page_indices[entries].long() * batch.page_size, batch.page_size, num_keys)
         plans.append(SequencePlan(tokens, slots, batch.positions[tokens], key_positions, {None: None}))
     return plans

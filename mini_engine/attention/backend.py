@@ -1,4 +1,4 @@
-"""The interface of an attention backend, and the registry of all backends.
+"""The interface of an attention backend, the registry of all backends, and the choice of one.
 
 A backend is one way to compute attention over the KV cache. It is built once, from the specs of all layers and the
 cache. In each step the engine calls `plan(batch)`, and then the model calls the backend itself once in each layer.
@@ -8,39 +8,57 @@ Explained in chapter 04.
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mini_engine.attention.levels import LevelPlanner
+from mini_engine.kernels.nvcc import has_nvcc
 
 
 @runtime_checkable
-class KVCache(Protocol):
-    """The KV cache, as a backend sees it.
+class CacheFormat(Protocol):
+    """How a KV cache stores keys and values: all that decides which backends accept it.
 
     Attributes:
-        layers: for each KV layer its (k, v), each [pages, *layout].
         page_size: tokens that fit in one page.
         layout: order of a page's axes, "NHD" or "HND".
         dtype: dtype of keys and values, except in layers whose spec sets `kv_dtype`.
         device: the device that holds them.
     """
 
-    layers: list[tuple[Tensor, Tensor]]
     page_size: int
     layout: str
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass
+class PlannedCache:
+    """The format of a cache that has not been built yet. See `CacheFormat`."""
+
+    page_size: int
+    layout: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+@runtime_checkable
+class KVCache(CacheFormat, Protocol):
+    """The KV cache, as a backend sees it.
+
+    Attributes:
+        layers: for each KV layer its (k, v), each [pages, *layout].
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
 
 
 @runtime_checkable
@@ -78,7 +96,7 @@ class AttentionBackend(ABC):
     """
 
     bypasses: ClassVar[frozenset[str]]
-    planner: "LevelPlanner | None" = None
+    planner: Any = None
     captures: ClassVar[bool] = False
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
@@ -123,8 +141,11 @@ class BackendInfo:
         kv_dtypes: dtypes other than the model's in which keys and values may be stored.
         architectures: major compute capabilities of the GPUs that it runs on; None: any.
         features: the FEATURES that the backend implements.
-        sizes: returns why it refuses the sizes of a layer's heads or of the cache's pages, or None.
+        sizes: returns why it refuses a layer or the size of the cache's pages, or None.
         package: a package that must be installed, also the name of the engine's extra that installs it.
+        page_size: the default page size.
+        decodes: "module:class" of the kernels that compute the decodes of a `PagedBackend`; None for other backends.
+        levels: whether a `PagedBackend` computes shared prefixes once, as levels of a cascade.
         on_cuda: the backend of the same name on a GPU, if it is another class.
     """
 
@@ -135,17 +156,60 @@ class BackendInfo:
     kv_dtypes: tuple[torch.dtype, ...] = WIDE
     architectures: tuple[int, ...] | None = None
     features: frozenset[str] = FEATURES - {"kv_scales"}
-    sizes: Callable[[AttentionSpec, KVCache], Refusal | None] = lambda spec, cache: None
+    sizes: Callable[[AttentionSpec, CacheFormat], Refusal | None] = lambda spec, cache: None
     package: str | None = None
+    page_size: int = 128
+    decodes: str | None = None
+    levels: bool = False
     on_cuda: "BackendInfo | None" = None
 
     def on(self, device_type: str) -> "BackendInfo":
         """Return the backend of this name on a type of device."""
         return self.on_cuda if self.on_cuda and device_type == "cuda" else self
 
+    def refusal(self, specs: Sequence[AttentionSpec], cache: CacheFormat) -> Refusal | None:
+        """Return why the backend does not accept the layers, the cache or the machine; None if it does."""
+        if cache.device.type not in self.devices:
+            return f"does not run on {cache.device.type!r}", f"device={self.devices[0]!r}"
+        if self.package and find_spec(self.package) is None:
+            return f"needs the package {self.package} (pip install 'mini-engine[{self.package}]')", None
+        if self.architectures:
+            major, _ = torch.cuda.get_device_capability(cache.device)
+            if major not in self.architectures:
+                wanted = ", ".join(map(str, self.architectures))
+                names = "Hopper" if self.architectures == (9,) else "Hopper or Blackwell"
+                return f"needs a GPU of compute capability {wanted} ({names}), not {major}", None
+        if cache.layout not in self.layouts:
+            return f"reads pages in layout {self.layouts[0]}, not {cache.layout}", f"kv_layout={self.layouts[0]!r}"
+        for spec in specs:
+            if refusal := self.sizes(spec, cache):
+                return refusal
+            for feature in sorted(FEATURES - self.features):
+                if getattr(spec, feature) is not None:
+                    return f"does not implement {feature}, which layer {spec.layer} sets", None
+            if spec.kv_dtype not in (None, cache.dtype, *self.kv_dtypes):
+                return f"does not read keys in {spec.kv_dtype}", "kv_cache_dtype='auto'"
+            if cache.dtype not in self.dtypes:
+                return f"does not read keys in {cache.dtype}", "dtype='bfloat16'"
+        if self.decodes and not any(pkgutil.resolve_name(self.decodes).computes(spec, cache) for spec in specs):
+            return (
+                "has a decode kernel that supports none of the model's layers",
+                None,
+            )
+        return None
 
-def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+    def create(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> AttentionBackend:
+        """Build the backend."""
+        backend = pkgutil.resolve_name(self.path)
+        if self.decodes is None:
+            return backend(specs, cache, parts)
+        return backend(specs, cache, parts, decodes=pkgutil.resolve_name(self.decodes), levels=self.levels)
+
+
+def _flex_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
     on_gpu, size = cache.device.type == "cuda", cache.page_size
+    if on_gpu and find_spec("triton") is None:
+        return "needs the package triton, which comes with PyTorch for CUDA", None
     if size % 128 if on_gpu else size > 64 and size % 16:
         pages = "a page_size that is a multiple of 128 on a GPU, and at most 64 or a multiple of 16 on a CPU"
         return f"needs {pages}, not {size}", "page_size=128"
@@ -154,70 +218,107 @@ def _flex_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
     return None
 
 
-def _flashinfer_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
-    if spec.head_dim in (64, 128, 256):
-        return None
-    return f"needs heads of size 64, 128 or 256, not {spec.head_dim}", None
+def _flashinfer_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
+    if spec.head_dim not in (64, 128, 256):
+        return f"needs heads of size 64, 128 or 256, not {spec.head_dim}", None
+    if slopes := spec.alibi_slopes:
+        differ = any(abs(a - b) > 1e-6 for a, b in zip(slopes, alibi_slopes(len(slopes)).tolist(), strict=True))
+        if differ or spec.softcap is not None:
+            return f"has ALiBi only with the slopes of Press et al. and no soft-cap, unlike layer {spec.layer}", None
+    return None
 
 
-def _trtllm_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+def _trtllm_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
     if cache.page_size not in (16, 32, 64, 128):
         return f"needs pages of 16, 32, 64 or 128 tokens; page_size is {cache.page_size}", "page_size=16"
-    if spec.group > 32:
-        return f"takes up to 32 query heads for each KV head, not {spec.group}", None
     return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 
-def _flash_decoding_sizes(spec: AttentionSpec, cache: KVCache) -> Refusal | None:
+def _flash_decoding_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
     if cache.page_size % 16:
         return f"needs a page_size that is a multiple of 16, not {cache.page_size}", "page_size=16"
+    if not has_nvcc():
+        return "needs nvcc of the CUDA toolkit to compile its kernel", None
     return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 
-# What FlashInfer's kernels accept.
-ON_FLASHINFER: dict[str, Any] = {
-    "layouts": ("NHD", "HND"),
-    "devices": ("cuda",),
-    "dtypes": (torch.bfloat16, torch.float16),
-    "kv_dtypes": (torch.float8_e4m3fn,),
-    "features": FEATURES,
-    "sizes": _flashinfer_sizes,
-    "package": "flashinfer",
-}
-SAME_KV: dict[str, Any] = {
-    "kv_dtypes": (),
-    "features": FEATURES - {"kv_dtype", "kv_scales"},
-}  # keys are stored in the model's dtype
+TORCH = BackendInfo("mini_engine.attention.torch:TorchBackend")
+# Prompts and decodes on FlashInfer. The backends made from it differ in the decode kernel, and in whether they have
+# levels. A decode kernel may compute only some layers; FlashInfer computes the others.
+FLASHINFER = BackendInfo(
+    "mini_engine.attention.paged:PagedBackend",
+    layouts=("NHD", "HND"),
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    kv_dtypes=(torch.float8_e4m3fn,),
+    features=FEATURES,
+    sizes=_flashinfer_sizes,
+    package="flashinfer",
+    page_size=16,
+    decodes="mini_engine.attention.flashinfer:FlashInferDecodes",
+)
+# XQA runs on Hopper (9) and on Blackwell in workstations (12), trtllm-gen on Blackwell in data centers (10).
+TRTLLM = replace(
+    FLASHINFER,
+    decodes="mini_engine.attention.trtllm:TRTLLMDecodes",
+    architectures=(9, 10, 12),
+    sizes=_trtllm_sizes,
+)
+FLASH_DECODING = replace(
+    FLASHINFER,
+    decodes="mini_engine.attention.flash_decoding:FlashDecodes",
+    architectures=(9,),
+    sizes=_flash_decoding_sizes,
+)
 
 # In order of preference: if a backend refuses, the error message names the first one that does not.
 BACKENDS = {
-    "torch": BackendInfo("mini_engine.attention.torch:TorchBackend"),
-    "torch_padded": BackendInfo("mini_engine.attention.torch:PaddedTorchBackend"),
-    "chunked": BackendInfo("mini_engine.attention.torch:ChunkedBackend"),
-    "flex": BackendInfo("mini_engine.attention.flex:FlexBackend", sizes=_flex_sizes, **SAME_KV),
-    "flashinfer": BackendInfo("mini_engine.attention.flashinfer:FlashInferBackend", **ON_FLASHINFER),
-    # XQA runs on Hopper (9) and on Blackwell in workstations (12), trtllm-gen on Blackwell in data centers (10).
-    "flashinfer_trtllm": BackendInfo(
-        "mini_engine.attention.trtllm:FlashInferTRTLLMBackend",
-        **ON_FLASHINFER
-        | {
-            "architectures": (9, 10, 12),
-            "features": FEATURES - {"softcap", "alibi_slopes"},
-            "sizes": _trtllm_sizes,
-        },
+    "torch": TORCH,
+    "torch_padded": replace(TORCH, path="mini_engine.attention.torch:PaddedTorchBackend"),
+    "chunked": replace(TORCH, path="mini_engine.attention.torch:ChunkedBackend"),
+    "flex": BackendInfo(
+        "mini_engine.attention.flex:FlexBackend",
+        sizes=_flex_sizes,
+        kv_dtypes=(),
+        features=FEATURES - {"kv_dtype", "kv_scales"},
     ),
-    "flash_decoding": BackendInfo(
-        "mini_engine.attention.flash_decoding:FlashDecodingBackend",
-        **ON_FLASHINFER | {"architectures": (9,), "sizes": _flash_decoding_sizes},
+    "flashinfer": FLASHINFER,
+    "flashinfer_trtllm": TRTLLM,
+    "flash_decoding": FLASH_DECODING,
+    "split_kv": replace(TORCH, path="mini_engine.attention.split_kv:SplitKVBackend"),
+    "cascade": replace(
+        TORCH, path="mini_engine.attention.cascade:CascadeBackend", on_cuda=replace(FLASHINFER, levels=True)
     ),
-    "split_kv": BackendInfo("mini_engine.attention.split_kv:SplitKVBackend"),
-    "cascade": BackendInfo(
-        "mini_engine.attention.cascade:CascadeBackend",
-        on_cuda=BackendInfo(
-            "mini_engine.attention.flashinfer_cascade:FlashInferCascadeBackend", **ON_FLASHINFER | SAME_KV
-        ),
-    ),
+    "flashinfer_trtllm+cascade": replace(TRTLLM, levels=True),
+    "flash_decoding+cascade": replace(FLASH_DECODING, levels=True),
 }
+# What `attn_backend="auto"` chooses from, best first. The fastest for an H100 or H200 by experiments 06, 07 and 11.
+AUTO = {"cuda": ("flash_decoding+cascade", "cascade", "flex", "torch"), "cpu": ("torch_padded",)}
+
+
+def choose_backend(specs: Sequence[AttentionSpec], cache: CacheFormat, page_size: int | None) -> tuple[str, str]:
+    """Choose the best backend for a model and a machine.
+
+    Args:
+        specs: one for each layer of the model.
+        cache: the format of the KV cache; its page size is not read.
+        page_size: the page size that the options ask for; None: each backend's default.
+
+    Returns:
+        The name, and why the choice fell on it.
+
+    Raises:
+        ConfigError: if no backend accepts the model and the options.
+    """
+    refused: list[str] = []
+    for name in AUTO[cache.device.type]:
+        info = BACKENDS[name].on(cache.device.type)
+        wanted = PlannedCache(page_size or info.page_size, cache.layout, cache.dtype, cache.device)
+        refusal = info.refusal(specs, wanted)
+        if refusal is None:
+            return name, "; ".join(refused) or "the first choice on this device"
+        refused.append(f"{name} {refusal[0]}")
+    raise ConfigError(f"no attention backend accepts these options: {'; '.join(refused)}")
 
 
 def create_backend(
@@ -235,41 +336,16 @@ def create_backend(
         ConfigError: if there is no such backend, or it does not support the model, the cache or the machine.
     """
     check_backend(name)
-    if refusal := _refusal(BACKENDS[name], specs, cache):
+    info = {other: info.on(cache.device.type) for other, info in BACKENDS.items()}
+    if refusal := info[name].refusal(specs, cache):
         reason, option = refusal
-        others = [other for other, info in BACKENDS.items() if not _refusal(info, specs, cache)]
+        others = [other for other in info if not info[other].refusal(specs, cache)]
         ways_out = ([f"set {option}"] if option else []) + [f"use attn_backend={other!r}" for other in others[:1]]
         raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
-    backend: type[AttentionBackend] = pkgutil.resolve_name(BACKENDS[name].on(cache.device.type).path)
-    return backend(specs, cache, parts)
+    return info[name].create(specs, cache, parts)
 
 
 def check_backend(name: str) -> None:
     """Raise ConfigError if there is no backend of that name."""
     if name not in list(BACKENDS):  # compared, not looked up: a name that is not a string may not be hashable
         raise ConfigError(f"unknown attention backend {name!r}; choose one of: {', '.join(BACKENDS)}")
-
-
-def _refusal(info: BackendInfo, specs: Sequence[AttentionSpec], cache: KVCache) -> Refusal | None:
-    info = info.on(cache.device.type)
-    if cache.device.type not in info.devices:
-        return f"does not run on {cache.device.type!r}", f"device={info.devices[0]!r}"
-    if info.package and find_spec(info.package) is None:
-        return f"needs the package {info.package} (pip install 'mini-engine[{info.package}]')", None
-    if info.architectures and (major := torch.cuda.get_device_capability(cache.device)[0]) not in info.architectures:
-        wanted = ", ".join(map(str, info.architectures))
-        names = "Hopper" if info.architectures == (9,) else "Hopper or Blackwell"
-        return f"needs a GPU of compute capability {wanted} ({names}), not {major}", None
-    if cache.layout not in info.layouts:
-        return f"reads pages in layout {info.layouts[0]}, not {cache.layout}", f"kv_layout={info.layouts[0]!r}"
-    for spec in specs:
-        if refusal := info.sizes(spec, cache):
-            return refusal
-        for feature in sorted(FEATURES - info.features):
-            if getattr(spec, feature) is not None:
-                return f"does not implement {feature}, which layer {spec.layer} sets", None
-        if spec.kv_dtype not in (None, cache.dtype, *info.kv_dtypes):
-            return f"does not read keys in {spec.kv_dtype}", "kv_cache_dtype='auto'"
-        if cache.dtype not in info.dtypes:
-            return f"does not read keys in {cache.dtype}", "dtype='bfloat16'"
-    return None

@@ -1,4 +1,4 @@
-"""The `flashinfer` backend: FlashInfer's kernels on the paged KV cache (Ye et al. 2025).
+"""FlashInfer's kernels on the paged KV cache (Ye et al. 2025): the prompts of a step, and its decodes.
 
 FlashInfer splits the work in two. `plan` runs on the host once per step: from the lengths of all sequences it decides
 which thread block computes which queries over which keys, so that all of them finish at about the same time. `run`
@@ -7,20 +7,16 @@ the same in PyTorch. Explained in chapter 08.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
-from mini_engine.attention.naive import alibi_slopes
+from mini_engine.attention.backend import CacheFormat, KVCache
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
-from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.paged import round_kv
 
 logger = logging.getLogger(__name__)
 # For partial results of sequences whose keys are split among several thread blocks; all plans share it.
@@ -28,6 +24,7 @@ WORKSPACE_BYTES = 256 * 2**20
 # On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of hundreds of tokens or more, and slower for
 # decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
 FA3_MIN_TOKENS = 384
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per KV head
 
 
 class LayerKind(NamedTuple):
@@ -46,195 +43,62 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> "LayerKind":
-        """Return the kind of a layer.
-
-        Raises:
-            ConfigError: if the kernels do not compute this layer's ALiBi.
-        """
-        if spec.alibi_slopes is not None:
-            own = alibi_slopes(spec.num_qo_heads).tolist()
-            if spec.softcap is not None or any(abs(a - b) > 1e-6 for a, b in zip(spec.alibi_slopes, own, strict=True)):
-                raise ConfigError(
-                    "the flashinfer backend supports ALiBi only with the slopes of Press et al. and without a soft-cap,"
-                    f" but layer {spec.layer} has other slopes or a soft-cap; use attn_backend='split_kv'"
-                )
+        """Return the kind of a layer."""
         return cls(
             spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap,
             spec.alibi_slopes is not None, spec.kv_dtype, *(spec.kv_scales or (1.0, 1.0)),
         )  # fmt: skip
 
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_qo_heads // self.num_kv_heads
 
-class FlashInferBackend(AttentionBackend):
-    """FlashInfer over the paged cache, on a GPU, for both layouts, with windows, soft-cap and ALiBi.
+    def may_share(self) -> bool:
+        """Return whether such layers may have levels: their kernels need no position of a key."""
+        return self.window is None and not self.alibi
 
-    Decodes and prompts of a step are planned separately, because the kernels choose one tile size for all queries of a
-    plan. The kernels mask, normalize, merge and append, so no part of the engine's attention is called.
 
-    Keys are counted from the first page that a request still has. For windows and ALiBi, which depend only on
-    distances, that is right if only the first pages have been evicted, but not if pages are missing in between.
+class Wrappers:
+    """FlashInfer's wrappers over one cache. A wrapper keeps a plan, and runs it in each layer.
 
     Args:
-        specs: one for each layer of the model, in order.
         cache: the KV cache, on a GPU.
-        parts: the engine's replaceable parts.
 
     Attributes:
-        slot_mapping: [T] slots of the step's keys and values, for kernels that store them themselves.
-        waits_for_keys: whether a kernel that starts before the previous one has ended (programmatic dependent launch)
-            waits for it before it reads any key that the step stores.
-
-    Raises:
-        ConfigError: for ALiBi slopes other than those of Press et al.
+        flashinfer: the package.
+        cache: see above.
+        workspace: memory that all wrappers share.
+        made: the wrappers, and other objects with the same `run`, by kind of layer and name.
     """
 
-    bypasses: ClassVar[frozenset[str]] = frozenset(
-        {
-            "append_kv", "chunk_levels", "classify_blocks", "find_levels", "mask_mod", "masked_attention",
-            "merge_states", "physical_blocks", "physical_mask", "plan_work",
-        }
-    )  # fmt: skip
-    captures: ClassVar[bool] = True
-    waits_for_keys: ClassVar[bool] = True
-
-    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
-        super().__init__(specs, cache, parts)
-        self._kinds = [LayerKind.of(spec) for spec in specs]
+    def __init__(self, cache: KVCache) -> None:
         import flashinfer  # takes seconds, and not every machine has it
 
-        self._flashinfer = flashinfer
-        self._has_fa3 = flashinfer.utils.is_sm90a_supported(cache.device)
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
-        self._wrappers: dict[tuple[LayerKind, str], Any] = {}
-        self._copied = torch.cuda.Event()
-        # The pool as the pages of a single sequence, in which a token's position is its slot.
-        num_pages = cache.layers[0][0].shape[0]
-        self._pool = (
-            torch.arange(num_pages, dtype=torch.int32, device=cache.device),
-            torch.tensor([0, num_pages], dtype=torch.int32, device=cache.device),
-            torch.tensor([cache.page_size], dtype=torch.int32, device=cache.device),
-        )
+        self.flashinfer, self.cache = flashinfer, cache
+        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
+        self.made: dict[tuple[LayerKind, str], Any] = {}
 
-    def plan(self, batch: StepBatch) -> None:
-        """Plan the step's decodes and its prompts for each kind of layer, without waiting for the GPU.
-
-        Raises:
-            ConfigError: if the pages of a request have gaps and a layer has a window or ALiBi.
-        """
-        if batch.has_gaps and any(kind.window is not None or kind.alibi for kind in self._kinds):
-            raise ConfigError(
-                "the flashinfer backend counts keys, not positions, but a request has lost pages in between; use "
-                "attn_backend='split_kv'"
-            )
-        self.slot_mapping = batch.slot_mapping
-        num_decodes = batch.num_decodes
-        if int(batch.qo_indptr[num_decodes]) > num_decodes:  # a decode with several tokens is planned as a prompt
-            num_decodes = 0
-        # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the
-        # next plan. The copy was queued before the last step: with a pipeline depth of 1 it has ended by now.
-        self._copied.synchronize()
-        self._planned: dict[LayerKind, list[tuple[slice, Any]]] = {kind: [] for kind in self._kinds}
-        for kind, planned in self._planned.items():
-            if num_decodes:
-                planned.append((slice(num_decodes), self._plan_decodes(batch, num_decodes, kind)))
-            if num_decodes < batch.num_sequences:
-                planned.append((slice(num_decodes, None), self._plan_prompts(batch, num_decodes, kind)))
-        self._copied.record()
-
-    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        """Store keys and values in one launch, in either layout, straight from the output of the projection."""
-        pages, kind = self.cache.layers[layer], self._kinds[layer]
-        if kind.kv_dtype:
-            k, v = round_kv(k, kind.k_scale, kind.kv_dtype), round_kv(v, kind.v_scale, kind.kv_dtype)
-        if layer == 0:  # here and not in `plan`, so that a CUDA graph records it
-            self._slots = self.slot_mapping.int()
-            self._sequence_of_token = torch.zeros_like(self._slots)
-        self._flashinfer.append_paged_kv_cache(
-            k, v, self._sequence_of_token, self._slots, pages, *self._pool, kv_layout=self.cache.layout
-        )
-
-    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        pages, kind = self.cache.layers[layer], self._kinds[layer]
-        planned, scales = self._planned[kind], {"k_scale": kind.k_scale, "v_scale": kind.v_scale}
-        out = q.new_empty(q.shape)
-        if len(planned) == 1:  # views cost host time
-            [(_, wrapper)] = planned
-            return wrapper.run(q, pages, out=out, **scales)
-        for tokens, wrapper in planned:
-            wrapper.run(q[tokens], pages, out=out[tokens], **scales)
-        return out
-
-    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
-        """Plan the first sequences of the step, which have one query each."""
-        wrapper = self._decode_wrapper(kind, algorithm, count, batch.page_capacity)
-        wrapper.plan(
-            batch.kv_page_indptr[: count + 1],
-            batch.kv_page_indices,
-            batch.kv_last_page_len[:count],
-            *kind[:3],
-            batch.page_size,
-            **self._options(kind),
-        )
-        return wrapper
-
-    def _plan_prompts(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
-        """Plan the sequences of the step from `first` on; those before it have one token each."""
-        mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
-        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
-        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
-        algorithm, prefill = "fa3" if use_fa3 else "fa2", self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        make = partial(prefill, self._workspace, self.cache.layout, backend=algorithm)
-        wrapper = self._wrapper(kind, algorithm, make)
-        wrapper.plan(
-            batch.qo_indptr[first:] - first,
-            batch.kv_page_indptr[first:],
-            batch.kv_page_indices,
-            batch.kv_last_page_len[first:],
-            *kind[:3],
-            batch.page_size,
-            causal=True,
-            **self._options(kind),
-        )
-        return wrapper
-
-    def _decode_wrapper(self, kind: LayerKind, algorithm: str, count: int, page_capacity: int | None) -> Any:
-        """Return FlashInfer's decode wrapper; in a CUDA graph it plans into memory that the captured kernels read.
-
-        On an H200, tensor cores are as fast as CUDA cores for equal lengths, and faster for unequal ones.
-
-        Args:
-            kind: the kind of layer.
-            algorithm: "decode" on tensor cores, or "decode on CUDA cores".
-            count: requests.
-            page_capacity: the most pages that they can have in a graph; None without a graph.
-        """
-        decode, cores = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper, algorithm == "decode"
-        make = partial(decode, self._workspace, self.cache.layout, use_tensor_cores=cores, backend="fa2")
-        if page_capacity is None:
-            return self._wrapper(kind, algorithm, make)
-        sizes = {"indptr": count + 1, "indices": page_capacity, "last_page_len": count}
-        buffers = {f"paged_kv_{name}_buffer": size for name, size in sizes.items()}
-        return self._wrapper(kind, f"{algorithm}, graph of {count}", make, buffers)
-
-    def _wrapper(
-        self, kind: LayerKind, algorithm: str, make: Callable[..., Any], buffers: Mapping[str, int] | None = None
+    def get(
+        self, kind: LayerKind, name: str, make: Callable[..., Any], buffers: Mapping[str, int] | None = None
     ) -> Any:
         """Return the wrapper of a kind of layer. It is created when needed, because each takes 8 MiB on the GPU.
 
         Args:
             kind: the kind of layer.
-            algorithm: name of the wrapper, unique within its kind.
+            name: name of the wrapper, unique within its kind.
             make: creates the wrapper.
             buffers: for a CUDA graph, names and sizes of the arrays that `make` takes.
         """
-        key = kind, algorithm
-        if key not in self._wrappers:
+        key = kind, name
+        if key not in self.made:
             keys, _ = self.cache.layers[0]
-            logger.debug("%s for %s; keys %s %s, %s", algorithm, kind, list(keys.shape), self.cache.layout, keys.dtype)
+            logger.debug("%s for %s; keys %s %s, %s", name, kind, list(keys.shape), self.cache.layout, keys.dtype)
             arrays = {name: keys.new_empty(size, dtype=torch.int32) for name, size in (buffers or {}).items()}
-            self._wrappers[key] = make(use_cuda_graph=True, **arrays) if arrays else make()
-        return self._wrappers[key]
+            self.made[key] = make(use_cuda_graph=True, **arrays) if arrays else make()
+        return self.made[key]
 
-    def _options(self, kind: LayerKind) -> dict[str, Any]:
+    def options(self, kind: LayerKind) -> dict[str, Any]:
         """Return the keyword arguments of all plans. FlashInfer's window does not count the query's own key."""
         return {
             "window_left": -1 if kind.window is None else kind.window - 1,
@@ -244,3 +108,110 @@ class FlashInferBackend(AttentionBackend):
             "q_data_type": self.cache.dtype,
             "kv_data_type": kind.kv_dtype or self.cache.dtype,
         }
+
+
+class FlashInferPrompts:
+    """FlashInfer's prefill kernels for the prompts of a step: FlashAttention-2, or FlashAttention-3 for long ones.
+
+    Args:
+        wrappers: FlashInfer's wrappers.
+    """
+
+    def __init__(self, wrappers: Wrappers) -> None:
+        self._wrappers = wrappers
+        self._has_fa3 = wrappers.flashinfer.utils.is_sm90a_supported(wrappers.cache.device)
+
+    def plan(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
+        """Plan the sequences of the step from `first` on; those before it have one token each."""
+        mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
+        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
+        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
+        algorithm, wrappers = "fa3" if use_fa3 else "fa2", self._wrappers
+        prefill = wrappers.flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        make = partial(prefill, wrappers.workspace, wrappers.cache.layout, backend=algorithm)
+        wrapper = wrappers.get(kind, algorithm, make)
+        wrapper.plan(
+            batch.qo_indptr[first:] - first,
+            batch.kv_page_indptr[first:],
+            batch.kv_page_indices,
+            batch.kv_last_page_len[first:],
+            *kind[:3],
+            batch.page_size,
+            causal=True,
+            **wrappers.options(kind),
+        )
+        return wrapper
+
+
+class Decodes(ABC):
+    """The kernels that compute the decodes of a step for `PagedBackend`: one query for each request.
+
+    Args:
+        kinds: the kinds of layers that it will compute.
+        wrappers: FlashInfer's wrappers, among which it keeps its own plans.
+
+    Attributes:
+        returns_lse: whether the result can be merged with that of levels.
+        waits_for_keys: see `PagedBackend`.
+    """
+
+    returns_lse: ClassVar[bool] = True
+    waits_for_keys: ClassVar[bool] = True
+
+    def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
+        self._wrappers = wrappers
+
+    @staticmethod
+    def computes(spec: AttentionSpec, cache: CacheFormat) -> bool:
+        """Return whether the kernels support a layer."""
+        return True
+
+    def begin(self) -> None:  # noqa: B027
+        """Begin to plan a step. All copies of earlier plans to the device have ended."""
+
+    @abstractmethod
+    def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:
+        """Plan the first `count` sequences of a step for a kind of layer.
+
+        Args:
+            batch: the step; with levels, each request has only the pages that no level holds.
+            count: number of decodes.
+            kind: the kind of layer.
+            has_levels: whether the result is merged with that of levels.
+
+        Returns:
+            An object with the `run` of FlashInfer's wrappers.
+        """
+
+
+class FlashInferDecodes(Decodes):
+    """FlashInfer's decode kernels, which support every layer whose prompts FlashInfer computes."""
+
+    def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:
+        """Plan the first `count` sequences of the step, which have one query each.
+
+        On an H200, tensor cores are as fast as CUDA cores for equal lengths, and faster for unequal ones. With levels,
+        few keys are left for each request. CUDA cores read these faster than tensor cores, whose tiles of queries are
+        mostly padding.
+        """
+        on_cuda_cores = has_levels and not kind.kv_dtype and kind.group in CUDA_CORE_GROUPS
+        algorithm, wrappers = "decode on CUDA cores" if on_cuda_cores else "decode", self._wrappers
+        decode = wrappers.flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        make = partial(
+            decode, wrappers.workspace, wrappers.cache.layout, use_tensor_cores=not on_cuda_cores, backend="fa2"
+        )
+        if batch.page_capacity is None:
+            wrapper = wrappers.get(kind, algorithm, make)
+        else:  # in a CUDA graph it plans into memory that the captured kernels read
+            sizes = {"indptr": count + 1, "indices": batch.page_capacity, "last_page_len": count}
+            buffers = {f"paged_kv_{name}_buffer": size for name, size in sizes.items()}
+            wrapper = wrappers.get(kind, f"{algorithm}, graph of {count}", make, buffers)
+        wrapper.plan(
+            batch.kv_page_indptr[: count + 1],
+            batch.kv_page_indices,
+            batch.kv_last_page_len[:count],
+            *kind[:3],
+            batch.page_size,
+            **wrappers.options(kind),
+        )
+        return wrapper

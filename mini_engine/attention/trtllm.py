@@ -1,9 +1,8 @@
-"""The `flashinfer_trtllm` backend: decodes on the attention kernels of TensorRT-LLM, which FlashInfer includes.
+"""Decodes on the attention kernels of TensorRT-LLM, which FlashInfer includes, for `PagedBackend`.
 
 These kernels need no plan. They read a dense table of pages and the lengths, and split the keys of a request by their
 own rules: XQA on Hopper, trtllm-gen on Blackwell. So a step needs only those two arrays, and a CUDA graph needs them at
-fixed addresses. Prompts, and decodes of several tokens, are computed by the `flashinfer` backend. Explained in chapter
-12.
+fixed addresses. Explained in chapter 12.
 """
 
 import logging
@@ -17,8 +16,8 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from mini_engine.attention.backend import AttentionParts, KVCache
-from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
+from mini_engine.attention.backend import CacheFormat
+from mini_engine.attention.flashinfer import Decodes, LayerKind, Wrappers
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.transfer import to_device
@@ -97,69 +96,71 @@ class TRTLLMDecode:
         )
 
 
-class FlashInferTRTLLMBackend(FlashInferBackend):
-    """TensorRT-LLM's decode kernels over the paged cache, on Hopper and Blackwell, for both layouts, with windows.
+class TRTLLMDecodes(Decodes):
+    """TensorRT-LLM's decode kernels, on Hopper and Blackwell.
 
-    The kernels support neither soft-cap nor ALiBi. They read keys in the model's dtype or in float8_e4m3fn. On
-    Blackwell (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed. The project's tests run on
-    Hopper.
+    The kernels support neither soft-cap nor ALiBi, and return no LSE. They read keys in the model's dtype or in
+    float8_e4m3fn. On Blackwell (trtllm-gen) FlashInfer downloads compiled kernels when they are first needed. The
+    project's tests run on Hopper.
 
     Args:
-        specs: one for each layer of the model, in order.
-        cache: the KV cache, on a GPU.
-        parts: the engine's replaceable parts.
+        kinds: the kinds of layers that it computes.
+        wrappers: FlashInfer's wrappers, among which it keeps its plans.
     """
 
+    returns_lse: ClassVar[bool] = False
     waits_for_keys: ClassVar[bool] = False  # XQA reads older keys before it waits, and this step may write some of them
 
-    def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
-        super().__init__(specs, cache, parts)
+    def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
+        super().__init__(kinds, wrappers)
+        cache = wrappers.cache
         major, _ = torch.cuda.get_device_capability(cache.device)
         self._kernel = "trtllm-gen" if major == 10 else "xqa"
         self._decode = partial(
-            self._flashinfer.decode.trtllm_batch_decode_with_kv_cache,
+            wrappers.flashinfer.decode.trtllm_batch_decode_with_kv_cache,
             workspace_buffer=torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=cache.device),
             kv_layout=cache.layout,
             backend=self._kernel,
         )
+        self._tables: DecodeTables | None = None
         self._graph_tables: dict[int, DecodeTables] = {}
 
-    def plan(self, batch: StepBatch) -> None:
-        """Upload the tables of the decodes, and plan the prompts.
+    @staticmethod
+    def computes(spec: AttentionSpec, cache: CacheFormat) -> bool:
+        """Return whether the kernels support a layer."""
+        return spec.group <= 32 and spec.softcap is None and spec.alibi_slopes is None
 
-        Raises:
-            ConfigError: if the pages of a request have gaps and a layer has a window.
-        """
-        self._tables: DecodeTables | None = None
-        super().plan(batch)
+    def begin(self) -> None:
+        self._tables = None
 
-    def _plan_decodes(self, batch: StepBatch, count: int, kind: LayerKind, algorithm: str = "decode") -> Any:
+    def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:
+        """Upload the tables of the first `count` sequences of the step."""
         if self._tables is None:  # all kinds of layers share them
             self._tables = self._upload(batch, count)
-        tables = self._tables
+        tables, page_size = self._tables, self._wrappers.cache.page_size
 
         def make() -> TRTLLMDecode:
             logger.debug("table of pages %s, lengths [%d]", list(tables.pages.shape), count)
-            return TRTLLMDecode(self._decode, kind, self.cache.page_size, tables)
+            return TRTLLMDecode(self._decode, kind, page_size, tables)
 
         name = self._kernel if batch.page_capacity is None else f"{self._kernel}, graph of {count}"
-        decode = self._wrapper(kind, name, make)
+        decode = self._wrappers.get(kind, name, make)
         decode.tables = tables
         return decode
 
     def _upload(self, batch: StepBatch, count: int) -> DecodeTables:
         """Upload the tables of the first sequences of the step; in a CUDA graph, always to the same tensors."""
-        indptr = batch.kv_page_indptr[: count + 1].numpy()
+        device, indptr = self._wrappers.cache.device, batch.kv_page_indptr[: count + 1].numpy()
         width = int(np.diff(indptr).max())
         tables = block_tables(batch.host_page_indices[: indptr[-1]].numpy(), indptr, width)
         arrays = {"pages": tables, "kv_lens": batch.kv_lens[:count].numpy()}
-        step = DecodeTables(**to_device(arrays, self.cache.device))
+        step = DecodeTables(**to_device(arrays, device))
         if batch.page_capacity is None:
             return step
         if count not in self._graph_tables:
             shapes = (count, batch.page_capacity // count), (count,)
             self._graph_tables[count] = DecodeTables(
-                *(torch.zeros(shape, dtype=torch.int32, device=self.cache.device) for shape in shapes)
+                *(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
             )
         fixed = self._graph_tables[count]
         fixed.pages[:, :width].copy_(step.pages)

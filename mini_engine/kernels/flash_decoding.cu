@@ -48,6 +48,7 @@ struct Arguments {
     const int32_t* pages;
     float *partials, *lse;   // [ranges, heads, ROW], [ranges, heads, GROUP] results of items that continue a request
     uint32_t* arrived;       // [ranges, heads] number of finished blocks that continue a range's last item; 0 between launches
+    float* out_lse;          // [requests, heads, GROUP] base-2 logarithms of the sums of the weights; null: not wanted
     int64_t q_stride;        // between requests, in elements
     float scale, v_scale;    // of the scores, times log2(e); of the values
     int kv_heads;
@@ -322,7 +323,7 @@ __device__ inline Result merge_warps(const Shared& shared, int buffer, int query
 }
 
 // Merge a result with the results of the ranges that continue the item; i is its index in a row of results.
-__device__ inline float merge_ranges(const Arguments& a, const Block& block, Result own, int i) {
+__device__ inline Result merge_ranges(const Arguments& a, const Block& block, Result own, int i) {
     constexpr int AT_ONCE = 16;
     float most = own.lse, all = 1, value = own.value;
 #pragma unroll 1
@@ -344,7 +345,7 @@ __device__ inline float merge_ranges(const Arguments& a, const Block& block, Res
             all += weight, value += weight * values[j];
         }
     }
-    return __fdividef(value, all);
+    return {__fdividef(value, all), most + __log2f(all)};
 }
 
 // Merge the states of the warps. If this range has the request's first tile, also merge the results of the ranges that
@@ -358,8 +359,10 @@ __device__ inline void finish(const Arguments& a, const Block& block, const Item
         const int query = i / HEAD_DIM;
         const Result own = merge_warps(shared, buffer, query, i % HEAD_DIM, a.scale);
         if (starts) {
-            const float value = is_continued ? merge_ranges(a, block, own, i) : own.value;
-            out[i] = static_cast<uint16_t>(pack(value * a.v_scale, 0));
+            const Result result = is_continued ? merge_ranges(a, block, own, i) : own;
+            out[i] = static_cast<uint16_t>(pack(result.value * a.v_scale, 0));
+            if (a.out_lse && i % HEAD_DIM == 0)
+                a.out_lse[(static_cast<int64_t>(item.row) * block.heads + block.head) * GROUP + query] = result.lse;
         } else {
             a.partials[place * ROW + i] = own.value;
             if (i % HEAD_DIM == 0) a.lse[place * GROUP + query] = own.lse;

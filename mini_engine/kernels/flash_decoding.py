@@ -111,7 +111,7 @@ def last_keys_are_new(
 class _Arguments(ctypes.Structure):
     """`Arguments` of the kernel."""
 
-    _pointers: ClassVar = ["q", "out", "ranges", "requests", "pages", "partials", "lse", "arrived"]
+    _pointers: ClassVar = ["q", "out", "ranges", "requests", "pages", "partials", "lse", "arrived", "out_lse"]
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in _pointers),
         ("q_stride", ctypes.c_int64),
@@ -177,6 +177,7 @@ class FlashDecoding:
         out: Float[Tensor, "B Hq D"],
         scale: float,
         v_scale: float = 1.0,
+        lse: Float[Tensor, "B Hq"] | None = None,
     ) -> None:
         """Compute the attention of one query per request, in one launch that a CUDA graph can record.
 
@@ -187,6 +188,7 @@ class FlashDecoding:
             out: [B, Hq, D] contiguous; overwritten.
             scale: factor on the scores.
             v_scale: factor on the values.
+            lse: [B, Hq] float32, contiguous; receives the base-2 logarithm of the sum of each query's weights.
 
         Raises:
             RuntimeError: if CUDA refuses the cache or the launch.
@@ -194,7 +196,7 @@ class FlashDecoding:
         arguments = self._arguments
         arguments.q, arguments.q_stride, arguments.out = q.data_ptr(), q.stride(0), out.data_ptr()
         arguments.ranges, arguments.requests = work.ranges.data_ptr(), work.requests.data_ptr()
-        arguments.pages = work.pages.data_ptr()
+        arguments.pages, arguments.out_lse = work.pages.data_ptr(), None if lse is None else lse.data_ptr()
         arguments.scale, arguments.v_scale = scale * math.log2(math.e), v_scale
         stream = ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream)
         if error := self._launch(self._maps_of(*pages), ctypes.byref(arguments), self.num_ranges, stream):

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mini_engine.attention.flashinfer import FlashInferBackend
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.kernels import fused_ops
 from mini_engine.kernels.fused_products import MOST_TOKENS, add_product, gate_up_swiglu, qkv_append
@@ -46,7 +46,7 @@ def decoder_layer(
         attend: see `LanguageModel.forward`.
     """
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
-    if not isinstance(attend, FlashInferBackend) or not _fuses(layer, attend.specs[spec.layer]):
+    if not isinstance(attend, PagedBackend) or not _fuses(layer, attend.specs[spec.layer]):
         return llama.decoder_layer(layer, x, cos, sin, attend)
 
     layer.fold_norms()  # does nothing after the first step

@@ -6,6 +6,14 @@ from pathlib import Path
 
 
 @cache
+def has_nvcc() -> bool:
+    """Return whether PyTorch finds a CUDA toolkit on this machine."""
+    from torch.utils.cpp_extension import CUDA_HOME  # takes a second to import
+
+    return CUDA_HOME is not None
+
+
+@cache
 def load_kernel(source: Path, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Compile a `.cu` file for Hopper, once, and load it. The library is kept on disk.
 

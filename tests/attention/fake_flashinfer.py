@@ -6,8 +6,9 @@ the kernels. The kernels themselves are tested on a GPU, in test_flashinfer.py.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,48 +17,66 @@ from torch.nn import functional as F
 
 from mini_engine import rope
 from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask, masked_attention
+from mini_engine.attention.state import AttentionState, attention_state, merge_all, merge_states
+from mini_engine.kernels.flash_decoding import TILE, DecodeWork, FlashDecoding
 from mini_engine.sampling import gumbel_noise
 
 
 class Wrapper:
-    """The common part of the wrappers for decodes and for prompts."""
+    """The common part of the wrappers for decodes and for prompts.
+
+    Attributes:
+        plans: number of plans of all wrappers without a mask, which levels use.
+    """
+
+    plans: ClassVar[int] = 0
 
     def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
         self.layout, self.options = kv_layout, options
 
     def keep(
-        self, qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, how: dict
-    ) -> None:
+        self, qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int,
+        causal: bool, how: dict,
+    ) -> None:  # fmt: skip
         arrays = (qo_indptr, kv_indptr, indices, last_page_len)
         assert {x.dtype for x in arrays} == {torch.int32}
         assert len(qo_indptr) == len(kv_indptr) == len(last_page_len) + 1 and qo_indptr[0] == 0
-        assert last_page_len.min() >= 1 and last_page_len.max() <= page_size
+        assert last_page_len.min() >= (1 if causal else 0) and last_page_len.max() <= page_size
+        if not causal:
+            assert how["window_left"] == -1 and how["pos_encoding_mode"] == "NONE"
+            Wrapper.plans += 1
         self.arrays = tuple(x.clone() for x in arrays)
-        self.page_size, self.how = page_size, how
+        self.page_size, self.causal, self.how = page_size, causal, how
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
-    ) -> Tensor:
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, lse: Tensor | None = None,
+        return_lse: bool = False, k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         qo_indptr, kv_indptr, indices, last_page_len = self.arrays
         assert len(q) == qo_indptr[-1] and q.dtype == self.how["q_data_type"]
         assert pages[0].dtype == self.how["kv_data_type"] and out.shape == q.shape
+        assert (lse is not None and lse.shape == q.shape[:2]) == return_lse
         window = None if self.how["window_left"] == -1 else self.how["window_left"] + 1
         for b, last in enumerate(last_page_len.tolist()):
             tokens = slice(*qo_indptr[b : b + 2].tolist())
             own = indices[slice(*kv_indptr[b : b + 2].tolist())].long()
-            kv_len = (len(own) - 1) * self.page_size + last
+            kv_len = max(len(own) - 1, 0) * self.page_size + last
             k, v = (x[own] if self.layout == "NHD" else x[own].transpose(1, 2) for x in pages)
             k, v = (x.flatten(0, 1)[:kv_len].to(q.dtype) * n for x, n in ((k, k_scale), (v, v_scale)))
-            keys = torch.arange(kv_len)
-            queries = keys[kv_len - (tokens.stop - tokens.start) :]
-            bias = None
-            if self.how["pos_encoding_mode"] == "ALIBI":
-                bias = alibi_bias(alibi_slopes(q.shape[1]), queries, keys)
-            out[tokens] = masked_attention(
-                q[tokens], k, v, scale=self.how["sm_scale"], mask=attention_mask(queries, keys, window), bias=bias,
-                softcap=self.how["logits_soft_cap"],
-            )  # fmt: skip
-        return out
+            mask = bias = None
+            if self.causal:
+                keys = torch.arange(kv_len)
+                queries = keys[kv_len - (tokens.stop - tokens.start) :]
+                mask = attention_mask(queries, keys, window)
+                if self.how["pos_encoding_mode"] == "ALIBI":
+                    bias = alibi_bias(alibi_slopes(q.shape[1]), queries, keys)
+            state = attention_state(
+                q[tokens], k, v, scale=self.how["sm_scale"], mask=mask, bias=bias, softcap=self.how["logits_soft_cap"]
+            )
+            out[tokens] = state.out.to(out.dtype)
+            if lse is not None:
+                lse[tokens] = (state.lse / math.log(2)).to(lse.dtype)
+        return out if lse is None else (out, lse)
 
 
 class Decode(Wrapper):
@@ -73,7 +92,7 @@ class Decode(Wrapper):
         **how: Any,
     ) -> None:
         one_each = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
-        self.keep(one_each, indptr, indices, last_page_len, page_size, how)
+        self.keep(one_each, indptr, indices, last_page_len, page_size, True, how)
 
 
 class Prefill(Wrapper):
@@ -81,8 +100,14 @@ class Prefill(Wrapper):
         self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, qo: int, kv: int, dim: int,
         page_size: int, *, causal: bool, **how: Any,
     ) -> None:  # fmt: skip
-        assert causal
-        self.keep(qo_indptr, indptr, indices, last_page_len, page_size, how)
+        self.keep(qo_indptr, indptr, indices, last_page_len, page_size, causal, how)
+
+
+def merge_state_in_place(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    natural = math.log(2)
+    merged = merge_states(AttentionState(out, lse * natural), AttentionState(other, other_lse * natural))
+    out.copy_(merged.out)
+    lse.copy_(merged.lse / natural)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -102,6 +127,52 @@ def trtllm_batch_decode_with_kv_cache(
         mask = attention_mask(keys[-1:], keys, None if window_left == -1 else window_left + 1)
         out[b : b + 1] = masked_attention(query[b : b + 1], k, v * bmm2_scale, scale=bmm1_scale, mask=mask)
     return out
+
+
+class Kernel(FlashDecoding):
+    """Our decode kernel in Python: the range that began an item collects the results of the item's other ranges."""
+
+    def __init__(
+        self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.num_ranges = 3
+        self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
+
+    def __call__(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float, v_scale: float,
+        lse: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        for head in range(self.kv_heads):
+            self._attend(head, q, pages, work, out, scale, v_scale, lse)
+
+    def _attend(
+        self, head: int, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float,
+        v_scale: float, lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        parts: dict[int, list[AttentionState]] = {}
+        heads = slice(head * self.group, (head + 1) * self.group)
+        for index in reversed(range(self.num_ranges)):
+            row, tile, left, num_keys, first_page, owner, *_ = work.ranges[index].tolist()
+            while left:
+                count = min(left, -(-num_keys // TILE) - tile)
+                used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
+                stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
+                keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
+                k, v = (x.flatten(0, 1)[keys, head : head + 1] for x in stored)
+                state = attention_state(q[row : row + 1, heads], k, v, scale=scale)
+                if tile:
+                    parts.setdefault(owner, []).append(state)
+                else:
+                    is_continued = count < -(-num_keys // TILE)
+                    merged = merge_all([state, *(parts.pop(index) if is_continued else ())])
+                    out[row, heads] = merged.out[0] * v_scale
+                    if lse is not None:
+                        lse[row, heads] = (merged.lse[0] / math.log(2)).to(lse.dtype)
+                left, row, tile = left - count, row + 1, 0
+                if left:
+                    num_keys, first_page = work.requests[row].tolist()
+        assert not parts
 
 
 def append_paged_kv_cache(
@@ -173,6 +244,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True, architecture:
     module = ModuleType("flashinfer")
     module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
+    module.merge_state_in_place = merge_state_in_place  # type: ignore[attr-defined]
     module.append_paged_kv_cache = append_paged_kv_cache  # type: ignore[attr-defined]
     module.decode = SimpleNamespace(  # type: ignore[attr-defined]
         trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache

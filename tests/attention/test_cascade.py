@@ -34,7 +34,7 @@ from mini_engine.parts import Parts, default_parts
 from mini_engine.sampling import SamplingBatch
 from tests.attention.greedy import TINY, check_near_greedy
 from tests.attention.prefix_steps import Step, in_pages, prefixed, steps
-from tests.attention.stepping import full_cache
+from tests.attention.stepping import error_of_narrow_keys, full_cache, narrow
 from tests.helpers import GREEDY, Arrival, alone, double_model, make_engine, requests, serve
 from tests.models.families import our_model, transformers_model
 
@@ -393,6 +393,9 @@ GPU_SPECS = (
 )
 
 
+COMPOSED = ("cascade", "flashinfer_trtllm+cascade", "flash_decoding+cascade")
+
+
 def filled_caches(specs: tuple[AttentionSpec, ...], num_pages: int, layouts: list[str]) -> list[PagedKVCache]:
     """Caches on the GPU with the same random keys and values, one for each layout."""
     caches = [PagedKVCache(specs, num_pages, 16, torch.bfloat16, "cuda", layout) for layout in layouts]
@@ -429,11 +432,12 @@ def mixed_tree(extra: int = 0) -> Step:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_flashinfer_with_levels_equals_the_reference(layout: str) -> None:
+@pytest.mark.parametrize("name", COMPOSED)
+def test_kernels_with_levels_equal_the_reference(name: str, layout: str) -> None:
     pytest.importorskip("flashinfer")
     step = mixed_tree()
     mine, reference = filled_caches(GPU_SPECS, step.num_pages, [layout, "NHD"])
-    backend, flat = create_backend("cascade", GPU_SPECS, mine, Parts()), TorchBackend(GPU_SPECS, reference, Parts())
+    backend, flat = create_backend(name, GPU_SPECS, mine, Parts()), TorchBackend(GPU_SPECS, reference, Parts())
     order, levels = step.plan(in_pages(0.0))
     assert len(levels) == 2 and any(not pages for _, pages in groups(levels[0]))
     levels = step.batch(order, levels, "cuda").levels
@@ -446,6 +450,20 @@ def test_flashinfer_with_levels_equals_the_reference(layout: str) -> None:
         for layer, spec in enumerate(GPU_SPECS):
             q, k, v = random_bf16(spec, batch.num_tokens, 10 * extra + layer)
             torch.testing.assert_close(backend(layer, q, k, v), flat(layer, q, k, v), **BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", COMPOSED)
+def test_narrow_keys_with_levels(name: str) -> None:
+    pytest.importorskip("flashinfer")
+    wide, step = GPU_SPECS[:3], mixed_tree()
+    specs = narrow(wide)
+    mine = PagedKVCache(specs, step.num_pages, 16, torch.bfloat16, "cuda")
+    theirs = PagedKVCache(wide, step.num_pages, 16, torch.float64, "cuda")
+    batch = step.batch(*step.plan(in_pages(0.0)), "cuda")
+    assert batch.levels
+    backend, flat = create_backend(name, specs, mine, Parts()), TorchBackend(wide, theirs, Parts())
+    assert error_of_narrow_keys(batch, backend, flat) < 0.1  # queries, weights and outputs are rounded to bfloat16
 
 
 @pytest.mark.gpu
@@ -481,7 +499,7 @@ def test_levels_are_planned_once_on_the_gpu_while_they_stay() -> None:
     order, levels = step.plan(in_pages(0.0))
     batch = step.batch(order, levels, "cuda")
     planned: list[Any] = []
-    wrapper = backend._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    wrapper = backend.wrappers.flashinfer.BatchPrefillWithPagedKVCacheWrapper
     with pytest.MonkeyPatch.context() as patch:
         plan = wrapper.plan
         patch.setattr(wrapper, "plan", lambda *arrays, **how: planned.append(how) or plan(*arrays, **how))
@@ -494,12 +512,13 @@ def test_levels_are_planned_once_on_the_gpu_while_they_stay() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: str) -> None:
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_captured_step_with_levels_and_padding_equals_the_reference(name: str, layout: str) -> None:
     """One graph for 8 requests, replayed for 5 and for 8 requests with other lengths and other prefixes."""
     pytest.importorskip("flashinfer")
     size, longest = 8, prefixed(8, 40, 4)
     mine, reference = filled_caches((WIDE,), longest.num_pages + 1, [layout, "NHD"])
-    backend, flat = create_backend("cascade", (WIDE,), mine, Parts()), TorchBackend((WIDE,), reference, Parts())
+    backend, flat = create_backend(name, (WIDE,), mine, Parts()), TorchBackend((WIDE,), reference, Parts())
 
     def padded(step: Step) -> StepBatch:
         batch = step.batch(*step.plan(in_pages(0.0)))
@@ -531,8 +550,8 @@ def test_a_captured_step_with_levels_and_padding_equals_the_reference(layout: st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_engines_captured_levels_change_no_token(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "depth"), [*((name, 1) for name in COMPOSED), ("cascade", 0)])
+def test_an_engines_captured_levels_change_no_token(name: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests over a tree of prefixes, which join and leave: most decode steps are replays with levels and padding."""
     pytest.importorskip("flashinfer")
     monkeypatch.setattr(LevelCosts, "of", lambda *_: in_pages(0.0))
@@ -560,7 +579,7 @@ def test_an_engines_captured_levels_change_no_token(depth: int, monkeypatch: pyt
         params = replace(GREEDY, max_tokens=12 + 3 * i, ignore_eos=True)
         arrivals.setdefault(0 if i < 3 else 4 + i // 2, []).append((name, prompt, params))
     engine = make_engine(
-        model, parts=default_parts(gpu), attn_backend="cascade", num_pages=800, page_size=16, max_batch_size=16,
+        model, parts=default_parts(gpu), attn_backend=name, num_pages=800, page_size=16, max_batch_size=16,
         max_num_batched_tokens=2048, prefix_sharing=True, pipeline_depth=depth,
     )  # fmt: skip
     outputs = serve(engine, arrivals)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mini_engine.attention import flash_decoding as module
 from mini_engine.attention import flashinfer as flashinfer_module
 from mini_engine.attention.backend import BACKENDS, create_backend
-from mini_engine.attention.flash_decoding import FlashDecodingBackend, PlannedDecode
+from mini_engine.attention.flash_decoding import FlashDecodes, PlannedDecode
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.attention.state import AttentionState, attention_state, merge_all
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBatch, StepBuffers, step_memory
-from mini_engine.kernels.flash_decoding import TILE, DecodeWork, FlashDecoding
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
@@ -31,46 +30,7 @@ PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=64, scale=0.1)
 SPECS = (PLAIN, replace(PLAIN, layer=1, window=5), replace(PLAIN, layer=2, scale=0.2))
 
 
-class Kernel(FlashDecoding):
-    """The kernel in Python, range by range: the range that began an item collects the results of its other ranges."""
-
-    def __init__(
-        self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self.num_ranges = 3
-        self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
-
-    def __call__(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float, v_scale: float
-    ) -> None:
-        for head in range(self.kv_heads):
-            self._attend(head, q, pages, work, out, scale, v_scale)
-
-    def _attend(
-        self, head: int, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float,
-        v_scale: float,
-    ) -> None:  # fmt: skip
-        parts: dict[int, list[AttentionState]] = {}
-        heads = slice(head * self.group, (head + 1) * self.group)
-        for index in reversed(range(self.num_ranges)):
-            row, tile, left, num_keys, first_page, owner, *_ = work.ranges[index].tolist()
-            while left:
-                count = min(left, -(-num_keys // TILE) - tile)
-                used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
-                stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
-                keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
-                k, v = (x.flatten(0, 1)[keys, head : head + 1] for x in stored)
-                state = attention_state(q[row : row + 1, heads], k, v, scale=scale)
-                if tile:
-                    parts.setdefault(owner, []).append(state)
-                else:
-                    is_continued = count < -(-num_keys // TILE)
-                    out[row, heads] = merge_all([state, *(parts.pop(index) if is_continued else ())]).out[0] * v_scale
-                left, row, tile = left - count, row + 1, 0
-                if left:
-                    num_keys, first_page = work.requests[row].tolist()
-        assert not parts
+own_decodes = partial(PagedBackend, decodes=FlashDecodes)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +38,7 @@ def fake() -> Iterator[None]:
     """Naive attention stands in for FlashInfer and Python for the kernel, and a cache on a CPU is accepted."""
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch)
-        patch.setattr(module, "FlashDecoding", Kernel)
+        patch.setattr(module, "FlashDecoding", fake_flashinfer.Kernel)
         patch.setattr(flashinfer_module, "WORKSPACE_BYTES", 64)
         on_cpu = replace(
             BACKENDS["flash_decoding"], devices=("cpu",), dtypes=(torch.float64,), package=None,
@@ -114,7 +74,7 @@ def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
 
 def test_what_a_graph_has_recorded_reads_the_work_of_each_step(fake: None) -> None:
     """It is at the same addresses, whatever the lengths, and layers with the same number of KV heads share it."""
-    backend = FlashDecodingBackend(SPECS, PagedKVCache(SPECS, 12, 16, torch.float64), Parts())
+    backend = own_decodes(SPECS, PagedKVCache(SPECS, 12, 16, torch.float64), Parts())
     seen, steps = set(), StepBuffers("cpu", step_memory(2, 10, "cpu"))
     for kv_lens, pages in (([1, 1], [11, 11]), ([33, 16], [3, 0, 7, 1]), ([20, 70], [0, 1, 5, 4, 3, 2, 6])):
         backend.plan(decodes(kv_lens, pages, 16, page_capacity=10, into=steps))
@@ -132,7 +92,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
     fake: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With graphs: on a CPU they call the function again, over the same padding and the same arrays."""
-    monkeypatch.setattr(FlashDecodingBackend, "_computes", lambda self, kind: True)  # of small heads, too
+    monkeypatch.setattr(FlashDecodes, "computes", lambda spec, cache: True)  # of small heads, too
     model = double_model("llama")
     engine = make_engine(
         model, attn_backend="flash_decoding", num_pages=9, page_size=16, max_batch_size=5, max_model_len=48,
@@ -158,7 +118,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
 def test_flashinfer_decodes_the_layers_that_the_kernel_does_not_compute(fake: None, other: dict) -> None:
     specs = (PLAIN, replace(PLAIN, layer=1, **other))
     mine, theirs = (PagedKVCache(specs, 7, 16, torch.float64) for _ in range(2))
-    backend = FlashDecodingBackend(specs, mine, Parts())
+    backend = own_decodes(specs, mine, Parts())
     check_equal(decodes([50, 40], range(7), 16), backend, TorchBackend(specs, theirs, Parts()), 1e-6)
     [[(_, first)], [(_, second)]] = backend._planned.values()
     assert isinstance(first, PlannedDecode) and not isinstance(second, PlannedDecode)
@@ -169,6 +129,6 @@ def test_drafted_tokens_are_computed_like_prompts(fake: None) -> None:
         token_ids=[0] * 7, num_new=[1, 2, 4], kv_lens=[9, 12, 4], pages=range(3), page_size=16, max_decode_tokens=3
     )
     caches = [PagedKVCache(SPECS, 7, 16, torch.float64) for _ in range(2)]
-    backend = FlashDecodingBackend(SPECS, caches[0], Parts())
+    backend = own_decodes(SPECS, caches[0], Parts())
     check_equal(batch, backend, TorchBackend(SPECS, caches[1], Parts()), 1e-12)
-    assert not any(isinstance(wrapper, PlannedDecode) for wrapper in backend._wrappers.values())
+    assert not any(isinstance(wrapper, PlannedDecode) for wrapper in backend.wrappers.made.values())

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mini_engine.attention.backend import create_backend
-from mini_engine.attention.flashinfer import FlashInferBackend
 from mini_engine.attention.naive import alibi_slopes
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.split_kv import SplitKVBackend
 from mini_engine.attention.torch import TorchBackend
@@ -77,9 +77,9 @@ def test_flashattention_3_equals_the_reference(gpu: torch.device, shape: str) ->
     )
     mine = PagedKVCache(specs, sum(counts), 16, torch.bfloat16, gpu)
     theirs = PagedKVCache(specs, sum(counts), 16, torch.float32, gpu)
-    backend = FlashInferBackend(specs, mine, Parts())
+    backend = PagedBackend(specs, mine, Parts())
     check_equal(batch, backend, TorchBackend(specs, theirs, Parts()), BF16)
-    assert {algorithm for _, algorithm in backend._wrappers} == {"fa3" if backend._has_fa3 else "fa2"}
+    assert {algorithm for _, algorithm in backend.wrappers.made} == {"fa3" if backend._prompts._has_fa3 else "fa2"}
 
 
 def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:

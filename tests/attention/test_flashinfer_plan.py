@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention import flashinfer as module
-from mini_engine.attention.flashinfer import FlashInferBackend, LayerKind
+from mini_engine.attention.backend import BACKENDS, PlannedCache
+from mini_engine.attention.flashinfer import LayerKind
 from mini_engine.attention.naive import alibi_slopes
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBatch
@@ -50,7 +52,7 @@ def test_equals_naive_attention_however_it_is_cut(fake: None, layout: str, data:
     page_size = data.draw(st.sampled_from([1, 3, 16]))
     page_order = data.draw(st.permutations(range(sum(-(-n // page_size) for n in lens) + 2)))
     cache = full_cache(SPECS, len(page_order), page_size, torch.float64, layout=layout)
-    backend = FlashInferBackend(SPECS, cache, Parts())
+    backend = PagedBackend(SPECS, cache, Parts())
     for _, got, want in run_in_steps(backend, SPECS, lens, cuts, page_order, page_size, torch.float64):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
@@ -60,16 +62,16 @@ def test_equals_naive_attention_however_it_is_cut(fake: None, layout: str, data:
 def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
     batch, num_pages = random_step(data, 4, gaps=False, longest=40)
     caches = [PagedKVCache(SPECS, num_pages, 4, torch.float64) for _ in range(2)]
-    check_equal(batch, FlashInferBackend(SPECS, caches[0], Parts()), TorchBackend(SPECS, caches[1], Parts()), 1e-12)
+    check_equal(batch, PagedBackend(SPECS, caches[0], Parts()), TorchBackend(SPECS, caches[1], Parts()), 1e-12)
 
 
 def test_a_gap_between_pages_is_refused_where_it_matters(fake: None) -> None:
     batch = StepBatch.build(token_ids=[0], num_new=[1], kv_lens=[8], pages=[2, 0], page_size=4, page_positions=[0, 12])
     caches = [PagedKVCache([PLAIN], 3, 4, torch.float64) for _ in range(2)]
-    check_equal(batch, FlashInferBackend([PLAIN], caches[0], Parts()), TorchBackend([PLAIN], caches[1], Parts()), 1e-12)
+    check_equal(batch, PagedBackend([PLAIN], caches[0], Parts()), TorchBackend([PLAIN], caches[1], Parts()), 1e-12)
     for spec in (replace(PLAIN, window=5), replace(PLAIN, num_kv_heads=6, alibi_slopes=SPECS[2].alibi_slopes)):
-        backend = FlashInferBackend([spec], PagedKVCache([spec], 3, 4, torch.float64), Parts())
-        with pytest.raises(ConfigError, match=r"counts keys, not positions.* use attn_backend='split_kv'"):
+        backend = PagedBackend([spec], PagedKVCache([spec], 3, 4, torch.float64), Parts())
+        with pytest.raises(ConfigError, match="count keys"):
             backend.plan(batch)
 
 
@@ -79,7 +81,7 @@ def test_decodes_with_drafted_tokens_are_planned_like_prompts(fake: None) -> Non
     )
     assert batch.num_decodes == 2
     caches = [PagedKVCache(SPECS, 7, 4, torch.float64) for _ in range(2)]
-    check_equal(batch, FlashInferBackend(SPECS, caches[0], Parts()), TorchBackend(SPECS, caches[1], Parts()), 1e-12)
+    check_equal(batch, PagedBackend(SPECS, caches[0], Parts()), TorchBackend(SPECS, caches[1], Parts()), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +97,11 @@ def test_decodes_with_drafted_tokens_are_planned_like_prompts(fake: None) -> Non
 def test_long_prompts_take_flashattention_3(fake: None, new: list[int], has_fa3: bool, algorithms: set[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch, has_fa3)
-        backend = FlashInferBackend(SPECS, PagedKVCache(SPECS, 9, 4, torch.float64), Parts())
+        backend = PagedBackend(SPECS, PagedKVCache(SPECS, 9, 4, torch.float64), Parts())
     step = {"token_ids": [0] * sum(new), "num_new": new, "kv_lens": new, "pages": range(len(new)), "page_size": 4}
     backend.plan(StepBatch.build(**step))
-    assert {algorithm for _, algorithm in backend._wrappers} == algorithms
-    assert len({kind for kind, _ in backend._wrappers}) == 3
+    assert {algorithm for _, algorithm in backend.wrappers.made} == algorithms
+    assert len({kind for kind, _ in backend.wrappers.made}) == 3
 
 
 def test_layers_of_one_kind_share_a_plan() -> None:
@@ -111,5 +113,10 @@ def test_layers_of_one_kind_share_a_plan() -> None:
     "change", [{"alibi_slopes": (0.5,) * 6}, {"alibi_slopes": SPECS[2].alibi_slopes, "softcap": 3.0}]
 )
 def test_other_slopes_than_those_of_the_kernels_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"slopes of Press et al. .* use attn_backend='split_kv'"):
-        LayerKind.of(replace(PLAIN, **change))
+    spec = replace(PLAIN, num_kv_heads=6, head_dim=64)
+    cache = PlannedCache(16, "NHD", torch.bfloat16, torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mini_engine.attention.backend.find_spec", lambda name: object())
+        assert BACKENDS["flashinfer"].refusal([replace(spec, alibi_slopes=SPECS[2].alibi_slopes)], cache) is None
+        reason, _ = BACKENDS["flashinfer"].refusal([replace(spec, **change)], cache) or ("", None)
+    assert "ALiBi" in reason

@@ -62,10 +62,14 @@ def test_page_0_is_a_page() -> None:
     ("spec", "options", "message"),
     [
         (QWEN3, {"page_size": 8}, "needs pages of 16, 32, 64 or 128 tokens; page_size is 8; set page_size=16 or use"),
-        (replace(QWEN3, num_qo_heads=64, num_kv_heads=1), {}, "up to 32 query heads for each KV head, not 64; use"),
+        (
+            replace(QWEN3, num_qo_heads=64, num_kv_heads=1),
+            {},
+            "decode kernel that supports none of the model's layers",
+        ),
         (replace(QWEN3, head_dim=96), {}, "needs heads of size 64, 128 or 256, not 96; use attn_backend="),
-        (replace(QWEN3, softcap=3.0), {}, "does not implement softcap, which layer 0 sets; use attn_backend="),
-        (replace(QWEN3, alibi_slopes=(0.1,) * 16), {}, "does not implement alibi_slopes, which layer 0 sets; use"),
+        (replace(QWEN3, softcap=3.0), {}, "decode kernel that supports none of the model's layers"),
+        (replace(QWEN3, alibi_slopes=(0.1,) * 16), {}, "ALiBi only with the slopes of Press et al."),
         (QWEN3, {"dtype": torch.float32}, "does not read keys in torch.float32; set dtype='bfloat16' or use"),
         (replace(QWEN3, kv_dtype=torch.float8_e5m2), {}, "does not read keys in torch.float8_e5m2; set kv_cache_dtype"),
         (QWEN3, {"architecture": 8}, "needs a GPU of compute capability 9, 10, 12 (Hopper or Blackwell), not 8; use"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from mini_engine.attention import flashinfer as flashinfer_module
 from mini_engine.attention import trtllm as module
 from mini_engine.attention.backend import BACKENDS, create_backend
-from mini_engine.attention.flashinfer import FlashInferBackend
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
-from mini_engine.attention.trtllm import FlashInferTRTLLMBackend, TRTLLMDecode
+from mini_engine.attention.trtllm import TRTLLMDecode, TRTLLMDecodes
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
@@ -38,6 +39,9 @@ from tests.helpers import alone, double_model, make_engine, serve
 
 PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
 SPECS = (PLAIN, replace(PLAIN, layer=1, window=5))
+
+
+trtllm_decodes = partial(PagedBackend, decodes=TRTLLMDecodes)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
 def test_what_a_graph_has_recorded_reads_the_tables_of_each_step(fake: None) -> None:
     """The tensors stay where they are, and are as wide as the longest request can become."""
     cache = full_cache(SPECS, 12, 4, torch.float64, value=0.5)
-    backend = FlashInferTRTLLMBackend(SPECS, cache, Parts())
+    backend = trtllm_decodes(SPECS, cache, Parts())
     seen = set()
     for kv_lens, pages in (([1, 1], [11, 11]), ([13, 4], [3, 0, 7, 1, 2]), ([5, 20], [0, 1, 5, 4, 3, 2, 6])):
         backend.plan(decodes(kv_lens, pages, 4, page_capacity=10))
@@ -119,9 +123,9 @@ def test_drafted_tokens_are_computed_like_prompts(fake: None) -> None:
         token_ids=[0] * 7, num_new=[1, 2, 4], kv_lens=[9, 12, 4], pages=range(7), page_size=4, max_decode_tokens=3
     )
     caches = [PagedKVCache(SPECS, 7, 4, torch.float64) for _ in range(2)]
-    backend = FlashInferTRTLLMBackend(SPECS, caches[0], Parts())
+    backend = trtllm_decodes(SPECS, caches[0], Parts())
     check_equal(batch, backend, TorchBackend(SPECS, caches[1], Parts()), 1e-12)
-    assert not any(isinstance(wrapper, TRTLLMDecode) for wrapper in backend._wrappers.values())
+    assert not any(isinstance(wrapper, TRTLLMDecode) for wrapper in backend.wrappers.made.values())
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_trtllm"])
@@ -132,7 +136,7 @@ def test_narrow_keys_are_divided_by_their_scales(fake: None, name: str, data: st
     layout = data.draw(st.sampled_from(["NHD", "HND"]))
     mine = PagedKVCache(narrow(SPECS), num_pages, 16, torch.float64, layout=layout)
     theirs = PagedKVCache(SPECS, num_pages, 16, torch.float64)
-    make = FlashInferTRTLLMBackend if name == "flashinfer_trtllm" else FlashInferBackend
+    make = trtllm_decodes if name == "flashinfer_trtllm" else PagedBackend
     error = error_of_narrow_keys(batch, make(narrow(SPECS), mine, Parts()), TorchBackend(SPECS, theirs, Parts()))
     assert error < 1e-12
 
@@ -148,7 +152,7 @@ def test_the_option_of_narrow_keys_reaches_the_cache(fake: None) -> None:
 
 def test_what_computes_a_layer_is_logged_once(fake: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="mini_engine.attention")
-    backend = FlashInferTRTLLMBackend(SPECS, PagedKVCache(SPECS, 9, 4, torch.float64), Parts())
+    backend = trtllm_decodes(SPECS, PagedKVCache(SPECS, 9, 4, torch.float64), Parts())
     for _ in range(3):
         backend.plan(StepBatch.build(token_ids=[0] * 3, num_new=[1, 2], kv_lens=[9, 2], pages=range(4), page_size=4))
     messages = [record.getMessage() for record in caplog.records]
@@ -164,7 +168,7 @@ def test_the_kernel_is_that_of_the_gpu(architecture: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch, architecture=architecture)
         patch.setattr(module, "SCRATCH_BYTES", 64)
-        backend = FlashInferTRTLLMBackend([PLAIN], PagedKVCache([PLAIN], 2, 16, torch.float64), Parts())
+        backend = trtllm_decodes([PLAIN], PagedKVCache([PLAIN], 2, 16, torch.float64), Parts())
         backend.plan(decodes([17], range(2), 16))
-        [(_, kernel)] = backend._wrappers
+        [(_, kernel)] = backend.wrappers.made
     assert kernel == ("trtllm-gen" if architecture == 10 else "xqa")

@@ -12,7 +12,7 @@ import torch
 from book import results
 from book.grading.chapter import load_module
 from book.random_models import random_model
-from mini_engine.attention.flashinfer import FlashInferBackend
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Cost, Machine
 from tests.attention import fake_flashinfer
@@ -48,7 +48,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr("mini_engine.kernels.tiles.PROGRAMS", 4)  # the interpreter takes milliseconds for each
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for module in (run, rungs):
-        monkeypatch.setattr(module, "create_backend", lambda name, *arguments: FlashInferBackend(*arguments))
+        monkeypatch.setattr(module, "create_backend", lambda name, *arguments: PagedBackend(*arguments))
 
 
 def test_the_script_on_a_cpu(monkeypatch, tmp_path):

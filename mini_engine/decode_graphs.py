@@ -58,26 +58,25 @@ def graph_sizes(config: EngineConfig, device: torch.device, captures: bool) -> S
     """Return the numbers of requests for which decode steps are captured, from the options or by default.
 
     Args:
-        config: the options.
+        config: the options, with a `max_batch_size`.
         device: device that computes the steps.
         captures: whether the kernels of the attention backend can be captured.
 
     Raises:
         ConfigError: if the options ask for graphs of kernels that cannot be captured, or for a graph that is too large.
     """
-    sizes, on_gpu = config.cuda_graph_batch_sizes, device.type == "cuda"
+    sizes, most, on_gpu = config.cuda_graph_batch_sizes, config.max_batch_size, device.type == "cuda"
     if sizes and sizes[-1] > MAX_GRAPH_SIZE:
         raise ConfigError(
             f"cuda_graph_batch_sizes has {sizes[-1]}; give numbers of requests up to {MAX_GRAPH_SIZE}, such as "
-            f"max_batch_size ({config.max_batch_size}): a step is never larger than that"
+            f"max_batch_size ({most}): a step is never larger than that"
         )
     if sizes and on_gpu and not captures:
         raise ConfigError(
             f"the kernels of the {config.attn_backend} backend cannot be captured as a CUDA graph; leave "
             "cuda_graph_batch_sizes out, or use attn_backend='flashinfer'"
         )
-    if sizes is None and on_gpu and captures:
-        most = config.max_batch_size
+    if sizes is None and most and on_gpu and captures and not config.enforce_eager:
         return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
     return sizes or ()
 

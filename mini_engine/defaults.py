@@ -1,45 +1,111 @@
 """The defaults that depend on the model and the machine."""
 
-from dataclasses import replace
+import logging
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 
 import torch
 
+from mini_engine.attention.backend import BACKENDS, PlannedCache, choose_backend
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.config import EngineConfig
+from mini_engine.config import EngineConfig, ResolvedConfig
+from mini_engine.decode_graphs import graph_sizes
 from mini_engine.errors import ConfigError
-from mini_engine.kv_cache.paged import default_num_pages, free_memory
+from mini_engine.kernels.nvcc import has_nvcc
+from mini_engine.kernels.persistent_decode import PersistentDecode
+from mini_engine.kv_cache.paged import default_num_pages, free_memory, page_bytes
 from mini_engine.models.base import LanguageModel
 
+logger = logging.getLogger(__name__)
+# By type of device. A step of 16,384 tokens keeps an H100's matrix products compute-bound, and a launch of all kernels
+# and a plan for it cost under 1 % of its time; longer steps would only delay the requests that decode meanwhile.
+BATCH_SIZES, STEP_TOKENS = {"cuda": 256, "cpu": 32}, {"cuda": 16_384, "cpu": 2048}
 
-def resolve(config: EngineConfig, model: LanguageModel) -> EngineConfig:
-    """Replace the defaults that depend on the model and the machine.
+
+def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
+    """Replace the defaults that depend on the model and the machine, and log the choice of the attention backend.
+
+    On a GPU, the default number of pages leaves room for nothing but the weights. `measured_pages` does better.
 
     Raises:
         ConfigError: for options that this model or this machine does not allow.
     """
-    longest = model.config.max_position_embeddings
+    device, longest = model.device, model.config.max_position_embeddings
+    on_gpu, specs = device.type == "cuda", specs_of(config, model)
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
-    # Each row has its tokens and its pages, and each page has three numbers.
-    pages_per_row = -(-length // config.page_size)
-    bookkeeping = 4 * config.max_batch_size * (length + pages_per_row) + 16 * (config.num_pages or 0)
-    if bookkeeping > free_memory(torch.device("cpu")):
-        raise ConfigError(
-            f"max_batch_size={config.max_batch_size} and num_pages={config.num_pages} need {bookkeeping} bytes of "
-            "bookkeeping, more than this machine has free; lower them"
-        )
-    num_pages, depth = config.num_pages, config.pipeline_depth
+    # A step must be able to decode every request.
+    step_tokens, requests = config.max_num_batched_tokens, config.max_batch_size
+    batch_size = requests or min(BATCH_SIZES[device.type], step_tokens or STEP_TOKENS[device.type])
+    step_tokens = step_tokens or max(STEP_TOKENS[device.type], batch_size)
+    name, why = config.attn_backend, ""
+    if name == "auto":
+        name, why = choose_backend(specs, config.page_size, config.kv_layout, model.dtype, device)
+    page_size = config.page_size or BACKENDS[name].on(device.type).page_size
+    _check_bookkeeping(batch_size, length, page_size, config.num_pages)
+    num_pages = config.num_pages
     if num_pages is None:
-        most = config.max_batch_size * pages_per_row
-        num_pages = default_num_pages(specs_of(config, model), config.page_size, model.dtype, model.device, most)
-    return replace(
-        config,
-        max_model_len=length,
-        num_pages=num_pages,
-        sliding_window=None if config.sliding_window is None else min(config.sliding_window, length),
-        pipeline_depth=int(model.device.type == "cuda") if depth is None else depth,
-    )
+        most = batch_size * -(-length // page_size)
+        num_pages = default_num_pages(specs, page_size, model.dtype, device, most, config.gpu_memory_utilization)
+    captures = pkgutil.resolve_name(BACKENDS[name].on(device.type).path).captures
+    sizes = graph_sizes(replace(config, attn_backend=name, max_batch_size=batch_size), device, captures)
+    persistent = config.persistent_decode
+    if persistent is None:
+        cache = PlannedCache(page_size, config.kv_layout, model.dtype, device)
+        persistent = 1 in sizes and _may_persist(model, specs, cache)
+    resolved = {
+        "attn_backend": name,
+        "max_batch_size": batch_size,
+        "max_model_len": length,
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "max_num_batched_tokens": step_tokens,
+        "sliding_window": None if config.sliding_window is None else min(config.sliding_window, length),
+        "pipeline_depth": int(on_gpu) if config.pipeline_depth is None else config.pipeline_depth,
+        "warm_up": on_gpu if config.warm_up is None else config.warm_up,
+        "cuda_graph_batch_sizes": sizes,
+        "persistent_decode": persistent,
+    }
+    if why:
+        _show_logs()
+        logger.log(
+            logging.INFO if on_gpu else logging.DEBUG,
+            "attention backend %s (%s); pages of %d tokens, up to %d requests and %d tokens in a step%s",
+            name, why, page_size, batch_size, step_tokens, ", persistent decode kernel" if persistent else "",
+        )  # fmt: skip
+    return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | resolved)
+
+
+def measured_pages(config: ResolvedConfig, model: LanguageModel, run_longest: Callable[[ResolvedConfig], None]) -> int:
+    """Return the number of pages that fit on the GPU beside the weights and all that a step needs.
+
+    Args:
+        config: the options; `num_pages` is the most that can be used.
+        model: the model, on a GPU.
+        run_longest: given the options with few pages, builds the cache, the backend, and the CUDA graphs, runs a step
+            of `max_num_batched_tokens` tokens, and frees everything.
+
+    Raises:
+        ConfigError: if there is no room for a single page.
+    """
+    device, of_page = model.device, page_bytes(specs_of(config, model), config.page_size, model.dtype)
+    few = -(-config.max_num_batched_tokens // config.page_size) + config.max_batch_size  # pages of the longest step
+    trial = replace(config, num_pages=min(few, config.num_pages))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_longest(trial)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)  # CUDA's context, loaded kernels, other programs
+    step = torch.cuda.max_memory_reserved(device) - (trial.num_pages + 1) * of_page  # a page holds the padding
+    room = int(config.gpu_memory_utilization * total) - outside - step - of_page
+    if room < of_page:
+        raise ConfigError(
+            f"weights and a step of {config.max_num_batched_tokens} tokens leave no room for the KV cache; lower "
+            "max_num_batched_tokens or max_batch_size, or raise gpu_memory_utilization"
+        )
+    return min(config.num_pages, room // of_page)
 
 
 def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec, ...]:
@@ -50,3 +116,29 @@ def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec,
     if window is not None:
         specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
     return specs
+
+
+def _check_bookkeeping(batch_size: int, length: int, page_size: int, num_pages: int | None) -> None:
+    """Raise ConfigError if the host cannot hold the tokens and pages of each request, and three numbers per page."""
+    needed = 4 * batch_size * (length + -(-length // page_size)) + 16 * (num_pages or 0)
+    if needed > free_memory(torch.device("cpu")):
+        raise ConfigError(
+            f"max_batch_size={batch_size} and num_pages={num_pages} need {needed} bytes of bookkeeping, more than this "
+            "machine has free; lower them"
+        )
+
+
+def _may_persist(model: LanguageModel, specs: Sequence[AttentionSpec], cache: PlannedCache) -> bool:
+    """Return whether the persistent kernel can take the place of the model, none of whose parts has been replaced."""
+    return (
+        PersistentDecode.accepts(model, specs, cache)
+        and has_nvcc()
+        and all(getattr(part, "__module__", "").startswith("mini_engine.") for part in vars(model.parts).values())
+    )
+
+
+def _show_logs() -> None:
+    """Write the engine's log to standard error if the program has configured no logging, as vLLM does."""
+    if not logger.hasHandlers():
+        logging.getLogger("mini_engine").addHandler(logging.StreamHandler())
+        logging.getLogger("mini_engine").setLevel(logging.INFO)

@@ -293,6 +293,6 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             # All layers share one page table, so a page is returned when it has left the widest window.
             window=None if None in windows else max(window for window in windows if window is not None),
-            prefix_sharing=config.prefix_sharing,
+            prefix_sharing=config.enable_prefix_caching,
             parts=self.parts,
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.attention.levels import Level
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, upload_levels
-from mini_engine.config import EngineConfig
+from mini_engine.config import ResolvedConfig
 from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
@@ -61,13 +61,12 @@ class LocalExecutor:
         model: LanguageModel,
         backend: AttentionBackend,
         cache: PagedKVCache,
-        config: EngineConfig,
+        config: ResolvedConfig,
         *,
         graph_sizes: Sequence[int],
         persistent: "PersistentDecode | None",
         parts: "Parts",
     ) -> None:
-        assert config.max_model_len and config.pipeline_depth is not None
         self.model, self.backend, self.cache = model, backend, cache
         self._sample, self._persistent = parts.sample, persistent
         self._device = model.device

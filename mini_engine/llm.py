@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mini_engine.chat_template import Message, render_chat
-from mini_engine.config import EngineConfig
+from mini_engine.config import EngineConfig, ResolvedConfig
 from mini_engine.detokenizer import Detokenizer, special_ids
 from mini_engine.engine import LLMEngine, OnStep
 from mini_engine.errors import ConfigError, RequestError
@@ -386,7 +386,7 @@ class LLM(TextEngine):
         super().__init__(engine, tokenizer, checkpoint.default_params)
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> ResolvedConfig:
         """The options, with every default resolved."""
         return self.engine.config
 

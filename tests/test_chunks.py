@@ -207,7 +207,7 @@ def test_requests_over_chunks_beside_others(data):
         max_batch_size=data.draw(st.integers(1, 4)),
         max_num_batched_tokens=data.draw(st.sampled_from([4, 7, 64])),
         pipeline_depth=data.draw(st.integers(0, 1)),
-        prefix_sharing=data.draw(st.booleans()),
+        enable_prefix_caching=data.draw(st.booleans()),
     )
     engine = memory.engine
     texts: dict[str, tuple[list[int], int]] = {}
@@ -241,7 +241,7 @@ def test_requests_over_chunks_beside_others(data):
         assert request.error is None and request.output_token_ids == tokens
     for name in texts:
         memory.unregister(name)
-    if not engine.config.prefix_sharing:
+    if not engine.config.enable_prefix_caching:
         check_nothing_leaked(engine)
 
 
@@ -1138,7 +1138,7 @@ def test_hidden_states_over_a_chunk_that_is_gone_are_refused():
 
 
 def test_a_file_that_is_refused_interrupts_no_request(tmp_path):
-    memory, other = make_memory(), make_memory(prefix_sharing=True)
+    memory, other = make_memory(), make_memory(enable_prefix_caching=True)
     memory.register(A, "a")
     memory.register(B, "b", after="a")
     memory.save("b", tmp_path / "b.safetensors")

@@ -46,9 +46,9 @@ def test_options_that_are_not_given_have_no_value(seen):
 def test_every_field_can_be_given(seen):
     engine = {
         "dtype": "float32", "device": "cpu", "attn_backend": "flex", "max_batch_size": 3, "max_model_len": 64,
-        "num_pages": 7, "page_size": 16, "max_num_batched_tokens": 99, "sliding_window": 8, "prefix_sharing": True,
-        "pipeline_depth": 1, "kv_layout": "HND", "kv_cache_dtype": "fp8_e4m3", "warm_up": True,
-        "persistent_decode": True,
+        "num_pages": 7, "page_size": 16, "max_num_batched_tokens": 99, "sliding_window": 8,
+        "enable_prefix_caching": True, "pipeline_depth": 1, "kv_layout": "HND", "kv_cache_dtype": "fp8_e4m3",
+        "warm_up": True, "persistent_decode": True,
         "cuda_graph_batch_sizes": [1, 4],
     }  # fmt: skip
     sampling = {
@@ -72,9 +72,11 @@ def test_short_names(seen):
 
 def test_the_command_line_overrides_the_file(seen, tmp_path):
     file = tmp_path / "engine.yaml"
-    file.write_text("page_size: 16\nmax_seq_len: 64\nprefix_sharing: true\nnum_pages: 9\n")
-    engine, _, _ = seen("--config", str(file), "--num-pages", "7", "--no-prefix-sharing", "--max-model-len", "32")
-    assert engine.options == {"page_size": 16, "max_model_len": 32, "prefix_sharing": False, "num_pages": 7}
+    file.write_text("page_size: 16\nmax_seq_len: 64\nenable_prefix_caching: true\nnum_pages: 9\n")
+    engine, _, _ = seen(
+        "--config", str(file), "--num-pages", "7", "--no-enable-prefix-caching", "--max-model-len", "32"
+    )
+    assert engine.options == {"page_size": 16, "max_model_len": 32, "enable_prefix_caching": False, "num_pages": 7}
 
 
 # A configuration written for TensorRT-LLM's AutoDeploy.

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import BACKENDS
-from mini_engine.config import ALIASES, CHOICES, MAX_CONFIG_BYTES, SIZES, EngineConfig, read_options
+from mini_engine.config import ALIASES, CHOICES, NEUTRAL, SIZES, EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from tests.helpers import GREEDY, double_model, make_engine, serve
 
@@ -22,12 +22,13 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     size, optional = st.integers(1, 4096), st.none() | st.integers(1, 2**40)
     return EngineConfig(
         dtype=draw(st.sampled_from(CHOICES["dtype"])), device=draw(st.sampled_from(CHOICES["device"])),
-        attn_backend=draw(st.sampled_from(list(BACKENDS))), max_batch_size=draw(size), max_model_len=draw(optional),
-        num_pages=draw(optional), page_size=draw(size), max_num_batched_tokens=4096 + draw(size),
-        sliding_window=draw(optional), prefix_sharing=draw(st.booleans()),
+        attn_backend=draw(st.sampled_from(["auto", *BACKENDS])), max_batch_size=draw(size),
+        max_model_len=draw(optional), num_pages=draw(optional), page_size=draw(size),
+        max_num_batched_tokens=4096 + draw(size), sliding_window=draw(optional), enable_prefix_caching=draw(st.booleans()),
         pipeline_depth=draw(st.sampled_from([None, 0, 1])), kv_layout=draw(st.sampled_from(CHOICES["kv_layout"])),
         kv_cache_dtype=draw(st.sampled_from(CHOICES["kv_cache_dtype"])),
-        warm_up=draw(st.booleans()), persistent_decode=draw(st.booleans()),
+        warm_up=draw(st.sampled_from([None, True, False])), gpu_memory_utilization=draw(st.sampled_from([0.5, 1])),
+        persistent_decode=draw(st.sampled_from([None, True, False])), seed=draw(st.none() | st.integers()),
         cuda_graph_batch_sizes=draw(st.none() | st.lists(st.integers(1, 512), max_size=4)),
     )  # fmt: skip
 
@@ -51,30 +52,55 @@ def test_what_a_file_leaves_out_has_its_default(tmp_path):
     assert read_options(path) == {"num_pages": 18, "page_size": 16}
 
 
-def test_another_name_of_an_option(tmp_path):
-    assert ALIASES["max_seq_len"] == "max_model_len"
-    assert EngineConfig.of(read_options(written(tmp_path, "max_seq_len: 512"))).max_model_len == 512
-    assert EngineConfig.of({"max_seq_len": 512}) == EngineConfig(max_model_len=512)
-    with pytest.raises(ConfigError, match="two names"):
-        EngineConfig.of({"max_seq_len": 512, "max_model_len": 256})
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"max_seq_len": 512}, {"max_model_len": 512}),
+        ({"max_num_seqs": 8, "block_size": 32}, {"max_batch_size": 8, "page_size": 32}),
+        ({"dtype": "half", "kv_cache_dtype": "fp8"}, {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"compile_backend": "torch-cudagraph"}, {}),
+        ({"compile_backend": "torch-simple"}, {"enforce_eager": True}),
+        ({"tensor_parallel_size": 1, "disable_log_stats": True, "trust_remote_code": False}, {}),
+        (  # a configuration of TensorRT-LLM's AutoDeploy
+            {
+                "attn_backend": "flashinfer", "compile_backend": "torch-cudagraph", "max_seq_len": 512,
+                "max_batch_size": 4, "cuda_graph_batch_sizes": [1, 2],
+            },
+            {"attn_backend": "flashinfer", "max_model_len": 512, "max_batch_size": 4, "cuda_graph_batch_sizes": (1, 2)},
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_names_and_values_of_other_engines(tmp_path, given, same):
+    assert EngineConfig.of(given) == EngineConfig(**same)
+    assert EngineConfig.of(read_options(written(tmp_path, json.dumps(given)))) == EngineConfig(**same)
 
 
-def test_an_option_that_is_given_twice_is_refused(tmp_path):
-    path = written(tmp_path, "page_size: 16\nmax_batch_size: 4\npage_size: 32\n")
-    with pytest.raises(ConfigError, match=r"'page_size' is given twice in .* line 3"):
-        read_options(path)
+def test_every_alias_names_an_option():
+    names = {field.name for field in fields(EngineConfig)}
+    assert names.issuperset(ALIASES.values()) and not names & {*ALIASES, *NEUTRAL}
 
 
-def test_options_of_another_engine():
-    assert EngineConfig.of({"compile_backend": "torch-cudagraph"}) == EngineConfig()
-    assert EngineConfig.of({"compile_backend": "torch-simple"}) == EngineConfig(cuda_graph_batch_sizes=())
-    for value in ("torch-opt", ["torch-simple"], None):
-        with pytest.raises(ConfigError, match=r"compile_backend is .* choose one of: torch-cudagraph, torch-simple"):
-            EngineConfig.of({"compile_backend": value})
-    with pytest.raises(ConfigError, match="contradict each other"):
-        EngineConfig.of({"compile_backend": "torch-simple", "cuda_graph_batch_sizes": [1]})
-    with pytest.raises(ConfigError, match=r"use_pt_cache_backend is an option of another engine: .* leave the option"):
-        EngineConfig.of({"use_pt_cache_backend": True})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_seq_len": 512, "max_model_len": 256},
+        {"tensor_parallel_size": 2},
+        {"quantization": "awq"},
+        {"compile_backend": "torch-opt"},
+        {"compile_backend": ["torch-simple"]},
+        {"compile_backend": "torch-simple", "cuda_graph_batch_sizes": [1]},
+        {"enforce_eager": True, "cuda_graph_batch_sizes": [1]},
+        {"gpu_memory_utilization": 90},
+        {"gpu_memory_utilization": 0},
+    ],
+    ids=str,
+)
+def test_what_this_engine_cannot_do_is_refused_by_name(options):
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.of(options)
+    assert any(name in str(refused.value) for name in options)
 
 
 def test_a_file_may_name_the_model(tmp_path):
@@ -91,6 +117,8 @@ from mini_engine.errors import ConfigError
 
 for field in fields(EngineConfig):
     for value in ("magic", -1, 2.5, [1.0], {}, 2**64, None):
+        if field.name == "seed" and value in (-1, 2**64):
+            continue
         if value is None and field.default is None:
             assert EngineConfig.of({field.name: None}) == EngineConfig()
             continue
@@ -125,12 +153,18 @@ def test_options_must_fit_together():
             EngineConfig.of({"pipeline_depth": depth})
 
 
-def test_an_unknown_option_is_named_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"unknown option 'pages'; the options are: .*num_pages"):
-        EngineConfig.of({"pages": 3})
+@pytest.mark.parametrize(("given", "near"), [("page_sizes", "page_size"), ("max_num_seq", "max_num_seqs")])
+def test_an_unknown_option_names_the_nearest_one(given, near):
+    with pytest.raises(ConfigError, match=f"{near}[?]"):
+        EngineConfig.of({given: 3})
+
+
+def test_an_unknown_option_that_is_near_to_none_names_all():
+    with pytest.raises(ConfigError, match="num_pages"):
+        EngineConfig.of({"zzz": 3})
     with pytest.raises(ConfigError) as refused:
         EngineConfig.of({"x" * 10_000: 3})
-    assert len(str(refused.value)) < 400
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -144,15 +178,9 @@ def test_an_unknown_option_is_named_with_those_there_are():
         "1: 2",
         "page_size: !!python/object:os.system 1",
         "[" * 20_000,
-        "a: &a [*a]",
         "page_size: 2001-99-99",
         "num_pages: " + "9" * 5000,
-        'page_size: !!int ""',
-        "warm_up: !!bool maybe",
-        "page_size: !!timestamp x",
-        "!!map [a, b]",
-        "page_size: [&a [x, x], [*a, *a]]",
-        " " * (MAX_CONFIG_BYTES + 1),
+        "warm_up: maybe",
     ],
     ids=lambda text: str(text)[:20],
 )
@@ -162,9 +190,9 @@ def test_a_file_that_holds_no_options_is_refused(tmp_path, text):
         EngineConfig.of(read_options(path))
 
 
-@pytest.mark.parametrize("path", ["missing.yaml", ".", "engine.yaml/x", "null\0byte", "/dev/zero"])
+@pytest.mark.parametrize("path", ["missing.yaml", ".", "engine.yaml/x", "null\0byte"])
 def test_a_path_that_is_no_file_is_refused(path):
-    with pytest.raises(ConfigError, match=r"cannot read|larger"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_options(Path(path))
 
 

@@ -84,7 +84,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
         max_batch_size=max_batch_size,
         max_num_batched_tokens=max_batch_size + data.draw(st.integers(0, 24)),
         sliding_window=window,
-        prefix_sharing=data.draw(st.booleans()),
+        enable_prefix_caching=data.draw(st.booleans()),
         pipeline_depth=data.draw(st.sampled_from([0, 1])),
         cuda_graph_batch_sizes=data.draw(st.none() | st.lists(st.integers(1, 4))),  # on a CPU only the padding
     )
@@ -121,7 +121,13 @@ def tight_traffic(engine: LLMEngine, family: str, seed: int) -> None:
         assert got[name] == alone(double_model(family), prompt, params, guess=got[name]), name
 
 
-TIGHT = {"num_pages": 14, "page_size": 2, "max_batch_size": 4, "max_num_batched_tokens": 9, "prefix_sharing": True}
+TIGHT = {
+    "num_pages": 14,
+    "page_size": 2,
+    "max_batch_size": 4,
+    "max_num_batched_tokens": 9,
+    "enable_prefix_caching": True,
+}
 
 
 @DEPTHS
@@ -254,7 +260,7 @@ def test_a_page_evicted_from_one_request_serves_the_next(attn_backend):
 @DEPTHS
 @pytest.mark.parametrize("end", ["abort", "length"])
 def test_shared_pages_outlive_the_request_that_computed_them(depth, end):
-    engine = roomy(prefix_sharing=True, pipeline_depth=depth)
+    engine = roomy(enable_prefix_caching=True, pipeline_depth=depth)
     prompt = [9, 8, 7, 6, 5, 4, 3, 9, 8, 7]
     engine.add_request("first", prompt, replace(GREEDY, max_tokens=3))
     engine.step()
@@ -291,7 +297,7 @@ def test_requests_without_a_seed_draw_one_each():
 
 
 def test_metrics_add_up():
-    engine = roomy(prefix_sharing=True)
+    engine = roomy(enable_prefix_caching=True)
     arrivals = {0: [(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]}
     got = serve(engine, arrivals)
     metrics = replace(engine.metrics)
@@ -307,7 +313,7 @@ def test_metrics_add_up():
 @DEPTHS
 def test_pages_are_evicted_before_a_request_is_preempted_or_waits(depth):
     """Ten requests one after the other fill the pool with cached pages; two at once then need nearly all of it."""
-    engine = roomy(prefix_sharing=True, num_pages=12, pipeline_depth=depth)
+    engine = roomy(enable_prefix_caching=True, num_pages=12, pipeline_depth=depth)
     for i in range(10):
         serve(engine, {0: [(str(i), [10 + i] * 9, GREEDY)]}, empty_cache=False)
     assert engine.page_table.num_free_pages + engine.scheduler.prefix_tree.num_evictable == 12
@@ -372,7 +378,7 @@ def failing_sampler(fails: Callable[[SamplingBatch], BaseException | None]) -> P
 def test_a_request_whose_sampling_fails_ends_alone(depth):
     """Every step with the seed 13 fails; its request ends with the error, and the others lose nothing."""
     parts = failing_sampler(lambda batch: ArithmeticError("13") if (batch.seeds == 13).any() else None)
-    engine = roomy(parts=parts, pipeline_depth=depth, prefix_sharing=True)
+    engine = roomy(parts=parts, pipeline_depth=depth, enable_prefix_caching=True)
     good = [engine.add_request(str(i), prompt, replace(GREEDY, seed=i)) for i, prompt in enumerate(PROMPTS)]
     engine.step()
     bad = engine.add_request("bad", PROMPTS[2], replace(GREEDY, seed=13))
@@ -391,7 +397,7 @@ def test_a_step_that_runs_out_of_memory_once_loses_nothing(depth):
     # The requests of the failed step first compute one token each alone: the second failure comes after that.
     failures = iter([False, False, True, *[False] * 5, True])
     parts = failing_sampler(lambda batch: torch.OutOfMemoryError() if next(failures, False) else None)
-    engine = roomy(parts=parts, pipeline_depth=depth, prefix_sharing=True)
+    engine = roomy(parts=parts, pipeline_depth=depth, enable_prefix_caching=True)
     got = serve(engine, {0: [(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]})
     assert list(got.values()) == [alone(engine.model, prompt, GREEDY) for prompt in PROMPTS]
     assert next(failures, None) is None
@@ -469,7 +475,7 @@ def test_an_interrupt_anywhere_in_a_step_loses_no_token(depth, monkeypatch):
     for owner, name in doors:
         for when in (1, 2, 5, 9):
             for before in (True, False):
-                engine = roomy(pipeline_depth=depth, num_pages=9, prefix_sharing=True)
+                engine = roomy(pipeline_depth=depth, num_pages=9, enable_prefix_caching=True)
                 handles = [engine.add_request(*arrival) for arrival in arrivals]
                 calls, interrupts = 0, 0
                 original = getattr(owner, name)
@@ -606,7 +612,7 @@ def test_a_warm_up_runs_prompts_and_decodes_of_all_sizes_and_leaves_no_trace(dep
     with monkeypatch.context() as patch:
         patch.setattr(StepBatch, "build", recorded)
         engine = roomy(
-            max_batch_size=6, max_num_batched_tokens=40, pipeline_depth=depth, prefix_sharing=True, warm_up=True,
+            max_batch_size=6, max_num_batched_tokens=40, pipeline_depth=depth, enable_prefix_caching=True, warm_up=True,
             on_step=lambda engine, report: reports.append(report),
         )  # fmt: skip
     assert {(1, 40), (1, 1), (2, 2), (4, 4), (6, 6)} <= sizes
@@ -642,7 +648,8 @@ def test_the_engine_runs_on_every_part_that_the_backend_does_not_bypass(attn_bac
         for arrivals, num_pages, window in ((shared, 50, 66), (tight, 8, 66), (shared, 50, None)):  # None: levels
             engine = make_engine(
                 model, attn_backend=attn_backend, parts=parts, num_pages=num_pages, page_size=2, max_batch_size=2,
-                prefix_sharing=True, sliding_window=window, max_num_batched_tokens=20, cuda_graph_batch_sizes=(3,),
+                enable_prefix_caching=True, sliding_window=window, max_num_batched_tokens=20,
+                cuda_graph_batch_sizes=(3,),
             )  # fmt: skip
             got = serve(engine, arrivals)
             for name, tokens, params in [request for several in arrivals.values() for request in several]:
@@ -684,7 +691,7 @@ def test_threads_may_share_an_engine():
 
 def test_a_reset_prefix_cache_matches_nothing():
     model = double_model("llama")
-    engine = make_engine(model, page_size=2, num_pages=40, prefix_sharing=True)
+    engine = make_engine(model, page_size=2, num_pages=40, enable_prefix_caching=True)
     prompt = list(range(3, 20))
     first = serve(engine, {0: [("a", prompt, GREEDY)]}, empty_cache=False)
     assert serve(engine, {0: [("b", prompt, GREEDY)]}, empty_cache=False)["b"] == first["a"]

@@ -51,7 +51,7 @@ def test_greedy_text_equals_transformers_however_it_is_read(llm, prompts):
         assert output.text == llm.tokenizer.decode(want, skip_special_tokens=True)
     assert "Paris" in outputs[0].text
     assert "".join(llm.stream(prompts[2], GREEDY)) == outputs[2].text
-    shared = llm.with_options(max_num_batched_tokens=40, prefix_sharing=True, pipeline_depth=1)
+    shared = llm.with_options(max_num_batched_tokens=40, enable_prefix_caching=True, pipeline_depth=1)
     assert shared.generate(prompts, GREEDY) == outputs
     assert shared.engine.metrics.shared_tokens > 0
     check_nothing_leaked(shared.engine)
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_a_run_alone(folder, attn_backend, window):
     """From a folder to tokens, in a pool where prefixes are shared and sequences preempted."""
     tiny = LLM(
         folder, EngineConfig(dtype="float64", device="cpu", page_size=2, max_batch_size=3), attn_backend=attn_backend,
-        num_pages=12, max_num_batched_tokens=8, max_seq_len=24, sliding_window=window, prefix_sharing=True,
+        num_pages=12, max_num_batched_tokens=8, max_seq_len=24, sliding_window=window, enable_prefix_caching=True,
     )  # fmt: skip
     prompts = [[5, 9, 33, 7, 21, 6, 40], [5, 9, 33, 7, 21, 8], [5, 9, 33, 7, 21, 6, 41, 50], [9]]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -311,7 +311,7 @@ def test_a_tokenizer_without_a_fast_backend_is_refused():
 @given(st.data(), st.integers(0, 1))
 def test_streams_may_be_interleaved_closed_and_aborted(data, depth):
     """Whatever else steps the engine: other streams, `generate`, or its own `step`."""
-    llm = front_end(pipeline_depth=depth, num_pages=9, prefix_sharing=True)
+    llm = front_end(pipeline_depth=depth, num_pages=9, enable_prefix_caching=True)
     limit_steps(llm)
     streams: list[tuple[Generator[Piece, None, None], list[list[int]], list[SamplingParams], list[Piece]]] = []
     open_streams, aborted = [], set()
@@ -524,7 +524,7 @@ def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step_harm
             gc.collect()
             return returned if _is_after else original(*args, **kwargs)
 
-        llm = front_end(pipeline_depth=depth, num_pages=12, prefix_sharing=True)
+        llm = front_end(pipeline_depth=depth, num_pages=12, enable_prefix_caching=True)
         limit_steps(llm)
         kept, abandoned = (llm.stream_batch([prompt], params) for prompt in (PROMPTS[2], PROMPTS[0]))
         got = [next(kept)]
@@ -567,7 +567,7 @@ def test_a_listener_that_fails_once_delays_outputs_and_loses_none(depth):
 
 @DEPTHS
 def test_threads_get_their_own_outputs(depth):
-    llm = front_end(pipeline_depth=depth, prefix_sharing=True)
+    llm = front_end(pipeline_depth=depth, enable_prefix_caching=True)
     wrong: list[str] = []
     params = [replace(SAMPLED, seed=seed, stop=["A", "é"] if seed % 2 else []) for seed in range(4)]
     want = {(i, j): expected(PROMPTS[j], params[i]) for i in range(4) for j in range(4)}

@@ -61,7 +61,7 @@ def homework_options(parts: Parts) -> dict[str, Any]:
     if "pages_to_evict" in mine:
         options["sliding_window"] = WINDOW
     if mine & {"match_prefix", "copy_on_write", "find_levels"}:
-        options["prefix_sharing"] = True
+        options["enable_prefix_caching"] = True
     if "pad_decodes" in mine:
         options["cuda_graph_batch_sizes"] = (GRAPH_SIZE,)  # on a CPU nothing is captured, and the padding is the same
     return options

@@ -1356,7 +1356,9 @@ def test_match_prefix_in_the_scheduler(hw: Homework) -> None:
 def test_match_prefix_with_a_model(hw: Homework) -> None:
     parts = replace(Parts(), match_prefix=hw.match_prefix)
     prompts = prompts_of(3, 5, 2, 7, common=10)
-    engine = assert_tokens_of_a_model(parts, prompts, num_pages=30, max_num_batched_tokens=64, prefix_sharing=True)
+    engine = assert_tokens_of_a_model(
+        parts, prompts, num_pages=30, max_num_batched_tokens=64, enable_prefix_caching=True
+    )
     assert engine.metrics.shared_tokens >= 20, "nothing was shared"
 
 
@@ -1493,7 +1495,7 @@ def test_copy_on_write_with_a_model(hw: Homework) -> None:
         [*prompts, prompts[0][:11], prompts[0]],
         num_pages=12,
         max_num_batched_tokens=16,
-        prefix_sharing=True,
+        enable_prefix_caching=True,
     )
     assert engine.metrics.shared_tokens >= 10, "nothing was shared"
 

@@ -311,7 +311,7 @@ def make_engine(model: CausalLM, backend: str, prefix_sharing: bool) -> LLMEngin
         max_batch_size=workload.num_requests,
         max_model_len=workload.longest,
         max_num_batched_tokens=8192,
-        prefix_sharing=prefix_sharing,
+        enable_prefix_caching=prefix_sharing,
     )
     return LLMEngine(model, config, parts=model.parts)
 

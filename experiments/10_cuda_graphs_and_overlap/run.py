@@ -468,7 +468,7 @@ def serve(model: CausalLM, name: str, workload: Workload, way: Way) -> float:
         max_batch_size=workload.num_requests,
         max_model_len=workload.longest,
         max_num_batched_tokens=8192,
-        prefix_sharing=bool(workload.shared),
+        enable_prefix_caching=bool(workload.shared),
         pipeline_depth=way.depth,
         cuda_graph_batch_sizes=None if way.graph else (),
         warm_up=True,

@@ -134,7 +134,7 @@ def load_engine(folder: Path, options: Mapping[str, Any], workload: Workload, vo
         max_batch_size=workload.num_requests,
         max_model_len=workload.longest,
         max_num_batched_tokens=STEP_TOKENS,
-        prefix_sharing=True,
+        enable_prefix_caching=True,
         warm_up=True,
         **options,
     )

@@ -292,17 +292,21 @@ BACKENDS = {
     "flashinfer_trtllm+cascade": replace(TRTLLM, levels=True),
     "flash_decoding+cascade": replace(FLASH_DECODING, levels=True),
 }
-# What `attn_backend="auto"` chooses from, best first. The fastest for an H100 or H200 by experiments 06, 07 and 11.
+# What `attn_backend="auto"` chooses from, best first (experiments 06, 07 and 11).
 AUTO = {"cuda": ("flash_decoding+cascade", "cascade", "flex", "torch"), "cpu": ("torch_padded",)}
 
 
-def choose_backend(specs: Sequence[AttentionSpec], cache: CacheFormat, page_size: int | None) -> tuple[str, str]:
+def choose_backend(
+    specs: Sequence[AttentionSpec], page_size: int | None, layout: str, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
     """Choose the best backend for a model and a machine.
 
     Args:
         specs: one for each layer of the model.
-        cache: the format of the KV cache; its page size is not read.
         page_size: the page size that the options ask for; None: each backend's default.
+        layout: order of a page's axes.
+        dtype: the model's.
+        device: the model's device.
 
     Returns:
         The name, and why the choice fell on it.
@@ -311,10 +315,9 @@ def choose_backend(specs: Sequence[AttentionSpec], cache: CacheFormat, page_size
         ConfigError: if no backend accepts the model and the options.
     """
     refused: list[str] = []
-    for name in AUTO[cache.device.type]:
-        info = BACKENDS[name].on(cache.device.type)
-        wanted = PlannedCache(page_size or info.page_size, cache.layout, cache.dtype, cache.device)
-        refusal = info.refusal(specs, wanted)
+    for name in AUTO[device.type]:
+        info = BACKENDS[name].on(device.type)
+        refusal = info.refusal(specs, PlannedCache(page_size or info.page_size, layout, dtype, device))
         if refusal is None:
             return name, "; ".join(refused) or "the first choice on this device"
         refused.append(f"{name} {refusal[0]}")

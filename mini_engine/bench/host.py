@@ -104,7 +104,7 @@ def make_engine(rows: int, *, pipeline_depth: int = 1, num_waiting: int = 0, pre
             num_pages=rows * -(-longest // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_num_batched_tokens=rows * longest,
-            prefix_sharing=prefix_sharing,
+            enable_prefix_caching=prefix_sharing,
             pipeline_depth=pipeline_depth,
             cuda_graph_batch_sizes=(rows,),
         )

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mini_engine.attention.backend import BACKENDS, FLASHINFER
 from mini_engine.bench.host import Row, host_rows
 from mini_engine.bench.options import BenchOptions
 from mini_engine.bench.peer_child import LOADERS
@@ -41,8 +42,7 @@ from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.roofline import device_name, measure_machine
 from mini_engine.terminal import printable
 
-PAGE_SIZE = 128  # of our engine; every backend supports it on every device
-GPU_STEP_TOKENS = 8192  # most tokens of our steps on a GPU, where matrix products need thousands of rows to be fast
+PAGE_SIZE = 128  # of our engine on a CPU
 SPARE_CACHE = 1.1  # extra space in a peer's KV cache, because it rounds requests up to its own blocks
 SHARE_OF_FREE = 0.95  # of the device's free memory that a peer may use
 PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")
@@ -87,7 +87,9 @@ def run_bench(console: Console, engine: EngineOptions, bench: BenchOptions) -> N
         else:
             workloads = [NAMED[bench.workload][device.type]]
         rows, shown = compare(console, engine, workloads, bench.peer, bench.rounds), TABLE
-        title = f"{bench.workload}: {engine.model}, {rows[0]['dtype']}, {config.attn_backend}, {device_name(device)}"
+        title = (
+            f"{bench.workload}: {engine.model}, {rows[0]['dtype']}, {rows[0]['attn_backend']}, {device_name(device)}"
+        )
     if bench.json:
         for row in rows:
             console.out(json.dumps(row), highlight=False)
@@ -138,7 +140,7 @@ def compare(
         for index, workload in enumerate(workloads)
     ]
     # Room for all requests and no more, because on a GPU the peers' caches share the memory with ours.
-    num_pages = config.num_pages or max(pages_needed(own, config.page_size) for own in requests)
+    num_pages = config.num_pages or max(pages_needed(own, config.page_size or PAGE_SIZE) for own in requests)
     llm = LLM(engine.model, replace(config, num_pages=num_pages), parts=engine.parts)
     machine = measure_machine(llm.model.device, llm.model.dtype)
     serve: dict[str, Serve] = {"mini_engine": partial(serve_mini_engine, llm.engine)}
@@ -148,7 +150,7 @@ def compare(
             theirs = load_transformers(engine.model, llm.model.dtype, llm.model.device)
         for peer in peers:
             if peer in PEERS:
-                serve[peer] = partial(PEERS[peer], theirs, config.max_num_batched_tokens)
+                serve[peer] = partial(PEERS[peer], theirs, llm.config.max_num_batched_tokens)
             else:
                 with console.status(f"starting {peer}", spinner="line"):
                     options = peer_options(str(checkpoint.path), llm, longest)
@@ -156,9 +158,10 @@ def compare(
         for workload, own in zip(workloads, requests, strict=True):
             with console.status(f"{len(own)} requests", spinner="line"):
                 measured = measure(serve, own, rounds)
-            itemsize, shared = llm.model.dtype.itemsize, workload.shared if config.prefix_sharing else 0
+            itemsize, shared = llm.model.dtype.itemsize, workload.shared if config.enable_prefix_caching else 0
             bound = num_outputs(own) / least_seconds(llm.model.config, machine, own, itemsize, shared)
-            rows += rows_of(measured, workload, own, bound, machine.dtype)
+            found = rows_of(measured, workload, own, bound, machine.dtype)
+            rows += [row | {"attn_backend": llm.config.attn_backend} for row in found]
     return rows
 
 
@@ -169,15 +172,14 @@ def config_for(given: Mapping[str, Any], workloads: Sequence[Workload]) -> Engin
         ConfigError: for impossible options.
     """
     most, longest = (max(getattr(own, name) for own in workloads) for name in ("num_requests", "longest"))
-    wanted: dict[str, Any] = {
+    options = EngineConfig.of(given)
+    on_gpu = pick_device(options.device).type == "cuda"
+    wanted = {
         "max_batch_size": most,
         "max_model_len": longest,
-        "page_size": PAGE_SIZE,
-        "prefix_sharing": any(workload.shared for workload in workloads),
+        "page_size": BACKENDS.get(options.attn_backend, FLASHINFER).on("cuda").page_size if on_gpu else PAGE_SIZE,
+        "enable_prefix_caching": any(workload.shared for workload in workloads),
     }
-    if pick_device(EngineConfig.of(given).device).type == "cuda":
-        # Capture graphs before the first round, whose requests do not pass through all numbers of running requests.
-        wanted |= {"max_num_batched_tokens": GPU_STEP_TOKENS, "warm_up": True}
     return EngineConfig.of(wanted | dict(given))
 
 
@@ -194,11 +196,10 @@ def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(llm.model.device)
         share = SHARE_OF_FREE * free / total
-    assert config.num_pages
     num_tokens = round(SPARE_CACHE * config.num_pages * config.page_size)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     num_bytes = num_tokens * llm.engine.cache.bytes_per_token
-    return PeerOptions(folder, dtype, longest, config.prefix_sharing, num_tokens, num_bytes, share)
+    return PeerOptions(folder, dtype, longest, config.enable_prefix_caching, num_tokens, num_bytes, share)
 
 
 def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:
@@ -280,7 +281,7 @@ def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, ro
     Returns:
         A JSON object. Every row has a figure, its unit, its bound, and the lowest and the highest value of the rounds.
     """
-    ours = f"mini_engine, {EngineConfig.of(engine.options).attn_backend}"
+    ours = f"mini_engine, {rows[0]['attn_backend']}"
     source = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
     found = []
     for row in rows:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mini_engine.attention.backend import CacheFormat
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.kernels.nvcc import load_kernel
@@ -106,7 +107,7 @@ class PersistentDecode:
 
     @staticmethod
     def accepts(
-        model: LanguageModel, specs: Sequence[AttentionSpec], kv_cache: PagedKVCache
+        model: LanguageModel, specs: Sequence[AttentionSpec], kv_cache: CacheFormat
     ) -> TypeGuard[LlamaForCausalLM]:
         """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of suitable sizes.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.errors import ConfigError
 
-# Most bytes of the default cache on a CPU. On a GPU the default cache may take 90% of what the weights leave free.
+# Most bytes of the default cache on a CPU.
 MOST_CPU_CACHE_BYTES = 2 * 2**30
 
 
@@ -105,8 +105,9 @@ def round_kv(x: Float[Tensor, "*shape"], scale: float, dtype: torch.dtype) -> Fl
 
 
 def default_num_pages(
-    specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, most: int
-) -> int:
+    specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, most: int,
+    share: float = 0.9,
+) -> int:  # fmt: skip
     """Return the default number of pages of the KV cache: as many as can be used, or as fit into the free memory.
 
     Args:
@@ -115,12 +116,15 @@ def default_num_pages(
         dtype: the model's.
         device: the model's device.
         most: pages that can be used at all.
+        share: share of a GPU's memory that may be in use.
 
     Raises:
         ConfigError: if there is no room for a single page.
     """
     of_page, free = page_bytes(specs, page_size, dtype), free_memory(device)
-    room = free * 9 // 10 if device.type == "cuda" else min(free // 2, MOST_CPU_CACHE_BYTES)
+    room = min(free // 2, MOST_CPU_CACHE_BYTES)
+    if device.type == "cuda":
+        room = free - int((1 - share) * torch.cuda.mem_get_info(device)[1])
     if room < of_page:
         raise ConfigError(f"a page of the KV cache takes {of_page} bytes and {room} are free; lower page_size")
     return min(most, room // of_page)

@@ -85,7 +85,7 @@ class Metrics:
                 rows[f"{latency} (median request)"] = f"{statistics.median(seconds.values()) * 1e3:.1f} ms"
         rows |= {"prompt tokens": f"{self._prompt_tokens}", "output tokens": f"{self._output_tokens.total()}"}
         totals = engine.metrics
-        if engine.config.prefix_sharing:
+        if engine.config.enable_prefix_caching:
             rows |= {"hit rate": f"{totals.hit_rate:.0%}", "evicted pages": f"{totals.evicted_pages}"}
         rows["preemptions"] = f"{totals.preemptions}"
         if self._decode_tokens:

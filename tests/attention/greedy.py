@@ -43,7 +43,7 @@ def check_greedy(
         own = torch.randint(3, 61, (1 + 3 * i,), generator=generator).tolist()
         arrivals.setdefault(i // 3, []).append((str(i), [*stem, *own] if i % 2 else own, params))
     engine = make_engine(
-        model, parts=default_parts(device), num_pages=24, page_size=16, max_batch_size=8, prefix_sharing=True,
+        model, parts=default_parts(device), num_pages=24, page_size=16, max_batch_size=8, enable_prefix_caching=True,
         max_num_batched_tokens=64, **options,
     )  # fmt: skip
     outputs = serve(engine, arrivals)

@@ -323,7 +323,7 @@ def test_an_engine_with_levels_gives_the_tokens_of_each_request_alone(
 ) -> None:
     model = double_model(family)
     engine = make_engine(
-        model, attn_backend="cascade", page_size=2, num_pages=num_pages, max_batch_size=6, prefix_sharing=True,
+        model, attn_backend="cascade", page_size=2, num_pages=num_pages, max_batch_size=6, enable_prefix_caching=True,
         max_num_batched_tokens=budget, pipeline_depth=depth, max_model_len=48, cuda_graph_batch_sizes=sizes,
     )  # fmt: skip
     engine.core._planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
@@ -342,7 +342,7 @@ def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> Non
             steps.append(([request.request_id for request in report.requests], report.step.levels))
 
     engine = make_engine(
-        model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=4, prefix_sharing=True,
+        model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=4, enable_prefix_caching=True,
         on_step=record,
     )  # fmt: skip
     engine.core._planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
@@ -367,7 +367,7 @@ def test_levels_run_in_captured_steps_whose_groups_and_requests_are_padded() -> 
             replayed.update((report.batch.num_sequences, len(level.kv_last_page_len)) for level in report.batch.levels)
 
     engine = make_engine(
-        model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=6, prefix_sharing=True,
+        model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=6, enable_prefix_caching=True,
         cuda_graph_batch_sizes=(2, 6), on_step=record,
     )  # fmt: skip
     engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
@@ -580,7 +580,7 @@ def test_an_engines_captured_levels_change_no_token(name: str, depth: int, monke
         arrivals.setdefault(0 if i < 3 else 4 + i // 2, []).append((name, prompt, params))
     engine = make_engine(
         model, parts=default_parts(gpu), attn_backend=name, num_pages=800, page_size=16, max_batch_size=16,
-        max_num_batched_tokens=2048, prefix_sharing=True, pipeline_depth=depth,
+        max_num_batched_tokens=2048, enable_prefix_caching=True, pipeline_depth=depth,
     )  # fmt: skip
     outputs = serve(engine, arrivals)
     assert any(levels == 2 for *_, levels in replayed) and any(levels == 1 for *_, levels in replayed)

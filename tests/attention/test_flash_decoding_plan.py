@@ -96,7 +96,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
     model = double_model("llama")
     engine = make_engine(
         model, attn_backend="flash_decoding", num_pages=9, page_size=16, max_batch_size=5, max_model_len=48,
-        cuda_graph_batch_sizes=(1, 3, 6), prefix_sharing=True, max_num_batched_tokens=16,
+        cuda_graph_batch_sizes=(1, 3, 6), enable_prefix_caching=True, max_num_batched_tokens=16,
     )  # fmt: skip
     prompts = {f"{n}": [3 + (5 * n + i) % 50 for i in range(1 + 4 * n)] for n in range(6)}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

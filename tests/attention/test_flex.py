@@ -362,7 +362,7 @@ def test_nothing_is_compiled_again_while_requests_come_and_go() -> None:
     model = our_model(transformers_model("llama", seed=2, num_hidden_layers=2))
     engine = make_engine(
         model, attn_backend="flex", num_pages=8, page_size=16, max_batch_size=4, max_num_batched_tokens=32,
-        prefix_sharing=True,
+        enable_prefix_caching=True,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[5, 9, 33], [7], list(range(3, 60)), [*range(3, 40), 8], [5, 9, 33, 1], [50] * 20]

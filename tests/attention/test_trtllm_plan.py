@@ -107,7 +107,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(fake: None,
     model = double_model("llama")
     engine = make_engine(
         model, attn_backend="flashinfer_trtllm", num_pages=14, page_size=4, max_batch_size=5, max_model_len=40,
-        cuda_graph_batch_sizes=sizes, prefix_sharing=True, max_num_batched_tokens=16,
+        cuda_graph_batch_sizes=sizes, enable_prefix_caching=True, max_num_batched_tokens=16,
     )  # fmt: skip
     prompts = {f"{n}": [3 + (5 * n + i) % 50 for i in range(1 + 2 * n)] for n in range(8)}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

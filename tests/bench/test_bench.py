@@ -93,10 +93,10 @@ def test_every_workload_with_a_name_is_an_option_and_fits_its_model():
 
 def test_the_options_that_a_workload_asks_for_are_defaults():
     config = config_for({"device": "cpu"}, [SHARED_PREFIX])
-    assert (config.max_batch_size, config.max_model_len, config.prefix_sharing) == (64, 4096 + 64 + 128, True)
-    config = config_for({"prefix_sharing": False, "max_batch_size": 8, "device": "cpu"}, [SHARED_PREFIX])
-    assert (config.max_batch_size, config.prefix_sharing) == (8, False)
-    assert config_for({"device": "cpu"}, [GPU]).prefix_sharing is False
+    assert (config.max_batch_size, config.max_model_len, config.enable_prefix_caching) == (64, 4096 + 64 + 128, True)
+    config = config_for({"enable_prefix_caching": False, "max_batch_size": 8, "device": "cpu"}, [SHARED_PREFIX])
+    assert (config.max_batch_size, config.enable_prefix_caching) == (8, False)
+    assert config_for({"device": "cpu"}, [GPU]).enable_prefix_caching is False
 
 
 def test_a_batch_varies_around_its_average():
@@ -157,8 +157,9 @@ def test_every_second_round_is_in_reverse_order():
 
 
 ROW = {
-    "dtype": "bfloat16", "requests": 256, "engine": "transformers-continuous", "seconds": 123.4,
-    "tokens_per_s": 88888, "min_tokens_per_s": 88000, "max_tokens_per_s": 89000, "bound_tokens_per_s": 90000,
+    "dtype": "bfloat16", "attn_backend": "torch", "requests": 256, "engine": "transformers-continuous",
+    "seconds": 123.4, "tokens_per_s": 88888, "min_tokens_per_s": 88000, "max_tokens_per_s": 89000,
+    "bound_tokens_per_s": 90000,
     "share_of_bound": 0.99, "equal": 256, "ratio": 1.25,
 }  # fmt: skip
 
@@ -173,7 +174,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
 def test_the_table_has_the_values_of_the_rows_and_fits_eighty_columns(monkeypatch):
     first, second = (line.split() for line in printed(monkeypatch).splitlines()[-2:])
     assert first == [str(ROW[name]) for name in TABLE] and second == first[:-1]
-    assert TABLE[-1] == "equal" and ROW.keys() - set(TABLE) == {"dtype", "ratio"}
+    assert TABLE[-1] == "equal" and ROW.keys() - set(TABLE) == {"dtype", "attn_backend", "ratio"}
 
 
 def test_json_is_one_row_per_line(monkeypatch):

@@ -166,7 +166,7 @@ def test_options_give_parts_something_to_do():
     assert options(merge_states=merge, classify_blocks=merge) == plain | {"attn_backend": "flex"}
     assert options(plan_work=merge, classify_blocks=merge) == plain | {"attn_backend": "split_kv"}
     assert options(chunk_levels=merge) == plain | {"attn_backend": "cascade"}
-    assert options(find_levels=merge) == plain | {"attn_backend": "cascade", "prefix_sharing": True}
+    assert options(find_levels=merge) == plain | {"attn_backend": "cascade", "enable_prefix_caching": True}
     assert options(pages_to_evict=merge) == plain | {"sliding_window": engine.WINDOW}
     assert options(pad_decodes=merge) == plain | {"cuda_graph_batch_sizes": (engine.GRAPH_SIZE,)}
-    assert options(match_prefix=merge) == options(copy_on_write=merge) == plain | {"prefix_sharing": True}
+    assert options(match_prefix=merge) == options(copy_on_write=merge) == plain | {"enable_prefix_caching": True}

@@ -99,7 +99,7 @@ def test_requests_of_one_token_have_no_time_per_output_token() -> None:
 def test_pages_that_run_short_show_in_the_table() -> None:
     """Requests that share a prefix, are preempted, and return; then another evicts their pages."""
     model, metrics = double_model("llama"), Metrics()
-    text = make_text_engine(model, num_pages=12, page_size=2, max_batch_size=4, prefix_sharing=True)
+    text = make_text_engine(model, num_pages=12, page_size=2, max_batch_size=4, enable_prefix_caching=True)
     prompts = [[5, 9, 33, 7, 8, own] for own in (1, 2, 3)] + [[40 + i for i in range(9)]]
     for piece in text.stream_batch(prompts, replace(GREEDY, max_tokens=10)):
         metrics.add(piece)

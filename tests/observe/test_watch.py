@@ -160,7 +160,7 @@ def test_a_watched_engine_answers_like_the_engine_itself(llm):
     questions = ("What is the capital of France?", "Say hello.")
     prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
     params = SamplingParams(temperature=0.0, max_tokens=9, stop=" is")
-    engine, watch = watched_engine(llm, [40, 40], {"num_pages": 4, "prefix_sharing": True})
+    engine, watch = watched_engine(llm, [40, 40], {"num_pages": 4, "enable_prefix_caching": True})
     outputs = engine.generate(prompts, params)
     assert [output.text for output in outputs] == [output.text for output in llm.generate(prompts, params)]
     assert (watch.trace.num_pages, watch.trace.page_size) == (4, 16)

@@ -77,11 +77,10 @@ class EngineOptions:
         show(
             console,
             f"{self.model}: {size / 1e6:.0f} M parameters in {str(llm.model.dtype).removeprefix('torch.')} on "
-            f"{llm.model.device}, attention backend {config.attn_backend}, loaded in {seconds:.1f} s",
+            f"{llm.model.device}, attention backend {llm.config.attn_backend}, loaded in {seconds:.1f} s",
             "dim",
         )
-        compiles = config.attn_backend in ("flex", "flashinfer", "flashinfer_trtllm", "flash_decoding", "cascade")
-        if compiles and not config.warm_up:
+        if llm.config.attn_backend not in ("torch", "torch_padded", "chunked", "split_kv") and not llm.config.warm_up:
             show(console, "The first steps compile kernels, which may take over a minute; they are cached.", "dim")
         return llm
 

@@ -71,7 +71,8 @@ def make_engine(
     **options: Any,
 ) -> LLMEngine:
     """An engine on a tiny model."""
-    config = EngineConfig.of({"attn_backend": "torch", "page_size": 16, **options})
+    defaults = {"attn_backend": "torch", "page_size": 16, "enable_prefix_caching": False, "warm_up": False}
+    config = EngineConfig.of({**defaults, "persistent_decode": False, **options})
     return LLMEngine(model, config, eos_token_ids=(EOS,), parts=parts, on_step=on_step)
 
 

@@ -82,7 +82,7 @@ def without_cache(llm: LLM, prompt: list[int]) -> list[int]:
 
 def chapter_rows(device: str, dtype: str) -> list[results.Row]:
     """Tokens/s and bytes per token of chapters 03 to 07, one request, in turns."""
-    llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
+    llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex", enable_prefix_caching=False)
     page_size = 128 if device == "cuda" else 16
     paged = llm.with_options(num_pages=RESERVATIONS * 256 // page_size, page_size=page_size).engine
     machine = measure_machine(llm.model.device, llm.model.dtype)
@@ -143,7 +143,7 @@ def serve_paged(engine: LLMEngine, requests: Sequence[BenchRequest], *, continuo
 
 def throughput_rows(device: str, dtype: str) -> list[results.Row]:
     """Tokens/s of chapters 04 to 07 in the memory of eight reservations, in turns."""
-    llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex")
+    llm = LLM(MODEL, dtype=dtype, device=device, attn_backend="flex", enable_prefix_caching=False)
     requests = CPU.requests(llm.model.config.vocab_size)
     page_size = 128 if device == "cuda" else 16
     longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
@@ -169,7 +169,8 @@ def throughput_rows(device: str, dtype: str) -> list[results.Row]:
 def kernel_rows() -> list[results.Row]:
     """Tokens/s of chapters 08, 11 and 12 on a GPU in bfloat16, for one request and for many, in turns."""
     parts = default_parts(torch.device("cuda"))
-    fused = LLM(MODEL, dtype="bfloat16", device="cuda", attn_backend="flashinfer", parts=parts)
+    options = {"attn_backend": "flashinfer", "enable_prefix_caching": False, "persistent_decode": False}
+    fused = LLM(MODEL, dtype="bfloat16", device="cuda", parts=parts, **options)
     one_by_one = replace(parts, decoder_layer=Parts().decoder_layer)
     plain = LLM(MODEL, fused.given_config, parts=one_by_one)
     requests = CPU.requests(fused.model.config.vocab_size)

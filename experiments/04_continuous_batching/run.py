@@ -162,6 +162,8 @@ def make_engine(model: CausalLM, requests: Sequence[Request], workload: Workload
         max_batch_size=workload.max_batch_size,
         max_num_batched_tokens=budget,
         max_model_len=max(len(request.prompt) + request.num_tokens for request in requests),
+        enable_prefix_caching=False,
+        persistent_decode=False,
         warm_up=model.device.type == "cuda",  # compiled kernels are compiled before the first request
     )
     return LLMEngine(model, config)

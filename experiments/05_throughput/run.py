@@ -94,6 +94,8 @@ def make_engine(model: CausalLM, attn_backend: str, requests: Sequence[BenchRequ
         page_size=PAGE_SIZE,
         max_batch_size=len(requests),
         max_num_batched_tokens=STEP_TOKENS,
+        enable_prefix_caching=False,
+        persistent_decode=False,
     )
     return LLMEngine(model, config)
 

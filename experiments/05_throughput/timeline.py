@@ -40,7 +40,7 @@ def record(model: CausalLM, backend: str, depth: int) -> dict[str, Any]:
     pages = NUM_REQUESTS * (-(-(PROMPT + WARM_UP + 2 * STEPS) // PAGE_SIZE) + 1)
     config = EngineConfig(
         attn_backend=backend, num_pages=pages, page_size=PAGE_SIZE, max_batch_size=NUM_REQUESTS,
-        max_num_batched_tokens=8192, pipeline_depth=depth,
+        max_num_batched_tokens=8192, pipeline_depth=depth, enable_prefix_caching=False,
     )  # fmt: skip
     engine = LLMEngine(model, config, parts=model.parts)
     params = SamplingParams(temperature=0.6, max_tokens=2000, ignore_eos=True)

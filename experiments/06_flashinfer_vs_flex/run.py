@@ -360,6 +360,7 @@ def make_engine(model: CausalLM, backend: str, workload: Workload, prefix_sharin
         max_model_len=workload.longest,
         max_num_batched_tokens=8192,
         enable_prefix_caching=prefix_sharing,
+        persistent_decode=False,
     )
     return LLMEngine(model, config, parts=model.parts)
 
@@ -445,7 +446,7 @@ def agreement_rows(
         page_size = 128 if backend == "flex" else 16
         config = EngineConfig(
             attn_backend=backend, page_size=page_size, num_pages=len(prompts) * -(-longest // page_size) + len(prompts),
-            max_batch_size=len(prompts), max_model_len=longest,
+            max_batch_size=len(prompts), max_model_len=longest, enable_prefix_caching=False, persistent_decode=False,
         )  # fmt: skip
         engine = LLMEngine(model, config, parts=model.parts)
         for index, prompt in enumerate(prompts):

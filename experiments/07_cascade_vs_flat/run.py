@@ -312,6 +312,7 @@ def make_engine(model: CausalLM, backend: str, prefix_sharing: bool) -> LLMEngin
         max_model_len=workload.longest,
         max_num_batched_tokens=8192,
         enable_prefix_caching=prefix_sharing,
+        persistent_decode=False,
     )
     return LLMEngine(model, config, parts=model.parts)
 

@@ -116,6 +116,8 @@ def make_memory(model: CausalLM, num_tokens: int, num_copies: int) -> ChunkMemor
         page_size=PAGE_SIZE,
         max_batch_size=1,
         max_num_batched_tokens=STEP_TOKENS,
+        enable_prefix_caching=False,
+        persistent_decode=False,
     )
     return ChunkMemory(LLMEngine(model, config, parts=model.parts), max_pages=config.num_pages)
 

@@ -166,6 +166,8 @@ class SteadyDecode:
             max_num_batched_tokens=8192,
             pipeline_depth=depth,
             cuda_graph_batch_sizes=tuple(sizes),
+            enable_prefix_caching=False,
+            persistent_decode=False,
         )
         self.engine = LLMEngine(model, config, parts=model.parts)
         self._device, vocab_size = model.device, model.config.vocab_size
@@ -471,6 +473,7 @@ def serve(model: CausalLM, name: str, workload: Workload, way: Way) -> float:
         enable_prefix_caching=bool(workload.shared),
         pipeline_depth=way.depth,
         cuda_graph_batch_sizes=None if way.graph else (),
+        persistent_decode=False,
         warm_up=True,
     )
     engine = LLMEngine(model, config, parts=model.parts)

@@ -257,6 +257,8 @@ def make_engine(model: CausalLM, backend: str, workload: Workload, vocab_size: i
         max_batch_size=workload.num_requests,
         max_model_len=workload.longest,
         max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        persistent_decode=False,
     )
     return LLMEngine(model, config, parts=model.parts)
 

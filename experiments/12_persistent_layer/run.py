@@ -119,7 +119,7 @@ def engine_rows(model: LlamaForCausalLM, machine: Machine, repetitions: int = 5)
     """The workload `latency` with and without the persistent kernel, in turns after a warm-up."""
     requests = LATENCY.requests(model.config.vocab_size)
     options = {"attn_backend": "flashinfer", "page_size": PAGE_SIZE, "num_pages": 64, "max_batch_size": 1}
-    config = EngineConfig.of(options | {"max_model_len": LATENCY.longest})
+    config = EngineConfig.of(options | {"max_model_len": LATENCY.longest, "enable_prefix_caching": False})
     engines = {
         name: LLMEngine(model, replace(config, persistent_decode=persistent), parts=model.parts)
         for name, persistent in {ONE: True, MANY: False}.items()

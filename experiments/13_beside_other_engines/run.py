@@ -136,7 +136,7 @@ def load_engine(folder: Path, options: Mapping[str, Any], workload: Workload, vo
         max_num_batched_tokens=STEP_TOKENS,
         enable_prefix_caching=True,
         warm_up=True,
-        **options,
+        **{"persistent_decode": False} | options,
     )
     return LLM(str(folder), config)
 

@@ -182,7 +182,7 @@ GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]
             _option("model", str, f"Embedded name, folder, GGUF file or hub id; default {DEFAULT_MODEL}."),
             _option("config", Path, "YAML file of the engine's options; options on the command line override it."),
             _option("parts", str, "MODULE:OBJECT, a Parts whose functions replace the engine's own."),
-            *_options_of(EngineConfig),
+            *(option for option in _options_of(EngineConfig) if option.name != "seed"),  # SamplingParams has one
         ],
     ),
     SamplingOptions: (SamplingOptions, _options_of(SamplingParams)),

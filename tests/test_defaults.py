@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,11 @@ import torch
 from mini_engine.attention import backend as backend_module
 from mini_engine.attention.backend import BACKENDS, choose_backend
 from mini_engine.attention.spec import AttentionSpec
+from mini_engine.bench.host import StubModel
 from mini_engine.config import EngineConfig, ResolvedConfig
 from mini_engine.defaults import measured_pages, resolve
 from mini_engine.errors import ConfigError
+from mini_engine.models.config import ModelLimits
 from tests.helpers import double_model
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -86,14 +87,21 @@ def test_options_that_no_backend_accepts_are_refused_with_the_reason_of_each(on:
         choose_backend([QWEN3], None, "HND", BF16, GPU)
 
 
-def model_on(device: torch.device, spec: AttentionSpec = QWEN3) -> Any:
-    """Only what `resolve` reads of a model."""
-    limits = SimpleNamespace(max_position_embeddings=40_960)
-    return SimpleNamespace(device=device, dtype=BF16, config=limits, attention_specs=(spec,) * 28, parts=None)
+class ModelOn(StubModel):
+    """A model without weights that claims to be on a device."""
+
+    config = ModelLimits(vocab_size=1000, max_position_embeddings=40_960)
+    dtype = BF16
+    device = CPU
+    attention_specs = (QWEN3,) * 28
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
 
 
 def resolved(device: torch.device, **options: Any) -> ResolvedConfig:
-    return resolve(EngineConfig.of(options), model_on(device))
+    return resolve(EngineConfig.of(options), ModelOn(device))
 
 
 def test_defaults_on_a_gpu(on: Callable[[Machine], None], caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +110,7 @@ def test_defaults_on_a_gpu(on: Callable[[Machine], None], caplog: pytest.LogCapt
     config = resolved(GPU)
     assert (config.attn_backend, config.page_size) == ("flash_decoding+cascade", 16)
     assert (config.max_batch_size, config.max_num_batched_tokens, config.max_model_len) == (256, 16_384, 40_960)
-    assert config.cuda_graph_batch_sizes[:4] == [1, 2, 4, 8] and config.cuda_graph_batch_sizes[-1] == 256
+    assert config.cuda_graph_batch_sizes[:4] == (1, 2, 4, 8) and config.cuda_graph_batch_sizes[-1] == 256
     assert config.warm_up and config.pipeline_depth == 1 and not config.persistent_decode  # not a Llama or Qwen3
     page = 28 * 16 * 2 * 8 * 128 * 2
     assert config.num_pages == (60 * GIB - 8 * GIB) // page  # nine tenths of all memory, less what is in use
@@ -149,8 +157,8 @@ def test_every_option_has_a_value_and_resolves_to_itself() -> None:
 def test_pages_are_what_the_longest_step_leaves(on: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial on few pages reserves 10 GiB beside them, and 2 GiB are in use outside PyTorch."""
     on(Machine())
-    model, page = model_on(GPU), 28 * 16 * 2 * 8 * 128 * 2
-    config, trials = resolve(EngineConfig(), model), []
+    model, page = ModelOn(GPU), 28 * 16 * 2 * 8 * 128 * 2
+    config, trials = replace(resolve(EngineConfig(), model), num_pages=10**6), []
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 * GIB)

@@ -34,7 +34,9 @@ EXAMPLES = [
     "Name three uses of a paperclip.",
 ]
 # Few pages, so that requests are preempted, and few tokens in a step, so that prompts are computed in chunks.
-SMALL_POOL: dict[str, Any] = {"num_pages": 36, "page_size": 8, "max_num_batched_tokens": 64}
+SMALL_POOL: dict[str, Any] = {
+    "num_pages": 36, "page_size": 8, "max_num_batched_tokens": 64, "enable_prefix_caching": False,
+}  # fmt: skip
 CHAT_TOKENS = 4096  # most tokens in the pool of a watched chat
 
 

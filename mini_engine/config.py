@@ -103,7 +103,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int | None = None
     sliding_window: int | None = None
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     pipeline_depth: int | None = None
     cuda_graph_batch_sizes: Sequence[int] | None = None
     enforce_eager: bool = False

@@ -60,8 +60,8 @@ def homework_options(parts: Parts) -> dict[str, Any]:
         options["attn_backend"] = "chunked"  # others merge states only in sequences of thousands of tokens
     if "pages_to_evict" in mine:
         options["sliding_window"] = WINDOW
-    if mine & {"match_prefix", "copy_on_write", "find_levels"}:
-        options["enable_prefix_caching"] = True
+    # A page table of the reader's own need not share pages.
+    options["enable_prefix_caching"] = bool(mine & {"match_prefix", "copy_on_write", "find_levels"})
     if "pad_decodes" in mine:
         options["cuda_graph_batch_sizes"] = (GRAPH_SIZE,)  # on a CPU nothing is captured, and the padding is the same
     return options

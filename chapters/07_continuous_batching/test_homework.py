@@ -511,7 +511,8 @@ def assert_tokens_of_a_model(
     def outputs(
         parts: Parts, prompts: ListLike[list[int]], options: dict[str, Any]
     ) -> tuple[LLMEngine, list[list[int]]]:
-        config = EngineConfig.of({"attn_backend": "torch", "sliding_window": sliding_window, **options})
+        defaults = {"attn_backend": "torch", "enable_prefix_caching": False, "sliding_window": sliding_window}
+        config = EngineConfig.of(defaults | options)
         engine = LLMEngine(model, config, parts=parts)
         requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
         for _ in range(2000):

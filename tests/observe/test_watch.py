@@ -153,7 +153,7 @@ def test_the_pages_take_half_of_the_terminal(run, width, height, num_pages):
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(dtype="float32", device="cpu", num_pages=8)
+    return LLM(dtype="float32", device="cpu", num_pages=8, enable_prefix_caching=False)
 
 
 def test_a_watched_engine_answers_like_the_engine_itself(llm):

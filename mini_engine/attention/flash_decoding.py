@@ -40,8 +40,8 @@ class PlannedDecode:
         pages: tuple[Tensor, Tensor],
         *,
         out: Tensor,
-        k_scale: float,
-        v_scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         lse: Tensor | None = None,
         return_lse: bool = False,
     ) -> Float[Tensor, "B Hq D"]:

@@ -54,6 +54,11 @@ class LayerKind(NamedTuple):
         """Query heads for each KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales as arguments of `run`: none unless keys are stored in another dtype, to save a multiplication by 1."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale} if self.kv_dtype else {}
+
     def may_share(self) -> bool:
         """Return whether such layers may have levels: their kernels need no position of a key."""
         return self.window is None and not self.alibi

@@ -66,10 +66,8 @@ class FlashInferLevels:
         pages = self._wrappers.cache.layers[spec.layer]
         shared_out, shared_lse = out.new_empty(out.shape), lse.new_empty(lse.shape)
         for index, wrapper in enumerate(self._of_kind[kind]):
-            wrapper.run(
-                self._rotated(spec, index, q), pages, out=shared_out, lse=shared_lse, return_lse=True,
-                k_scale=kind.k_scale, v_scale=kind.v_scale,
-            )  # fmt: skip
+            queries = self._rotated(spec, index, q)
+            wrapper.run(queries, pages, out=shared_out, lse=shared_lse, return_lse=True, **kind.scales)
             self._wrappers.flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse)
 
     def _plan_level(self, kind: LayerKind, index: int, level: PrefixLevel, batch: StepBatch) -> Any:

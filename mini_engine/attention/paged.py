@@ -136,7 +136,7 @@ class PagedBackend(AttentionBackend):
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         pages, kind = self.cache.layers[layer], self._kinds[layer]
-        planned, scales = self._planned[kind], {"k_scale": kind.k_scale, "v_scale": kind.v_scale}
+        planned, scales = self._planned[kind], kind.scales
         out = q.new_empty(q.shape)
         if self._levels and self._merged and kind in self._merged:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)

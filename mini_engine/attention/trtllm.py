@@ -79,7 +79,13 @@ class TRTLLMDecode:
     tables: DecodeTables
 
     def run(
-        self, q: Float[Tensor, "B Hq D"], pages: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float, v_scale: float
+        self,
+        q: Float[Tensor, "B Hq D"],
+        pages: tuple[Tensor, Tensor],
+        *,
+        out: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Float[Tensor, "B Hq D"]:
         """Compute the attention of one query per request; the arguments are the same as for the wrappers."""
         tables, kind = self.tables, self.kind

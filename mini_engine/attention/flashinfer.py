@@ -56,7 +56,7 @@ class LayerKind(NamedTuple):
 
     @property
     def scales(self) -> dict[str, float]:
-        """The scales as arguments of `run`: none unless keys are stored in another dtype, to save a multiplication by 1."""
+        """The scales as arguments of `run`. None for keys in the model's dtype: FlashInfer would multiply by 1."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale} if self.kv_dtype else {}
 
     def may_share(self) -> bool:

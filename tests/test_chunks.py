@@ -359,7 +359,7 @@ def test_a_step_without_contexts_is_planned_as_if_there_had_been_none():
 @pytest.mark.parametrize("names", [["a"], ["b", "a"], ["a", "c"]])
 def test_turns_of_a_conversation_over_chunks_share_their_pages(names):
     """Only requests over the same chunks at the same offsets: keys depend on everything before them."""
-    memory, model = make_memory(prefix_sharing=True), exact_model("llama")
+    memory, model = make_memory(enable_prefix_caching=True), exact_model("llama")
     texts = {"a": A, "b": B, "c": C}
     for name, tokens in texts.items():
         memory.register(tokens, name)
@@ -383,7 +383,7 @@ def test_turns_of_a_conversation_over_chunks_share_their_pages(names):
 
 
 def test_requests_over_chunks_leave_the_levels_of_others(monkeypatch):
-    memory, model = make_memory(max_batch_size=8, prefix_sharing=True), exact_model("llama")
+    memory, model = make_memory(max_batch_size=8, enable_prefix_caching=True), exact_model("llama")
     engine = memory.engine
     engine.core._planner = LevelPlanner(LevelCosts(1.0, 0.0, 0.0, 0.0), 4)
     for name, tokens in {"a": A, "b": B}.items():

@@ -55,7 +55,7 @@ def test_recorded_steps_replay_on_another_executor(attn_backend: str, depth: int
     model = double_model("qwen3")
     options = {
         "attn_backend": attn_backend, "num_pages": 9, "page_size": 4, "max_batch_size": 3, "pipeline_depth": depth,
-        "max_num_batched_tokens": 6, "prefix_sharing": True,
+        "max_num_batched_tokens": 6, "enable_prefix_caching": True,
     }  # fmt: skip
     engine, other = make_engine(model, **options), make_engine(model, **options)
     engine.core._executor = recorder = Recorder(engine.executor)

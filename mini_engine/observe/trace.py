@@ -189,7 +189,9 @@ class Trace:
 
     def _arrivals(self, engine: LLMEngine, report: StepReport) -> list[Request]:
         """Return the requests that this step sees for the first time, in order of arrival."""
-        new = set(report.schedule.admitted) - self._unfinished.keys()
+        # A request of a trace that begins while requests run may end in the trace's first step.
+        seen = (report.schedule.admitted, report.schedule.preempted, report.requests, report.sampled_by)
+        new = {request for requests in seen for request in requests} - self._unfinished.keys()
         for request in reversed(engine.requests.values()):  # new requests are at the end
             if request in self._unfinished:
                 break

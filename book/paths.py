@@ -10,8 +10,3 @@ def repository_root(start: Path | None = None) -> Path:
         if (folder / "chapters").is_dir():
             return folder
     return Path(__file__).resolve().parents[1]
-
-
-def progress_folder() -> Path:
-    """The reader's own state, ignored by git."""
-    return repository_root() / ".progress"

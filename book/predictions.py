@@ -17,16 +17,17 @@ With BOOK_PRISTINE=1 in the environment nothing is read or kept, so that saved o
 """
 
 import html
-import json
 import math
 import os
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from book.paths import progress_folder, repository_root
+from book.grading.progress import Progress, ProgressError
+from book.paths import repository_root
 from book.units import number
 
 _BOX = "border-left:4px solid #0072B2;padding:0.4em 1em;margin:0.5em 0"
@@ -231,40 +232,25 @@ def find_question(name: str) -> Question:
 def predict(name: str, value: float | None = None) -> Prediction:
     """Ask question `name`; keep `value` (in the question's unit) where one is given, else show the one kept before."""
     question = find_question(name)
-    if value is not None and not (math.isfinite(value) and value > 0):
+    if value is not None and not 0 < value < 1e300:  # neither NaN nor an integer beyond any float
         raise ValueError(f"a prediction is a number above 0 in {question.unit}, not {value}")
     if _pristine():
         return Prediction(question, value)
-    kept = _kept()
+    progress = Progress(repository_root())
     if value is not None:
-        kept[question.key] = float(value)
-        _keep(kept)
-    return Prediction(question, kept.get(question.key))
+        try:
+            progress.record_prediction(question.key, float(value))
+        except ProgressError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return Prediction(question, progress.predictions().get(question.key) if value is None else float(value))
 
 
 def compare(name: str, measured: float) -> Comparison:
     """What the reader predicted for `name`, what we derive, and what was measured (in the question's unit)."""
     question = find_question(name)
-    return Comparison(question, None if _pristine() else _kept().get(question.key), float(measured))
+    predicted = None if _pristine() else Progress(repository_root()).predictions().get(question.key)
+    return Comparison(question, predicted, float(measured))
 
 
 def _pristine() -> bool:
     return os.environ.get("BOOK_PRISTINE") == "1"
-
-
-def _kept() -> dict[str, float]:
-    file = progress_folder() / "predictions.json"
-    if not file.exists():
-        return {}
-    try:
-        return {str(key): float(value) for key, value in json.loads(file.read_text(encoding="utf-8")).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file.parent.name}/{file.name} is damaged ({error}): delete it to start afresh") from error
-
-
-def _keep(predictions: dict[str, float]) -> None:
-    folder = progress_folder()
-    folder.mkdir(exist_ok=True)
-    partial = folder / "predictions.json.partial"
-    partial.write_text(json.dumps(predictions, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(folder / "predictions.json")

@@ -8,7 +8,7 @@ from book.grading.chapter import ROOT, chapter_folders, find_chapter, load_chapt
 from book.grading.grade import Grading
 from book.grading.parts import finished_part_names
 from book.grading.progress import Progress, ProgressError
-from book.grading.report import engine_panel, progress_table, speed_line
+from book.grading.report import engine_panel, progress_table, speed_line, summary
 from book.grading.stubs import make_stub, write_stub
 from mini_engine.terminal import make_console
 
@@ -35,15 +35,19 @@ def grade(
     """Show your points in every chapter, and your engine with the parts that you have finished."""
     console, progress = make_console(), Progress(ROOT)
     chapters = [load_chapter(folder) for folder in chapter_folders()]
+    problem = None
     for chapter in chapters if run else []:
         with console.status(f"Grading {chapter.slug}"), Grading(chapter, chapter.homework) as grading:
             grading.run_all()
             try:
                 progress.record(chapter.slug, grading.source or "", grading.results)
             except ProgressError as error:
-                print(error)
-                raise typer.Exit(2) from error
+                problem = error
+                console.print(summary(grading))
     console.print(progress_table(chapters, progress))
     finished = finished_part_names()
     console.print(engine_panel(finished))
     console.print(speed_line(progress.speed(), current=bool(finished)))
+    if problem:
+        print(problem)
+        raise typer.Exit(2)

@@ -1,7 +1,8 @@
 """Grades a chapter: the checks of each exercise in order, up to the first that fails. Demands come last."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from book.grading.chapter import Chapter, Check, Exercise, read_answers
 from book.grading.outcome import Outcome
@@ -53,7 +54,14 @@ class Grading:
     def __init__(self, chapter: Chapter, file: Path, limits: Limits | None = None) -> None:
         self.chapter = chapter
         self.file = file
-        self.source = read_answers(file) if file.exists() else None
+        self.source: str | None = None
+        self._unreadable = f"There is no {file.name}; `python -m book stubs {chapter.number}` writes it."
+        try:
+            self.source = read_answers(file)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._unreadable = f"{file.name} cannot be read: {error.strerror}."
         self.results = [Result(exercise, chapter.checks_of(exercise)) for exercise in chapter.exercises]
         self._worker = Worker(chapter, self.source or "", str(file), limits)
 
@@ -72,14 +80,15 @@ class Grading:
 
     def run(self, check: Check) -> Outcome:
         """Runs a check, unless an earlier one of its exercise has failed."""
+        from mini_engine.terminal import printable  # not when pytest starts: the tests' type checks come first
+
         result = next(result for result in self.results if result.exercise.name == check.exercise)
         if result.failure:
             return Outcome("skipped", f"{result.failure[0].name} failed before it.")
-        if self.source is None:
-            hint = f"`python -m book stubs {self.chapter.number}` writes it"
-            outcome = Outcome("unreadable", f"There is no {self.file.name}; {hint}.")
-        else:
-            outcome = self._worker.run(check)
+        outcome = Outcome("unreadable", self._unreadable) if self.source is None else self._worker.run(check)
+        # No text from an answer can control a terminal, or has characters that a database of grades refuses.
+        texts: dict[str, Any] = {name: printable(text) for name, text in asdict(outcome).items()}
+        outcome = Outcome(**texts)
         result.outcomes[check] = outcome
         return outcome
 

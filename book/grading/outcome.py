@@ -1,5 +1,6 @@
 """Run one check in this process and describe its outcome in words."""
 
+import errno
 import linecache
 import random
 import sys
@@ -10,7 +11,7 @@ from typing import Literal
 
 from book.grading.assertions import CheckFailed
 from book.grading.chapter import Chapter, Check
-from book.grading.submission import Homework, SubmissionError, line_in, load_submission
+from book.grading.submission import Homework, SubmissionError, line_in, load_submission, text_of
 
 Status = Literal["passed", "failed", "raised", "unwritten", "unreadable", "timeout", "crashed", "skipped"]
 
@@ -108,18 +109,20 @@ def _stopped_by(error: BaseException) -> str:
 def _explain(chapter: Chapter, check: Check, error: Exception, filename: str) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    line = line_in(error, filename)
+    line, text = line_in(error, filename), text_of(error)
     if isinstance(error, NotImplementedError) and last.filename == filename:
         return Outcome("unwritten", "Not written yet.")
     detail = _detail(chapter, error, filename)
     if isinstance(error, CheckFailed):
         mistake = check.mistake if error.mistake is None else error.mistake
-        return Outcome("failed", _sentence(str(error)), mistake, detail)
+        return Outcome("failed", _sentence(text), mistake, detail)
     if isinstance(error, AssertionError) and line is None:
-        return Outcome("failed", _sentence(str(error) or f"this does not hold: {_code(last)}"), check.mistake, detail)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the latter is torch's
+        return Outcome("failed", _sentence(text or f"this does not hold: {_code(last)}"), check.mistake, detail)
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:  # the latter is torch's
         return Outcome("raised", "Your answer asked for more memory than the grader allows.", check.mistake, detail)
-    raised = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return Outcome("raised", "Your answer printed or wrote more than the grader allows.", check.mistake, detail)
+    raised = f"{type(error).__name__}: {text}".removesuffix(": ")
     if line is None:
         message, mistake = _sentence(f"the check could not use what you returned: {raised}"), check.mistake
         if "NoneType" in raised:
@@ -157,7 +160,7 @@ def _code(frame: traceback.FrameSummary) -> str:
 
 def code_line(filename: str, number: int) -> str:
     """Return a line of a file, preceded by the file's name and the line's number."""
-    return f"{Path(filename).name}:{number}  {linecache.getline(filename, number).strip()}"
+    return f"{Path(filename).name}:{number}  {linecache.getline(filename, number).strip()[:300]}"
 
 
 def _sentence(text: str) -> str:

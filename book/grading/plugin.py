@@ -100,11 +100,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_START] = time.monotonic()
     if config.getoption("--solutions") and config.getoption("--submission"):
         raise pytest.UsageError("Give --solutions or --submission, not both.")
+    submission: Path | None = config.getoption("--submission")
+    if submission and submission.exists() and not submission.is_file():
+        raise pytest.UsageError(f"--submission takes a file: {submission} is none.")
+    results: Path | None = config.getoption("--gradescope")
+    if results:
+        try:
+            results.parent.mkdir(parents=True, exist_ok=True)
+            results.open("a").close()  # before the work, not after it
+        except OSError as error:
+            raise pytest.UsageError(f"--gradescope cannot write {results}: {error.strerror}.") from error
 
 
 _START = pytest.StashKey[float]()
 _GRADINGS = pytest.StashKey[list[Grading]]()
-_NOT_KEPT = pytest.StashKey[str]()  # why the grades could not be saved
+_NOT_KEPT = pytest.StashKey[str]()  # why the grades or the results could not be saved
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -156,9 +166,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
                 config.stash[_NOT_KEPT] = str(error)
     file: Path | None = config.getoption("--gradescope")
     if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
         results = gradescope(gradings, time.monotonic() - config.stash[_START])
-        file.write_text(json.dumps(results, indent=2), encoding="utf-8")
+        try:
+            file.write_text(json.dumps(results, indent=2), encoding="utf-8")
+        except OSError as error:
+            config.stash[_NOT_KEPT] = f"The results are not in {file}: {error.strerror}."
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:

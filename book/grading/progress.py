@@ -1,17 +1,21 @@
-"""The reader's progress, in .progress/ beside chapters/: grades, hints, speed. Git ignores the folder."""
+"""The reader's progress, in .progress/ beside chapters/: grades, hints, predictions, speed. Git ignores the folder."""
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from book.grading.chapter import Exercise
-from book.grading.grade import Result
+
+if TYPE_CHECKING:  # notebooks import this module, and run no checks
+    from book.grading.grade import Result
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,10 @@ class Progress:
 
     def grades(self, slug: str) -> dict[str, Grade]:
         """The grades of a chapter, by exercise."""
-        names = {field.name for field in fields(Grade)}
         grades = self._chapter("grades.json", slug)
-        return {name: Grade(**g) for name, g in grades.items() if isinstance(g, dict) and g.keys() == names}
+        return {name: Grade(**entry) for name, entry in grades.items() if _is_grade(entry)}
 
-    def record(self, slug: str, source: str, results: Iterable[Result]) -> None:
+    def record(self, slug: str, source: str, results: "Iterable[Result]") -> None:
         """Keeps the grades of all exercises that were graded to the end."""
         chapter = self._chapter("grades.json", slug)
         date = time.strftime("%Y-%m-%d %H:%M")
@@ -53,7 +56,15 @@ class Progress:
 
     def hints_used(self, slug: str) -> dict[str, int]:
         """How many hints of each exercise have been shown."""
-        return {name: used for name, used in self._chapter("hints.json", slug).items() if isinstance(used, int)}
+        return {name: used for name, used in self._chapter("hints.json", slug).items() if used in (1, 2, 3)}
+
+    def predictions(self) -> dict[str, float]:
+        """The numbers that the reader predicted, by the keys of their questions."""
+        return {key: float(value) for key, value in self._read("predictions.json").items() if _is_number(value)}
+
+    def record_prediction(self, key: str, value: float) -> None:
+        """Keeps the number that the reader predicted for a question."""
+        self._write("predictions.json", self.predictions() | {key: value})
 
     def next_hint(self, slug: str, exercise: Exercise) -> int:
         """Counts one more hint as used; returns how many are to be shown now."""
@@ -76,11 +87,21 @@ class Progress:
         return entries if isinstance(entries, dict) else {}
 
     def _read(self, name: str) -> dict[str, Any]:
+        """The content of a file. A damaged file is renamed, with a warning, so that the next write does not lose it."""
+        file = self.folder / name
         try:
-            value = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}  # nothing yet, or a file that was damaged: grading writes it anew
-        return value if isinstance(value, dict) else {}
+            value = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(value, dict):
+                return value
+            problem = "it is not a JSON object"
+        except (FileNotFoundError, NotADirectoryError):
+            return {}  # nothing yet, or a folder that cannot be written, as the next write will say
+        except (OSError, ValueError, RecursionError) as error:
+            problem = str(error)
+        with contextlib.suppress(OSError):
+            file.replace(file.with_suffix(".damaged"))
+        warnings.warn(f"{file} was damaged ({problem}): it is {file.stem}.damaged now, and empty", stacklevel=2)
+        return {}
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         """Raises ProgressError if the folder cannot be written."""
@@ -94,6 +115,18 @@ class Progress:
                 f"Your progress is not kept: {self.folder} cannot be written ({error.strerror}). Make it a folder "
                 "that you can write."
             ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e300  # neither NaN nor an integer beyond any float
+
+
+def _is_grade(entry: Any) -> bool:
+    """Whether an entry of the file is a grade: the file may be damaged, or another version's."""
+    if not isinstance(entry, dict) or entry.keys() != {field.name for field in fields(Grade)}:
+        return False
+    texts = (entry["hash"], entry["date"], entry["part"] or "")
+    return _is_number(entry["points"]) and isinstance(entry["passed"], bool) and all(isinstance(t, str) for t in texts)
 
 
 def source_hash(source: str) -> str:

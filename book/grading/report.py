@@ -183,7 +183,7 @@ def speed_line(speed: dict[str, Any], *, current: bool) -> Text:
     try:
         reader, reference = float(speed["reader"]), float(speed["reference"])
         share = reader / reference
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return Text(
             "mini-engine generate --homework runs the engine on your parts and measures its speed.", style="dim"
         )

@@ -75,13 +75,22 @@ def load_submission(chapter: Chapter, exercises: Collection[str], source: str, f
         raise SubmissionError("Your file calls sys.exit() outside its functions.") from error
     except BaseException as error:  # pytest.skip() and KeyboardInterrupt, too
         line = f" in line {line_in(error, filename)}" if line_in(error, filename) else ""
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        reason = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
         raise SubmissionError(f"Your file cannot be imported{line}: {reason}.") from error
     namespace.update(others)  # also over an assignment such as `masked_attention = my_version`
     for exercise in exercises:
         if exercise not in namespace:
             raise SubmissionError(f"Your file does not define {exercise} any more.")
     return Homework(**others, **{exercise: namespace[exercise] for exercise in exercises})
+
+
+def text_of(error: BaseException, most: int = 2000) -> str:
+    """The message of an exception, cut if it is long, or what its `__str__` raised instead."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its __str__ raised {type(failure).__name__})"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def line_in(error: BaseException, filename: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,17 +135,41 @@ def test_one_is_not_many(chapter: Path) -> None:
     assert "1 MB" in repr(predict("bytes", 1))
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 10**400])
 def test_a_prediction_is_a_positive_number(chapter: Path, value: float) -> None:
     with pytest.raises(ValueError, match="a number above 0 in MB"):
         predict("bytes", value)
 
 
-def test_damaged_store_says_what_to_do(chapter: Path) -> None:
-    predict("bytes", 10)
-    (chapter / ".progress" / "predictions.json").write_text("[1", encoding="utf-8")
-    with pytest.raises(ValueError, match="delete it"):
-        predict("bytes")
+@pytest.mark.parametrize("damaged", ["[1", "[" * 100_000, "\0", '{"01_first/bytes": %s}' % ("9" * 5000)])
+def test_a_damaged_file_stops_nothing(chapter: Path, damaged: str) -> None:
+    predict("cells", 10)
+    (chapter / ".progress" / "predictions.json").write_text(damaged, encoding="utf-8")
+    with pytest.warns(UserWarning, match="damaged"):
+        assert predict("bytes", 11).value == 11
+    assert predict("bytes").value == 11
+    assert (chapter / ".progress" / "predictions.damaged").read_text(encoding="utf-8") == damaged
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "NaN", '"10"', "null", "[]"])
+def test_values_that_are_no_numbers_are_none(chapter: Path, value: str) -> None:
+    (chapter / ".progress").mkdir()
+    (chapter / ".progress" / "predictions.json").write_text(f'{{"01_first/bytes": {value}}}', encoding="utf-8")
+    assert predict("bytes").value is None
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(chapter: Path) -> None:
+    (chapter / ".progress").write_text("a file where the folder belongs")
+    with pytest.warns(UserWarning, match="not kept"):
+        assert predict("bytes", 11).value == 11
+    assert predict("bytes").value is None
+
+
+def test_two_notebooks_may_write_at_once(chapter: Path) -> None:
+    """A file that is written is never half: each has a temporary name of its own."""
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda value: predict("bytes", value), range(1, 101)))
+    assert stored(chapter).keys() == {"01_first/bytes"} and len(list((chapter / ".progress").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("answer", "factor"), [(0, 2), (-1, 2), (1, 0.5), (float("nan"), 2)])

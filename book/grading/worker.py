@@ -17,6 +17,7 @@ All this protects from mistakes, not from attacks: an answer runs beside the che
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import json
 import math
 import os
@@ -71,11 +72,7 @@ class Limits:
 
 
 class _Ended(Exception):
-    """The process ended before it answered."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    """The process ended before it answered; the argument is its exit code."""
 
 
 class Worker:
@@ -108,7 +105,10 @@ class Worker:
             reply = self._begin(check.exercise) if check.exercise != self._exercise else {}
             if not reply:  # the submission is loaded
                 what, seconds = "Your answer", check.seconds
-                reply = self._ask(check.name, seconds * self._limits.elapsed_factor)
+                assert self._channel is not None
+                with contextlib.suppress(ConnectionError):  # it has ended; the server says how
+                    self._channel.sendall(f"{check.name}\n".encode())
+                reply = self._receive(seconds * self._limits.elapsed_factor)
             texts: dict[str, Any] = {name: str(value) for name, value in reply.items()}
             outcome = Outcome(**texts)
         except TimeoutError:
@@ -118,7 +118,8 @@ class Worker:
             message += "does it wait for something that never happens, or is the machine very busy?"
             outcome = Outcome("timeout", message)
         except _Ended as ended:
-            if ended.code in (-signal.SIGPROF, -signal.SIGXCPU):
+            code = ended.args[0]
+            if code in (-signal.SIGPROF, -signal.SIGXCPU):
                 message = f"{what} was stopped after {seconds:g} seconds of CPU time{{line}}"
                 if what == "Your answer" and check.is_demand:  # the result is right, and slow
                     outcome = Outcome("timeout", f"{message}.", check.mistake)
@@ -126,8 +127,8 @@ class Worker:
                     outcome = Outcome("timeout", f"{message}: is there a loop that does not end?")
             else:
                 mistake = check.mistake if what == "Your answer" else ""
-                message = f"{what} ended the Python process{_end(ended.code)}{{line}}."
-                if ended.code in (-signal.SIGSEGV, -signal.SIGABRT):  # the latter where the heap was damaged
+                message = f"{what} ended the Python process{_end(code)}{{line}}."
+                if code in (-signal.SIGSEGV, -signal.SIGABRT):  # the latter where the heap was damaged
                     message += " Perhaps it used memory outside of its tensors, as a store without a mask does."
                 outcome = Outcome("crashed", message, mistake)
         except (ValueError, TypeError, AttributeError, RecursionError):  # no line of ours
@@ -203,13 +204,6 @@ class Worker:
             self._channel.close()
         self._channel, self._exercise, self._received = None, "", b""
 
-    def _ask(self, name: str, seconds: float) -> dict[str, Any]:
-        """Has the process run a check. Returns its outcome."""
-        assert self._channel is not None
-        with contextlib.suppress(ConnectionError):  # it has ended; the server says how
-            self._channel.sendall(f"{name}\n".encode())
-        return self._receive(seconds)
-
     def _receive(self, seconds: float) -> dict[str, Any]:
         """The next line that the process writes; ValueError if it is no line of ours."""
         assert self._channel is not None
@@ -226,14 +220,14 @@ class Worker:
         line, _, self._received = self._received.partition(b"\n")
         reply = json.loads(line)
         if "code" in reply:
-            raise _Ended(reply["code"])
+            raise _Ended(int(reply["code"]))
         return reply
 
     def _stop(self) -> None:
         """Ends a process that waits, and has it write its stack first."""
         assert self._server is not None
-        os.killpg(self._server.pid, signal.SIGPROF)
-        with contextlib.suppress(TimeoutError, ValueError, _Ended):
+        with contextlib.suppress(OSError, ValueError, _Ended):  # a TimeoutError is an OSError
+            os.killpg(self._server.pid, signal.SIGPROF)
             self._receive(self._limits.stop)
 
 
@@ -241,7 +235,8 @@ def _end(code: int) -> str:
     """What is known of the end of a process, to complete a sentence."""
     if code == -signal.SIGKILL:
         return ": the system killed it, most likely because it used too much memory"
-    return f" with {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f" with {name}" if code < 0 else f" with exit code {code}"
 
 
 def _nameless_file() -> int:
@@ -269,6 +264,8 @@ def serve(control: socket.socket, stack: int) -> None:
     has_gpu = any(map(os.path.exists, _GPUS))
     if not has_gpu:  # a process that has used a GPU cannot be forked
         _load(Path(job["folder"]))
+        if "torch" in sys.modules:  # what counts memory and launches imports it at its first use, which takes seconds
+            importlib.import_module("torch._dynamo")
     _limit("DATA", MEMORY_LIMIT)
     if not has_gpu:  # CUDA reserves many more addresses than it uses memory
         _limit("AS", psutil.Process().memory_info().vms + MEMORY_LIMIT)

@@ -252,9 +252,9 @@ def test_exceptions_are_explained(write: Write) -> None:
     )
     assert statuses(grading) == {"double": "raised", "quadruple": "raised", "Counter": "raised", "last": "failed"}
     assert "sys.exit()" in message(grading, "double")
-    assert message(grading, "quadruple") == "Your answer raised ZeroDivisionError: division by zero (line 10)."
+    assert "ZeroDivisionError" in message(grading, "quadruple") and "line 10" in message(grading, "quadruple")
     assert "memory" in message(grading, "Counter")
-    assert message(grading, "last") == "Your result: None. Is a `return` missing?"
+    assert "`return`" in message(grading, "last")
     panels = "".join(printed(panel) for panel in failures(grading))
     assert "x is 3" in panels and "return x / 0" in panels
     assert "This check looks for a mistake: you double once" in panels, "an exception may have another cause"
@@ -275,15 +275,13 @@ def test_what_ends_a_process_costs_its_own_exercise(write: Write) -> None:
     assert set(statuses(grading).values()) == {"raised"}
     assert "raised KeyboardInterrupt" in message(grading, "double")
     assert "raised Skipped" in message(grading, "quadruple")
-    assert (
-        message(grading, "Counter") == "Your answer reads from the keyboard in line 13, but the grader gives no input."
-    )
-    assert message(grading, "last").endswith("(line 17). This input is valid, so a correct answer does not raise.")
+    assert "keyboard in line 13" in message(grading, "Counter")
+    assert "line 17" in message(grading, "last") and "valid" in message(grading, "last")
 
 
 def test_a_missing_return_is_named_where_the_check_cannot_go_on(write: Write) -> None:
     grading = graded(write("def Counter(start):\n    pass\n"))
-    assert message(grading, "Counter").endswith("has no attribute 'add'. Is a `return` missing?")
+    assert "`return`" in message(grading, "Counter")
 
 
 def test_a_setting_of_torch_does_not_leak_into_another_exercise(write: Write) -> None:
@@ -319,7 +317,7 @@ def test_long_texts_are_cut_and_controls_are_escaped(write: Write) -> None:
     """A message of an exception and what is printed, on their way to a terminal and to a database of grades."""
     controls = "\\x1b]0;title\\x07\\x00\\ud800"
     chapter = write(
-        f"def double(x):\n    print('{controls}')\n    raise ValueError('{controls}' + 'x' * 10**7)\n\n\n"
+        f"def double(x):\n    print('\\x1b[2J')\n    raise ValueError('{controls}' + 'x' * 10**7)\n\n\n"
         "def quadruple(x):\n    class Strange(Exception):\n        def __str__(self):\n            raise KeyError\n\n"
         "    raise Strange\n\n\n"
         f"raise_ = type('\\x1b[2J', (Exception,), {{}})\n\n\ndef Counter(start):\n    raise raise_\n"
@@ -358,6 +356,18 @@ def test_an_answer_that_writes_everywhere_is_told_so(write: Write, harm: str) ->
     )
     grading = graded(write(f"import os\n\n\ndef double(x):\n{loop}    return 2 * x\n\n\n{RIGHT_LAST}"))
     assert statuses(grading)["double"] == "crashed" and statuses(grading)["last"] == "passed"
+
+
+def test_an_answer_that_ends_the_server_or_itself_costs_its_own_exercise(write: Write) -> None:
+    """With SIGKILL, and with a signal that has no name."""
+    grading = graded(
+        write(
+            "import os\n\n\ndef double(x):\n    os.kill(os.getppid(), 9)\n    return 2 * x\n\n\n"
+            f"def quadruple(x):\n    os.kill(os.getpid(), 40)\n\n\n{RIGHT_LAST}"
+        )
+    )
+    assert statuses(grading)["quadruple"] == "crashed" and "signal 40" in message(grading, "quadruple")
+    assert statuses(grading)["last"] == "passed" and statuses(grading)["double"] in ("passed", "crashed")
 
 
 def test_what_an_answer_has_started_ends_with_it(write: Write, tmp_path: Path) -> None:
@@ -420,22 +430,22 @@ def test_other_exercises_are_replaced_before_the_file_runs(write: Write) -> None
 
 
 @pytest.mark.parametrize(
-    ("homework", "sentence"),
+    ("homework", "words"),
     [
-        ("def double(x:\n    return x\n", "Your file has a syntax error in line 1: "),
-        ("x = '\0'\n", "Your file contains null bytes, as text in UTF-16 does"),
-        ("import no_such_module\n", "Your file cannot be imported in line 1: ModuleNotFoundError: No module named"),
-        ("%matplotlib inline\n", "`%matplotlib inline` in line 1 is a notebook command"),
-        ("raise KeyboardInterrupt\n", "Your file cannot be imported in line 1: KeyboardInterrupt"),
-        ("raise SystemExit\n", "Your file calls sys.exit() outside its functions."),
-        ("import os\nos.abort()\n", "Your file ended the Python process with SIGABRT in line 2."),
-        ("while True: pass\n", "Your file was stopped after 2 seconds of CPU time in line 1"),
+        ("def double(x:\n    return x\n", "syntax error in line 1"),
+        ("x = '\0'\n", "null bytes"),
+        ("import no_such_module\n", "line 1: ModuleNotFoundError"),
+        ("%matplotlib inline\n", "notebook command"),
+        ("raise KeyboardInterrupt\n", "line 1: KeyboardInterrupt"),
+        ("raise SystemExit\n", "sys.exit()"),
+        ("import os\nos.abort()\n", "SIGABRT in line 2"),
+        ("while True: pass\n", "CPU time in line 1"),
     ],
 )
-def test_a_file_that_cannot_be_read_costs_all_points_and_says_why(write: Write, homework: str, sentence: str) -> None:
+def test_a_file_that_cannot_be_read_costs_all_points_and_says_why(write: Write, homework: str, words: str) -> None:
     grading = graded(write(homework))
     assert grading.points == 0
-    assert all(message(grading, name).startswith(sentence) for name in statuses(grading)), message(grading, "double")
+    assert all(words in message(grading, name) for name in statuses(grading)), message(grading, "double")
     assert len(failures(grading)) == 1, "once is enough"
 
 

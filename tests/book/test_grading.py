@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ from book.grading.parts import (
     finished_part_names,
     finished_parts,
 )
+from book.grading.plugin import pytest_configure
 from book.grading.progress import Progress
 from book.grading.report import engine_panel, failures, gradescope, hint, progress_table, speed_line, summary
 from book.grading.worker import Limits
@@ -453,6 +455,8 @@ def test_a_missing_file_is_named(write: Write) -> None:
     chapter = write("")
     chapter.homework.unlink()
     assert "python -m book stubs 01" in message(graded(chapter), "double")
+    chapter.homework.mkdir()
+    assert "cannot be read" in message(graded(chapter), "double")
 
 
 SLICING_LAST = "def last(items):\n    return items[:][-1]\n"
@@ -730,13 +734,14 @@ def test_progress_that_cannot_be_kept_costs_no_grade(write: Write, tmp_path: Pat
     assert "Your progress is not kept" in asked.stderr and "Traceback" not in asked.stdout + asked.stderr
 
 
-def test_files_are_checked_before_the_work(write: Write, tmp_path: Path) -> None:
-    write(RIGHT_DOUBLE)
+@pytest.mark.parametrize(
+    ("option", "path"), [("--gradescope", "."), ("--gradescope", "file/results.json"), ("--submission", ".")]
+)
+def test_files_are_checked_before_the_work(tmp_path: Path, option: str, path: str) -> None:
     (tmp_path / "file").touch()
-    for option, path in (("--gradescope", "."), ("--gradescope", "file/results.json"), ("--submission", ".")):
-        run = run_pytest(tmp_path, "chapters", option, path)
-        assert run.returncode == pytest.ExitCode.USAGE_ERROR and option in run.stderr
-        assert "points" not in run.stdout and "Traceback" not in run.stdout + run.stderr
+    config = SimpleNamespace(stash={}, getoption={option: tmp_path / path}.get)
+    with pytest.raises(pytest.UsageError, match=option):
+        pytest_configure(config)
 
 
 def test_no_terminal_is_too_narrow_or_too_plain(write: Write, tmp_path: Path) -> None:

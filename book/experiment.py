@@ -72,6 +72,7 @@ def record(result: results.Result, out: Path | None, in_readme: Collection[str])
     print(results.write(result, out))
     if out is None:
         results.fill_readme(result.experiment, in_readme)
+        print("`python -m book values` writes what was recorded into the prose.")
 
 
 def faster(a: Machine, b: Machine) -> Machine:

@@ -23,7 +23,7 @@ _TERM = re.compile(
     re.MULTILINE,
 )
 _NO_PROSE = re.compile(
-    r"\A---\n.*?\n---\n|^```.*?^```|<!-- results -->.*?<!-- end of results -->|`[^`\n]*`|\]\([^)]*\)|\$[^$]*\$",
+    r"\A---\n.*?\n---\n|^```.*?^```|<!-- results -->.*?<!-- end of results -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)|\$[^$]*\$",
     re.DOTALL | re.MULTILINE,
 )
 

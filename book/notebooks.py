@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from book import values
 from book.paths import repository_root
 from book.predictions import derivation_problems, load_questions, measured_in
 from book.source_width import COLUMNS
@@ -173,6 +174,8 @@ def problems(file: Path) -> Iterator[str]:
     if not partner.exists():
         yield f"{file.name} has no .ipynb: run `python -m book notebooks build {file.stem}`"
         return
+    if values.is_stale(file):
+        yield f"{file.name}: the records have changed: run `python -m book values`"
     wanted, saved = source_of(file), nbformat.read(partner, as_version=4)
     difference = list(
         difflib.unified_diff(_as_lines(wanted.cells), _as_lines(saved.cells), file.name, partner.name, lineterm="", n=1)
@@ -309,6 +312,7 @@ def build(chapter: Annotated[str, typer.Argument(help="01, 01_slug or all")] = "
     """Execute a chapter's Markdown into its .ipynb, with outputs."""
     for file in chapter_files(chapter, repository_root()):
         start = time.perf_counter()
+        values.refresh(file)
         write(execute(source_of(file), file.parent), file.with_suffix(".ipynb"))
         seconds = time.perf_counter() - start
         typer.echo(f"{file.stem}: {seconds:.1f} s{'  (aim for less than 30)' if seconds > _SLOW_SECONDS else ''}")

@@ -40,7 +40,7 @@ from search_index import defer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the book's own package, whether it is installed or not
-from book import code_lines, ledger  # noqa: E402
+from book import code_lines, ledger, values  # noqa: E402
 from book.grading.parts import engine_diagram, finished_part_names  # noqa: E402
 from book.results import results_page_markdown  # noqa: E402
 
@@ -287,6 +287,7 @@ def _api_page(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    markdown = values.without_sources(markdown)
     if "<!-- chapters" in markdown:
         markdown = re.sub(r"<!-- chapters(?: (\d+) to (\d+))? -->", lambda m: _chapter_cards(page, m), markdown)
     markdown = markdown.replace("<!-- unwritten -->", _unwritten())
@@ -424,7 +425,7 @@ def _chapter_content(html: str, page: Page, files: Files) -> str:
             return link
         return file.url_relative_to(page.file) + (f"#{parts.fragment}" if parts.fragment else "")
 
-    notebook, page.toc = tidy(html, resolve)
+    notebook, page.toc = tidy(values.without_sources(html), resolve)
     link_terms(notebook, TERMS, _glossary_from(page))
     chapter = next(c for c in chapters() if c.notebook == page.file.src_uri)
     heading, end, rest = merge_colors(str(notebook)).partition("</h1>")

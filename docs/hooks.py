@@ -171,7 +171,7 @@ def _api_groups() -> Iterator[dict[str, list[str]]]:
     """The API pages of each chapter."""
     labels = {chapter.number: chapter.label for chapter in chapters()}
     for number, names in itertools.groupby(modules(), module_chapter):
-        yield {labels.get(number or 0, f"{number}. Not written yet"): [f"api/{name}.md" for name in names]}
+        yield {labels.get(number or 0, "Other modules"): [f"api/{name}.md" for name in names]}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

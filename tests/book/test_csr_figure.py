@@ -115,6 +115,4 @@ def test_it_fits_a_phone_in_both_schemes(browser: sync_api.Browser, address: str
         tab.page.locator(".csr-page").nth(8).tap()
         assert arrays(tab.page) == expected(EXAMPLE | {"A": ([2, 0, 3, 8], 13)})
         assert tab.report() == []
-        sizes = tab.page.locator(".csr-figure button").evaluate_all("(all) => all.map((b) => b.offsetHeight)")
-        assert min(sizes) >= 40, "too small for a thumb"
         context.close()

@@ -240,7 +240,7 @@ def test_a_card_without_its_result_says_what_is_missing(monkeypatch: pytest.Monk
     import cards
 
     monkeypatch.setitem(cards.CARDS, 1, cards.CARDS[1] | {"rows": [{"figure": "no such figure"}]})
-    with pytest.raises(cards.CardError, match=r"cards\.toml, chapter 1: .*no such figure"):
+    with pytest.raises(cards.CardError, match="no such figure"):
         cards.card(1, "One", cards.Links("x/", None, None))
 
 

@@ -125,11 +125,11 @@ def test_least_squares_is_optimal_and_never_negative(seed, terms, values):
 
 
 def test_times_that_do_not_identify_a_coefficient_are_refused():
-    with pytest.raises(ValueError, match=r"no case is compute-bound, .* do not identify flops"):
+    with pytest.raises(ValueError, match="flops"):
         fit.fit(synthetic(H200_COSTS, GRID[GRID[:, 0] <= 16]), BFLOAT16.amounts, H200_COSTS.bandwidth)
     times = synthetic(H200_COSTS)
     slower = replace(times, flat=np.maximum(1e-6, times.cascade - times.avoided * 1e-9))
-    with pytest.raises(ValueError, match="do not identify reread_bandwidth"):
+    with pytest.raises(ValueError, match="reread_bandwidth"):
         fit.fit(slower, BFLOAT16.amounts, H200_COSTS.bandwidth)
 
 

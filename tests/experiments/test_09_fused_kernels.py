@@ -152,7 +152,7 @@ def test_rows_of_the_products(model, without_a_gpu, monkeypatch):
 def test_a_rung_that_computes_something_else_is_refused():
     x = torch.ones(3)
     run.check_equal({"right": lambda: x, "right too": lambda: x * 1.01})
-    with pytest.raises(ValueError, match="the rung 'wrong' differs from the first one by 20"):
+    with pytest.raises(ValueError, match="wrong"):
         run.check_equal({"right": lambda: x, "wrong": lambda: x * 1.2})
 
 

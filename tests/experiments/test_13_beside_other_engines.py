@@ -88,14 +88,12 @@ def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorde
 
 def test_caches_that_do_not_fit_are_an_error_before_a_peer_is_loaded() -> None:
     run.check_room(32 * 10**9, 2, 79 * 10**9)
-    with pytest.raises(
-        ConfigError, match=r"3 engines take 96 GB, and 79 GB are free; compare fewer engines \(--peers\)"
-    ):
+    with pytest.raises(ConfigError, match="96 GB"):
         run.check_room(32 * 10**9, 3, 79 * 10**9)
 
 
 def test_a_missing_peer_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="vllm is not installed"):
+    with pytest.raises(ConfigError, match="vllm"):
         run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])
 
 

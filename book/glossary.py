@@ -19,7 +19,7 @@ _TERM = re.compile(
     re.MULTILINE,
 )
 _NO_PROSE = re.compile(
-    r"\A---\n.*?\n---\n|^```.*?^```|<!-- results -->.*?<!-- end of results -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)|\$[^$]*\$",
+    r"\A---\n.*?\n---\n|^```.*?^```|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)|\$[^$]*\$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -67,7 +67,7 @@ def _names(text: str) -> list[str]:
 
 
 def prose(file: Path) -> str:
-    """Return the prose of a file: Markdown without code, formulas, comments and result tables.
+    """Return the prose of a file: Markdown without code, formulas and comments.
 
     Args:
         file: a .md or .toml file. TOML counts as prose from beginning to end.

@@ -2,13 +2,13 @@
 
     A step takes 445 µs<!-- = [decode step; keys 384; one kernel @ 12_persistent_layer] -->.
 
-The comment is invisible on GitHub, in JupyterLab and on the site. It is arithmetic over values of records, where a value
-is written as `[figure; case; case @ experiment device]`:
+The comment is invisible on GitHub, in JupyterLab and on the site. It is arithmetic over values of records. A value is
+written as `[figure; case; case @ experiment device]`:
 
 - the figure and the entries of its case that select one row, as the tables of results show them: "keys 384" or "384";
-- the experiment, which may be omitted in that experiment's README, and a part of the device's name, which may be omitted
-  if there is one record;
-- `.bound`, `.share` (of the bound), `.low` or `.high` (ends of the spread) behind the bracket for another number of the row.
+- the experiment, which its own README may omit, and a part of the device's name, which may be omitted if there is one
+  record;
+- `.bound`, `.share` (of the bound), `.low` or `.high` (ends of the spread) behind the bracket for another number.
 
 The number keeps its unit and its decimals. A number without a unit behind it names it: `<!-- = [...] in ms -->`.
 `python -m book values` writes all numbers anew.

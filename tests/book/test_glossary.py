@@ -1,4 +1,4 @@
-"""The book uses its own vocabulary: a chapter introduces each term, and no chapter has a word that the glossary avoids."""
+"""The book uses its own vocabulary: a chapter introduces each term, and has no word that the glossary avoids."""
 
 import re
 from pathlib import Path

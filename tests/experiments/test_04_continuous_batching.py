@@ -135,21 +135,6 @@ def test_quantiles_by_hand():
     )
 
 
-def test_the_script_on_a_cpu(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "CPU", WORKLOAD)
-    monkeypatch.setattr(run, "make_model", lambda device: model)
-    fast = Machine("a machine", "float32", bandwidth=1e12, flops=1e12)
-    monkeypatch.setattr(run, "measure_machine", lambda device, dtype: fast)
-    run.main(["--device", "cpu", "--out", str(tmp_path)])
-    [result] = results.load(EXPERIMENT, tmp_path)
-    cases = [tuple(row.case.values()) for row in result.rows if row.figure == "load: TTFT, median"]
-    assert cases == [(load, budget) for load in run.LOADS for budget in WORKLOAD.budgets]
-    assert result.find(run.CAPACITY).value > 0
-    assert sum(row.figure == "throughput" for row in result.rows) == 3
-    assert all(row.spread and row.spread[0] <= row.value <= row.spread[1] for row in result.rows)
-    assert figures.to_png(run.draw_loads(result)).startswith(b"\x89PNG")
-
-
 def test_no_run_is_faster_than_its_arrivals():
     shape = run.ModelShape(16, 2, 4, 2, 8, 24, 50)
     fast = Machine("a machine", "float32", bandwidth=1e15, flops=1e15)

@@ -11,7 +11,6 @@ import torch
 
 from book import results
 from book.grading.chapter import load_module
-from mini_engine.roofline import Machine
 from tests.models.families import our_model, transformers_model
 
 EXPERIMENT = "08_chunk_memory"
@@ -95,20 +94,6 @@ def test_the_interval_of_a_mean_is_that_of_its_standard_error():
     assert (low - value, high - value) == pytest.approx((-1.96 * error, 1.96 * error), rel=0.1)
     half, ends = run.ratio(values, [2 * v for v in values])
     assert [half, *ends] == pytest.approx([0.5] * 3)
-
-
-def test_every_way_is_timed(model):
-    measured = run.time_ways(model, SETTING, 24)
-    rows = run.time_rows(measured, model, SETTING, Machine("a machine", "float64", 1e10, 1e10), 24)
-    rows, parts = rows[:6], rows[6:]
-    ways = [row.case.get("way", row.figure) for row in rows]
-    assert ways == [run.PLAIN, "one chunk", "3 chunks", run.ALONE, "register", "load"]
-    assert [row.figure for row in parts] == ["time in matrix products", "number of operators"] * 4
-    counts = {row.case["way"]: row.value for row in parts if row.unit == "operators"}
-    assert counts[run.ALONE] < counts["one chunk"] < counts["3 chunks"] and all(row.value > 0 for row in parts)
-    assert all(row.spread[0] <= row.value <= row.spread[1] for row in rows)
-    bounds = {way: row.bound for way, row in zip(ways, rows, strict=True)}
-    assert bounds[run.ALONE] < bounds["one chunk"] == bounds["3 chunks"] < bounds[run.PLAIN]
 
 
 def test_prose_has_no_code_and_passages_do_not_overlap_a_chapters_end():

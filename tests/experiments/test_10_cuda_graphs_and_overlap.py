@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ pytest.importorskip("matplotlib", reason="the experiment draws with matplotlib")
 
 from book import figures, results
 from book.grading.chapter import load_module
-from book.random_models import random_model, write_checkpoint
+from book.random_models import random_model
 from mini_engine.bench.workloads import Workload
 from mini_engine.roofline import Machine
 
@@ -101,25 +100,6 @@ def test_what_is_recorded_can_be_drawn():
     for file in (FOLDER / "timelines").glob("*.json"):
         recording = json.loads(file.read_text())
         assert figures.to_svg(run.draw(recording["runs"][:2])).startswith("<svg")
-
-
-def test_a_workload_is_served_in_all_ways(model, monkeypatch):
-    monkeypatch.setattr(run, "BACKENDS", {"throughput": "torch", "shared-prefix": "torch"})
-    few = {"throughput": Workload(3, (3, 9), (2, 7)), "shared-prefix": Workload(2, (3, 3), (2, 2), shared=20)}
-    monkeypatch.setattr(run, "WORKLOADS", few)
-    rows = run.engine_rows(model, MACHINE, repetitions=1)
-    assert [(row.figure, row.case["workload"]) for row in rows] == [
-        *[("throughput", "throughput")] * 4, *[("time", "shared-prefix")] * 4
-    ]  # fmt: skip
-    assert all(row.bound > 0 and row.share_of_bound < 1 for row in rows)
-
-
-def test_a_start_has_all_its_stages(tmp_path):
-    write_checkpoint(OPTIONS.shape, OPTIONS.dtype, CPU, tmp_path)
-    began = time.monotonic()
-    stages = run.start(tmp_path, CPU, OPTIONS)
-    assert list(stages) == ["imports", "device", "weights", "engine, warm-up and graphs", "first token"]
-    assert all(seconds > 0 for seconds in stages.values()) and sum(stages.values()) < time.monotonic() - began
 
 
 def test_rows_of_starts_by_hand():

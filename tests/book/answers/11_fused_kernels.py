@@ -617,11 +617,6 @@ def the_last_program_adds(*args):
     return by_arrival(*args)
 
 
-@right("split_k_linear")
-def a_program_for_each_row(*args):
-    return by_arrival(*args, rows=1, tile=256)
-
-
 @wrong("split_k_linear", fails="test_one_split")
 def without_the_residual(*args):
     return by_arrival(*args, bug="no residual")

@@ -32,6 +32,7 @@ from book import ledger, results
 from book.experiment import command_line, predicted, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
+from book.values import without_sources
 from mini_engine.attention.backend import AttentionBackend, create_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
@@ -430,7 +431,8 @@ def bandwidth_row(runs: Sequence[Served], machine: Machine, case: Mapping[str, r
 def paragraphs(count: int) -> list[str]:
     """Paragraphs of the chapters, from the first to the last."""
     chapters = sorted((repository_root() / "chapters").glob("*/[0-9]*.md"))
-    prose = [piece for file in chapters for piece in file.read_text(encoding="utf-8").split("```")[::2]]
+    texts = [without_sources(file.read_text(encoding="utf-8")) for file in chapters]
+    prose = [piece for text in texts for piece in text.split("```")[::2]]
     found = [own for piece in prose for own in piece.split("\n\n") if len(own) > 300 and own[0].isalpha()]
     return found[:: len(found) // count][:count]
 

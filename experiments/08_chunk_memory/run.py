@@ -33,6 +33,7 @@ from book.experiment import command_line, predicted, record
 from book.paths import repository_root
 from book.random_models import QWEN3_0_6B, random_model
 from book.units import quantity
+from book.values import without_sources
 from mini_engine.attention.naive import masked_attention
 from mini_engine.bench.workloads import LARGEST_TOKEN, model_shape
 from mini_engine.chunks import ChunkMemory
@@ -294,7 +295,7 @@ class Passage(NamedTuple):
 
 def prose(chapter: Path) -> str:
     """The longer paragraphs of a chapter, without code, tables, headings and figures."""
-    text = "".join(chapter.read_text(encoding="utf-8").split("```")[::2])
+    text = "".join(without_sources(chapter.read_text(encoding="utf-8")).split("```")[::2])
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     return "\n\n".join(p for p in paragraphs if len(p) > 200 and p[0].isalpha())
 

@@ -73,10 +73,10 @@ def texts(root: Path) -> Iterator[Path]:
 def refresh(file: Path, root: Path | None = None) -> bool:
     """Write the numbers of a Markdown file as the records have them; return whether one of them was stale."""
     text = _refreshed_file(file, root)
-    is_stale = text != file.read_text(encoding="utf-8")
-    if is_stale:
+    differs = text != file.read_text(encoding="utf-8")
+    if differs:
         file.write_text(text, encoding="utf-8")
-    return is_stale
+    return differs
 
 
 def is_stale(file: Path, root: Path | None = None) -> bool:
@@ -84,7 +84,9 @@ def is_stale(file: Path, root: Path | None = None) -> bool:
     return _refreshed_file(file, root) != file.read_text(encoding="utf-8")
 
 
-def values(check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a number is stale.")] = False):
+def values(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a number is stale.")] = False,
+) -> None:
     """Write the numbers in prose that name their source as the records have them."""
     from book import notebooks
 

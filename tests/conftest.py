@@ -49,8 +49,12 @@ def embedded_model() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group the tests that one worker runs: all of the site, which it builds; graders by chapter; others by file."""
+    """Group the tests that one worker runs: all of the site, which it builds; graders by chapter; others by file.
+
+    The site comes first, because its group takes longest.
+    """
     if config.pluginmanager.hasplugin("xdist"):
+        items.sort(key=lambda item: "site" not in getattr(item, "fixturenames", ()))
         for item in items:
             chapter = item.callspec.params.get("slug", "") if hasattr(item, "callspec") else ""
             group = "site" if "site" in getattr(item, "fixturenames", ()) else f"{item.path.name} {chapter}"

@@ -1,97 +1,133 @@
 """Chat templates: Jinja programs that come with a model and turn a conversation into text."""
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Lock
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema, render_jinja_template
 
 from mini_engine.chat_template_worker import CPU_SECONDS, MEMORY_BYTES
 from mini_engine.errors import RequestError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 WORKER = Path(__file__).with_name("chat_template_worker.py")
-WALL_SECONDS = 10  # far above CPU_SECONDS, so only an overloaded machine reaches it
+WITHOUT_TORCH = os.environ | {"USE_TORCH": "0"}  # transformers starts faster, and a worker needs no more
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], chat_template: str | None) -> str:
-    """Render a conversation up to where the model's next message begins.
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    chat_template: str | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    is_trusted: bool = True,
+    **variables: Any,
+) -> str:
+    """Render a conversation as `tokenizer.apply_chat_template` of transformers does.
 
-    A template is a program written by the model's author. Jinja's sandbox denies it access to files and to Python's
-    internals, but lets it loop forever or allocate a gigabyte with `'a' * 10**9`, and no check in this process can
-    interrupt a long operation in C. So a separate process compiles and renders the template; starting it takes about
-    0.1 s of processor time. The kernel limits that process to `CPU_SECONDS` of processor time and `MEMORY_BYTES` of
-    address space. The process refuses to return more than `OUTPUT_CHARS` characters, and after `WALL_SECONDS` it is
-    killed.
+    Both use Jinja's sandbox, which denies a template access to files and to Python's internals, and compile each
+    template once. The sandbox does not stop a template that loops forever or allocates gigabytes, so one that nobody
+    has vouched for is rendered by a second process under limits, which is started once.
 
     Args:
         tokenizer: provides the special tokens and the default template.
-        messages: each with a "role" and a "content".
+        messages: each with a "role"; its other values are the template's business.
         chat_template: a Jinja template, or the name of one of the tokenizer's; default the tokenizer's own.
-
-    Returns:
-        The text of `tokenizer.apply_chat_template` with `tokenize=False, add_generation_prompt=True`.
+        add_generation_prompt: end where the model's next message begins.
+        continue_final_message: leave the last message open, so that the model continues it.
+        tools: functions that the model may call: JSON schemas, or Python functions with a docstring.
+        is_trusted: render in this process.
+        variables: further variables of the template, such as `enable_thinking`.
 
     Raises:
         RequestError: if there is no template, if the messages are malformed, or if the template refuses them, fails,
             renders nothing or exceeds a limit.
     """
-    variables = {
-        **tokenizer.special_tokens_map,
-        "messages": _check_messages(messages),
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-    }
-    request = json.dumps({"template": _pick_template(tokenizer, chat_template), "variables": variables})
-    # -P keeps this folder out of the worker's import path, because a module here could shadow a standard one.
-    command = [sys.executable, "-P", "-W", "ignore", str(WORKER)]
+    if not (isinstance(messages, Sequence) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages)):
+        raise RequestError(f"messages is {str(messages)[:100]!r}; pass a list of mappings with a 'role' and a 'content'")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError("a new message cannot begin and the last one go on: set add_generation_prompt=False")
     try:
-        worker = subprocess.run(command, input=request.encode(), capture_output=True, timeout=WALL_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise RequestError(f"the chat template did not finish in {WALL_SECONDS} s; use a simpler one") from error
-    except OSError as error:
-        raise RequestError(
-            f"cannot start a process for the chat template: {error}; free memory or end other processes"
-        ) from error
-    if worker.returncode:
-        cause = worker.stderr.decode(errors="replace").splitlines()[-1:] or [f"exit code {worker.returncode}"]
-        raise RequestError(
-            f"the chat template was stopped ({cause[0]}): it may use {CPU_SECONDS} s of CPU time and "
-            f"{MEMORY_BYTES >> 20} MiB of memory; use a simpler template or shorter messages"
-        )
-    answer = json.loads(worker.stdout)
-    if "error" in answer:
-        raise RequestError(f"the chat template rejects these messages: {answer['error']}; change them or the template")
-    return answer["text"]
+        schemas = tools and [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+        request = {
+            **tokenizer.special_tokens_map,
+            **variables,
+            # As in transformers: most templates take a missing value, but not a null.
+            "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],
+            "tools": schemas,
+            "chat_template": _pick_template(tokenizer, chat_template, schemas),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        text = render_jinja_template(**request)[0][0] if is_trusted else _worker(os.getpid()).render(request)
+    except RequestError:
+        raise
+    except Exception as error:  # a template or a tool may raise anything
+        raise _rejected(f"{type(error).__name__}: {str(error)[:500]}") from error
+    if not text:
+        raise _rejected("it wrote nothing")
+    return text
 
 
-def _check_messages(messages: object) -> list[dict[str, str]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(f"messages is {str(messages)[:100]!r}; pass a list of one or more messages")
-    for message in messages:
-        if (
-            not isinstance(message, Mapping)
-            or not {"role", "content"} <= message.keys()
-            or not all(isinstance(text, str) for item in message.items() for text in item)
-        ):
-            raise RequestError(
-                f"{str(message)[:100]} is not a message; pass mappings of strings with a 'role' and a 'content'"
-            )
-    return [_with_reasoning(message) for message in messages]
+def _rejected(problem: str) -> RequestError:
+    return RequestError(f"the chat template rejects these messages: {problem}; change them or the template")
 
 
-def _with_reasoning(message: Message) -> dict[str, str]:
-    """Give the model's reasoning, whatever its name is, the names that templates read, as transformers does."""
-    found = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
-    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else dict(message)
+class _Worker:
+    """The process that renders templates under limits, started when it is first needed and after it was stopped."""
+
+    def __init__(self) -> None:
+        self._process: Popen[bytes] | None = None
+        self._lock = Lock()
+
+    def render(self, request: dict[str, Any]) -> str:
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                # -P keeps this folder out of the import path, because a module here could shadow a standard one.
+                command = [sys.executable, "-P", "-W", "ignore", str(WORKER)]
+                self._process = Popen(
+                    command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=WITHOUT_TORCH, start_new_session=True
+                )
+            process = self._process
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except BaseException:  # such as Ctrl-C; its answer must not be taken for the next one
+                process.kill()
+                raise
+            if not answer:
+                process.wait()
+                raise RequestError(
+                    f"the chat template was stopped: it may use {CPU_SECONDS} s of CPU time and {MEMORY_BYTES >> 20} "
+                    "MiB of memory; use a simpler template or shorter messages"
+                )
+        found = json.loads(answer)
+        if "error" in found:
+            raise _rejected(found["error"])
+        return found["text"]
 
 
-def _pick_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:
+@cache
+def _worker(process_id: int) -> _Worker:
+    """Return the worker of a process; one that was forked has its own."""
+    return _Worker()
+
+
+def _pick_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, tools: Any) -> str:
     try:
-        template = tokenizer.get_chat_template(chat_template)
+        template = tokenizer.get_chat_template(chat_template, tools)
     except (TypeError, ValueError):  # none, several without a default, or an argument that cannot be a name
         template = None
     if not template or not isinstance(template, str):

@@ -1,12 +1,14 @@
-"""Turn tokens into text one at a time, without half characters, and find stop strings that span tokens."""
+"""Turn tokens into text: all at once, or one at a time without half characters, with a search for stop strings."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"  # the text of bytes that are not a character
-MAX_BYTES = 4  # per character in UTF-8
-MAX_PENDING = 2 * MAX_BYTES  # tokens whose text is not complete
+MAX_PENDING = 64  # tokens whose text is not complete; the bytes of a character are at most 4
+CONTEXT_TOKENS = 8  # of the prompt, decoded again before the output
 
 ScanStop = Callable[[str, Sequence[str]], tuple[str, str, bool]]
 
@@ -34,86 +36,109 @@ def scan_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     return text, "", False
 
 
-class Detokenizer:
-    """The growing text of one request.
+def context_of(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+    """Return the last tokens of a prompt; none if they end in half a character.
 
-    The work per token is bounded, whatever the tokens are: special tokens are left out, because they have no text, and
-    bytes that do not become a character are shown as U+FFFD after a few tokens. The text is the same as if all tokens
-    were decoded at once, except where a tokenizer would change text that has been shown.
+    Some tokenizers write a word without its space at the start of a text (Llama 2), so an output is decoded after the
+    end of its prompt.
+    """
+    context = list(prompt_token_ids[-CONTEXT_TOKENS:])
+    return [] if tokenizer.decode(context).endswith(REPLACEMENT) else context
+
+
+def decode_after(
+    tokenizer: Tokenizer, context: list[int], token_ids: list[int], skip_special_tokens: bool = True
+) -> str:
+    """Return the text of tokens that follow a context."""
+    known = tokenizer.decode(context, skip_special_tokens=skip_special_tokens)
+    text = tokenizer.decode(context + token_ids, skip_special_tokens=skip_special_tokens)
+    if text.startswith(known):
+        return text[len(known) :]
+    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)  # the tokens change the text before
+
+
+class Detokenizer:
+    """The growing text of one request, decoded by the `DecodeStream` of the tokenizers library.
+
+    `DecodeStream` holds back incomplete characters. Bytes that never become one are shown as U+FFFD after
+    `MAX_PENDING` tokens, so the work per token is bounded.
 
     Args:
         tokenizer: the model's.
-        special_ids: its special tokens.
+        prompt_token_ids: the prompt, whose end decides whether the text begins with a space.
+        hidden: special tokens to leave out; see `special_ids`.
         stop: strings that end the text.
-        scan_stop: finds them.
+        include_stop: whether the stop string is part of the text.
+        scan_stop: finds stop strings.
 
     Attributes:
         text: the text that can be shown so far.
-        stopped: a stop string was found; `text` ends before it.
+        num_tokens: tokens received.
+        stopped: a stop string was found.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        special_ids: frozenset[int],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        hidden: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
+        include_stop: bool = False,
         scan_stop: ScanStop = scan_stop,
     ) -> None:
-        self.text = ""
-        self.stopped = False
-        self._tokenizer, self._special_ids = tokenizer, special_ids
-        self._stop, self._scan_stop = stop, scan_stop
-        # The last tokens that were shown, and their text. They are decoded again with the next ones, because some
-        # tokenizers write a word differently at the start of a text.
-        self._context: list[int] = []
-        self._known = ""
+        self.text, self.num_tokens, self.stopped = "", 0, False
+        self._tokenizer, self._hidden = tokenizer, hidden
+        self._context = [t for t in context_of(tokenizer, prompt_token_ids) if t not in hidden]
+        self._stop, self._include_stop, self._scan_stop = stop, include_stop, scan_stop
+        self._stream = DecodeStream(ids=self._context)
         self._pending: list[int] = []  # tokens whose text is not complete
-        self._held = ""
+        self._held = ""  # text that may be the beginning of a stop string
 
-    def push(self, token_id: int) -> str:
-        """Add a token and return the text that can be shown now: possibly none, but never half a character."""
-        if token_id in self._special_ids:
+    def push(self, token_id: int, *, is_shown: bool = True) -> str:
+        """Add a token and return the text that can be shown now: possibly none, but never half a character.
+
+        Args:
+            token_id: the token.
+            is_shown: False for a token that only counts, such as the end of the output.
+        """
+        if token_id in self._hidden or not is_shown:
+            self.num_tokens += 1
             return ""
-        pending = [*self._pending, token_id]
-        text = self._decode(pending)
-        count = len(pending) if text and not text.endswith(REPLACEMENT) else 0
-        if count == 0 and len(pending) == MAX_PENDING:
-            count, text = self._split(pending, text)
-        if count and text:
-            self._known, self._context = self._tokenizer.decode(pending[:count]), pending[:count]
-        self._pending = pending[count:]
-        return self._show(text) if count else ""
+        stream, pending = copy(self._stream), [*self._pending, token_id]
+        try:
+            new, is_lost = stream.step(self._tokenizer, token_id), len(pending) == MAX_PENDING
+        except Exception:  # the token changes text that has been shown
+            new, is_lost = None, True
+        if new is None and is_lost:
+            new, stream = self._decode(pending), DecodeStream(ids=self._context)
+        shown, held, stopped = self._scan(new or "")
+        text, count = self.text + shown, self.num_tokens + 1
+        # Plain assignments, which Ctrl-C cannot separate: a token counts exactly if its text is kept.
+        self._stream, self._pending, self._held = stream, pending if new is None else [], held
+        self.text, self.num_tokens, self.stopped = text, count, stopped
+        return shown
 
     def finish(self) -> str:
         """Return the text that was held back, after the last token."""
-        shown = self._show(self._decode(self._pending)) + self._held
-        self._pending = []
-        self.text += self._held
-        self._held = ""
-        return shown
+        shown, held, stopped = self._scan(self._decode(self._pending))
+        text = self.text + shown + held
+        self._pending, self._held, self.stopped, self.text = [], "", stopped, text
+        return shown + held
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Decode tokens that follow the context."""
-        text = self._tokenizer.decode(self._context + token_ids)
-        if text.startswith(self._known):
-            return text[len(self._known) :]
-        return self._tokenizer.decode(token_ids)  # these tokens change the text before them, which has been shown
+        return decode_after(self._tokenizer, self._context, token_ids, skip_special_tokens=False)
 
-    def _split(self, pending: list[int], text: str) -> tuple[int, str]:
-        """Return how many pending tokens can be shown, and their text; the last ones may begin a character."""
-        for count in range(MAX_PENDING - MAX_BYTES + 1, 0, -1):
-            head = self._decode(pending[:count])
-            if text.startswith(head):  # otherwise a character is incomplete
-                return count, head
-        return MAX_PENDING, text
-
-    def _show(self, new: str) -> str:
-        if self._stop:
-            new, self._held, self.stopped = self._scan_stop(self._held + new, self._stop)
-        self.text += new
-        return new
+    def _scan(self, new: str) -> tuple[str, str, bool]:
+        if not self._stop:
+            return new, "", False
+        text = self._held + new
+        safe, held, stopped = self._scan_stop(text, self._stop)
+        if stopped and self._include_stop:
+            safe += min((s for s in self._stop if text.startswith(s, len(safe))), key=len, default="")
+        return safe, held, stopped
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens of a tokenizer that have no text."""
+    """Return the special tokens of a tokenizer, which have no text."""
     return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)

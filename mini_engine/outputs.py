@@ -1,7 +1,9 @@
 """The engine's outputs: the report of a step, the output of a request, and pieces of text as they are generated."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -11,7 +13,8 @@ from mini_engine.request import FinishReason, Request
 from mini_engine.scheduler import Schedule
 from mini_engine.step_input import StepInput
 
-Prompt = str | ListLike[int]
+# A text, token ids, or as in vLLM {"prompt": a text} or {"prompt_token_ids": token ids}.
+Prompt = str | ListLike[int] | Mapping[str, Any]
 
 
 @dataclass
@@ -110,24 +113,61 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class CompletionOutput:
+    """One of the `n` outputs of a request.
+
+    Attributes:
+        index: its number among them.
+        text: the output, without end-of-sequence tokens and without the stop string, unless the parameters ask for it.
+        token_ids: the tokens of the output, including an end-of-sequence token.
+        finish_reason: "stop", "length", "abort" or "error".
+        logprobs: log probabilities of each position's tokens, if the parameters ask for them.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[Any] | None = None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
-    """The result of one request.
+    """The result of one request, as in vLLM.
 
     Attributes:
         prompt: the prompt as given.
         prompt_token_ids: its tokens; empty if it could not be tokenized.
-        token_ids: the tokens of the output, including an end-of-sequence token.
-        text: the output, without end-of-sequence tokens and without the stop string.
-        finish_reason: "stop", "length", "abort" or "error".
+        outputs: the outputs, one unless the parameters set `n`.
         error: why the request could not be served; otherwise None.
+        prompt_logprobs: log probabilities of the prompt's tokens, if the parameters ask for them.
     """
 
     prompt: Prompt
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
+    outputs: list[CompletionOutput]
     error: MiniEngineError | None = None
+    prompt_logprobs: list[Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended; always true."""
+        return True
+
+    @property
+    def text(self) -> str:
+        """Text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the first output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Finish reason of the first output."""
+        return self.outputs[0].finish_reason
 
 
 @dataclass(frozen=True)
@@ -140,6 +180,7 @@ class Piece:
         num_tokens: new tokens.
         output: the whole output, once the request has ended.
         step: the step that collected the tokens; None for a request that was refused.
+        completion: number of the output that the text belongs to, among the `n` of the prompt.
     """
 
     index: int
@@ -147,3 +188,4 @@ class Piece:
     num_tokens: int
     output: RequestOutput | None
     step: StepReport | None = field(repr=False)
+    completion: int = 0

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mini_engine.chunks import ChunkedLLM
     from mini_engine.config import EngineConfig
-    from mini_engine.llm import LLM, Inference
+    from mini_engine.inference import Inference
+    from mini_engine.llm import LLM
     from mini_engine.outputs import RequestOutput
     from mini_engine.parts import Parts
     from mini_engine.sampling_params import SamplingParams
@@ -17,7 +18,7 @@ _HOME = {
     "ChunkedLLM": "chunks",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
-    "Inference": "llm",
+    "Inference": "inference",
     "Parts": "parts",
     "SamplingParams": "sampling_params",
 }

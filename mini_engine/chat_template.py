@@ -29,8 +29,8 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     is_trusted: bool = True,
-    **variables: Any,
 ) -> str:
     """Render a conversation as `tokenizer.apply_chat_template` of transformers does.
 
@@ -45,8 +45,8 @@ def render_chat(
         add_generation_prompt: end where the model's next message begins.
         continue_final_message: leave the last message open, so that the model continues it.
         tools: functions that the model may call: JSON schemas, or Python functions with a docstring.
+        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
         is_trusted: render in this process.
-        variables: further variables of the template, such as `enable_thinking`.
 
     Raises:
         RequestError: if there is no template, if the messages are malformed, or if the template refuses them, fails,
@@ -60,7 +60,7 @@ def render_chat(
         schemas = tools and [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
         request = {
             **tokenizer.special_tokens_map,
-            **variables,
+            **(chat_template_kwargs or {}),
             # As in transformers: most templates take a missing value, but not a null.
             "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],
             "tools": schemas,

@@ -118,6 +118,23 @@ def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec,
     return specs
 
 
+def pick_device(name: str) -> torch.device:
+    """Return the device of that name. Raises ConfigError if this machine does not have it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but PyTorch sees no GPU here; use device='cpu'")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of that name; "auto" is the checkpoint's where the device computes in it natively."""
+    if name != "auto":
+        return getattr(torch, name)
+    slow = device.type == "cpu" and checkpoint_dtype != torch.float32 and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if slow else checkpoint_dtype
+
+
 def _check_bookkeeping(batch_size: int, length: int, page_size: int, num_pages: int | None) -> None:
     """Raise ConfigError if the host cannot hold the tokens and pages of each request, and three numbers per page."""
     needed = 4 * batch_size * (length + -(-length // page_size)) + 16 * (num_pages or 0)

@@ -143,4 +143,5 @@ def free_memory(device: torch.device) -> int:
             + torch.cuda.memory_reserved(device)
             - torch.cuda.memory_allocated(device)
         )
-    return psutil.virtual_memory().available
+    free, (limit, _) = psutil.virtual_memory().available, resource.getrlimit(resource.RLIMIT_AS)
+    return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - psutil.Process().memory_info().vms))

@@ -3,14 +3,11 @@
 A model is opened without reading its weights: `open_checkpoint` checks the files and reads their headers, and
 `load_model` compares every shape with the configuration before it copies the tensors into the parameters.
 
-A model folder contains only data, and none of it is trusted. Pickles (`pytorch_model.bin`) are refused, code
-(`auto_map`) is never run, and no file outside the folder is opened, whatever a link, an index or a configuration says.
-transformers never reads the folder itself: its tokenizer is built from contents that were read and checked here.
+A model folder contains only data. Pickles (`pytorch_model.bin`) are refused, and code (`auto_map`) is never run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -22,24 +19,20 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
-from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
+from mini_engine.loading.gguf import build_tokenizer, end_token_ids, hf_config, hf_tensors, read_gguf
+from mini_engine.loading.untrusted import check_header, check_token_ids, damaged, read_json, remedy_for
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig, token_ids
 from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
 from mini_engine.sampling_params import SamplingParams
 
-# Real configurations and safetensors headers are below 1 MiB, and parsing them takes up to thirty times their size.
-MAX_JSON_BYTES = 8 * 2**20
-MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
-
-SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -77,12 +70,11 @@ class Checkpoint:
         config: the shape of the model.
         tensors: the weights under transformers' names.
         dtype: the dtype of the stored weights; bfloat16 if they are quantized.
-        eos_token_ids: the tokens that end a text, from generation_config.json, else from config.json; empty if neither
-            states any.
+        eos_token_ids: the tokens that end a text, from every file that names some; the tokenizer may name more.
         default_params: the sampling parameters that generation_config.json recommends; `do_sample: false` becomes
             temperature 0.
         build_tokenizer: builds the tokenizer; call `load_tokenizer`, which turns its failures into typed errors.
-        has_tokenizer: False for a folder without tokenizer.json, whose model takes and returns only token ids.
+        has_tokenizer: False for a folder without a tokenizer, whose model takes and returns only token ids.
     """
 
     path: Path
@@ -100,7 +92,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
     Args:
         model: "smollm2-135m-instruct" (the embedded model), a folder with `config.json` and safetensors files, a
-            `models--org--name` folder of the Hugging Face cache, a .gguf file, or the id of a model on the hub.
+            `models--org--name` folder of the Hugging Face cache, a .gguf file or a folder with one, or the id of a
+            model on the hub.
 
     Raises:
         ModelLoadError: if there is no such model, or this engine cannot run it.
@@ -121,10 +114,15 @@ def _find(model: str | Path) -> Path:
         return hub.embedded_folder()
     path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it accepts an unknown ~user
     # Unlike Path's methods, those of os.path return False for a path that is too long or contains a null character.
-    if os.path.isdir(path / "snapshots") and not os.path.isfile(path / "config.json"):
-        if snapshot := hub.snapshot_folder(path):
-            return snapshot
+    if os.path.isdir(path / "snapshots") and path.name.startswith("models--"):
+        if folder := hub.snapshot(path.name.removeprefix("models--").replace("--", "/"), cache=path.parent):
+            return folder
         raise ModelLoadError(f"{path} has no complete snapshot: give the folder of one inside {path}/snapshots")
+    if os.path.isdir(path) and not os.path.isfile(path / "config.json"):
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise ModelLoadError(f"{path} has several GGUF files: give one of them, such as {files[0]}")
+        return files[0] if files else path
     if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return path
     if isinstance(model, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and len(model) <= 200:
@@ -134,11 +132,14 @@ def _find(model: str | Path) -> Path:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Build the tokenizer of a model, with its chat template if it has one.
+    """Build the tokenizer of a model as transformers' AutoTokenizer does, with its chat template if it has one.
 
     Raises:
         ModelLoadError: if the model has none, or it is damaged.
     """
+    if not checkpoint.has_tokenizer:
+        remedy = "load the tokenizer with transformers, and save it there with save_pretrained"
+        raise ModelLoadError(f"{checkpoint.path} has no tokenizer.json: {remedy}.")
     try:
         return checkpoint.build_tokenizer()
     except ModelLoadError:
@@ -147,7 +148,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         problem = " ".join(str(error).split())[:200] or type(error).__name__
-        raise _damaged(checkpoint.path, f"it has no usable tokenizer ({problem})") from error
+        remedy = remedy_for(checkpoint.path)
+        raise ModelLoadError(f"{checkpoint.path} has no usable tokenizer ({problem}). {remedy}") from error
 
 
 def load_model(
@@ -164,8 +166,9 @@ def load_model(
             "use a checkpoint in float32, float16 or bfloat16"
         )
     model = build_model(checkpoint.config, parts, dtype, device)
+    source = "metadata" if checkpoint.path.suffix == ".gguf" else "config.json"
     try:
-        model.load_weights(checkpoint.tensors, checkpoint.tensors.headers)
+        model.load_weights(checkpoint.tensors, checkpoint.tensors.headers, source)
     except OSError as error:
         raise _unreadable(checkpoint.path, error) from error
     return model
@@ -174,8 +177,6 @@ def load_model(
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     config = hf_config(file)
-    ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    eos = tuple(token_id for token_id in ends if type(token_id) is int)
 
     def tokenizer() -> PreTrainedTokenizerBase:
         built, options = build_tokenizer(file)
@@ -184,64 +185,34 @@ def _open_gguf(path: Path) -> Checkpoint:
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
     tensors = StoredTensors(*hf_tensors(file, config))
-    return Checkpoint(path, ModelConfig.from_hf(config), tensors, dtype, eos, SamplingParams(), tokenizer)
+    return Checkpoint(path, ModelConfig.from_hf(config), tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    files = _files_inside(folder)
-    if "config.json" not in files:
-        raise ModelLoadError(f"{folder} has no config.json: give the folder of a model that transformers has saved.")
-    hf = read_json(files["config.json"])
-    tensors = _folder_tensors(folder, files)
+    if not (folder / "config.json").is_file():
+        problem = f"{folder} has no config.json and no .gguf file"
+        raise ModelLoadError(f"{problem}: give the folder of a model that transformers has saved.")
+    hf = read_json(folder / "config.json")
+    tensors = _folder_tensors(folder)
     if "auto_map" in hf:
         warnings.warn(f"{folder} contains its own code (auto_map), which is not run.", stacklevel=3)
-    config = ModelConfig.from_hf(hf)
-    generation = read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
-    eos = token_ids(generation.get("eos_token_id")) or config.eos_token_ids
+    config, generation_file = ModelConfig.from_hf(hf), folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    eos = tuple(dict.fromkeys([*token_ids(generation.get("eos_token_id")), *config.eos_token_ids]))
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
-    tokenizer = partial(_folder_tokenizer, folder, files)
-    default_params, has_tokenizer = _default_params(folder, generation), "tokenizer.json" in files
-    return Checkpoint(folder, config, tensors, dtype, eos, default_params, tokenizer, has_tokenizer)
+    tokenizer = partial(_folder_tokenizer, folder, config.vocab_size)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return Checkpoint(folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer, has_tokenizer)
 
 
-def _files_inside(folder: Path) -> dict[str, Path]:
-    """Return the files of a model folder by name; nothing else is opened. Links that lead out of it are refused.
+def _folder_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if folder.parent == hub.cache_folder():  # to choose a class, AutoTokenizer imports for seconds; here it is known
+        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    check_token_ids(folder, vocab_size)
+    from transformers import AutoTokenizer
 
-    In the Hugging Face cache every file of a snapshot is a link into the `blobs` folder beside `snapshots`.
-    """
-    root = Path(os.path.realpath(folder))
-    in_cache = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
-    allowed = [root, root.parent.parent / "blobs"] if in_cache else [root]
-    for path in folder.iterdir():
-        if not any(Path(os.path.realpath(path)).is_relative_to(inside) for inside in allowed):
-            raise WeightFileError(f"{_short(str(path))} links out of its folder: put the file itself there.")
-    return {path.name: path for path in folder.iterdir() if os.path.isfile(path)}
-
-
-# --- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        WeightFileError: if the file is too large, is not UTF-8 or JSON, is nested too deeply, or is not an object.
-    """
-    try:
-        parsed = json.loads(_read_bytes(path, MAX_JSON_BYTES).decode())
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise _damaged(path, f"its JSON cannot be parsed ({str(error)[:100]})") from error
-    if not isinstance(parsed, dict):
-        raise _damaged(path, f"its JSON is a {type(parsed).__name__}, not an object")
-    return parsed
-
-
-def _read_bytes(path: Path, limit: int) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise _damaged(path, f"it has more than {limit} bytes")
-    return content
+    return AutoTokenizer.from_pretrained(folder.absolute(), **options)
 
 
 def _default_params(folder: Path, generation: Mapping[str, Any]) -> SamplingParams:
@@ -260,17 +231,15 @@ def _default_params(folder: Path, generation: Mapping[str, Any]) -> SamplingPara
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def _folder_tensors(folder: Path, files: Mapping[str, Path]) -> StoredTensors:
-    safetensors = {name: path for name, path in files.items() if name.endswith(".safetensors")}
-    if "model.safetensors" in safetensors:
-        return open_safetensors(safetensors["model.safetensors"])
-    if "model.safetensors.index.json" in files:
-        return open_sharded(files["model.safetensors.index.json"], safetensors)
-    if len(safetensors) == 1:
-        return open_safetensors(*safetensors.values())
-    if safetensors:
+def _folder_tensors(folder: Path) -> StoredTensors:
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / "model.safetensors.index.json").is_file() and not (folder / "model.safetensors").is_file():
+        return open_sharded(folder / "model.safetensors.index.json")
+    if len(files) == 1 or (folder / "model.safetensors").is_file():
+        return open_safetensors(files[0] if len(files) == 1 else folder / "model.safetensors")
+    if files:
         raise ModelLoadError(f"{folder} has several safetensors files, but no model.safetensors.index.json: add it.")
-    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
+    pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
     if pickles:
         problem = f"{folder} has its weights in {_short(pickles[0])}, a pickle, which can run code when it is read"
         raise ModelLoadError(f"{problem}: if you trust its source, convert it to safetensors with save_pretrained.")
@@ -283,15 +252,13 @@ def open_safetensors(path: Path) -> StoredTensors:
     Raises:
         WeightFileError: if the file is truncated, or its header contradicts itself or the file.
     """
+    check_header(path)
     size = path.stat().st_size
-    with path.open("rb") as raw:
-        if int.from_bytes(raw.read(8), "little") > min(size, MAX_JSON_BYTES):
-            raise _damaged(path, f"its header is longer than the file, or than {MAX_JSON_BYTES} bytes")
     try:
         file = safe_open(path, framework="pt")
         headers = {name: torch.empty_like(file.get_tensor(name), device="meta") for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # SafetensorError, or torch's error if a file of this size cannot be mapped
-        raise _damaged(path, f"safetensors refuses it ({_short(str(error))})") from error
+        raise damaged(path, f"safetensors refuses it ({_short(str(error))})") from error
 
     def read(name: str) -> Tensor:
         if path.stat().st_size != size:  # touching a mapped page that no longer exists would kill the process
@@ -301,29 +268,25 @@ def open_safetensors(path: Path) -> StoredTensors:
     return StoredTensors(headers, read)
 
 
-def open_sharded(index_path: Path, shard_path: Mapping[str, Path]) -> StoredTensors:
-    """Open a model that is spread over several safetensors files.
-
-    Args:
-        index_path: `model.safetensors.index.json`, whose "weight_map" maps tensor names to file names.
-        shard_path: the checked path of each file name; any other name is refused, so that an index cannot point
-            outside its folder.
+def open_sharded(index_path: Path) -> StoredTensors:
+    """Open a model that is spread over several safetensors files beside its `model.safetensors.index.json`.
 
     Raises:
         WeightFileError: if the index is damaged, or names a file or a tensor that does not exist.
     """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise _damaged(index_path, 'its "weight_map" does not map tensor names to file names')
+        raise damaged(index_path, 'its "weight_map" does not map tensor names to file names')
+    folder = {path.name: path for path in index_path.parent.glob("*.safetensors")}
     opened: dict[str, StoredTensors] = {}
     for name, shard in weight_map.items():
-        if shard not in shard_path:
+        if shard not in folder:  # so an index cannot point outside
             problem = f"{index_path} names {_short(shard)}, which is no safetensors file in its folder"
             raise WeightFileError(f"{problem}: add the file, or get the model from a source you trust.")
         if shard not in opened:
-            opened[shard] = open_safetensors(shard_path[shard])
+            opened[shard] = open_safetensors(folder[shard])
         if name not in opened[shard]:
-            raise _damaged(index_path, f"tensor {_short(name)} is not in {_short(shard)}")
+            raise damaged(index_path, f"tensor {_short(name)} is not in {_short(shard)}")
     headers = {name: opened[shard].headers[name] for name, shard in weight_map.items()}
     return StoredTensors(headers, lambda name: opened[weight_map[name]][name])
 
@@ -336,43 +299,3 @@ def _short(value: Any) -> str:
 
 def _unreadable(path: str | Path, error: OSError) -> WeightFileError:
     return WeightFileError(f"{error.filename or path} cannot be read ({error.strerror}): check that it is readable.")
-
-
-def _damaged(path: Path, problem: str) -> WeightFileError:
-    folder = path if path.is_dir() else path.parent
-    remedy = "Download or write it again."
-    if os.path.isfile(folder / hub.MANIFEST):  # this engine wrote the folder
-        remedy = f"Delete the folder {folder}; the next start converts the model again."
-    return WeightFileError(f"{path} is damaged: {problem}. {remedy}")
-
-
-# --- tokenizer -------------------------------------------------------------------------------------------------------
-
-
-def _folder_tokenizer(folder: Path, files: Mapping[str, Path]) -> PreTrainedTokenizerBase:
-    """Build the tokenizer of tokenizer.json, with the special tokens and the chat template that other files name."""
-    if "tokenizer.json" not in files:
-        remedy = "load the tokenizer with transformers, and save it there with save_pretrained"
-        raise ModelLoadError(f"{folder} has no tokenizer.json: {remedy}.")
-    names = ("special_tokens_map.json", "tokenizer_config.json")
-    special, settings = (read_json(files[name]) if name in files else {} for name in names)
-    tokens = {name: value for name, value in (special | settings).items() if name in SPECIAL_TOKENS and value}
-    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    template = settings.get("chat_template")
-    if "chat_template.jinja" in files:
-        template = _read_bytes(files["chat_template.jinja"], MAX_JSON_BYTES).decode()
-    if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}
-    backend = Tokenizer.from_buffer(_read_bytes(files["tokenizer.json"], MAX_TOKENIZER_BYTES))
-    # As in transformers, a token that these files name is special, and so has no text, whatever tokenizer.json says.
-    named = [added for added in backend.get_added_tokens_decoder().values() if added.content in tokens.values()]
-    for added in named:
-        added.special = True
-    backend.add_special_tokens(named)
-    # No name_or_path: for a large vocabulary, transformers would ask the hub about a model of that name.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=template,
-        clean_up_tokenization_spaces=settings.get("clean_up_tokenization_spaces") is True,
-        **tokens,
-    )

@@ -1,9 +1,9 @@
 """Read GGUF files of Llama and Qwen3 models: configuration, weights and tokenizer under transformers' names.
 
-`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module limits the parser, checks
-that the tensors are inside the file, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it
-renamed every tensor, and for Llama it reordered the rows of the query and key weights, because llama.cpp rotates
-neighboring pairs (interleaved RoPE) and transformers rotates the two halves of a head.
+`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module checks that the tensors are
+inside the file, refuses metadata that it does not know, and undoes the changes of llama.cpp's converter
+(convert_hf_to_gguf.py): it renamed every tensor, and for Llama it reordered the rows of the query and key weights,
+because llama.cpp rotates neighboring pairs (interleaved RoPE) and transformers rotates the two halves of a head.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from mini_engine.errors import ModelLoadError, WeightFileError
+from mini_engine.loading.untrusted import BoundedReader, damaged
 from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
 # Names of GGMLQuantizationType. Other types are refused before anything is read.
 TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
-
-# Limits on a header. The largest vocabularies (256,000 tokens with their merges) need less than half of each.
-MAX_HEADER_BYTES = 64 * 2**20
-MAX_HEADER_VALUES = 2**21
-MAX_TOKENS = 2**19
-MAX_MERGES = 2**20
-MAX_TOKEN_CHARS = 256
+FOLDER_INSTEAD = "use the model's folder with safetensors files instead, with LLM or Inference"
 
 
 @dataclass(frozen=True)
@@ -89,33 +84,8 @@ class GGUFFile:
         """
         value = self.metadata.get(key, default)
         if type(value) is not kind:
-            raise _damaged(self.path, f"its metadata value {key!r} is {repr(value)[:80]}, not of type {kind.__name__}")
+            raise damaged(self.path, f"its metadata value {key!r} is {repr(value)[:80]}, not of type {kind.__name__}")
         return value
-
-
-class _BoundedReader(gguf.GGUFReader):
-    """A `GGUFReader` that never reads past the file or the limits on a header.
-
-    The library reads every value through `_get` and trusts the counts and lengths in the file, so all checks are here.
-    A big-endian file, which the library would read, has absurd counts here and is refused.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.limit, self.num_values = MAX_HEADER_BYTES, 0
-        super().__init__(path)
-
-    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        self.num_values += 1
-        if end > min(self.limit, self.data.size) or self.num_values > MAX_HEADER_VALUES:
-            raise ValueError(
-                f"{count} values at byte {offset} go past the end of the file or of what a header may hold"
-            )
-        return np.frombuffer(self.data, dtype, int(count), int(offset))
-
-    def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:
-        self.limit = self.data.size  # the header ends here; tensors may be anywhere after it
-        super()._build_tensors(start_offs, fields)
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -123,16 +93,18 @@ def read_gguf(path: Path) -> GGUFFile:
 
     Raises:
         WeightFileError: if the file is not a little-endian GGUF of version 2 or 3, is truncated, or contradicts itself.
-        ModelLoadError: if it holds tensors of an unsupported type.
+        ModelLoadError: if it holds tensors of an unsupported type, or is one part of a split file.
     """
     try:
         with np.errstate(over="ignore"):  # sums of offsets may wrap around; they are recomputed below
-            reader = _BoundedReader(path)
+            reader = BoundedReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     except OSError:
         raise
     except Exception as error:  # the library raises whatever numpy or an enumeration raises
-        raise _damaged(path, f"it cannot be parsed as GGUF of version 2 or 3 ({str(error)[:200]})") from error
+        raise damaged(path, f"it cannot be parsed as GGUF of version 2 or 3 ({str(error)[:200]})") from error
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise ModelLoadError(f"{path} is one of {metadata['split.count']} parts: merge with `llama-gguf-split --merge`.")
     tensors: dict[str, GGUFTensor] = {}
     end = int(reader.data_offset)
     for found in sorted(reader.tensors, key=lambda tensor: int(tensor.field.parts[-1][0])):
@@ -145,14 +117,10 @@ def read_gguf(path: Path) -> GGUFFile:
         begin += int(reader.data_offset)
         if not shape or 0 in shape or begin % int(reader.alignment) or not end <= begin <= reader.data.size - num_bytes:
             problem = f"tensor {name[:80]!r} of shape {shape[:8]} would take {num_bytes} bytes from byte {begin}"
-            raise _damaged(path, f"{problem} of {reader.data.size}: misaligned, overlapping another, or past the end")
+            raise damaged(path, f"{problem} of {reader.data.size}: misaligned, overlapping another, or past the end")
         end = begin + num_bytes
         tensors[name] = GGUFTensor(kind.name, shape, begin, end)
     return GGUFFile(path, metadata, tensors)
-
-
-def _damaged(path: Path, problem: str) -> WeightFileError:
-    return WeightFileError(f"{path} is damaged: {problem}. Download it again.")
 
 
 # --- configuration and weights ---------------------------------------------------------------------------------------
@@ -168,6 +136,25 @@ LAYER_NAMES |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", 
 LAYER_NAMES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+# Metadata under "llama." or "qwen3.": read, without effect, and without effect if it has a certain value. Any other
+# key may change what the model computes.
+SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+READ = {*SIZES.values(), "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"}
+READ |= {f"rope.{name}" for name in ("freq_base", "dimension_count", "scaling.type", "scaling.factor", "scale_linear")}
+IGNORED = {"vocab_size", "attention.value_length", "tensor_data_layout"}  # the first two are in the tensors' shapes
+IGNORED |= {"rope.scaling.original_context_length", "rope.scaling.finetuned"}  # of rules that are refused
+NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.sliding_window": 0, "attention.causal": True}
+
+END_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+# Tokens at which llama.cpp ends a text, too, whatever the keys say.
+END_TEXTS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"}
+
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
     """Return the `config.json` that transformers would write for this model.
@@ -178,34 +165,31 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     """
     architecture = file.value("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        known = " and ".join(ARCHITECTURES)
-        problem = f"{file.path} holds the architecture {architecture[:80]!r}, and only files of {known} are supported"
-        raise ModelLoadError(f"{problem}: use the model's folder with safetensors files instead.")
-
-    def read(key: str, kind: type, default: Any = None) -> Any:
-        return file.value(f"{architecture}.{key}", kind, default)
-
+        problem = f"{file.path} holds the architecture {architecture[:80]!r}"
+        raise ModelLoadError(f"{problem}, and only {' and '.join(ARCHITECTURES)} are supported: {FOLDER_INSTEAD}.")
+    prefix = f"{architecture}."
+    given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    for key in given.keys() - READ - IGNORED:
+        if key not in NEUTRAL or given[key] != NEUTRAL[key]:
+            problem = f"{file.path} sets {prefix}{key[:80]} = {repr(given[key])[:80]}, which may change the computation"
+            raise ModelLoadError(f"{problem}, and which this engine does not know: {FOLDER_INSTEAD}.")
     if "token_embd.weight" not in file.tensors:
-        raise WeightFileError(f"{file.path} has no tensor token_embd.weight: use a file with a whole model.")
-    hidden, heads = read("embedding_length", int), read("attention.head_count", int)
-    head_dim = read("attention.key_length", int, hidden // max(heads, 1))
-    if read("rope.dimension_count", int, head_dim) != head_dim:
+        raise ModelLoadError(f"{file.path} has no tensor token_embd.weight: use a file with a whole model.")
+    config = {name: file.value(prefix + key, int) for name, key in SIZES.items()}
+    heads = config["num_attention_heads"]
+    head_dim = file.value(prefix + "attention.key_length", int, config["hidden_size"] // max(heads, 1))
+    if given.get("rope.dimension_count", head_dim) != head_dim:
         raise ModelLoadError(f"{file.path} rotates only part of each head: use a model that rotates whole heads.")
-    return {
+    return config | {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_act": "silu",
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": read("feed_forward_length", int),
-        "num_hidden_layers": read("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": read("attention.head_count_kv", int, heads),
+        "num_key_value_heads": file.value(prefix + "attention.head_count_kv", int, heads),
         "head_dim": head_dim,
-        "max_position_embeddings": read("context_length", int),
-        "rms_norm_eps": _shortest(read("attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": _shortest(read("rope.freq_base", float, 10000.0)),
-        "rope_scaling": _rope_scaling(file, architecture, head_dim),
+        "rms_norm_eps": _shortest(file.value(prefix + "attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": (theta := _shortest(file.value(prefix + "rope.freq_base", float, 10000.0))),
+        "rope_scaling": _rope_scaling(file, given, theta, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -215,23 +199,32 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
+    """Return the tokens that end a text: those of the keys, and the control tokens whose text says so."""
+    ends = {token_id for key in END_KEYS if type(token_id := file.metadata.get(key)) is int}
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+    ends |= {i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and text in END_TEXTS}
+    return tuple(sorted(ends))
+
+
 def _shortest(value: float) -> float:
     """Return the shortest decimal that rounds to this float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(file: GGUFFile, architecture: str, head_dim: int) -> dict[str, Any] | None:
-    kind = file.value(f"{architecture}.rope.scaling.type", str, "none")
-    if kind != "none":
-        raise ModelLoadError(f"{file.path} scales RoPE by {kind[:80]!r}: use the model's folder instead.")
+def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
+    # As in llama.cpp, a factor without a type is linear, and a factor of 0 is 1.
+    factor = given.get("rope.scaling.factor", given.get("rope.scale_linear", 0))
+    kind = given.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ModelLoadError(f"{file.path} scales RoPE by {repr(kind)[:80]}: {FOLDER_INSTEAD}.")
     divisors = file.tensors.get("rope_freqs.weight")
     if divisors is None:
-        return None
+        return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
     # Llama 3.1 files store the divisor of each frequency, not the rule; the largest divisor is the rule's factor.
-    if 2 * prod(divisors.shape) == head_dim:
+    if 2 * prod(divisors.shape) == head_dim and factor in (0, 1):
         stored = file.tensor("rope_freqs.weight").double().flatten()
         rule = Llama3(float(stored.max()), 1.0, 4.0, original_max_position_embeddings=8192)
-        theta = _shortest(file.value(f"{architecture}.rope.freq_base", float, 10000.0))
         plain, scaled = (inverse_frequencies(RopeConfig(theta, head_dim, scaling)) for scaling in (None, rule))
         if torch.allclose((plain / scaled).double(), stored, rtol=1e-3):
             return {"rope_type": "llama3"} | asdict(rule)
@@ -249,7 +242,7 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
         For each name, a tensor of the right shape on the meta device; and a function that reads a tensor by name.
 
     Raises:
-        WeightFileError: if a tensor has an unknown name.
+        ModelLoadError: if a tensor has an unknown name.
     """
     stored = {}
     for name in file.tensors:
@@ -259,7 +252,8 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
             layer = f"model.layers.{parts[1]}." if parts[1] else ""
             stored[f"{layer}{names[parts[2]]}.{parts[3]}"] = name
         elif name != "rope_freqs.weight":  # which is part of the configuration
-            raise _damaged(file.path, f"a {config['model_type']} model has no tensor {name[:80]!r}")
+            problem = f"{file.path} has a tensor {name[:80]!r}, which a {config['model_type']} model does not have"
+            raise ModelLoadError(f"{problem}: {FOLDER_INSTEAD}.")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def read(name: str) -> Tensor:
@@ -302,20 +296,18 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
 
     Raises:
         ModelLoadError: if the tokenizer is of another kind.
-        WeightFileError: if a value is missing, has the wrong type or is too large.
+        WeightFileError: if a value is missing or has the wrong type.
     """
     kind, pre = file.value("tokenizer.ggml.model", str), file.value("tokenizer.ggml.pre", str, "")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    ends_itself = file.value("tokenizer.ggml.add_eos_token", bool, False)
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS or ends_itself:
         problem = f"{file.path} has a tokenizer of kind {kind[:80]!r} that splits text by the rule {pre[:80]!r}"
-        known = f"byte-level BPE ('gpt2') with one of the rules {', '.join(PRE_TOKENIZERS)}"
+        known = f"byte-level BPE ('gpt2') with one of the rules {', '.join(PRE_TOKENIZERS)}, without an end token"
         raise ModelLoadError(f"{problem}, not {known}: use the model's folder with tokenizer.json instead.")
     tokens, merges = file.value("tokenizer.ggml.tokens", list), file.value("tokenizer.ggml.merges", list)
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(tokens) > MAX_TOKENS or len(merges) > MAX_MERGES:
-        raise _damaged(file.path, f"it has {len(tokens)} tokens and {len(merges)} merges, more than any real tokenizer")
-    if len(vocabulary) < len(tokens) or any(len(token) > MAX_TOKEN_CHARS for token in tokens):
-        raise _damaged(file.path, f"its vocabulary has a token twice, or one of more than {MAX_TOKEN_CHARS} characters")
-
+    if len(vocabulary) < len(tokens):
+        raise damaged(file.path, "its vocabulary has a token twice")
     pairs = [merge.partition(" ")[::2] for merge in merges]
     # Llama 3 uses a whole word that is in its vocabulary even if no merges produce it.
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe"))
@@ -332,7 +324,7 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
         token_id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
             if token_id not in range(len(tokens)):
-                raise _damaged(file.path, f"its {key} token {repr(token_id)[:80]} is not in its vocabulary")
+                raise damaged(file.path, f"its {key} token {repr(token_id)[:80]} is not in its vocabulary")
             options[f"{name}_token"] = tokens[token_id]
     if "tokenizer.chat_template" in file.metadata:
         options["chat_template"] = file.value("tokenizer.chat_template", str)

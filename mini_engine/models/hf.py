@@ -10,6 +10,7 @@ configuration. The caller may keep using the model, even between the engine's st
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ConfigError
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.config import ModelLimits
+
+logger = logging.getLogger(__name__)
 
 # Keyword arguments that an attention function of transformers may ignore.
 _HARMLESS = {"position_ids", "is_causal", "dropout"}
@@ -94,6 +97,7 @@ class HFModel(LanguageModel):
 
     Attributes:
         eos_token_ids: tokens at which the model's own `generate` ends.
+        limit: why sequences are shorter than the checkpoint allows; empty if they are not.
         attention_specs: one for each layer, recorded from a probe run.
 
     Raises:
@@ -111,7 +115,16 @@ class HFModel(LanguageModel):
         end = model.generation_config.eos_token_id if model.generation_config else None
         self.eos_token_ids = frozenset([end] if isinstance(end, int) else end or ())
         text_config = model.config.get_text_config()
-        self.config = ModelLimits(text_config.vocab_size, _longest_sequence(text_config))
+        longest = _longest_sequence(text_config)
+        self.config = ModelLimits(text_config.vocab_size, longest)
+        self.limit = ""
+        if longest < text_config.max_position_embeddings:
+            self.limit = (
+                f"sequences end at {longest} tokens, although the model's limit is {text_config.max_position_embeddings}: "
+                "transformers chooses the frequencies of longrope by the longest sequence of a batch, so longer ones "
+                "would change their neighbors"
+            )
+            logger.warning("%s", self.limit)
         # Copy every module and the configuration, and share every weight.
         head = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self.body: nn.Module = head.base_model

@@ -131,7 +131,9 @@ class Trace:
             self._zero = report.start
         arrived = self._arrivals(engine, report)
         for request in arrived:
-            self._unfinished[request] = self._tokenizer and Detokenizer(self._tokenizer, self._special_ids)
+            self._unfinished[request] = self._tokenizer and Detokenizer(
+                self._tokenizer, request.prompt_token_ids, hidden=self._special_ids
+            )
         finished = [request for request in report.finished if request in self._unfinished]
         sampled = report.sampled_by
         self.steps.append(

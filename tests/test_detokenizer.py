@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mini_engine.detokenizer import MAX_PENDING, Detokenizer, scan_stop, special_ids
+from mini_engine import detokenizer as module
+from mini_engine.detokenizer import MAX_PENDING, Detokenizer, context_of, decode_after, scan_stop, special_ids
 from mini_engine.loading.checkpoint import load_tokenizer, open_checkpoint
 
 
@@ -45,9 +48,9 @@ def every_byte() -> Tokenizer:
     return tokenizer
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], prompt: tuple[int, ...] = (), **options: Any) -> list[str]:
     """The text that each token shows, and finally the text that had been held back."""
-    detokenizer = Detokenizer(tokenizer, special_ids(tokenizer), stop)
+    detokenizer = Detokenizer(tokenizer, prompt, hidden=special_ids(tokenizer), **options)
     pieces = []
     for token in token_ids:
         pieces.append(detokenizer.push(token))
@@ -122,56 +125,93 @@ def test_text_that_was_shown_is_not_taken_back():
     assert pieces_of(tokenizer, [1, 2, 3, 4, 5]) == ["", "", "你", "", "\ufffdx", ""]
 
 
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Metaspace(),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ],
+    ids=["Metaspace", "Llama 2"],
+)
+def test_an_output_that_begins_a_word_begins_with_its_space(decoder):
+    """As in transformers' decoded sequence, where the output follows the prompt. And a word that goes on has none."""
+    tokenizer = words(decoder, "<s>", "▁The", "▁sky", "▁is", "land", special=("<s>",))
+    for prompt, output, text in [([0, 1, 2], [3], " is"), ([0, 1, 3], [4, 3], "land is"), ([0], [1, 2], "The sky")]:
+        assert tokenizer.decode(prompt + output) == tokenizer.decode(prompt) + text
+        assert "".join(pieces_of(tokenizer, output, tuple(prompt))) == text
+        assert decode_after(tokenizer, context_of(tokenizer, prompt), output) == text
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(["é", "a", "🦩", " b"]), max_size=4), st.integers(0, 3), st.data())
+def test_a_prompt_may_end_in_half_a_character(written, cut, data):
+    """Its rest is not part of the output's text."""
+    tokenizer, prompt = every_byte(), "".join(["a", *written]).encode()
+    prompt, output = list(prompt[: max(1, len(prompt) - cut)]), data.draw(st.lists(st.sampled_from(list("aé".encode()))))
+    text = "".join(pieces_of(tokenizer, output, tuple(prompt)))
+    assert text == bytes(output).decode(errors="replace") == decode_after(tokenizer, context_of(tokenizer, prompt), output)
+
+
+def test_special_tokens_are_shown_on_request(embedded, backend):
+    token_ids = embedded.encode("a<|im_end|>b")
+    for hidden, text in ((special_ids(backend), "ab"), (frozenset(), "a<|im_end|>b")):
+        detokenizer = Detokenizer(backend, hidden=hidden)
+        assert "".join([*map(detokenizer.push, token_ids), detokenizer.finish()]) == text
+        assert decode_after(backend, [], token_ids, skip_special_tokens=bool(hidden)) == text
+
+
 # --- bounded work ----------------------------------------------------------------------------------------------------
 
 
-def test_the_work_per_token_is_bounded(embedded):
+def test_what_never_becomes_text_is_not_decoded_again_for_ever(embedded, backend):
     """Runs of special tokens, and of bytes that never become a character, cost no more than text, and are shown."""
-    tokenizer = Tokenizer.from_str(embedded.backend_tokenizer.to_str())
-    calls: list[int] = []
-    decode = tokenizer.decode
-
-    def counting(token_ids: list[int]) -> str:
-        calls.append(len(token_ids))
-        return decode(token_ids)
-
-    tokenizer.decode = counting
     byte, replacement = embedded.convert_tokens_to_ids("Ģ"), embedded.encode("\ufffd", add_special_tokens=False)
     for run in ([embedded.eos_token_id], [byte], replacement, [byte, embedded.eos_token_id]):
-        detokenizer, unseen = Detokenizer(tokenizer, special_ids(tokenizer)), 0
-        for token in run * 500:
-            calls.clear()
+        detokenizer, unseen = Detokenizer(backend, hidden=special_ids(backend)), 0
+        for token in run * 200:
             unseen = 0 if detokenizer.push(token) else unseen + 1
-            assert len(calls) <= MAX_PENDING + 2 and sum(calls) <= 2 * MAX_PENDING * len(calls)
+            assert len(detokenizer._pending) < MAX_PENDING
             assert unseen < 2 * MAX_PENDING or run == [embedded.eos_token_id]
         detokenizer.finish()
-        assert detokenizer.text == decode(run * 500)
+        assert detokenizer.text == backend.decode(run * 200) and detokenizer.num_tokens == 200 * len(run)
 
 
-def test_a_token_whose_decoding_is_interrupted_can_be_pushed_again():
-    tokenizer = every_byte()
-    decode, calls = tokenizer.decode, count()
-    when = -1
+def test_a_token_counts_exactly_if_its_text_is_kept(monkeypatch):
+    """Ctrl-C at each call of the library in turn, before and after it has worked: the token can be pushed again."""
+    when, calls, after = -1, count(), False
 
-    def interrupted(token_ids: list[int]) -> str:
-        if next(calls) == when:
-            raise KeyboardInterrupt
-        return decode(token_ids)
+    class Interrupted:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
 
-    tokenizer.decode = interrupted
-    while True:  # at each call of the tokenizer, in turn
-        when, calls = when + 1, count()
-        detokenizer, interrupts = Detokenizer(tokenizer, frozenset(), ("END",)), 0
-        for token in "é".encode() + b"\x80" * 9 + "😀 END".encode():
-            try:
-                detokenizer.push(token)
-            except KeyboardInterrupt:
-                interrupts += 1
-                detokenizer.push(token)
-        assert detokenizer.stopped and detokenizer.text == "é" + "\ufffd" * 9 + "😀 "
-        if not interrupts:
-            break
-    assert when > 20
+        def __copy__(self) -> Interrupted:
+            return Interrupted(copy(self._stream))
+
+        def step(self, *arguments: Any) -> str | None:
+            is_now = next(calls) == when
+            if is_now and not after:
+                raise KeyboardInterrupt
+            text = self._stream.step(*arguments)
+            if is_now:
+                raise KeyboardInterrupt
+            return text
+
+    original = module.DecodeStream
+    monkeypatch.setattr(module, "DecodeStream", lambda **options: Interrupted(original(**options)))
+    tokenizer, tokens = every_byte(), [*"é".encode(), *b"\x80" * 70, *"😀 END".encode()]
+    for after in (False, True):
+        for when in range(1000):
+            calls, interrupts = count(), 0
+            detokenizer = Detokenizer(tokenizer, stop=("END",))
+            while detokenizer.num_tokens < len(tokens) and not detokenizer.stopped:
+                try:
+                    detokenizer.push(tokens[detokenizer.num_tokens])
+                except KeyboardInterrupt:
+                    interrupts += 1
+            assert detokenizer.stopped and detokenizer.text == "é" + "\ufffd" * 70 + "😀 "
+            if not interrupts:
+                break
+        assert when > len(tokens) - 5
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------
@@ -202,6 +242,12 @@ def test_a_stop_string_that_straddles_tokens_is_never_shown(backend):
     token_ids = backend.encode("one two END three", add_special_tokens=False).ids
     pieces = pieces_of(backend, token_ids, stop=("two END",))
     assert "".join(pieces) == "one " and len(pieces) < len(token_ids)
+
+
+def test_a_stop_string_is_shown_on_request(backend):
+    token_ids = backend.encode("one two END three", add_special_tokens=False).ids
+    assert "".join(pieces_of(backend, token_ids, stop=("two END",), include_stop=True)) == "one two END"
+    assert "".join(pieces_of(every_byte(), [*b"xabcd"], stop=("bcd", "abc"), include_stop=True)) == "xabc"
 
 
 def test_what_only_looked_like_a_stop_string_comes_at_the_end(backend):

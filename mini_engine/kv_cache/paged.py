@@ -1,5 +1,6 @@
 """The paged KV cache: one pool of pages for all sequences, in each layer. Explained in chapters 04 and 06."""
 
+import resource
 from collections.abc import Sequence
 
 import psutil

@@ -106,6 +106,7 @@ class _Worker:
                 answer = process.stdout.readline()
             except BaseException:  # such as Ctrl-C; its answer must not be taken for the next one
                 process.kill()
+                process.wait()
                 raise
             if not answer:
                 process.wait()

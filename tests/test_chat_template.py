@@ -1,5 +1,6 @@
 """Legitimate templates render as transformers renders them; hostile ones end, in a RequestError."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,34 +80,116 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(hub.embedded_folder())
 
 
-def expected(tokenizer, messages, template=None):
-    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+BOTH = pytest.mark.parametrize("is_trusted", [True, False])
+PARTS = {"role": "user", "content": [{"type": "text", "text": "so"}, {"type": "text", "text": "what"}]}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+# What Qwen3's template does with its options, and OpenAI's forms of content.
+OPTIONS = """{%- for message in messages %}{{ message.role }}:
+{%- if message.content is string %}{{ message.content }}
+{%- elif message.content is defined %}{% for part in message.content %}{{ part.text }};{% endfor %}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ call.function|tojson }}{% endfor %}
+{%- endfor %}
+{%- for tool in tools or [] %}{{ tool|tojson }}{% endfor %}
+{%- if add_generation_prompt %}model:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %} {{ date_string }}"""
 
 
+def lookup(city: str) -> str:
+    """Look up the weather.
+
+    Args:
+        city: Name of the city.
+    """
+    return city
+
+
+def expected(tokenizer, messages, template=None, **options):
+    options = {"add_generation_prompt": True} | options
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+
+
+@BOTH
 @pytest.mark.parametrize(
     "template", [None, CHATML, LLAMA_3, GEMMA, MODERN], ids=["own", "chatml", "l3", "gemma", "new"]
 )
 @pytest.mark.parametrize("messages", [[USER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER, USER], [USER, THOUGHT]])
-def test_texts_are_those_of_transformers(tokenizer, template, messages):
+def test_texts_are_those_of_transformers(tokenizer, template, messages, is_trusted):
     if template == GEMMA and messages[0] is SYSTEM:
         with pytest.raises(RequestError, match="System role not supported"):
-            render_chat(tokenizer, messages, template)
+            render_chat(tokenizer, messages, template, is_trusted=is_trusted)
     else:
-        assert render_chat(tokenizer, messages, template) == expected(tokenizer, messages, template)
+        text = render_chat(tokenizer, messages, template, is_trusted=is_trusted)
+        assert text == expected(tokenizer, messages, template)
 
 
-@settings(max_examples=10)  # each starts a process
+@BOTH
+@pytest.mark.parametrize("messages", [[USER], [PARTS], [USER, CALL, USER], [SYSTEM, PARTS, CALL]])
+@pytest.mark.parametrize("tools", [None, [lookup], [{"type": "function", "function": {"name": "g"}}]])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False, "date_string": "26 Nov"}])
+def test_options_reach_the_template_as_in_transformers(tokenizer, messages, tools, variables, is_trusted):
+    for add in (True, False):
+        text = render_chat(
+            tokenizer, messages, OPTIONS, tools=tools, add_generation_prompt=add, chat_template_kwargs=variables,
+            is_trusted=is_trusted,
+        )  # fmt: skip
+        assert text == expected(tokenizer, messages, OPTIONS, tools=tools, add_generation_prompt=add, **variables)
+
+
+@BOTH
+def test_the_last_message_may_go_on(tokenizer, is_trusted):
+    messages = [USER, {"role": "assistant", "content": "The answer is"}]
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    text = render_chat(tokenizer, messages, CHATML, is_trusted=is_trusted, **how)
+    assert text == expected(tokenizer, messages, CHATML, **how) and text.endswith("The answer is")
+    with pytest.raises(RequestError, match="add_generation_prompt"):
+        render_chat(tokenizer, messages, CHATML, continue_final_message=True)
+    with pytest.raises(RequestError, match="rejects"):
+        render_chat(tokenizer, [USER, CALL], CHATML, is_trusted=is_trusted, **how)
+
+
+@BOTH
+@settings(max_examples=30)
 @given(st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": TEXT}), min_size=1))
-def test_any_content_reaches_the_template_unchanged(tokenizer, messages):
-    assert render_chat(tokenizer, messages, CHATML) == expected(tokenizer, messages, CHATML)
+def test_any_content_reaches_the_template_unchanged(tokenizer, is_trusted, messages):
+    assert render_chat(tokenizer, messages, CHATML, is_trusted=is_trusted) == expected(tokenizer, messages, CHATML)
 
 
-def test_a_long_conversation_fits(tokenizer):
+@BOTH
+def test_a_long_conversation_fits(tokenizer, is_trusted):
     messages = [{"role": "user", "content": "语" * (OUTPUT_CHARS // 4)}] * 3
-    assert render_chat(tokenizer, messages, CHATML) == expected(tokenizer, messages, CHATML)
+    assert render_chat(tokenizer, messages, CHATML, is_trusted=is_trusted) == expected(tokenizer, messages, CHATML)
 
 
-STOPPED = "was stopped|did not finish"
+def test_one_process_serves_all_conversations(tokenizer):
+    """Also after one that ended it; and what it answers to one that was interrupted is not taken for the next."""
+    worker = module._worker(os.getpid())
+    render_chat(tokenizer, [USER], None, is_trusted=False)
+    process = worker._process
+    render_chat(tokenizer, [USER, ANSWER, USER], None, is_trusted=False)
+    assert worker._process is process
+    with pytest.raises(RequestError, match="stopped"):
+        render_chat(tokenizer, [USER], "{{ 9 ** (9 ** 9) }}", is_trusted=False)
+    assert render_chat(tokenizer, [USER], None, is_trusted=False) == expected(tokenizer, [USER])
+    assert worker._process is not process and module._worker(0) is not worker
+
+
+def test_an_interrupt_ends_the_worker(tokenizer, monkeypatch):
+    worker = module._worker(os.getpid())
+    render_chat(tokenizer, [USER], None, is_trusted=False)
+    stdout = worker._process.stdout
+
+    class Interrupted:
+        def readline(self):
+            raise KeyboardInterrupt
+
+    worker._process.stdout = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        render_chat(tokenizer, [USER], "of another conversation", is_trusted=False)
+    stdout.close()
+    assert render_chat(tokenizer, [USER], None, is_trusted=False) == expected(tokenizer, [USER])
+
+
+STOPPED = "was stopped|MemoryError"
 DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}{{ ns.x }}"
 LISTS = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}x"
 DEEP_IF = "{% if 1 %}" * 500 + "x" + "{% endif %}" * 500
@@ -132,14 +215,15 @@ NEST = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{%
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "RecursionError|was stopped"),
         (DEEP_IF, "SyntaxError|RecursionError|was stopped"),
         ("{{ range(10**9) }}", "Range too big"),
-        ("{{ '' }}", "wrote 0 characters"),
-        ("{% if false %}x{% endif %}", "wrote 0 characters"),
+        ("{{ '' }}", "wrote nothing"),
+        ("{% if false %}x{% endif %}", "wrote nothing"),
         ("{{ messages|map('unknown')|list }}", "TemplateRuntimeError|TemplateAssertionError"),
     ],
 )
-def test_failures_are_named(tokenizer, template, message):
+@BOTH
+def test_failures_are_named(tokenizer, template, message, is_trusted):
     with pytest.raises(RequestError, match=message):
-        render_chat(tokenizer, [USER], template)
+        render_chat(tokenizer, [USER], template, is_trusted=is_trusted)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +247,12 @@ def test_failures_are_named(tokenizer, template, message):
 )
 def test_memory_is_bounded(tokenizer, template):
     with pytest.raises(RequestError, match=STOPPED):
-        render_chat(tokenizer, [USER], template)
+        render_chat(tokenizer, [USER], template, is_trusted=False)
 
 
 def test_output_is_bounded(tokenizer):
-    with pytest.raises(RequestError, match="must write"):
-        render_chat(tokenizer, [USER], "{% for a in range(99999) %}{{ 'hello world ' * 50 }}{% endfor %}")
+    with pytest.raises(RequestError, match="may write"):
+        render_chat(tokenizer, [USER], "{% for a in range(99999) %}{{ 'hello world ' * 50 }}{% endfor %}", is_trusted=False)
 
 
 @pytest.mark.parametrize(
@@ -182,19 +266,14 @@ def test_output_is_bounded(tokenizer):
 )
 def test_time_is_bounded(tokenizer, template):
     with pytest.raises(RequestError, match=STOPPED):
-        render_chat(tokenizer, [USER], template)
+        render_chat(tokenizer, [USER], template, is_trusted=False)
 
 
-def test_a_worker_that_does_not_run_is_given_up(tokenizer, monkeypatch, tmp_path):
-    asleep = tmp_path / "asleep.py"
-    asleep.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(module, "WORKER", asleep)
-    monkeypatch.setattr(module, "WALL_SECONDS", 0.1)
-    with pytest.raises(RequestError, match="did not finish"):
-        render_chat(tokenizer, [USER], None)
+def test_a_worker_that_cannot_start_is_a_typed_error(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_worker", lambda pid: module._Worker())
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
-    with pytest.raises(RequestError, match="cannot start"):
-        render_chat(tokenizer, [USER], None)
+    with pytest.raises(RequestError, match="FileNotFoundError"):
+        render_chat(tokenizer, [USER], None, is_trusted=False)
 
 
 @pytest.mark.parametrize("own", [None, "", {"rag": CHATML}])
@@ -214,9 +293,7 @@ from mini_engine.loading import hub
 tokenizer = AutoTokenizer.from_pretrained(hub.embedded_folder())
 user = {"role": "user", "content": "x"}
 for messages in (
-    None, 5, "text", b"text", {}, user, [], ["text"], [None], [{}], [{"role": "user"}], [{"content": "x"}],
-    [user, {"role": "user", "content": None}], [{"role": 1, "content": "x"}], [{"role": "user", "content": ["x"]}],
-    [user | {"name": 5}], [user | {5: "x"}], [[user]], iter([user]),
+    None, 5, "text", b"text", {}, user, [], ["text"], [None], [{}], [{"content": "x"}], [[user]], iter([user]),
 ):
     try:
         render_chat(tokenizer, messages, None)

@@ -314,9 +314,11 @@ class TextEngine:
                 text = self._texts.get(request)
                 if text and (text.detokenizer or request.finish_reason):
                     has_ended = request.finish_reason is not None
-                    text.deliver(self._read(text), report, has_ended=has_ended)
-                    if has_ended:
-                        self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
+                    try:
+                        text.deliver(self._read(text), report, has_ended=has_ended)
+                    finally:
+                        if text.is_done:
+                            self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
             self._num_finished = num_finished
 
     def _read(self, text: TextRequest) -> str:

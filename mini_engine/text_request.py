@@ -48,6 +48,7 @@ class TextRequest:
         detokenizer: its text, if it is needed in every step, to be shown or searched for stop strings.
         num_told: number of output tokens that the pieces so far have counted.
         num_shown: characters of the pieces so far.
+        is_done: its last piece is in the inbox.
     """
 
     owner: PromptOutputs
@@ -57,6 +58,7 @@ class TextRequest:
     detokenizer: Detokenizer | None
     num_told: int = 0
     num_shown: int = 0
+    is_done: bool = False
 
     @property
     def num_read(self) -> int:
@@ -109,4 +111,4 @@ class TextRequest:
         try:
             owner.inbox.append(piece)
         finally:  # even if Ctrl-C was pressed during the call: what has been delivered counts as delivered
-            self.num_shown, self.num_told = len(text), num_tokens
+            self.num_shown, self.num_told, self.is_done = len(text), num_tokens, has_ended

@@ -19,10 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from mini_engine import detokenizer, text_request
 from mini_engine.detokenizer import REPLACEMENT, Detokenizer, special_ids
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
@@ -30,11 +32,12 @@ from mini_engine.executor import LocalExecutor
 from mini_engine.llm import TextEngine
 from mini_engine.observe.trace import Trace
 from mini_engine.observe.watch import Watch
-from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.outputs import CompletionOutput, Piece, RequestOutput
 from mini_engine.parts import Parts
 from mini_engine.request import Running
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
+from mini_engine.text_request import TextRequest
 from tests.helpers import EOS, GREEDY, alone, check_nothing_leaked, double_model, make_engine, serve
 
 PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
@@ -74,7 +77,7 @@ def expected(prompt: list[int], params: SamplingParams) -> tuple[list[int], str,
     """Tokens, text and finish reason of a request alone, token by token."""
     tokens = free(tuple(prompt), params.seed, params.temperature)[: params.max_tokens]
     backend = LETTERS.backend_tokenizer
-    detokenizer = Detokenizer(backend, special_ids(backend), params.stop)
+    detokenizer = Detokenizer(backend, prompt, hidden=special_ids(backend), stop=params.stop)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     for count, token in enumerate(tokens, 1):
         if token not in ends:
@@ -169,7 +172,8 @@ def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed
     stopping = replace(params, stop=stop)
     outputs = collect(llm.stream_batch([PROMPTS[0]], stopping)) if streamed else llm.generate([PROMPTS[0]], stopping)
     end = next(n for n in range(len(tokens)) if stop in LETTERS.decode(tokens[:n]))
-    assert outputs[0] == RequestOutput(PROMPTS[0], PROMPTS[0], tokens[:end], text[: text.index(stop)], "stop")
+    completion = CompletionOutput(0, text[: text.index(stop)], tokens[:end], "stop")
+    assert outputs[0] == RequestOutput(PROMPTS[0], PROMPTS[0], [completion])
     # At a depth of 1, the step after it was launched before the host read the text.
     assert llm.engine.metrics.computed_tokens == len(PROMPTS[0]) + end - 1 + depth
     assert not llm.engine.has_unfinished
@@ -210,6 +214,104 @@ def test_one_prompt_or_several():
     check_idle(llm)
 
 
+def test_prompts_may_be_those_of_vllm():
+    """Dictionaries, `sampling_params=`, `prompt_token_ids=`, `use_tqdm=`, and what an output holds."""
+    llm = front_end()
+    want = llm.generate([[5, 9, 33], "AB"], GREEDY)
+    assert llm.generate([{"prompt_token_ids": [5, 9, 33]}, {"prompt": "AB"}], sampling_params=GREEDY) == want
+    assert llm.generate({"prompt": "AB"}, GREEDY, use_tqdm=True) == want[1:]
+    assert llm.generate(prompt_token_ids=[[5, 9, 33]], sampling_params=GREEDY) == want[:1]
+    assert "".join(llm.stream({"prompt": "AB"}, sampling_params=GREEDY)) == want[1].outputs[0].text
+    (completion,) = want[0].outputs
+    assert want[0].prompt_token_ids == [5, 9, 33] and want[0].finished and completion.index == 0
+    assert (want[0].token_ids, want[0].text, want[0].finish_reason) == (
+        completion.token_ids, completion.text, completion.finish_reason
+    )  # fmt: skip
+    assert llm.get_tokenizer() is LETTERS
+    for prompt in ({}, {"prompt": "A", "prompt_token_ids": [5]}, {"multi_modal_data": 1}, {"prompt": 5}):
+        with pytest.raises(RequestError, match="prompt"):
+            llm.generate([prompt], GREEDY)
+    check_idle(llm)
+
+
+@DEPTHS
+@pytest.mark.parametrize("stop", [(), ("A", "é")])
+def test_n_outputs_are_those_of_n_requests_with_seeds_of_their_own(depth, stop):
+    llm = front_end(pipeline_depth=depth, prefix_sharing=True)
+    params = replace(SAMPLED, n=3, seed=2, stop=stop)
+    want = [[expected(prompt, replace(SAMPLED, seed=2 + i, stop=stop)) for i in range(3)] for prompt in PROMPTS]
+    assert len({tokens for own in want for tokens, _, _ in [(str(own), 0, 0)]}) == len(PROMPTS)
+    outputs = llm.generate(PROMPTS, params)
+    assert [[(o.token_ids, o.text, o.finish_reason) for o in output.outputs] for output in outputs] == want
+    assert [[o.index for o in output.outputs] for output in outputs] == [[0, 1, 2]] * 4
+    texts: dict[tuple[int, int], str] = defaultdict(str)
+    for piece in llm.stream_batch(PROMPTS, params):
+        texts[piece.index, piece.completion] += piece.text
+        if piece.output:
+            assert piece.output == outputs[piece.index]
+    assert texts == {(i, j): text for i, own in enumerate(want) for j, (_, text, _) in enumerate(own)}
+    with pytest.raises(RequestError, match="stream_batch"):
+        list(llm.stream(PROMPTS[0], params))
+    largest = 2**63 - 1
+    assert len(llm.generate(PROMPTS[0], replace(params, seed=largest))[0].outputs) == 3
+    check_idle(llm)
+
+
+def test_n_outputs_compute_the_prompt_once():
+    llm, prompt = front_end(prefix_sharing=True, page_size=2, max_batch_size=4), list(range(3, 20))
+    llm.generate(prompt, replace(GREEDY, n=4, max_tokens=1))
+    assert llm.engine.metrics.computed_tokens <= len(prompt) + 3 * 2
+    llm = front_end()
+    pieces = llm.stream_batch([PROMPTS[0]], replace(SAMPLED, n=3))
+    next(pieces)
+    pieces.close()
+    check_idle(llm)
+
+
+def test_without_a_limit_an_output_ends_with_the_longest_sequence():
+    llm = front_end(num_pages=40)
+    params = SamplingParams(temperature=0.0, max_tokens=None, stop=None, ignore_eos=True)
+    output = llm.generate([5, 9], params)[0]
+    assert len(output.token_ids) == llm.engine.config.max_model_len - 2 and output.finish_reason == "length"
+    with pytest.raises(RequestError, match="takes 128"):
+        llm.generate([5] * 128, params)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_special_tokens_and_ends_are_shown_on_request(streamed):
+    llm, prompt = front_end(), PROMPTS[0]
+    tokens = expected(prompt, replace(SAMPLED, seed=0, max_tokens=20, ignore_eos=True))[0]
+    pad, eos = LETTERS.pad_token_id, LETTERS.eos_token_id
+    seeds = [seed for seed in range(200) if pad in expected(prompt, replace(SAMPLED, seed=seed))[0]]
+    params = replace(SAMPLED, seed=seeds[0])
+
+    def text(**options):
+        own = replace(params, **options)
+        outputs = collect(llm.stream_batch([prompt], own)) if streamed else llm.generate([prompt], own)
+        return outputs[0].text
+
+    tokens = expected(prompt, params)[0]
+    shown = tokens[:-1] if tokens[-1] == eos else tokens
+    assert text() == LETTERS.decode(shown, skip_special_tokens=True)
+    assert text(skip_special_tokens=False) == LETTERS.decode(shown) != text()
+    end = tokens[tokens.index(pad) - 1] if tokens.index(pad) else tokens[0]
+    upto = tokens[: tokens.index(end) + 1]
+    assert text(stop_token_ids=[end]) == LETTERS.decode(upto[:-1], skip_special_tokens=True)
+    options = {"stop_token_ids": [end], "include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert text(**options) == LETTERS.decode(upto)
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_output():
+    """The text has no special tokens, so the string itself never occurs there."""
+    llm, prompt = front_end(), PROMPTS[0]
+    seeds = [seed for seed in range(200) if 1 in expected(prompt, replace(SAMPLED, seed=seed))[0][1:]]
+    params = replace(SAMPLED, seed=seeds[0])
+    tokens = expected(prompt, params)[0]
+    (output,) = llm.generate([prompt], replace(params, stop=["<pad>"]))
+    assert output.token_ids == tokens[: tokens.index(1) + 1] and output.finish_reason == "stop"
+    assert output.text == LETTERS.decode(output.token_ids, skip_special_tokens=True)
+
+
 def test_params_are_one_for_each():
     llm = front_end()
     llm.default_params = replace(GREEDY, max_tokens=3)
@@ -224,7 +326,7 @@ def test_params_are_one_for_each():
 # --- prompts and tokenizers that fail --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+BAD = pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ("", "empty"), ([], "empty"), ([5, 61], "from 0 to 60"), ([-1], "from 0 to 60"), ([5] * 128, "takes 128"),
@@ -232,19 +334,28 @@ def test_params_are_one_for_each():
         ([5] * 95, "fill 26 pages"),
     ],
 )  # fmt: skip
-def test_a_prompt_that_cannot_be_served_leaves_the_others_alone(prompt, message):
+
+
+@BAD
+def test_a_prompt_that_cannot_be_served_is_refused_before_any_work(prompt, message):
     llm = front_end()
-    good, bad, also_good = llm.generate([PROMPTS[0], prompt, PROMPTS[1]], GREEDY)
+    refused = [lambda: llm.generate([PROMPTS[0], prompt, PROMPTS[1]], GREEDY), lambda: llm.generate([prompt], GREEDY)]
+    refused += [lambda: list(llm.stream(prompt, GREEDY))] + [lambda: llm.generate(prompt, GREEDY)] * bool(prompt)
+    for ask in refused:
+        with pytest.raises(RequestError, match=message):
+            ask()
+    assert llm.engine.metrics.steps == 0 and not llm.engine.has_unfinished
+    check_idle(llm)
+
+
+@BAD
+def test_a_prompt_that_cannot_be_served_leaves_the_others_alone_if_asked_to(prompt, message):
+    llm = front_end()
+    good, bad, also_good = llm.generate([PROMPTS[0], prompt, PROMPTS[1]], GREEDY, on_error="return")
     assert result(good) == expected(PROMPTS[0], GREEDY)
     assert result(also_good) == expected(PROMPTS[1], GREEDY)
     assert bad.finish_reason == "error" and message in str(bad.error) and (bad.text, bad.token_ids) == ("", [])
     assert bad.prompt == prompt
-    with pytest.raises(RequestError, match=message):
-        llm.generate([prompt], GREEDY) if prompt == [] else llm.stream(prompt, GREEDY).send(None)
-        raise llm.generate([prompt], GREEDY)[0].error  # of several prompts, even if there is one
-    if prompt:
-        with pytest.raises(RequestError, match=message):
-            llm.generate(prompt, GREEDY)
     check_idle(llm)
 
 
@@ -253,7 +364,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
     monkeypatch.setattr(LETTERS, "encode", lambda *args, **options: pytest.fail("it was tokenized"))
     with pytest.raises(RequestError, match="has 1000000 characters, too many for 128 tokens"):
         llm.generate("A" * 10**6)
-    assert llm.generate(["A" * 10**6, [5]], GREEDY)[1].error is None
+    assert llm.generate(["A" * 10**6, [5]], GREEDY, on_error="return")[1].error is None
 
 
 def test_a_tokenizer_that_cannot_encode_refuses_that_prompt_alone():
@@ -266,36 +377,54 @@ def test_a_tokenizer_that_cannot_encode_refuses_that_prompt_alone():
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     tokenizer.encode = encode  # type: ignore[method-assign]
-    good, bad = front_end(tokenizer).generate(["AA", "AB"], GREEDY)
+    good, bad = front_end(tokenizer).generate(["AA", "AB"], GREEDY, on_error="return")
     assert good.prompt_token_ids == [3, 3] and good.error is None
     assert "cannot be tokenized: no token for B" in str(bad.error)
 
 
 @DEPTHS
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_whose_text_cannot_be_decoded_ends_alone(depth, streamed):
+def test_a_request_whose_text_cannot_be_decoded_ends_alone(depth, streamed, monkeypatch):
     """The fifth token of one request breaks the tokenizer; the others get all their text."""
     params = replace(SAMPLED, seed=0, ignore_eos=True)
     want = [expected(prompt, params) for prompt in PROMPTS]
     broken = want[3][0][4]
     assert all((broken in tokens) == (i == 3) for i, (tokens, _, _) in enumerate(want))
-    tokenizer = letters()
-    decode = tokenizer.backend_tokenizer.decode
+    def failing(original):
+        def fail(tokenizer, context, token_ids, *rest, **options):
+            if broken in token_ids:
+                raise ValueError("no such token")
+            return original(tokenizer, context, token_ids, *rest, **options)
 
-    def failing(token_ids: list[int]) -> str:
-        if broken in token_ids:
-            raise ValueError("no such token")
-        return decode(token_ids)
+        return fail
 
-    tokenizer.backend_tokenizer.decode = failing  # type: ignore[method-assign]
-    llm = front_end(tokenizer, pipeline_depth=depth)
-    outputs = collect(llm.stream_batch(PROMPTS, params)) if streamed else llm.generate(PROMPTS, params)
+    class Stream:
+        def __init__(self, **options):
+            self._stream = DecodeStream(**options)
+
+        def __copy__(self):
+            return self
+
+        def step(self, tokenizer, token_id):
+            if token_id == broken:
+                raise ValueError
+            return self._stream.step(tokenizer, token_id)
+
+    monkeypatch.setattr(detokenizer, "DecodeStream", Stream)
+    for module in (detokenizer, text_request):
+        monkeypatch.setattr(module, "decode_after", failing(module.decode_after))
+    llm = front_end(pipeline_depth=depth)
+    outputs = llm.generate(PROMPTS, params, on_error="return")
+    if streamed:
+        outputs = collect(llm.stream_batch(PROMPTS, params))
     assert [result(outputs[i]) for i in range(3)] == want[:3]
     assert outputs[3].finish_reason == "error"
     assert "cannot be decoded: ValueError: no such token" in str(outputs[3].error)
-    assert outputs[3].text == LETTERS.decode(want[3][0][:4])
     # Read step by step, the failure is found at once.
+    assert outputs[3].text == (LETTERS.decode(want[3][0][:4]) if streamed else "")
     assert outputs[3].token_ids == (want[3][0][:5] if streamed else want[3][0])
+    with pytest.raises(RequestError, match="prompt 4 of 4.*cannot be decoded"):
+        llm.generate(PROMPTS, params)
     check_idle(llm)
 
 
@@ -441,11 +570,10 @@ def test_a_step_visits_only_the_requests_that_got_a_token():
 def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
     """Ctrl-C at the n-th call inside a step of the front end, for one n after the other, the tokenizer included."""
     tokenizer = letters()
-    backend = tokenizer.backend_tokenizer
     params = [replace(SAMPLED, seed=1, max_tokens=9), replace(SAMPLED, seed=3, max_tokens=4, ignore_eos=True)]
     params[1] = replace(params[1], stop=["never"])
     want = [expected(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
-    doors = [(backend, "decode"), (TextEngine, "_read"), (TextEngine, "_deliver")]
+    doors = [(Detokenizer, "push"), (Detokenizer, "_scan"), (TextEngine, "_read"), (TextRequest, "deliver")]
     doors += [(LLMEngine, "step"), (LLMEngine, "tokens_of"), (LLMEngine, "finish"), (LLMEngine, "_report")]
     for (owner, name), when, before in product(doors, (1, 2, 4, 7), (True, False)):
         calls, original = 0, getattr(owner, name)
@@ -618,11 +746,11 @@ def test_another_thread_may_close_its_stream_while_its_end_is_delivered(monkeypa
     read = llm._read
 
     def closed_meanwhile(text):
-        if text.request.finish_reason and text.prompt == PROMPTS[1]:
+        if text.request.finish_reason and text.owner.prompt == PROMPTS[1]:
             closing = threading.Thread(target=short.close)
             closing.start()
             time.sleep(0.2)  # `close` has forgotten the stream, and waits for the engine
-        read(text)
+        return read(text)
 
     monkeypatch.setattr(llm, "_read", closed_meanwhile)
     (output,) = llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=6))

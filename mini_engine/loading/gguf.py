@@ -1,8 +1,7 @@
 """Read GGUF files of Llama and Qwen3 models: configuration, weights and tokenizer under transformers' names.
 
-`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module checks that the tensors are
-inside the file, refuses metadata that it does not know, and undoes the changes of llama.cpp's converter
-(convert_hf_to_gguf.py): it renamed every tensor, and for Llama it reordered the rows of the query and key weights,
+`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module refuses metadata that it does
+not know, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it renamed every tensor, and for Llama it reordered the rows of the query and key weights,
 because llama.cpp rotates neighboring pairs (interleaved RoPE) and transformers rotates the two halves of a head.
 """
 
@@ -96,7 +95,7 @@ def read_gguf(path: Path) -> GGUFFile:
         ModelLoadError: if it holds tensors of an unsupported type, or is one part of a split file.
     """
     try:
-        with np.errstate(over="ignore"):  # sums of offsets may wrap around; they are recomputed below
+        with np.errstate(over="ignore"):  # the reader finds sums of offsets that wrap around
             reader = BoundedReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     except OSError:
@@ -106,20 +105,14 @@ def read_gguf(path: Path) -> GGUFFile:
     if metadata.get("split.count", 1) not in (0, 1):
         raise ModelLoadError(f"{path} is one of {metadata['split.count']} parts: merge with `llama-gguf-split --merge`.")
     tensors: dict[str, GGUFTensor] = {}
-    end = int(reader.data_offset)
-    for found in sorted(reader.tensors, key=lambda tensor: int(tensor.field.parts[-1][0])):
-        kind, name, shape = found.tensor_type, found.name, tuple(found.shape.tolist()[::-1])
-        if kind.name not in TENSOR_TYPES:
-            known = ", ".join(sorted(TENSOR_TYPES))
-            raise ModelLoadError(f"{path}: tensor {name[:80]!r} has the type {kind.name}: use a file with {known}.")
-        block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        begin, num_bytes = int(found.field.parts[-1][0]), prod(shape) // block_elements * block_bytes
-        begin += int(reader.data_offset)
-        if not shape or 0 in shape or begin % int(reader.alignment) or not end <= begin <= reader.data.size - num_bytes:
-            problem = f"tensor {name[:80]!r} of shape {shape[:8]} would take {num_bytes} bytes from byte {begin}"
-            raise damaged(path, f"{problem} of {reader.data.size}: misaligned, overlapping another, or past the end")
-        end = begin + num_bytes
-        tensors[name] = GGUFTensor(kind.name, shape, begin, end)
+    for found in reader.tensors:
+        if found.tensor_type.name not in TENSOR_TYPES:
+            problem = f"{path}: tensor {found.name[:80]!r} has the type {found.tensor_type.name}"
+            raise ModelLoadError(f"{problem}: use a file with {', '.join(sorted(TENSOR_TYPES))}.")
+        begin, shape = int(found.data_offset), tuple(found.shape.tolist()[::-1])
+        if not shape or 0 in shape:
+            raise damaged(path, f"tensor {found.name[:80]!r} has the shape {shape[:8]}")
+        tensors[found.name] = GGUFTensor(found.tensor_type.name, shape, begin, begin + int(found.n_bytes))
     return GGUFFile(path, metadata, tensors)
 
 

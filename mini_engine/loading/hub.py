@@ -17,7 +17,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +107,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     tensors = {name: read(name).to(torch.bfloat16).contiguous() for name in headers}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for remains in folder.parent.glob(f".{folder.name}-*"):  # of a conversion that was killed
-            if time.time() - remains.stat().st_mtime > 3600:
-                shutil.rmtree(remains, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             made = Path(temporary, folder.name)
             made.mkdir()

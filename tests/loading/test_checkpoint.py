@@ -520,7 +520,7 @@ def test_a_generation_configuration_with_bad_ids_is_refused(folder: Path) -> Non
         open_checkpoint(folder)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_folder_loads_or_is_refused(folder: Path, data: st.DataObject) -> None:
     """One value of a JSON file replaced by any other: a model or a typed error."""

@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading import gguf as our_gguf
+from mini_engine.loading import untrusted
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.loading.gguf import TENSOR_TYPES, build_tokenizer, read_gguf, unpermute
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
-from mini_engine.rope import Llama3, inverse_frequencies
+from mini_engine.rope import Linear, Llama3, inverse_frequencies
 from mini_engine.sampling_params import SamplingParams
 from tests.models.families import transformers_model
 
@@ -163,10 +164,8 @@ LIES: dict[str, bytes] = {
     "half a block": padded(head(1, 0) + info(dims=(16,), kind=3), bytes(64)),
     "unknown tensor type": padded(head(1, 0) + info(kind=77), bytes(64)),
     "huge offset": padded(head(1, 0) + info(offset=2**64 - 32), bytes(64)),
-    "misaligned": padded(head(1, 0) + info(offset=4), bytes(64)),
     "truncated data": padded(head(1, 0) + info(), bytes(31)),
     "tensor twice": padded(head(2, 0) + info() + info(offset=32), bytes(64)),
-    "overlap": padded(head(2, 0) + info(dims=(16,)) + info(b"y", offset=32), bytes(96)),
 }
 
 
@@ -182,7 +181,7 @@ def test_a_lie_is_refused_in_little_memory(lie: str, path: Path, memory_limit: A
 def test_a_header_without_end_is_given_up(limit: str, value: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(head(0, 1) + pair(b"a", 9, struct.pack("<IQ", 0, 2000) + bytes(2000)))
     read_gguf(path)
-    monkeypatch.setattr(our_gguf, limit, value)
+    monkeypatch.setattr(untrusted, limit, value)
     with pytest.raises(WeightFileError, match="of what a header may hold"):
         read_gguf(path)
 
@@ -210,7 +209,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_file(tmp_path_factory.mktemp("gguf") / "valid.gguf", METADATA, tensors).read_bytes()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_a_damaged_file_loads_or_is_refused(path: Path, valid: bytes, memory_limit: Any, data: st.DataObject) -> None:
     content = bytearray(valid)
@@ -249,7 +248,7 @@ def write_gguf(
     config = theirs.config
     writer = gguf.GGUFWriter(path, family)
     layers = config.num_hidden_layers
-    writer.add_block_count(layers)
+    writer.add_block_count(metadata.pop("block_count", layers))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
@@ -260,9 +259,12 @@ def write_gguf(
     if family == "qwen3":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    extra = metadata.pop("extra", None)
     for key, value in metadata.items():
-        getattr(writer, f"add_{key}")(value)
+        getattr(writer, f"add_{key}")(*value if isinstance(value, tuple) else (value,))
 
+    if extra is not None:
+        writer.add_tensor(extra, np.zeros((4, 8), np.float32))
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, np.float32))
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
@@ -337,6 +339,75 @@ def test_scaled_rope_that_is_not_llama_3_is_refused(path: Path) -> None:
     yarn: dict[str, Any] = {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0}
     with pytest.raises(ModelLoadError, match="yarn"):
         open_checkpoint(write_gguf(transformers_model("llama"), "llama", path, **yarn))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({"rope_scaling_factor": 4.0}, 4.0),  # without a type, as in llama.cpp
+        ({"rope_scaling_factor": 4.0, "rope_scaling_type": gguf.RopeScalingType.LINEAR}, 4.0),
+        ({"rope_scaling_factor": 4.0, "rope_scaling_type": gguf.RopeScalingType.NONE}, None),
+        ({"rope_scaling_factor": 0.0}, None),
+        ({"rope_scaling_factor": 1.0}, None),
+        ({"rope_scaling_orig_ctx_len": 64}, None),
+    ],
+)
+def test_a_factor_scales_rope_linearly(metadata: dict[str, Any], factor: float | None, path: Path) -> None:
+    rope = open_checkpoint(write_gguf(transformers_model("llama"), "llama", path, **metadata)).config.rope
+    assert rope is not None and rope.scaling == (None if factor is None else Linear(factor))
+
+
+def test_an_old_key_of_the_factor_is_read(path: Path) -> None:
+    write_gguf(transformers_model("llama"), "llama", path, uint32=("llama.rope.scale_linear", 2))
+    rope = open_checkpoint(path).config.rope
+    assert rope is not None and rope.scaling == Linear(2.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_harmless"),
+    [
+        ("llama.expert_count", 8, False),
+        ("llama.expert_count", 0, True),
+        ("llama.logit_scale", 2, False),
+        ("llama.attention.sliding_window", 128, False),
+        ("llama.rope.scaling.yarn_log_multiplier", 3, False),
+        ("llama.a_key_of_the_future", 1, False),
+        ("llama.vocab_size", 61, True),
+        ("general.a_key_of_the_future", 1, True),
+    ],
+)
+def test_metadata_that_may_change_the_computation_is_refused(
+    key: str, value: int, is_harmless: bool, path: Path
+) -> None:
+    write_gguf(transformers_model("llama"), "llama", path, uint32=(key, value))
+    if is_harmless:
+        open_checkpoint(path)
+    else:
+        with pytest.raises(ModelLoadError, match="may change the computation.*Inference") as caught:
+            open_checkpoint(path)
+        assert key in str(caught.value) and not isinstance(caught.value, WeightFileError)
+
+
+def test_what_is_not_known_is_not_called_damaged(path: Path) -> None:
+    """Experts, a part of a split file, and a file that lacks tensors: nothing says damaged, nothing names a folder's
+    files."""
+    theirs = transformers_model("llama")
+    write_gguf(theirs, "llama", path, extra="blk.0.ffn_gate_exps.weight")
+    split = write_gguf(theirs, "llama", path.with_name("split.gguf"), uint16=("split.count", 3))
+    partial = write_gguf(theirs, "llama", path.with_name("partial.gguf"), block_count=5)
+    for file, message in ((path, "ffn_gate_exps.*Inference"), (split, "gguf-split"), (partial, "no tensor")):
+        with pytest.raises(ModelLoadError, match=message) as caught:
+            load_model(open_checkpoint(file), Parts(), torch.float32)
+        assert "damaged" not in str(caught.value) and "config.json" not in str(caught.value)
+
+
+def test_every_end_of_a_text_is_known(path: Path) -> None:
+    tokens = ["<s>", "</s>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>", *(f"t{i}" for i in range(55))]
+    theirs, types = transformers_model("llama"), [3, 3, 3, 1, 1, 3] + [1] * 55
+    ids = {"eos_token_id": 1, "eot_token_id": 2, "eom_token_id": 4}
+    write_gguf(theirs, "llama", path, token_list=tokens, token_types=types, **ids)
+    # "<|im_end|>" is an ordinary token here, and no key names "<end_of_turn>".
+    assert open_checkpoint(path).eos_token_ids == (1, 2, 4, 5)
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, low: float = 1.0) -> np.ndarray:
@@ -417,7 +488,7 @@ def test_a_family_that_is_not_supported_names_the_folder_instead(family: str, pa
         open_checkpoint(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_damaged_metadata_loads_or_is_refused(family: str, tmp_path: Path, data: st.DataObject) -> None:
@@ -507,25 +578,21 @@ def test_byte_level_tokenizers_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        ({"add_eos_token": True}, "without an end token"),
         ({"model": "bert"}, "bert.*folder with tokenizer.json"),
         ({"tokenizer_pre": "unheard-of"}, "unheard-of"),
         ({"tokens": ["a", "a", "b"]}, "twice"),
-        ({"tokens": ["a", "b", "c" * 1000]}, "more than 256"),
         ({"eos_token_id": 3}, "eos token 3"),
         ({"model": "llama"}, "kind 'llama'.*folder with tokenizer.json"),
         ({"token_merges": None}, "merges"),
-        ({"token_merges": ["a b"] * 11}, "more than any real tokenizer"),
-        ({"tokens": [str(i) for i in range(11)]}, "more than any real tokenizer"),
         ({"token_merges": ["a z"]}, "tokenizer"),
         ({"token_merges": ["ab"]}, "tokenizer"),
         ({"chat_template": "{% for"}, None),
     ],
 )
 def test_a_tokenizer_that_cannot_be_built_is_refused(
-    change: dict[str, Any], problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], problem: str | None, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(our_gguf, "MAX_TOKENS", 10)
-    monkeypatch.setattr(our_gguf, "MAX_MERGES", 10)
     given: dict[str, Any] = {"model": "gpt2", "tokens": ["a", "b", "ab"], "types": [1, 1, 1], "tokenizer_pre": "gpt-2"}
     given |= {"token_merges": ["a b"], "eos_token_id": 2} | change
     path = write_tokenizer(tmp_path / "tokenizer.gguf", **given)

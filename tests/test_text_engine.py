@@ -240,7 +240,6 @@ def test_n_outputs_are_those_of_n_requests_with_seeds_of_their_own(depth, stop):
     llm = front_end(pipeline_depth=depth, prefix_sharing=True)
     params = replace(SAMPLED, n=3, seed=2, stop=stop)
     want = [[expected(prompt, replace(SAMPLED, seed=2 + i, stop=stop)) for i in range(3)] for prompt in PROMPTS]
-    assert len({tokens for own in want for tokens, _, _ in [(str(own), 0, 0)]}) == len(PROMPTS)
     outputs = llm.generate(PROMPTS, params)
     assert [[(o.token_ids, o.text, o.finish_reason) for o in output.outputs] for output in outputs] == want
     assert [[o.index for o in output.outputs] for output in outputs] == [[0, 1, 2]] * 4
@@ -277,13 +276,20 @@ def test_without_a_limit_an_output_ends_with_the_longest_sequence():
         llm.generate([5] * 128, params)
 
 
+def seed_with_pad(prompt: list[int]) -> int:
+    """A seed with which the tiny model writes the special token "<pad>", but not first."""
+    for seed in range(200):
+        tokens = expected(prompt, replace(SAMPLED, seed=seed))[0]
+        if LETTERS.pad_token_id in tokens[1:] and LETTERS.pad_token_id != tokens[0]:
+            return seed
+    raise AssertionError
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_special_tokens_and_ends_are_shown_on_request(streamed):
     llm, prompt = front_end(), PROMPTS[0]
-    tokens = expected(prompt, replace(SAMPLED, seed=0, max_tokens=20, ignore_eos=True))[0]
     pad, eos = LETTERS.pad_token_id, LETTERS.eos_token_id
-    seeds = [seed for seed in range(200) if pad in expected(prompt, replace(SAMPLED, seed=seed))[0]]
-    params = replace(SAMPLED, seed=seeds[0])
+    params = replace(SAMPLED, seed=seed_with_pad(prompt))
 
     def text(**options):
         own = replace(params, **options)
@@ -294,7 +300,7 @@ def test_special_tokens_and_ends_are_shown_on_request(streamed):
     shown = tokens[:-1] if tokens[-1] == eos else tokens
     assert text() == LETTERS.decode(shown, skip_special_tokens=True)
     assert text(skip_special_tokens=False) == LETTERS.decode(shown) != text()
-    end = tokens[tokens.index(pad) - 1] if tokens.index(pad) else tokens[0]
+    end = tokens[tokens.index(pad) - 1]
     upto = tokens[: tokens.index(end) + 1]
     assert text(stop_token_ids=[end]) == LETTERS.decode(upto[:-1], skip_special_tokens=True)
     options = {"stop_token_ids": [end], "include_stop_str_in_output": True, "skip_special_tokens": False}
@@ -304,8 +310,7 @@ def test_special_tokens_and_ends_are_shown_on_request(streamed):
 def test_a_stop_string_that_is_a_special_token_ends_the_output():
     """The text has no special tokens, so the string itself never occurs there."""
     llm, prompt = front_end(), PROMPTS[0]
-    seeds = [seed for seed in range(200) if 1 in expected(prompt, replace(SAMPLED, seed=seed))[0][1:]]
-    params = replace(SAMPLED, seed=seeds[0])
+    params = replace(SAMPLED, seed=seed_with_pad(prompt))
     tokens = expected(prompt, params)[0]
     (output,) = llm.generate([prompt], replace(params, stop=["<pad>"]))
     assert output.token_ids == tokens[: tokens.index(1) + 1] and output.finish_reason == "stop"

@@ -37,7 +37,8 @@ EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110d
 CONVERSION = 1
 
 # The files to fetch from the hub: configuration, weights and tokenizer, but no pickles and no code.
-HUB_FILES, HUB_EXCEPT = ["*.json", "*.safetensors", "*.jinja"], ["*/*", "consolidated*"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+HUB_EXCEPT = ["*/*", "consolidated*"]
 
 
 def cache_folder() -> Path:

@@ -7,8 +7,7 @@ machine's memory instead. A reader of the engine can skip this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def check_header(path: Path) -> None:
 
 
 def check_token_ids(folder: Path, vocab_size: int) -> None:
-    """Raise WeightFileError if a tokenizer has token ids far beyond its size: the library fills the gaps between ids.
+    """Raise WeightFileError if a token id is far beyond the vocabulary: the library makes room for all smaller ids.
 
     Args:
         folder: a model's folder.
@@ -76,15 +75,13 @@ def check_token_ids(folder: Path, vocab_size: int) -> None:
             continue
         content = read_json(folder / name, MAX_TOKENIZER_BYTES)
         model, added = content.get("model"), content.get("added_tokens")
-        vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
-        groups: list[Iterable[Any]] = [
-            vocabulary.values() if isinstance(vocabulary, Mapping) else (),
-            (token.get("id") for token in added if isinstance(token, Mapping)) if isinstance(added, list) else (),
-            content.values() if name in ("added_tokens.json", "vocab.json") else (),
-            map(int, filter(str.isdecimal, content.get("added_tokens_decoder") or ())),
+        vocabulary = model.get("vocab") if isinstance(model, Mapping) else content
+        ids = [
+            *(vocabulary.values() if isinstance(vocabulary, Mapping) else ()),
+            *(token.get("id") for token in (added if isinstance(added, list) else ()) if isinstance(token, Mapping)),
+            *map(int, filter(str.isdecimal, content.get("added_tokens_decoder") or ())),
         ]
-        limit = 2 * max(vocab_size, len(vocabulary or ()))
-        if (largest := max((i for i in chain(*groups) if type(i) is int), default=0)) > limit:
+        if (largest := max((i for i in ids if type(i) is int), default=0)) > max(2**20, 2 * vocab_size):
             raise damaged(folder / name, f"it has a token id {largest} in a vocabulary of {vocab_size}")
 
 

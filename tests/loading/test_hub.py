@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading import hub
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.loading.gguf import read_gguf, unpermute
-from mini_engine.loading.hub import convert_gguf, embedded_folder, embedded_gguf, fetch, is_complete, snapshot_folder
+from mini_engine.loading.hub import convert_gguf, embedded_folder, embedded_gguf, fetch, is_complete
 from mini_engine.parts import Parts
 
 
@@ -258,14 +257,6 @@ def test_a_cache_that_cannot_be_written_says_so(small_gguf: Path, tmp_path: Path
         convert_gguf(small_gguf, tmp_path / "file" / "model")
 
 
-def test_remains_of_a_killed_conversion_are_removed_when_they_are_old(small_gguf: Path, tmp_path: Path) -> None:
-    for name, age in (("old", 7200), ("new", 60)):
-        (tmp_path / f".model-{name}").mkdir()
-        os.utime(tmp_path / f".model-{name}", (time.time() - age,) * 2)
-    convert_gguf(small_gguf, tmp_path / "model")
-    assert {path.name for path in tmp_path.iterdir()} == {"model", ".model-new"}
-
-
 def test_of_two_conversions_at_once_one_wins(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, original = tmp_path / "model", hub.save_file
 
@@ -299,48 +290,58 @@ def as_hub_cache(folder: Path, root: Path, hub_id: str = "org/name", commit: str
     return repository
 
 
-def test_a_hub_id_in_the_cache_needs_no_network(
-    small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cache(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hugging Face's cache with the model org/name; a request to the network fails."""
     convert_gguf(small_gguf, tmp_path / "model")
-    repository = as_hub_cache(tmp_path / "model", tmp_path / "home" / "hub")
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the network"))
-    expected = open_checkpoint(tmp_path / "model")
+    as_hub_cache(tmp_path / "model", tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub._snapshot_download.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", offline)
+    return tmp_path / "hub"
+
+
+def test_a_hub_id_in_the_cache_needs_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *a, **k: pytest.fail("asked the network"))
+    expected, repository = open_checkpoint(cache.parent / "model"), cache / "models--org--name"
     for model in ("org/name", repository, repository / "snapshots" / "abc123"):
         checkpoint = open_checkpoint(model)
         assert checkpoint.config == expected.config and checkpoint.tensors.keys() == expected.tensors.keys()
         load_model(checkpoint, Parts(), torch.float32)
         assert load_tokenizer(checkpoint)("ab").input_ids == [2]
-
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert fetch("org/name") == repository / "snapshots" / "abc123"
 
 
-@pytest.mark.parametrize("missing", ["tokenizer.json", "model-00002-of-00002.safetensors"])
+@pytest.mark.parametrize("missing", ["config.json", "model-00002-of-00002.safetensors"])
 def test_a_download_that_was_interrupted_is_resumed(
-    missing: str, small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a network, a model without a tokenizer can be used nevertheless."""
-    convert_gguf(small_gguf, tmp_path / "model")
+    folder = cache / "models--org--name" / "snapshots" / "abc123"
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    shutil.copy(tmp_path / "model" / "model.safetensors", tmp_path / "model" / "model-00002-of-00002.safetensors")
-    repository = as_hub_cache(tmp_path / "model", tmp_path / "hub")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    asked: list[str] = []
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(folder / "model.safetensors", folder / "model-00002-of-00002.safetensors")
+    asked: list[bool] = []
+    original = huggingface_hub.snapshot_download
 
     def download(hub_id: str, **options: Any) -> str:
-        asked.append(hub_id)
-        raise OSError("no network")
+        asked.append(not options["local_files_only"])
+        return original(hub_id, **options | {"local_files_only": True})
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    snapshot = repository / "snapshots" / "abc123"
-    assert fetch("org/name") == snapshot and not asked
-    (snapshot / missing).unlink()
-    assert fetch("org/name") == snapshot and asked == ["org/name"]
+    assert fetch("org/name") == folder and asked == [False]
+    (folder / missing).unlink()
+    with pytest.raises(ModelLoadError, match="org/name"):
+        fetch("org/name")
+    assert asked == [False, False, True]
+    with pytest.raises(ModelLoadError, match="no complete snapshot"):
+        open_checkpoint(cache / "models--org--name")
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="org/name"):
+        fetch("org/name")
 
 
 def test_a_hub_id_elsewhere_is_downloaded_without_pickles_and_code(
@@ -348,10 +349,11 @@ def test_a_hub_id_elsewhere_is_downloaded_without_pickles_and_code(
 ) -> None:
     from fnmatch import fnmatch
 
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     asked: dict[str, Any] = {}
 
-    def download(hub_id: str, **options: Any) -> str:
+    def download(hub_id: str, *, local_files_only: bool, **options: Any) -> str:
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
         asked.update(options, hub_id=hub_id)
         convert_gguf(small_gguf, tmp_path / "model")
         return str(tmp_path / "model")
@@ -364,51 +366,21 @@ def test_a_hub_id_elsewhere_is_downloaded_without_pickles_and_code(
         return allowed and not any(fnmatch(name, pattern) for pattern in asked["ignore_patterns"])
 
     files = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-    files += ["tokenizer.json", "chat_template.jinja", "generation_config.json"]
+    files += ["tokenizer.json", "chat_template.jinja", "generation_config.json", "tokenizer.model", "merges.txt"]
     assert all(wanted(name) for name in files)
     refused = ["pytorch_model.bin", "modeling.py", "tokenizer.py", "tokenizer.pkl", "original/model.safetensors"]
     assert not any(wanted(name) for name in [*refused, "consolidated.safetensors", "model.gguf", "README.md"])
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("bad id"), RuntimeError("")])
-def test_a_download_that_fails_is_one_clear_sentence(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_fails_is_one_clear_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelLoadError, match=r"org/name is not in .* cannot be downloaded .* local folder") as caught:
+    with pytest.raises(ModelLoadError, match=r"org/name is not in .* local folder") as caught:
         open_checkpoint("org/name")
     assert "\n" not in str(caught.value)
-
-
-def test_which_snapshot_is_meant(tmp_path: Path) -> None:
-    first, second = tmp_path / "snapshots" / "aaa", tmp_path / "snapshots" / "bbb"
-    first.mkdir(parents=True)
-    assert snapshot_folder(tmp_path) == first
-    second.mkdir()
-    assert snapshot_folder(tmp_path) is None
-    with pytest.raises(ModelLoadError, match="no complete snapshot"):
-        open_checkpoint(tmp_path)
-    (tmp_path / "refs").mkdir()
-    main = tmp_path / "refs" / "main"
-    main.write_text("bbb\n")
-    assert snapshot_folder(tmp_path) == second
-    for hostile in ("../..", "/", ".", "", "x" * 10_000, "ccc"):
-        main.write_text(hostile)
-        assert snapshot_folder(tmp_path) is None
-    main.write_bytes(b"\xff\x00")
-    assert snapshot_folder(tmp_path) is None
-
-
-def test_a_snapshot_that_is_a_link_out_of_the_repository_is_refused(small_gguf: Path, tmp_path: Path) -> None:
-    convert_gguf(small_gguf, tmp_path / "outside")
-    (tmp_path / "models--x" / "snapshots").mkdir(parents=True)
-    (tmp_path / "models--x" / "snapshots" / "abc").symlink_to(tmp_path / "outside")
-    with pytest.raises(ModelLoadError, match="no complete snapshot"):
-        open_checkpoint(tmp_path / "models--x")
 
 
 def test_the_manifest_lists_every_file(small_gguf: Path, tmp_path: Path) -> None:

@@ -52,8 +52,12 @@ def render_chat(
         RequestError: if there is no template, if the messages are malformed, or if the template refuses them, fails,
             renders nothing or exceeds a limit.
     """
-    if not (isinstance(messages, Sequence) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages)):
-        raise RequestError(f"messages is {str(messages)[:100]!r}; pass a list of mappings with a 'role' and a 'content'")
+    if not (
+        isinstance(messages, Sequence) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    ):
+        raise RequestError(
+            f"messages is {str(messages)[:100]!r}; pass a list of mappings with a 'role' and a 'content'"
+        )
     if add_generation_prompt and continue_final_message:
         raise RequestError("a new message cannot begin and the last one go on: set add_generation_prompt=False")
     try:

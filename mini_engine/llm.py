@@ -285,9 +285,9 @@ class TextEngine:
             assert longest is not None
             changes["max_tokens"] = max(1, longest - num_tokens)
         if params.stop:
-            tokenizer = needed(self.tokenizer)
+            needed(self.tokenizer)
             # A text has no special tokens, so a stop string that is one becomes a stop token.
-            named = {tokenizer.convert_tokens_to_ids(string) for string in params.stop} & self._special_ids
+            named = self._special_ids & {self._backend.token_to_id(string) for string in params.stop}
             changes |= {"stop": (), "stop_token_ids": (*params.stop_token_ids, *named)}
         return replace(params, **changes) if changes else params
 

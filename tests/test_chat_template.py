@@ -90,7 +90,8 @@ OPTIONS = """{%- for message in messages %}{{ message.role }}:
 {%- for call in message.tool_calls or [] %}{{ call.function|tojson }}{% endfor %}
 {%- endfor %}
 {%- for tool in tools or [] %}{{ tool|tojson }}{% endfor %}
-{%- if add_generation_prompt %}model:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- if add_generation_prompt %}model:
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- endif %} {{ date_string }}"""
 
 
@@ -252,7 +253,9 @@ def test_memory_is_bounded(tokenizer, template):
 
 def test_output_is_bounded(tokenizer):
     with pytest.raises(RequestError, match="may write"):
-        render_chat(tokenizer, [USER], "{% for a in range(99999) %}{{ 'hello world ' * 50 }}{% endfor %}", is_trusted=False)
+        render_chat(
+            tokenizer, [USER], "{% for a in range(99999) %}{{ 'hello world ' * 50 }}{% endfor %}", is_trusted=False
+        )
 
 
 @pytest.mark.parametrize(

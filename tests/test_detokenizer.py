@@ -147,9 +147,14 @@ def test_an_output_that_begins_a_word_begins_with_its_space(decoder):
 def test_a_prompt_may_end_in_half_a_character(written, cut, data):
     """Its rest is not part of the output's text."""
     tokenizer, prompt = every_byte(), "".join(["a", *written]).encode()
-    prompt, output = list(prompt[: max(1, len(prompt) - cut)]), data.draw(st.lists(st.sampled_from(list("aé".encode()))))
+    prompt, output = (
+        list(prompt[: max(1, len(prompt) - cut)]),
+        data.draw(st.lists(st.sampled_from(list("aé".encode())))),
+    )
     text = "".join(pieces_of(tokenizer, output, tuple(prompt)))
-    assert text == bytes(output).decode(errors="replace") == decode_after(tokenizer, context_of(tokenizer, prompt), output)
+    assert (
+        text == bytes(output).decode(errors="replace") == decode_after(tokenizer, context_of(tokenizer, prompt), output)
+    )
 
 
 def test_special_tokens_are_shown_on_request(embedded, backend):
@@ -199,8 +204,8 @@ def test_a_token_counts_exactly_if_its_text_is_kept(monkeypatch):
     original = module.DecodeStream
     monkeypatch.setattr(module, "DecodeStream", lambda **options: Interrupted(original(**options)))
     tokenizer, tokens = every_byte(), [*"é".encode(), *b"\x80" * 70, *"😀 END".encode()]
-    for after in (False, True):
-        for when in range(1000):
+    for after in (False, True):  # noqa: B007
+        for when in range(1000):  # noqa: B007
             calls, interrupts = count(), 0
             detokenizer = Detokenizer(tokenizer, stop=("END",))
             while detokenizer.num_tokens < len(tokens) and not detokenizer.stopped:

@@ -395,6 +395,7 @@ def test_a_request_whose_text_cannot_be_decoded_ends_alone(depth, streamed, monk
     want = [expected(prompt, params) for prompt in PROMPTS]
     broken = want[3][0][4]
     assert all((broken in tokens) == (i == 3) for i, (tokens, _, _) in enumerate(want))
+
     def failing(original):
         def fail(tokenizer, context, token_ids, *rest, **options):
             if broken in token_ids:
@@ -428,7 +429,7 @@ def test_a_request_whose_text_cannot_be_decoded_ends_alone(depth, streamed, monk
     # Read step by step, the failure is found at once.
     assert outputs[3].text == (LETTERS.decode(want[3][0][:4]) if streamed else "")
     assert outputs[3].token_ids == (want[3][0][:5] if streamed else want[3][0])
-    with pytest.raises(RequestError, match="prompt 4 of 4.*cannot be decoded"):
+    with pytest.raises(RequestError, match=r"prompt 4 of 4.*cannot be decoded"):
         llm.generate(PROMPTS, params)
     check_idle(llm)
 

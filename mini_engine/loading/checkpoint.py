@@ -166,9 +166,10 @@ def load_model(
             "use a checkpoint in float32, float16 or bfloat16"
         )
     model = build_model(checkpoint.config, parts, dtype, device)
-    source = "metadata" if checkpoint.path.suffix == ".gguf" else "config.json"
+    if checkpoint.path.suffix == ".gguf":
+        model.source = "metadata"
     try:
-        model.load_weights(checkpoint.tensors, checkpoint.tensors.headers, source)
+        model.load_weights(checkpoint.tensors, checkpoint.tensors.headers)
     except OSError as error:
         raise _unreadable(checkpoint.path, error) from error
     return model
@@ -185,7 +186,9 @@ def _open_gguf(path: Path) -> Checkpoint:
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
     tensors = StoredTensors(*hf_tensors(file, config))
-    return Checkpoint(path, ModelConfig.from_hf(config), tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer)
+    return Checkpoint(
+        path, ModelConfig.from_hf(config), tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer
+    )
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -202,7 +205,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
     tokenizer = partial(_folder_tokenizer, folder, config.vocab_size)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    return Checkpoint(folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer, has_tokenizer)
+    return Checkpoint(
+        folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer, has_tokenizer
+    )
 
 
 def _folder_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:

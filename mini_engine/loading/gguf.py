@@ -1,8 +1,9 @@
 """Read GGUF files of Llama and Qwen3 models: configuration, weights and tokenizer under transformers' names.
 
-`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module refuses metadata that it does
-not know, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it renamed every tensor, and for Llama it reordered the rows of the query and key weights,
-because llama.cpp rotates neighboring pairs (interleaved RoPE) and transformers rotates the two halves of a head.
+`gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module refuses metadata that it
+does not know, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it renamed every tensor, and for
+Llama it reordered the rows of the query and key weights, because llama.cpp rotates neighboring pairs (interleaved RoPE)
+and transformers rotates the two halves of a head.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def read_gguf(path: Path) -> GGUFFile:
     except Exception as error:  # the library raises whatever numpy or an enumeration raises
         raise damaged(path, f"it cannot be parsed as GGUF of version 2 or 3 ({str(error)[:200]})") from error
     if metadata.get("split.count", 1) not in (0, 1):
-        raise ModelLoadError(f"{path} is one of {metadata['split.count']} parts: merge with `llama-gguf-split --merge`.")
+        raise ModelLoadError(f"{path} is one of {metadata['split.count']} parts: merge by `llama-gguf-split --merge`.")
     tensors: dict[str, GGUFTensor] = {}
     for found in reader.tensors:
         if found.tensor_type.name not in TENSOR_TYPES:
@@ -196,7 +197,9 @@ def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Return the tokens that end a text: those of the keys, and the control tokens whose text says so."""
     ends = {token_id for key in END_KEYS if type(token_id := file.metadata.get(key)) is int}
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-    ends |= {i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and text in END_TEXTS}
+    ends |= {
+        i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and text in END_TEXTS
+    }
     return tuple(sorted(ends))
 
 

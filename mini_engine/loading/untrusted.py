@@ -100,7 +100,9 @@ class BoundedReader(gguf.GGUFReader):
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         self.num_values += 1
         if end > min(self.limit, self.data.size) or self.num_values > MAX_HEADER_VALUES:
-            raise ValueError(f"{count} values at byte {offset} go past the end of the file or of what a header may hold")
+            raise ValueError(
+                f"{count} values at byte {offset} go past the end of the file or of what a header may hold"
+            )
         return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:

@@ -66,6 +66,7 @@ class CausalLM(LanguageModel):
     # The names in the checkpoint.
     embedding_name, layers_name, norm_name = "model.embed_tokens.weight", "model.layers", "model.norm.weight"
     layer_class: type[DecoderLayer]
+    source = "config.json"  # where the configuration comes from, for messages
 
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         super().__init__()
@@ -104,22 +105,19 @@ class CausalLM(LanguageModel):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
-    def load_weights(
-        self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None, source: str = "config.json"
-    ) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
         """Fill every parameter from a checkpoint, one tensor at a time.
 
         Args:
             tensors: the checkpoint under transformers' names; each look-up may read a tensor from a file.
             headers: tensors with the same names, shapes and dtypes that cost nothing to look up, such as tensors on
                 the meta device; default `tensors`. All of them are checked before the first tensor is read.
-            source: where the configuration comes from.
 
         Raises:
             ModelLoadError: if a tensor is missing or unknown, or has the wrong shape or no floating-point dtype.
         """
         headers, destinations = tensors if headers is None else headers, self.destinations()
-        architecture, remedy = self.config.architecture, f"check that {source} and the weights belong together"
+        architecture, remedy = self.config.architecture, f"check that {self.source} and the weights belong together"
         # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
         found = dict.fromkeys(name for name in headers if not name.endswith(".rotary_emb.inv_freq"))
         if missing := [name for name in destinations if name not in found]:
@@ -133,14 +131,14 @@ class CausalLM(LanguageModel):
                 f"{unexpected[0][:80]!r}: {remedy} (num_hidden_layers, attention_bias, tie_word_embeddings)"
             )
         for name in found:
-            _check(name, headers[name], list(known[name].shape), f"{architecture} with this {source}", remedy)
+            _check(name, headers[name], list(known[name].shape), f"{architecture} with this {self.source}", remedy)
         for name, destination in destinations.items():
             destination.copy_(tensors[name])
         for name in found.keys() - destinations.keys():
             if not torch.equal(tensors[name].to(known[name]), known[name]):
                 raise ModelLoadError(
-                    f"{source} ties the LM head to the embeddings, but {name!r} differs from "
-                    f"{self.embedding_name!r}: set tie_word_embeddings to false in {source}"
+                    f"{self.source} ties the LM head to the embeddings, but {name!r} differs from "
+                    f"{self.embedding_name!r}: set tie_word_embeddings to false in {self.source}"
                 )
 
 

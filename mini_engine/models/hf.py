@@ -120,7 +120,7 @@ class HFModel(LanguageModel):
         self.limit = ""
         if longest < text_config.max_position_embeddings:
             self.limit = (
-                f"sequences end at {longest} tokens, although the model's limit is {text_config.max_position_embeddings}: "
+                f"sequences end at {longest} tokens, not at {text_config.max_position_embeddings} as the model's own: "
                 "transformers chooses the frequencies of longrope by the longest sequence of a batch, so longer ones "
                 "would change their neighbors"
             )

@@ -26,8 +26,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mini_engine.detokenizer import special_ids
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading import checkpoint as loading
-from mini_engine.loading.untrusted import MANIFEST
 from mini_engine.loading.checkpoint import StoredTensors, load_model, load_tokenizer, open_checkpoint
+from mini_engine.loading.untrusted import MANIFEST
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
@@ -551,7 +551,9 @@ def test_a_generation_configuration_with_bad_ids_is_refused(folder: Path) -> Non
         open_checkpoint(folder)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_a_damaged_folder_loads_or_is_refused(folder: Path, data: st.DataObject) -> None:
     """One value of a JSON file replaced by any other: a model or a typed error."""

@@ -209,7 +209,9 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_file(tmp_path_factory.mktemp("gguf") / "valid.gguf", METADATA, tensors).read_bytes()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_a_damaged_file_loads_or_is_refused(path: Path, valid: bytes, memory_limit: Any, data: st.DataObject) -> None:
     content = bytearray(valid)
@@ -383,7 +385,7 @@ def test_metadata_that_may_change_the_computation_is_refused(
     if is_harmless:
         open_checkpoint(path)
     else:
-        with pytest.raises(ModelLoadError, match="may change the computation.*Inference") as caught:
+        with pytest.raises(ModelLoadError, match=r"may change the computation.*Inference") as caught:
             open_checkpoint(path)
         assert key in str(caught.value) and not isinstance(caught.value, WeightFileError)
 
@@ -488,7 +490,9 @@ def test_a_family_that_is_not_supported_names_the_folder_instead(family: str, pa
         open_checkpoint(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_damaged_metadata_loads_or_is_refused(family: str, tmp_path: Path, data: st.DataObject) -> None:

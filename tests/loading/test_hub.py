@@ -317,9 +317,7 @@ def test_a_hub_id_in_the_cache_needs_no_network(cache: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model-00002-of-00002.safetensors"])
-def test_a_download_that_was_interrupted_is_resumed(
-    missing: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_was_interrupted_is_resumed(missing: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache / "models--org--name" / "snapshots" / "abc123"
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

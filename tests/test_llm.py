@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mini_engine import LLM, Inference, SamplingParams
+from mini_engine import LLM, Inference, SamplingParams, chat_template
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError, ModelLoadError, RequestError
 from mini_engine.loading.checkpoint import open_checkpoint
@@ -73,7 +74,16 @@ def test_a_conversation_is_rendered_by_the_template_and_answered(llm):
     text = llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert llm.tokenizer.decode(prompt) == text
     short = replace(GREEDY, max_tokens=3)
-    assert llm.chat(messages, short) == llm.generate(prompt, short)[0]
+    assert llm.chat(messages, short) == llm.generate(prompt, short)
+    several = llm.chat([messages, messages], short)
+    assert several == llm.generate([prompt, prompt], short)
+    open_end = [*messages, {"role": "assistant", "content": "The capital"}]
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    text = llm.tokenizer.apply_chat_template(open_end, tokenize=False, **how)
+    assert llm.tokenizer.decode(llm.chat_prompt(open_end, **how)) == text
+    template, kwargs = "{{ tools[0].name }} {{ date }}", {"date": "today"}
+    asked = llm.chat_prompt(messages, chat_template=template, tools=[{"name": "f"}], chat_template_kwargs=kwargs)
+    assert llm.tokenizer.decode(asked) == "f today"
 
 
 TOO_LONG = "{% for i in range(99999) %}{{ 'hello ' }}{% endfor %}"
@@ -84,7 +94,7 @@ TOO_LONG = "{% for i in range(99999) %}{{ 'hello ' }}{% endfor %}"
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "RecursionError"),
-        ("{{ '' }}", "wrote 0 characters"),
+        ("{{ '' }}", "wrote nothing"),
         ("{{ messages.nothing.here }}", "chat template"),
         (TOO_LONG, "has 599994 characters, too many for 8192 tokens"),
     ],
@@ -124,7 +134,8 @@ def test_tokens_are_those_of_a_run_alone(folder, attn_backend, window):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs = tiny.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [alone(tiny.model, prompt, params, window) for prompt in prompts]
-    assert [o.text for o in outputs] == [WORDS.decode(o.token_ids, skip_special_tokens=True) for o in outputs]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert WORDS.decode(prompt) + output.text == WORDS.decode(prompt + output.token_ids)
     assert tiny.engine.metrics.shared_tokens > 0
     assert window is not None or tiny.engine.metrics.preemptions > 0
     check_nothing_leaked(tiny.engine)
@@ -148,6 +159,36 @@ def test_parameters_by_default_are_those_that_the_checkpoint_recommends(folder):
         assert output.token_ids == alone(tiny.model, [5, 9, 33], SamplingParams(temperature=0.0, max_tokens=5))
     finally:
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize("named", ["generation_config.json", "config.json", "tokenizer"])
+def test_an_output_ends_at_the_end_that_any_file_names(named, tmp_path):
+    transformers_model("qwen3", seed=2, dtype=torch.float64).save_pretrained(tmp_path)
+    WORDS.save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    free = LLM(tmp_path, dtype="float64", device="cpu").generate([5, 9, 33], params)[0].token_ids
+    end = free[3]
+    for file in ("generation_config.json", "config.json"):
+        content = json.loads((tmp_path / file).read_text()) | {"eos_token_id": end if file == named else 60}
+        (tmp_path / file).write_text(json.dumps(content))
+    if named == "tokenizer":
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": f"w{end}"}))
+    output = LLM(tmp_path, dtype="float64", device="cpu").generate([5, 9, 33], params)[0]
+    assert output.token_ids == free[: free.index(end) + 1] and output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_template_of_a_stranger_is_rendered_in_another_process(trusted, tmp_path, monkeypatch):
+    save_tiny_model(tmp_path, [f"w{i}" for i in range(61)])
+    llm, asked = LLM(tmp_path, trust_remote_code=trusted, num_pages=8, page_size=16), []
+    worker = chat_template._worker(os.getpid())
+    monkeypatch.setattr(worker, "render", lambda request: asked.append(request) or "w5 w6")
+    messages = [{"role": "user", "content": "w5"}, {"role": "user", "content": "w6"}]
+    for engine in (llm, llm.with_options(num_pages=9)):
+        assert engine.chat_prompt(messages) == [5, 6]
+        assert engine.chat_prompt(messages, chat_template="w7") == [7]
+    assert len(asked) == (0 if trusted else 2)
 
 
 def test_another_engine_starts_from_the_options_as_they_were_given(folder):

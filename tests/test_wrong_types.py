@@ -60,14 +60,16 @@ for prompt in ([5, 9], (5, 9), range(5, 10, 4), np.array([5, 9]), torch.tensor([
 for prompts in (torch.tensor([[5, 9], [5, 9]]), np.array([[5, 9], [5, 9]]), [torch.tensor([5, 9]), np.array([5, 9])]):
     assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == [want] * 2
 # Neither.
-for prompts in (None, 5, 1.5, iter([5]), (token for token in [5]), {5}, {"a": 1}, {0: 5}, b"ab", bytearray(b"ab"),
+for prompts in (None, 5, 1.5, iter([5]), (token for token in [5]), {5}, b"ab", bytearray(b"ab"),
                 memoryview(b"ab"), torch.tensor(5), np.array(5), object()):
     refused(RequestError, "give text, token ids, or a list of prompts", llm.generate, prompts, GREEDY)
     refused(RequestError, "give text, token ids, or a list of prompts", llm.stream_batch, prompts, GREEDY)
+for prompts in ({}, {"a": 1}, {0: 5}, [{"prompt": None}], [{"prompt": "w5", "multi_modal_data": {}}]):
+    refused(RequestError, "prompt", llm.generate, prompts, GREEDY)
 # A prompt that is none, beside one that is.
-for prompt in (None, 7.5, iter([5]), {5}, {"a": 1}, b"ab", bytearray(b"ab"), torch.tensor(5), [1.5], ["w1"], [None],
+for prompt in (None, 7.5, iter([5]), {5}, b"ab", bytearray(b"ab"), torch.tensor(5), [1.5], ["w1"], [None],
                [True, False], [5, True], [[5]], torch.tensor([1.5]), np.array([True])):
-    good, bad = llm.generate([[5, 9], prompt], GREEDY)
+    good, bad = llm.generate([[5, 9], prompt], GREEDY, on_error="return")
     assert good.token_ids == want and bad.finish_reason == "error" and not bad.token_ids, prompt
     assert "text" in str(bad.error) and "list of token ids" in str(bad.error), bad.error
     refused(RequestError, "list of token ids", lambda: list(llm.stream(prompt, GREEDY)))

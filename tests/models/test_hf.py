@@ -310,13 +310,16 @@ def test_the_longest_sequence_is_the_model_s_or_the_pool_s(llama):
     # Past 32 tokens, one long sequence would change the rotations of all others.
     long = tiny("Phi3Config", rope_parameters=rope, original_max_position_embeddings=32)
     assert Inference(long, WORDS).engine.config.max_model_len == 32
+    assert "longrope" in HFModel(long).limit and not HFModel(llama).limit
+    with pytest.raises(ConfigError, match="longrope"):
+        Inference(long, WORDS, max_seq_length=64)
 
 
 def test_text_in_text_out_and_bad_requests_beside_good_ones(llama):
     inference = Inference(llama, WORDS, n_pages=8, page_size=2)
-    good, empty, long = inference.generate(["w5 w9 w33", "", [1] * 40], GREEDY)
+    good, empty, long = inference.generate(["w5 w9 w33", "", [1] * 40], GREEDY, on_error="return")
     assert good.prompt == "w5 w9 w33" and good.prompt_token_ids == [5, 9, 33]
-    assert good.text == WORDS.decode(good.token_ids)
+    assert good.prompt + good.text == WORDS.decode(good.prompt_token_ids + good.token_ids)
     assert [type(o.error) for o in (good, empty, long)] == [type(None), RequestError, RequestError]
     assert empty.finish_reason == long.finish_reason == "error"
     assert inference.generate("w5 w9 w33", GREEDY) == [good]

@@ -13,7 +13,7 @@ from rich.console import Console
 from mini_engine.engine import LLMEngine
 from mini_engine.models.base import CausalLM
 from mini_engine.observe.metrics import Metrics, weight_bytes_per_step
-from mini_engine.outputs import Piece, RequestOutput, StepReport
+from mini_engine.outputs import CompletionOutput, Piece, RequestOutput, StepReport
 from mini_engine.request import Request
 from mini_engine.roofline import Machine
 from mini_engine.sampling_params import SamplingParams
@@ -53,8 +53,8 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mini_engine.observe.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     prompts, decodes = report([4, 3], [4, 3], 0.5), report([1, 1], [6, 4], 0.25)
-    done = RequestOutput("", [5, 6, 7, 8], [7, 7], "", "length")
-    refused = RequestOutput("", [], [], "", "error")
+    done = RequestOutput("", [5, 6, 7, 8], [CompletionOutput(0, "", [7, 7], "length")])
+    refused = RequestOutput("", [], [CompletionOutput(0, "", [], "error")])
     for index, step, output in ((0, prompts, None), (1, prompts, None), (0, decodes, done), (1, decodes, None)):
         metrics.add(Piece(index, "", 1, output, step))
     metrics.add(Piece(2, "", 0, refused, None))

@@ -1,10 +1,13 @@
-"""From logits to tokens: penalty, filters, and sampling that depends only on a request's own seed.
+"""From logits to tokens: penalties, filters, and sampling that depends only on a request's own seed.
 
 Sampling adds Gumbel noise to the logits and takes the largest (Gumbel 1954; Maddison et al. 2014, "A* Sampling",
 section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of only (seed,
 position, token id), so a request gets the same noise in any batch, in any row and on any device (counter-based random
 numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its logits are the same only up to
 rounding: kernels are not batch-invariant.
+
+These are the functions of one step, in plain PyTorch. `sampler.py` keeps what the rows of the page table need from step
+to step, and runs the same computation in kernels on a GPU.
 """
 
 from collections.abc import Sequence
@@ -16,229 +19,115 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.transfer import HAS_TRITON, to_device
+from mini_engine.transfer import to_device
 
 MIN_TEMPERATURE = 1e-5  # below this, sample greedily: dividing by the temperature could overflow
 
-# The sampling parameters of one request, in the ranges that the sampler computes with.
-SAMPLING_DTYPE = np.dtype(
+# The numbers of one request, in the ranges that the sampler computes with: 12 words of 32 bits. `flags` and the counts
+# belong to `sampler.py`.
+RECORD_DTYPE = np.dtype(
     [
         ("temperature", np.float32),
-        ("top_k", np.int64),
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("top_k", np.int32),
+        ("flags", np.int32),
+        ("num_edits", np.int32),
+        ("num_bad_words", np.int32),
+        ("seed", np.int64),
     ]
 )
 
 
-def sampling_columns(params: Sequence[SamplingParams]) -> np.ndarray:
+def sampling_records(params: Sequence[SamplingParams], seeds: Sequence[int] | np.ndarray) -> np.ndarray:
     """Convert sampling parameters to a structured array, once for each request.
 
-    Values above or below the range of float32 become its largest or its smallest positive number.
+    Values above or below the range of float32 become its largest or its smallest positive number. A greedy request gets
+    no filters, because every filter keeps the largest logit.
 
     Args:
         params: parameters of each request.
+        seeds: seed of each request, any 64-bit integers.
 
     Returns:
-        [N] records of SAMPLING_DTYPE.
+        [N] records of RECORD_DTYPE.
     """
     limits = np.finfo(np.float32)
-    smallest, largest = float(limits.tiny), float(limits.max)
-
-    def in_range(x: float) -> float:
-        return min(max(x, smallest), largest) if x > 0 else 0.0
-
-    records = [
-        (
-            in_range(p.temperature) if p.temperature >= MIN_TEMPERATURE else 0.0,
-            min(p.top_k, 2**31),
-            *(in_range(x) for x in (p.top_p, p.min_p, p.repetition_penalty)),
-        )
-        for p in params
-    ]
-    return np.array(records, dtype=SAMPLING_DTYPE)
+    records = np.zeros(len(params), dtype=RECORD_DTYPE)
+    for record, own, seed in zip(records, params, seeds, strict=True):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(own, name)
+            record[name] = min(max(value, float(limits.tiny)), float(limits.max)) if value > 0 else 0.0
+        record["presence_penalty"], record["frequency_penalty"] = own.presence_penalty, own.frequency_penalty
+        record["top_k"], record["seed"] = min(own.top_k, 2**31 - 1), seed
+        if own.temperature < MIN_TEMPERATURE:
+            record["temperature"], record["top_k"], record["top_p"], record["min_p"] = 0.0, 0, 1.0, 0.0
+    return records
 
 
 @dataclass(frozen=True)
-class FilteredRows:
-    """Rows whose filters need the same amount of sorting.
-
-    Attributes:
-        rows: [F] their indices in the batch.
-        max_candidates: most logits that any of these rows needs sorted: 0 for none, -1 for the whole vocabulary.
-    """
-
-    rows: Int[Tensor, " F"]
-    max_candidates: int
-
-
-@dataclass
 class SamplingBatch:
-    """Sampling parameters of the R rows of logits of one step.
-
-    While the same requests run, only `positions` and `seen` change from one step to the next.
+    """What the R rows of logits of one step sample with.
 
     Attributes:
         temperature: [R] divides the logits; 0 takes the largest logit.
         top_k: [R] keep the k largest logits; 0 keeps all.
         top_p: [R] keep the smallest set of largest probabilities that reaches top_p; 1 keeps all.
         min_p: [R] keep tokens with at least min_p times the largest probability; 0 keeps all.
-        repetition_penalty: [R] divides positive and multiplies negative logits of tokens seen before; 1 does nothing.
         seeds: [R] seed of each request.
         positions: [R] position of the token to sample.
-        penalized_rows: [P] rows whose repetition penalty is not 1.
-        seen: [P, V] for each of `penalized_rows`, the tokens of its prompt and output so far; None if P is 0.
-        filters: the rows that some filter changes, in at most three groups; greedy rows are in no group.
-        all_greedy: every temperature is 0. A host-side flag: the CPU's sampler skips the noise.
     """
 
     temperature: Float[Tensor, " R"]
     top_k: Int[Tensor, " R"]
     top_p: Float[Tensor, " R"]
     min_p: Float[Tensor, " R"]
-    repetition_penalty: Float[Tensor, " R"]
     seeds: Int[Tensor, " R"]
     positions: Int[Tensor, " R"]
-    penalized_rows: Int[Tensor, " P"]
-    seen: Bool[Tensor, "P V"] | None
-    filters: tuple[FilteredRows, ...]
-    all_greedy: bool
 
     @classmethod
     def build(
         cls,
-        columns: np.ndarray,
+        params: Sequence[SamplingParams],
         seeds: Sequence[int] | np.ndarray,
         positions: Sequence[int] | np.ndarray,
-        seen: Bool[Tensor, "P V"] | None = None,
         device: torch.device | str = "cpu",
     ) -> "SamplingBatch":
-        """Upload the rows' parameters and find the rows that need more than a temperature.
+        """Upload the parameters of some requests.
 
         Args:
-            columns: [R] records of SAMPLING_DTYPE, from `sampling_columns`.
+            params: [R] parameters of the request of each row.
             seeds: [R] any 64-bit integers.
             positions: [R] position of the token that each row samples.
-            seen: see the class.
             device: device of the logits.
-
-        Raises:
-            ValueError: if `seen` does not have one row for each row with a repetition penalty.
         """
-        temperature, top_k = columns["temperature"], columns["top_k"]
-        (penalized_rows,) = np.nonzero(columns["repetition_penalty"] != 1)
-        if len(penalized_rows) != (0 if seen is None else len(seen)):
-            given = "is None" if seen is None else f"has {len(seen)} rows"
-            raise ValueError(f"{len(penalized_rows)} rows have a repetition penalty, but seen {given}")
-        arrays = {name: columns[name] for name in SAMPLING_DTYPE.names or ()} | {
-            "seeds": np.asarray(seeds, dtype=np.int64),
-            "positions": np.asarray(positions, dtype=np.int64),
-            "penalized_rows": penalized_rows,
-        }
-        # Number of largest logits that a row's filters need sorted; -1 for all. Each kind of row is filtered
-        # separately.
-        candidates = np.where(top_k > 0, top_k, np.where(columns["top_p"] < 1, -1, 0))
-        is_filtered = (temperature > 0) & ((candidates != 0) | (columns["min_p"] > 0))
-        groups = {
-            f"filtered rows, kind {kind}": np.flatnonzero(is_filtered & (np.sign(candidates) == kind))
-            for kind in (-1, 0, 1)
-        }
-        moved = to_device(arrays | groups, torch.device(device))
-        return cls(
-            **{name: moved[name] for name in arrays},
-            seen=seen,
-            filters=tuple(
-                FilteredRows(moved[name], max_candidates=int(candidates[rows].max()))
-                for name, rows in groups.items()
-                if len(rows)
-            ),
-            all_greedy=bool((temperature == 0).all()),
-        )
+        records = sampling_records(params, seeds)
+        columns = {name: records[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        columns |= {"seeds": records["seed"], "positions": np.asarray(positions, dtype=np.int64)}
+        return cls(**to_device(columns, torch.device(device)))
 
 
 def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
-    """Choose one token for each row.
+    """Choose one token for each row: draw from softmax(logits / temperature) after the filters.
 
     Args:
-        logits: [R, V] logits of the rows that sample.
+        logits: [R, V] logits of the rows that sample, left unchanged; tokens with a logit of -inf are never drawn.
         batch: their parameters.
 
     Returns:
-        [R] token ids. A row of NaN logits gives an arbitrary token.
+        [R] token ids, the lowest id if there are ties. A row of NaN logits gives an arbitrary token.
     """
-    logits = apply_filters(penalize_repetition(logits, batch), batch)
-    if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
-        from mini_engine.kernels import gumbel_argmax as kernels
-
-        return kernels.gumbel_argmax(logits, batch.temperature, batch.seeds, batch.positions)
-    if batch.all_greedy:
-        return logits.argmax(-1)
-    return gumbel_argmax(logits, batch.temperature, batch.seeds, batch.positions)
-
-
-def gumbel_argmax(
-    logits: Float[Tensor, "R V"],
-    temperature: Float[Tensor, " R"],
-    seeds: Int[Tensor, " R"],
-    positions: Int[Tensor, " R"],
-) -> Int[Tensor, " R"]:
-    """Draw each row's token from softmax(logits / temperature), or take the largest logit at temperature 0.
-
-    This is the reference for the kernel in `kernels/gumbel_argmax.py`.
-
-    Args:
-        logits: [R, V]; tokens with a logit of -inf are never drawn.
-        temperature: [R] 0 or more.
-        seeds: [R] any 64-bit integers.
-        positions: [R] position of the token to sample.
-
-    Returns:
-        [R] token ids, the lowest id if there are ties.
-    """
-    is_greedy = temperature == 0
-    scaled = logits / torch.where(is_greedy, 1, temperature)[:, None]
-    noise = gumbel_noise(seeds, positions, logits.shape[-1])
-    return torch.where(is_greedy, logits.argmax(-1), (scaled + noise).argmax(-1))
-
-
-def penalize_repetition(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tensor, "R V"]:
-    """Make tokens seen before less likely, in the rows that ask for it (Keskar et al. 2019, "CTRL", section 4.1).
-
-    Positive logits are divided by the penalty and negative ones multiplied, so that both decrease.
-
-    Args:
-        logits: [R, V], left unchanged.
-        batch: their parameters.
-
-    Returns:
-        [R, V] new logits, at least float32; `logits` itself if no row has a penalty.
-    """
-    if batch.seen is None:
-        return logits
-    rows = batch.penalized_rows
-    before, factor = logits[rows], batch.repetition_penalty[rows][:, None]
-    after = torch.where(batch.seen, torch.where(before > 0, before / factor, before * factor), before)
-    return logits.to(after.dtype).index_copy(0, rows, after)
-
-
-def apply_filters(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tensor, "R V"]:
-    """Set to -inf the logits that each row's filters remove.
-
-    Args:
-        logits: [R, V], not yet divided by the temperature; left unchanged.
-        batch: their parameters.
-
-    Returns:
-        [R, V] new logits; `logits` itself if no row has a filter.
-    """
-    filtered = logits.clone() if batch.filters else logits
-    for group in batch.filters:
-        rows = group.rows
-        scaled = logits[rows] / batch.temperature[rows][:, None]
-        kept = filter_logits(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows], group.max_candidates)
-        filtered[rows] = logits[rows].masked_fill(kept == -torch.inf, -torch.inf)
-    return filtered
+    is_greedy = batch.temperature == 0
+    best = logits.argmax(-1)
+    if not logits.is_cuda and is_greedy.all():  # on a GPU, the host would have to wait for the answer
+        return best
+    scaled = logits / torch.where(is_greedy, 1, batch.temperature)[:, None]
+    kept = filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p)
+    noise = gumbel_noise(batch.seeds, batch.positions, logits.shape[-1])
+    return torch.where(is_greedy, best, (kept + noise).argmax(-1))
 
 
 def filter_logits(
@@ -246,7 +135,6 @@ def filter_logits(
     top_k: Int[Tensor, " R"],
     top_p: Float[Tensor, " R"],
     min_p: Float[Tensor, " R"],
-    max_candidates: int,
 ) -> Float[Tensor, "R V"]:
     """Set to -inf the logits that top-k, top-p and min-p remove, in this order.
 
@@ -258,28 +146,65 @@ def filter_logits(
         top_k: [R] 0 keeps all.
         top_p: [R] 1 keeps all (nucleus sampling: Holtzman et al. 2020).
         min_p: [R] 0 keeps all (Nguyen et al. 2024).
-        max_candidates: most logits that any row needs sorted: 0 for none, -1 for the whole vocabulary.
 
     Returns:
         [R, V] the logits of kept tokens, -inf elsewhere. The largest logit is always kept.
     """
     # log(0) = -inf: a min_p of 0 keeps all.
     threshold = logits.amax(-1, keepdim=True) + min_p.log()[:, None]
-    if max_candidates:
-        vocab_size = logits.shape[-1]
-        k = vocab_size if max_candidates == -1 else min(max_candidates, vocab_size)
-        best = logits.topk(k).values
-        rank = torch.arange(k, device=logits.device)
-        in_top_k = (rank < top_k[:, None]) | (top_k == 0)[:, None]
-        weights = (best - best[:, :1]).exp().masked_fill(~in_top_k, 0)
-        cumulative = weights.cumsum(-1)
-        # Keep a candidate while the sum before it has not reached top_p of what top-k kept. A top_p of 1 keeps all
-        # candidates, even those whose weights are too small to change a float32 sum.
-        in_top_p = (cumulative - weights < top_p[:, None] * cumulative[:, -1:]) | (top_p == 1)[:, None]
-        last_kept = (in_top_k & in_top_p).sum(-1, keepdim=True).sub(1).clamp(min=0)  # NaN logits keep none
-        filters = ((top_k > 0) | (top_p < 1))[:, None]
-        threshold = torch.where(filters, torch.maximum(threshold, best.gather(-1, last_kept)), threshold)
+    is_ranked = (top_k > 0) | (top_p < 1)
+    if logits.is_cuda:  # whatever the parameters, the same kernels, without waiting for the device
+        ranked = _rank_threshold(logits, top_k, top_p, logits.shape[-1])
+        threshold = torch.where(is_ranked[:, None], torch.maximum(threshold, ranked), threshold)
+    elif is_ranked.any():  # sort only the rows that need it, and only as far as they need it
+        threshold, rows = threshold.clone(), is_ranked.nonzero()[:, 0]
+        k = logits.shape[-1] if (top_k[rows] == 0).any() else min(int(top_k.max()), logits.shape[-1])
+        ranked = _rank_threshold(logits[rows], top_k[rows], top_p[rows], k)
+        threshold[rows] = torch.maximum(threshold[rows], ranked)
     return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def _rank_threshold(
+    logits: Float[Tensor, "R V"], top_k: Int[Tensor, " R"], top_p: Float[Tensor, " R"], num_sorted: int
+) -> Float[Tensor, "R 1"]:
+    """Return the smallest logit that top-k and top-p keep, of rows that need at most `num_sorted` logits sorted."""
+    best = logits.topk(num_sorted).values
+    rank = torch.arange(num_sorted, device=logits.device)
+    in_top_k = (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    weights = (best - best[:, :1]).exp().masked_fill(~in_top_k, 0)
+    cumulative = weights.cumsum(-1)
+    # Keep a candidate while the sum before it has not reached top_p of what top-k kept. A top_p of 1 keeps all
+    # candidates, even those whose weights are too small to change a float32 sum.
+    in_top_p = (cumulative - weights < top_p[:, None] * cumulative[:, -1:]) | (top_p == 1)[:, None]
+    last_kept = (in_top_k & in_top_p).sum(-1, keepdim=True).sub(1).clamp(min=0)  # NaN logits keep none
+    return best.gather(-1, last_kept)
+
+
+def penalize(
+    logits: Float[Tensor, "R V"],
+    in_prompt: Bool[Tensor, "R V"],
+    counts: Int[Tensor, "R V"],
+    repetition_penalty: Float[Tensor, " R"],
+    presence_penalty: Float[Tensor, " R"],
+    frequency_penalty: Float[Tensor, " R"],
+) -> Float[Tensor, "R V"]:
+    """Make tokens that a request already has less likely.
+
+    The repetition penalty (Keskar et al. 2019, "CTRL", section 4.1) divides positive logits and multiplies negative
+    ones, so that both decrease. The other two penalties are subtracted.
+
+    Args:
+        logits: [R, V], left unchanged.
+        in_prompt: [R, V] whether the prompt has the token.
+        counts: [R, V] how often the output has it so far.
+        repetition_penalty: [R] for tokens of prompt and output; 1 does nothing.
+        presence_penalty: [R] for tokens of the output; 0 does nothing.
+        frequency_penalty: [R] for each time that the output has the token; 0 does nothing.
+    """
+    factor, occurs = repetition_penalty[:, None], counts > 0
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(in_prompt | occurs, repeated, logits)
+    return logits - frequency_penalty[:, None] * counts - presence_penalty[:, None] * occurs
 
 
 def gumbel_noise(seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab_size: int) -> Float[Tensor, "R V"]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from book.contiguous import ContiguousKVCache
@@ -16,7 +15,7 @@ from mini_engine.batch import StepBatch
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.request import Request, end_tokens
-from mini_engine.sampling import SamplingBatch, sampling_columns
+from mini_engine.sampler import Admission, Sampler
 from mini_engine.sampling_params import SamplingParams
 
 
@@ -79,6 +78,11 @@ def generate_steps(model: CausalLM, requests: Sequence[Request], attn_backend: s
     backend = create_backend(attn_backend, model.attention_specs, cache, parts)
     pages = {request: cache.allocate() for request in requests}
     computed = dict.fromkeys(requests, 0)
+    rows = {request: row for row, request in enumerate(requests)}
+    sampler = Sampler(len(requests), model.config.vocab_size, model.device, parts.sample)
+    sampler.enter(
+        [Admission(rows[r], r.params, r.seed, r.prompt_token_ids, end_token_ids=r.end_token_ids) for r in requests]
+    )
 
     running = sorted(requests, key=lambda r: len(r.token_ids) > 1)  # a prompt of one token is a decode
     while running:
@@ -91,17 +95,11 @@ def generate_steps(model: CausalLM, requests: Sequence[Request], attn_backend: s
             page_size=page_size,
             device=model.device,
         )
-        penalized = [r for r in running if r.params.repetition_penalty != 1]
-        sampling = SamplingBatch.build(
-            sampling_columns([r.params for r in running]),
-            [r.seed for r in running],
-            [len(r.token_ids) for r in running],
-            _seen_tokens(penalized, model) if penalized else None,
-            model.device,
-        )
         backend.plan(batch)
         hidden = model(batch.token_ids, batch.positions, backend)
-        samples = parts.sample(model.compute_logits(hidden[batch.logit_rows]), sampling).tolist()
+        logits = model.compute_logits(hidden[batch.logit_rows])
+        sampling_rows = torch.tensor([rows[r] for r in running], device=model.device)
+        samples = sampler.sample(logits, sampling_rows, batch.sampled_positions).tolist()
 
         for request, token in zip(running, samples, strict=True):
             computed[request] = len(request.token_ids)
@@ -118,11 +116,3 @@ def generate_steps(model: CausalLM, requests: Sequence[Request], attn_backend: s
             if request.finish_reason:
                 cache.free(pages.pop(request))
         running = [r for r in running if not r.finish_reason]
-
-
-def _seen_tokens(requests: Sequence[Request], model: CausalLM) -> torch.Tensor:
-    """[P, V] the tokens that each request has seen."""
-    seen = np.zeros((len(requests), model.config.vocab_size), dtype=bool)
-    for row, request in enumerate(requests):
-        seen[row, request.token_ids] = True
-    return torch.from_numpy(seen).to(model.device)

@@ -36,7 +36,7 @@ from mini_engine.llm import LLM, TextEngine, as_prompts
 from mini_engine.outputs import Prompt, RequestOutput
 from mini_engine.request import Context, PinnedPages, PlacedChunk, check_prompt
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.step_input import NO_COPIES, NO_ROWS, StepInput
+from mini_engine.step_input import NO_COPIES, StepInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -447,7 +447,7 @@ class ChunkMemory:
             token_source=None,
             pages=pages,
             page_positions=page_positions,
-            admitted=NO_ROWS,
+            admitted=(),
             copies=NO_COPIES,
             levels=tuple(levels),
         )

@@ -11,7 +11,7 @@ chapter 12.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,10 @@ from torch import Tensor
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, step_memory
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
-from mini_engine.sampling import SamplingBatch, sampling_columns
-from mini_engine.sampling_params import SamplingParams
 
 MAX_GRAPH_SIZE = 2**16  # requests; memory for a step of the largest graph is allocated at once
 MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
-Step = Callable[[StepBatch, SamplingBatch], Tensor]  # -> the sampled tokens
+Step = Callable[[StepBatch, Tensor], Tensor]  # the step and its rows of the page table -> the sampled tokens
 DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
 
 
@@ -86,23 +84,23 @@ class DecodeGraph:
     """A captured step. Besides its `StepBatch`, every replay reads the tensors below.
 
     Attributes:
-        sampling: input: the sampler's parameters of each request.
+        rows: input: the row of the page table of each request, from which the sampler reads its parameters.
+        padding_row: the row of the padding.
         replay: launches the step and returns its tokens, which the next replay overwrites.
-        loaded: the batch from which `sampling` was filled.
+        loaded: the tensor from which `rows` was filled.
     """
 
-    sampling: SamplingBatch
+    rows: Int[Tensor, " n"]
+    padding_row: int
     replay: Callable[[], Int[Tensor, " n"]]
-    loaded: SamplingBatch | None = None
+    loaded: Int[Tensor, " R"] | None = None
 
-    def load(self, sampling: SamplingBatch) -> None:
-        """Copy the sampler's parameters into the graph, unless the previous step had the same ones."""
-        if self.loaded is sampling:
-            return
-        size = len(sampling.seeds)
-        self.sampling.temperature[:size] = sampling.temperature
-        self.sampling.seeds[:size] = sampling.seeds
-        self.loaded = sampling
+    def load(self, rows: Int[Tensor, " R"]) -> None:
+        """Copy the rows into the graph, unless the previous step had the same ones."""
+        if self.loaded is not rows:
+            self.rows[: len(rows)] = rows
+            self.rows[len(rows) :] = self.padding_row
+            self.loaded = rows
 
 
 class DecodeGraphs:
@@ -115,6 +113,7 @@ class DecodeGraphs:
         page_size: tokens per page.
         pages_per_row: the most pages that one request can have.
         padding_page: the page of the padding.
+        padding_row: a row of the sampler that belongs to no request.
         num_buffers: number of steps whose arrays the host keeps, because their copies may not have ended.
         device: device that computes the steps.
         pad: pads a step to a size, as `pad_decodes` does.
@@ -133,13 +132,14 @@ class DecodeGraphs:
         page_size: int,
         pages_per_row: int,
         padding_page: int,
+        padding_row: int,
         num_buffers: int,
         device: torch.device,
         pad: Callable[[DecodeArrays, int, int], DecodeArrays] = pad_decodes,
     ) -> None:
         self.sizes, self._step, self._plan, self._device = sizes, step, plan, device
         self._page_size, self._pages_per_row = page_size, pages_per_row
-        self._padding_page, self._pad = padding_page, pad
+        self._padding_page, self._padding_row, self._pad = padding_page, padding_row, pad
         self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
         largest, on_gpu = max(sizes, default=0), device.type == "cuda"
         self._memory = step_memory(largest, self.page_capacity(largest), device)
@@ -173,19 +173,19 @@ class DecodeGraphs:
             self._graphs[size, groups] = self._capture(size, groups)
         return self._graphs[size, groups]
 
-    def run(self, graph: DecodeGraph, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
+    def run(self, graph: DecodeGraph, batch: StepBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " n"]:
         """Launch a step that has been padded to a graph's size.
 
         Args:
             graph: the graph of this size, returned by `get` before the step was built.
             batch: the step, with padding after its requests, in one of `buffers`.
-            sampling: the sampler's parameters of the requests, without the padding.
+            rows: the requests' rows of the page table, without the padding.
 
         Returns:
             The tokens of all requests, followed by those of the padding; the next step overwrites them.
         """
         self._plan(batch)
-        graph.load(sampling)
+        graph.load(rows)
         return graph.replay()
 
     def _capture(self, size: int, groups: tuple[int, ...]) -> DecodeGraph:
@@ -202,15 +202,9 @@ class DecodeGraphs:
         )
         for buffers in self.buffers:
             buffers.forget()
-        sampling = replace(
-            SamplingBatch.build(
-                sampling_columns([SamplingParams()] * size), [0] * size, [0] * size, device=self._device
-            ),
-            positions=batch.sampled_positions,
-            all_greedy=False,
-        )
+        rows = torch.full((size,), self._padding_row, device=self._device)
         self._plan(batch)
-        return DecodeGraph(sampling, self._record(lambda: self._step(batch, sampling)))
+        return DecodeGraph(rows, self._padding_row, self._record(lambda: self._step(batch, rows)))
 
     def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._device.type != "cuda":

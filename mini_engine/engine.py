@@ -28,7 +28,7 @@ from mini_engine.outputs import EngineMetrics, StepReport
 from mini_engine.parts import Parts
 from mini_engine.recovery import Recovery
 from mini_engine.request import Context, FinishReason, Request, check_prompt, end_tokens
-from mini_engine.sampling_params import SamplingParams
+from mini_engine.sampling_params import SamplingParams, check_tokens
 from mini_engine.scheduler import Scheduler
 
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -127,6 +127,10 @@ class LLMEngine:
             raise RequestError(f"params is a {type(params).__name__}; give SamplingParams")
         if params.stop:
             raise RequestError("the engine's core has no text to search: use LLM for stop strings, or stop_token_ids")
+        if params.bad_words and not params.bad_words_token_ids:
+            raise RequestError("the engine's core has no tokenizer: use LLM for bad_words, or bad_words_token_ids")
+        ends = end_tokens(params, self._eos_token_ids)
+        check_tokens(params, self.model.config.vocab_size, ends)
         if not isinstance(prompt_token_ids, ListLike):
             raise RequestError(f"the prompt is a {type(prompt_token_ids).__name__}; give a list of token ids")
         prompt = list(prompt_token_ids)
@@ -149,8 +153,8 @@ class LLMEngine:
                 prompt,
                 params,
                 seed=random.getrandbits(63) if params.seed is None else params.seed,
-                max_len=min(len(prompt) + params.max_tokens, self.config.max_model_len),
-                end_token_ids=end_tokens(params, self._eos_token_ids),
+                max_len=min(len(prompt) + (params.max_tokens or self.config.max_model_len), self.config.max_model_len),
+                end_token_ids=ends,
                 arrival=self._arrivals,
                 prefix=prefix,
                 context=() if prefix else context,

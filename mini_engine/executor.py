@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend
@@ -21,8 +21,8 @@ from mini_engine.config import ResolvedConfig
 from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
-from mini_engine.sampling import SAMPLING_DTYPE, SamplingBatch
-from mini_engine.step_input import AdmittedRows, SampledTokens, StepInput
+from mini_engine.sampler import Sampler
+from mini_engine.step_input import SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class LocalExecutor:
         parts: "Parts",
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
-        self._sample, self._persistent = parts.sample, persistent
-        self._device = model.device
+        self._persistent, self._device = persistent, model.device
+        self._sampler = Sampler(config.max_batch_size, model.config.vocab_size, self._device, parts.sample)
         self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
         self._graphs = DecodeGraphs(
             graph_sizes,
@@ -78,6 +78,7 @@ class LocalExecutor:
             page_size=cache.page_size,
             pages_per_row=-(-config.max_model_len // config.page_size),
             padding_page=cache.num_pages - 1,
+            padding_row=self._sampler.padding_row,
             num_buffers=config.pipeline_depth + 1,
             device=self._device,
             pad=parts.pad_decodes,
@@ -85,7 +86,8 @@ class LocalExecutor:
         # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
         self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
-        self._sampler = RowSampling(config.max_batch_size, model.config.vocab_size, self._device)
+        # Kept from step to step while they are the same.
+        self._host_rows, self._rows = b"", self._last_token
         self._host_levels: tuple[Level, ...] = ()
         self._levels: tuple[PrefixLevel, ...] = ()
 
@@ -95,17 +97,15 @@ class LocalExecutor:
         if len(step.copies):
             self.cache.copy_pages([(int(old), int(new)) for old, new in step.copies])
         self._sampler.enter(step.admitted)
-        rows = step.sampling_rows
-        sampling = self._sampler.batch(rows) if len(rows) else None
-        size = self._graph_size(step, sampling)
+        rows, size = self._rows_of(step.sampling_rows), self._graph_size(step)
         graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
         batch = self._build(step, size)
-        if graph and sampling:
-            tokens = self._graphs.run(graph, batch, sampling)[: len(rows)]
+        if graph:
+            tokens = self._graphs.run(graph, batch, rows)[: len(rows)]
         else:
             hidden = self._forward(batch)
-            tokens = self._sample_tokens(hidden, batch, sampling) if sampling else self._last_token[:0]
-        return self._keep(tokens)
+            tokens = self._sample(hidden, batch, rows) if len(rows) else self._last_token[:0]
+        return self._keep(tokens, rows)
 
     def collect(self, ticket: Ticket) -> SampledTokens:
         """Wait for a step and return the tokens that it sampled."""
@@ -128,23 +128,29 @@ class LocalExecutor:
         """Wait for the device to finish, then forget the requests of earlier steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._sampler.reset()
         for buffers in (*self._buffers, *self._graphs.buffers):
             buffers.forget()
 
-    def _graph_size(self, step: StepInput, sampling: SamplingBatch | None) -> int | None:
+    def _graph_size(self, step: StepInput) -> int | None:
         """Return the size of the graph that can run a step; None if there is none.
 
-        Every request decodes one token. No graph runs a step with filters or penalties, with queries that are rotated
-        for chunks, or with a level of many groups.
+        Every request decodes one token. No graph runs a step with queries that are rotated for chunks, or with a level
+        of many groups.
         """
-        if not step.is_decode or sampling is None or sampling.filters or sampling.seen is not None:
+        if not step.is_decode:
             return None
         if any(level.query_offsets is not None for level in step.levels):
             return None
         if any(level.padded_groups > MAX_GROUPS for level in self._upload(step)):
             return None
         return self._graphs.size_for(len(step.rows))
+
+    def _rows_of(self, rows: Int64[np.ndarray, " R"]) -> Int[Tensor, " R"]:
+        """Return rows on the device; the same tensor while they are the same rows."""
+        if self._host_rows != rows.tobytes():
+            # From pinned memory: a copy from other memory waits for the steps before it.
+            self._rows, self._host_rows = to_device({"rows": rows}, self._device)["rows"], rows.tobytes()
+        return self._rows
 
     def _upload(self, step: StepInput) -> tuple[PrefixLevel, ...]:
         """Return the levels of a step on the device; the same object while they are unchanged."""
@@ -186,94 +192,28 @@ class LocalExecutor:
         if not (self._persistent and batch.num_sequences == 1):
             self.backend.plan(batch)
 
-    def _decode(self, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
+    def _decode(self, batch: StepBatch, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
         if self._persistent and batch.num_sequences == 1:
             logits = self._persistent(batch, self._last_token)
         else:
             logits = self.model.compute_logits(self.model(batch.feed(self._last_token), batch.positions, self.backend))
-        return self._sample(logits, sampling)
+        return self._sampler.sample(logits, rows, batch.sampled_positions)
 
-    def _sample_tokens(self, hidden: Tensor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " R"]:
+    def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         """Sample one token for each row."""
         if batch.logit_rows.shape[0] < batch.num_tokens:
             hidden = hidden[batch.logit_rows]
-        sampling.positions = batch.sampled_positions
-        tokens = self._sample(self.model.compute_logits(hidden), sampling)
-        self._sampler.add(tokens)
-        return tokens
+        return self._sampler.sample(self.model.compute_logits(hidden), rows, batch.sampled_positions)
 
-    def _keep(self, tokens: Int[Tensor, " R"]) -> Ticket:
+    def _keep(self, tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"]) -> Ticket:
         """Write sampled tokens to `last_token`, and start copying them to the host."""
         on_gpu = tokens.is_cuda
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens
         if len(tokens):
-            keep_tokens(tokens, self._sampler.rows, self._last_token, host)
+            keep_tokens(tokens, rows, self._last_token, host)
         if not on_gpu:
             return Ticket(host, None)
         done = torch.cuda.Event()
         done.record()
         return Ticket(host, done)
-
-
-class RowSampling:
-    """The sampler's state of every row: its parameters, and the tokens that it has seen if a penalty needs them.
-
-    Args:
-        max_rows: rows of the page table.
-        vocab_size: tokens of the vocabulary.
-        device: device of the logits.
-
-    Attributes:
-        rows: [R] on the device. The rows of the last `batch`.
-    """
-
-    rows: Int[Tensor, " R"]
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._device, self._vocab_size = device, vocab_size
-        self._columns = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
-        self._seeds = np.zeros(max_rows, dtype=np.int64)
-        self._seen: Bool[Tensor, "rows V"] | None = None
-        self._true = torch.ones((), dtype=torch.bool, device=device)  # copying one to the device would wait for it
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the last batch."""
-        self._batch: SamplingBatch | None = None
-        self._batch_rows = b""
-
-    def enter(self, admitted: AdmittedRows) -> None:
-        """Store the parameters of rows that begin."""
-        if not len(admitted.rows):
-            return
-        self._batch = None
-        self._columns[admitted.rows], self._seeds[admitted.rows] = admitted.sampling, admitted.seeds
-        for row, token_ids in zip(admitted.rows.tolist(), admitted.token_ids, strict=True):
-            if len(token_ids):
-                if self._seen is None:
-                    size = len(self._seeds), self._vocab_size
-                    self._seen = torch.zeros(size, dtype=torch.bool, device=self._device)
-                self._seen[row] = False
-                self._seen[row, self._upload(token_ids).long()] = self._true
-
-    def batch(self, rows: Int64[np.ndarray, " R"]) -> SamplingBatch:
-        """Return the sampler's arguments for some rows; they are uploaded unless the last step had the same rows."""
-        if self._batch is None or self._batch_rows != rows.tobytes():
-            columns = self._columns[rows]
-            penalized = rows[columns["repetition_penalty"] != 1]
-            seen = None if self._seen is None or not len(penalized) else self._seen[self._upload(penalized)]
-            self._batch = SamplingBatch.build(columns, self._seeds[rows], np.zeros_like(rows), seen, self._device)
-            self.rows, self._batch_rows = self._upload(rows), rows.tobytes()
-        elif self._batch.seen is not None and self._seen is not None:
-            self._batch.seen = self._seen[self.rows[self._batch.penalized_rows]]
-        return self._batch
-
-    def add(self, token_ids: Int[Tensor, " R"]) -> None:
-        """Mark the tokens that the rows of the last batch sampled."""
-        if self._seen is not None:
-            self._seen[self.rows, token_ids] = self._true
-
-    def _upload(self, array: Int[np.ndarray, " n"]) -> Int[Tensor, " n"]:
-        """Copy an array to the device from pinned memory: a copy from other memory waits for the steps before it."""
-        return to_device({"array": array}, self._device)["array"]

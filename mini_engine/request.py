@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64
 
 from mini_engine.errors import MiniEngineError, RequestError
-from mini_engine.sampling import SAMPLING_DTYPE, sampling_columns
 from mini_engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -141,8 +140,6 @@ class Running:
         has_evicted: whether any request has ever had such tokens.
         max_len: most tokens of each request.
         end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
-        sampling: parameters of the sampler.
-        seed: seed of each request.
         admission: serial number of the admission that filled the row, to tell its request from earlier ones.
         requests: request of each row.
         num_contexts: number of rows whose request has a context.
@@ -158,8 +155,7 @@ class Running:
         self.context_len, self.num_evicted, self.max_len = column(), column(), column()
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
-        self.sampling = np.zeros(max_rows, dtype=SAMPLING_DTYPE)
-        self.seed, self.admission = column(), column()
+        self.admission = column()
         self.requests: list[Request | None] = [None] * max_rows
         self.num_contexts = 0
         self._rows: dict[Request, int] = {}
@@ -178,10 +174,9 @@ class Running:
             self.num_contexts += 1
             self.has_evicted = True
         self.max_len[row] = request.max_len
-        self.end_tokens += [np.full_like(self.seed, -1) for _ in range(len(ends) - len(self.end_tokens))]
+        self.end_tokens += [np.full_like(self.max_len, -1) for _ in range(len(ends) - len(self.end_tokens))]
         for i, of_rows in enumerate(self.end_tokens):
             of_rows[row] = ends[i] if i < len(ends) else -1
-        self.sampling[row], self.seed[row] = sampling_columns([request.params])[0], request.seed
         self._admissions += 1
         self.admission[row] = self._admissions
         self.requests[row] = request

@@ -241,7 +241,8 @@ class Sampler:
         slot = torch.arange(MAX_BAD_WORDS, device=logits.device)
         complete &= has[HAS_BAD_WORDS] & (slot < _column(records, "num_bad_words")[:, None])
         tokens = torch.cat([tokens, torch.where(complete, words[..., -1], 0).long()], dim=1)
-        banned = torch.zeros_like(adjusted, dtype=torch.int32).scatter_add(1, tokens, torch.cat([bans, complete], 1).int())
+        bans = torch.cat([bans, complete], dim=1).int()
+        banned = torch.zeros_like(adjusted, dtype=torch.int32).scatter_add(1, tokens, bans)
         forbidden = has[MASKED] & ~unpack_bits(self.allowed[rows], self.vocab_size)
         return adjusted.masked_fill(forbidden | (banned > 0), -torch.inf)
 

@@ -102,7 +102,8 @@ class SamplingParams:
             "bad_words": _strings("bad_words", self.bad_words),
             "stop_token_ids": _numbers("stop_token_ids", self.stop_token_ids or ()),
             "bad_words_token_ids": tuple(
-                _numbers("bad_words_token_ids", word) for word in _listed("bad_words_token_ids", self.bad_words_token_ids)
+                _numbers("bad_words_token_ids", word)
+                for word in _listed("bad_words_token_ids", self.bad_words_token_ids)
             ),
         }
         for name in SCALARS:

@@ -12,31 +12,11 @@ from jaxtyping import Bool, Int, Int32, Int64
 
 from mini_engine.attention.levels import Level
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.request import Running
-from mini_engine.sampling import SAMPLING_DTYPE
+from mini_engine.request import Request, Running
+from mini_engine.sampler import Admission
 from mini_engine.scheduler import Schedule
 
 NO_COPIES = np.zeros((0, 2), dtype=np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class AdmittedRows:
-    """What the sampler needs to know about the requests that a step admits.
-
-    Attributes:
-        rows: [A] rows that they occupy from now on.
-        sampling: [A] their sampling parameters, records of SAMPLING_DTYPE.
-        seeds: [A] their seeds.
-        token_ids: their tokens so far, empty if no penalty needs them.
-    """
-
-    rows: Int64[np.ndarray, " A"]
-    sampling: np.ndarray
-    seeds: Int64[np.ndarray, " A"]
-    token_ids: tuple[Int32[np.ndarray, " n"], ...]
-
-
-NO_ROWS = AdmittedRows(np.zeros(0, dtype=np.int64), np.zeros(0, SAMPLING_DTYPE), np.zeros(0, dtype=np.int64), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +33,7 @@ class StepInput:
         token_source: [T] row whose last sampled token is this token, or -1 if `token_ids` has it; None: all -1.
         pages: [P] pages of all requests, in order of position.
         page_positions: [P] position of each page's first key; None while every request has all its pages.
-        admitted: the requests that were admitted for this step.
+        admitted: what the sampler needs to know of the requests that were admitted for this step.
         copies: [C, 2] pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes and chunks that requests share; see `StepBatch`. The same object while they are unchanged.
     """
@@ -67,7 +47,7 @@ class StepInput:
     token_source: Int64[np.ndarray, " T"] | None
     pages: Int32[np.ndarray, " P"]
     page_positions: Int64[np.ndarray, " P"] | None
-    admitted: AdmittedRows
+    admitted: tuple[Admission, ...]
     copies: Int[np.ndarray, "C 2"]
     levels: tuple[Level, ...]
 
@@ -147,19 +127,14 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
         token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
         pages=pages.copy() if len(rows) == 1 else pages,  # of one row it is a view, which the next step changes
         page_positions=page_positions,
-        admitted=_admitted(schedule, running),
+        admitted=tuple(_admission(request, running) for request in schedule.admitted),
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
         levels=schedule.levels,
     )
 
 
-def _admitted(schedule: Schedule, running: Running) -> AdmittedRows:
-    if not schedule.admitted:
-        return NO_ROWS
-    rows = np.array([running.row_of(request) for request in schedule.admitted], dtype=np.int64)
-    sampling = running.sampling[rows]
-    tokens = [
-        running.tokens[row, : running.num_known[row]] if penalty != 1 else running.tokens[row, :0]
-        for row, penalty in zip(rows.tolist(), sampling["repetition_penalty"].tolist(), strict=True)
-    ]
-    return AdmittedRows(rows, sampling, running.seed[rows], tuple(own.copy() for own in tokens))
+def _admission(request: Request, running: Running) -> Admission:
+    row, num_prompt = running.row_of(request), len(request.prompt_token_ids)
+    assert row is not None, "admitted without a row"
+    output = running.tokens[row, num_prompt : running.num_known[row]].copy()
+    return Admission(row, request.params, request.seed, request.prompt_token_ids, output, request.end_token_ids)

@@ -27,7 +27,7 @@ from mini_engine.observe.trace import Token, TraceStep, Work
 from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
 from mini_engine.request import Request
-from mini_engine.sampling import SamplingBatch, sample, sampling_columns
+from mini_engine.sampling import SamplingBatch, penalize, sample
 from mini_engine.sampling_params import SamplingParams
 from tests.models.families import ListAttend, our_model, transformers_model
 
@@ -149,13 +149,21 @@ def alone(
         naive.step = [(0, computed, len(tokens) - computed)]
         hidden = model(torch.tensor(tokens[computed:]), torch.arange(computed, len(tokens)), naive)
         positions = list(range(len(tokens) - num + 1, len(tokens) + 1))
-        seen = None
-        if params.repetition_penalty != 1:
-            seen = torch.zeros(num, model.config.vocab_size, dtype=torch.bool)
-            for row, position in zip(seen, positions, strict=True):
-                row[tokens[:position]] = True
-        batch = SamplingBatch.build(sampling_columns([params] * num), [params.seed or 0] * num, positions, seen)
-        return sample(model.compute_logits(hidden[-num:]), batch).tolist()
+        logits = model.compute_logits(hidden[-num:])
+        names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        if any(getattr(params, name) != getattr(GREEDY, name) for name in names):
+            counts = torch.stack(
+                [
+                    torch.bincount(
+                        torch.tensor(tokens[len(prompt) : end], dtype=torch.long), minlength=model.config.vocab_size
+                    )
+                    for end in positions
+                ]
+            )
+            in_prompt = torch.zeros(num, model.config.vocab_size, dtype=torch.bool)
+            in_prompt[:, prompt] = True
+            logits = penalize(logits, in_prompt, counts, *(torch.full((num,), getattr(params, name)) for name in names))
+        return sample(logits, SamplingBatch.build([params] * num, [params.seed or 0] * num, positions)).tolist()
 
     if guess and (len(prompt) + len(guess) == longest or guess[-1] in ends) and not ends.intersection(guess[:-1]):
         tokens = [*prompt, *guess[:-1]]

@@ -23,7 +23,6 @@ from mini_engine.engine import LLMEngine
 from mini_engine.executor import LocalExecutor
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.config import ModelLimits
-from mini_engine.sampling import SamplingBatch
 from mini_engine.sampling_params import SamplingParams
 
 ROWS = (1, 32, 256)
@@ -134,6 +133,6 @@ def step_us(engine: LLMEngine, num_steps: int = TIMED_STEPS) -> float:
     return statistics.median(times) * 1e6
 
 
-def _replay_nothing(executor: LocalExecutor, batch: StepBatch, sampling: SamplingBatch) -> Int[Tensor, " n"]:
+def _replay_nothing(executor: LocalExecutor, batch: StepBatch, rows: Tensor) -> Int[Tensor, " n"]:
     """Return a token for each request without computing anything: its number in the batch."""
     return torch.arange(batch.num_sequences)

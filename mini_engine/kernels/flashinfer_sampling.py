@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mini_engine.kernels.fused_ops import gpu_parts
 from mini_engine.parts import Parts
-from mini_engine.sampling import SamplingBatch, penalize_repetition
+from mini_engine.sampling import SamplingBatch
 
 
 def parts() -> Parts:
@@ -35,21 +35,15 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     Returns:
         [R] token ids; greedy rows take the largest logit.
     """
-    logits = penalize_repetition(logits, batch)
     best = logits.argmax(-1)
-    if batch.all_greedy:
-        return best
     kernels, random = flashinfer.sampling, {"seed": batch.seeds, "offset": batch.positions}
     probs = kernels.softmax(logits, batch.temperature)  # a temperature of 0 gives a uniform distribution
-    if batch.filters:
-        vocab_size = logits.shape[1]
-        # A tensor even if all rows agree: for a number, FlashInfer takes a path that needs minutes to compile.
-        top_k = torch.where(batch.top_k > 0, batch.top_k, vocab_size).clamp(max=vocab_size)
-        probs = kernels.top_k_renorm_probs(probs, top_k)
-        # Rounding could drop tokens of rows without top-p.
-        nucleus = kernels.top_p_renorm_probs(probs, batch.top_p)
-        probs = torch.where((batch.top_p < 1)[:, None], nucleus, probs)
-        tokens = kernels.min_p_sampling_from_probs(probs, batch.min_p, **random)
-    else:
-        tokens = kernels.sampling_from_probs(probs, **random)
+    vocab_size = logits.shape[1]
+    # A tensor even if all rows agree: for a number, FlashInfer takes a path that needs minutes to compile.
+    top_k = torch.where(batch.top_k > 0, batch.top_k, vocab_size).clamp(max=vocab_size)
+    probs = kernels.top_k_renorm_probs(probs, top_k)
+    # Rounding could drop tokens of rows without top-p.
+    nucleus = kernels.top_p_renorm_probs(probs, batch.top_p)
+    probs = torch.where((batch.top_p < 1)[:, None], nucleus, probs)
+    tokens = kernels.min_p_sampling_from_probs(probs, batch.min_p, **random)
     return torch.where(batch.temperature == 0, best, tokens)

@@ -44,9 +44,9 @@ RECENT = tl.constexpr(MAX_BAD_WORD_LEN)
 def gumbel_argmax(
     sampler: "Sampler",
     logits: Float[Tensor, "R V"],
-    adjusted: Float32[Tensor, "R V"],
     rows: Int[Tensor, " R"],
     positions: Int[Tensor, " R"],
+    adjusted: Float32[Tensor, "R V"],
     maxima: Float32[Tensor, "R blocks"],
     thresholds: Float32[Tensor, " R"],
 ) -> Int[Tensor, " R"]:
@@ -55,9 +55,9 @@ def gumbel_argmax(
     Args:
         sampler: parameters and state of the rows.
         logits: [R, V] float16, bfloat16 or float32; tokens with a logit of -inf are never drawn.
-        adjusted: [R, V] read instead, in rows whose logits are adjusted.
         rows: [R] row of the page table of each row of logits.
         positions: [R] position of the token to sample.
+        adjusted: [R, V] read instead, in rows whose logits are adjusted.
         maxima: largest logit of each block of tokens, in rows with a filter.
         thresholds: [R] smallest logit that the filters keep, in rows with a filter.
 
@@ -169,10 +169,16 @@ def _argmax_of_splits(
         largest = threshold
         if (flags & FILTERED) != 0:
             place = start // 128 + part
-            largest = tl.max(tl.load(maxima + row * num_maxima + place, mask=place < num_maxima, other=float("-inf")), 0)
+            of_blocks = tl.load(maxima + row * num_maxima + place, mask=place < num_maxima, other=float("-inf"))
+            largest = tl.max(of_blocks, 0)
         if not (largest < threshold):
             logit = load_logits(
-                row_logits, row_adjusted, (flags & ADJUSTED) != 0, start + lane, start + lane < vocab_size, float("-inf")
+                row_logits,
+                row_adjusted,
+                (flags & ADJUSTED) != 0,
+                start + lane,
+                start + lane < vocab_size,
+                float("-inf"),
             )
             if (flags & FILTERED) != 0:
                 logit = tl.where(logit < threshold, float("-inf"), logit)

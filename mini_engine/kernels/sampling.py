@@ -78,6 +78,25 @@ def sample(
         [R] token ids, the lowest id if there are ties. NaN logits are never chosen; a row of only NaN gives token 0.
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    return gumbel_argmax(sampler, logits, rows, positions, *adjust_and_filter(sampler, logits, rows, positions))
+
+
+def adjust_and_filter(
+    sampler: "Sampler", logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> tuple[Float32[Tensor, "R V"], Float32[Tensor, "R blocks"], Float32[Tensor, " R"]]:
+    """Adjust the logits, and find out which of them the filters keep.
+
+    Args:
+        sampler: the parameters and the state of the rows.
+        logits: [R, V] with a stride of 1 between tokens, left unchanged.
+        rows: [R] row of the page table of each.
+        positions: [R] position of the token to sample.
+
+    Returns:
+        The adjusted logits, the largest logit of each block, and the smallest logit that the filters keep. The first
+        are defined only in rows with an adjustment, the second only in rows with a filter; without one, the last is
+        -inf.
+    """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     adjusted = logits.new_empty(num_rows, vocab_size, dtype=torch.float32)
@@ -128,7 +147,7 @@ def sample(
         TILE=TILE,
         num_warps=8,
     )
-    return gumbel_argmax(sampler, logits, adjusted, rows, positions, maxima, thresholds)
+    return adjusted, maxima, thresholds
 
 
 @triton.jit
@@ -161,7 +180,9 @@ def _adjust_and_summarize(
     flags = tl.load(record + FLAGS)
     row_logits, row_adjusted = logits + index * row_stride, adjusted + index * vocab_size
     mask_words = (vocab_size + 31) // 32
-    row_counts, row_prompt, row_allowed = counts + row * vocab_size, in_prompt + row * mask_words, allowed + row * mask_words
+    row_counts = counts + row * vocab_size
+    row_prompt, row_allowed = in_prompt + row * mask_words, allowed + row * mask_words
+    row_edits, row_bad_words = edits + row * EDITS_OF_ROW * 3, bad_words + row * BAD_WORDS_OF_ROW * RECENT
     for chunk in range(CHUNKS):
         start = (split * CHUNKS + chunk) * (BLOCKS * BLOCK)
         if (flags & ADJUSTED) != 0:
@@ -173,20 +194,14 @@ def _adjust_and_summarize(
             end = tl.minimum(start + BLOCKS * BLOCK, vocab_size)
             if (flags & EDITED) != 0:
                 tl.debug_barrier()  # other threads may have written the tokens below
-                position, num_edits = tl.load(positions + index), tl.load(record + NUM_EDITS)
-                for first in range(0, num_edits, BLOCK):
-                    slot = first + tl.arange(0, BLOCK)
-                    edit = edits + (row * EDITS_OF_ROW + slot) * 3
-                    token = tl.load(edit, mask=slot < num_edits, other=NO_TOKEN)
-                    here = (token >= start) & (token < end)
-                    logit = tl.load(row_logits + token, mask=here, other=0.0).to(tl.float32)
-                    logit += tl.load(edit + 1, mask=here, other=0).to(tl.float32, bitcast=True)
-                    logit = _penalized(logit, token, here, record, flags, row_counts, row_prompt, row_allowed)
-                    logit = tl.where(position < tl.load(edit + 2, mask=here, other=0), float("-inf"), logit)
-                    tl.store(row_adjusted + token, logit, mask=here)
+                position = tl.load(positions + index)
+                _edit(
+                    row_logits, row_adjusted, start, end, record, flags,
+                    row_counts, row_prompt, row_allowed, row_edits, position, BLOCK,
+                )  # fmt: skip
             if (flags & HAS_BAD_WORDS) != 0:
                 tl.debug_barrier()
-                _ban(row_adjusted, start, end, record, bad_words + row * BAD_WORDS_OF_ROW * RECENT, recent + row * RECENT, tl.load(positions + index))
+                _ban(row_adjusted, start, end, record, row_bad_words, recent + row * RECENT, tl.load(positions + index))
             tl.debug_barrier()
         if (flags & FILTERED) != 0:
             token = start + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -218,6 +233,25 @@ def _penalized(logit, token, inside, record, flags, counts, in_prompt, allowed):
         word = tl.load(allowed + token // 32, mask=inside, other=0)
         logit = tl.where(((word >> (token % 32)) & 1) != 0, logit, float("-inf"))
     return logit
+
+
+@triton.jit
+@no_type_check
+def _edit(
+    logits, adjusted, start, end, record, flags, counts, in_prompt, allowed, edits, position, BLOCK: tl.constexpr
+):
+    """Adjust the tokens with a bias, or that are forbidden up to a position, again from the start."""
+    num_edits = tl.load(record + NUM_EDITS)
+    for first in range(0, num_edits, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        edit = edits + slot * 3
+        token = tl.load(edit, mask=slot < num_edits, other=NO_TOKEN)
+        here = (token >= start) & (token < end)
+        logit = tl.load(logits + token, mask=here, other=0.0).to(tl.float32)
+        logit += tl.load(edit + 1, mask=here, other=0).to(tl.float32, bitcast=True)
+        logit = _penalized(logit, token, here, record, flags, counts, in_prompt, allowed)
+        logit = tl.where(position < tl.load(edit + 2, mask=here, other=0), float("-inf"), logit)
+        tl.store(adjusted + token, logit, mask=here)
 
 
 @triton.jit
@@ -270,8 +304,8 @@ def _find_thresholds(
         row_candidates = candidates + index * CAPACITY
         is_adjusted = (flags & ADJUSTED) != 0
         shift = tl.where(is_adjusted, 0, EXACT_BITS)  # keys of logits as the model wrote them end in zeros
-        temperature, top_p, min_p = load_float(record + TEMPERATURE), load_float(record + TOP_P), load_float(record + MIN_P)
-        top_k = tl.load(record + TOP_K)
+        top_k, top_p, min_p = tl.load(record + TOP_K), load_float(record + TOP_P), load_float(record + MIN_P)
+        temperature = load_float(record + TEMPERATURE)
         scale = 1.4426950408889634 / temperature
         block = tl.arange(0, MAX_BLOCKS)
         exists = block < num_blocks
@@ -285,9 +319,8 @@ def _find_thresholds(
             bound = tl.full((), float("-inf"), tl.float32)
             total = tl.full((), 0.0, tl.float32)
             if top_k == 0:
-                total = tl.sum(
-                    tl.load(sums + index * num_blocks + block, mask=exists, other=0.0) * _weight(maximum, largest, scale), 0
-                )
+                of_blocks = tl.load(sums + index * num_blocks + block, mask=exists, other=0.0)
+                total = tl.sum(of_blocks * _weight(maximum, largest, scale), 0)
                 bound = largest + tl.log2((1.0 - top_p) * total / vocab_size) / scale
             elif top_k <= num_blocks:
                 low = _key(tl.min(tl.where(exists, maximum, float("inf")), 0), shift)
@@ -337,7 +370,18 @@ def _find_thresholds(
 @triton.jit
 @no_type_check
 def _bisect(
-    target, low, high, shift, values, row_logits, is_float32, num, largest, scale, WEIGHTED: tl.constexpr, TILE: tl.constexpr
+    target,
+    low,
+    high,
+    shift,
+    values,
+    row_logits,
+    is_float32,
+    num,
+    largest,
+    scale,
+    WEIGHTED: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Return the key of the largest logit from which on the mass reaches the target, between two keys."""
     while low < high:

@@ -31,7 +31,6 @@ from mini_engine.decode_graphs import DecodeGraph, DecodeGraphs
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts, default_parts
-from mini_engine.sampling import SamplingBatch
 from tests.attention.greedy import TINY, check_near_greedy
 from tests.attention.prefix_steps import Step, in_pages, prefixed, steps
 from tests.attention.stepping import error_of_narrow_keys, full_cache, narrow
@@ -558,9 +557,9 @@ def test_an_engines_captured_levels_change_no_token(name: str, depth: int, monke
     replayed: list[tuple[int, int, int]] = []
     run = DecodeGraphs.run
 
-    def spied(graphs: DecodeGraphs, graph: DecodeGraph, batch: StepBatch, sampling: SamplingBatch) -> torch.Tensor:
-        replayed.append((batch.num_sequences, len(sampling.seeds), len(batch.levels)))
-        return run(graphs, graph, batch, sampling)
+    def spied(graphs: DecodeGraphs, graph: DecodeGraph, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
+        replayed.append((batch.num_sequences, len(rows), len(batch.levels)))
+        return run(graphs, graph, batch, rows)
 
     monkeypatch.setattr(DecodeGraphs, "run", spied)
     gpu = torch.device("cuda")

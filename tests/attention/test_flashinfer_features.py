@@ -14,7 +14,8 @@ from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask
 from mini_engine.attention.state import AttentionState, attention_state, merge_states
 from mini_engine.batch import StepBatch
 from mini_engine.rope import RopeConfig, inverse_frequencies, rope_tables
-from mini_engine.sampling import filter_logits, gumbel_argmax
+from mini_engine.sampling import SamplingBatch, filter_logits, sample
+from mini_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -192,7 +193,7 @@ def check_frequencies(tokens: Tensor, probs: Tensor) -> None:
 def filtered(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """The probabilities that our filters leave."""
     arguments = (torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
-    return filter_logits(logits[None], *arguments, max_candidates=-1)[0].softmax(0)
+    return filter_logits(logits[None], *arguments)[0].softmax(0)
 
 
 @pytest.fixture
@@ -235,8 +236,9 @@ def test_a_token_of_flashinfer_depends_on_its_row_and_ours_does_not(
 ) -> None:
     """Sixty-four rows with the same distribution and the same seed."""
     numbers = {"dtype": torch.int64, "device": "cuda"}
-    seeds, positions = torch.full((64,), 7, **numbers), torch.full((64,), 11, **numbers)
+    seeds = torch.full((64,), 7, **numbers)
     theirs = flashinfer.sampling_from_probs(probs[:64], seed=seeds, offset=torch.zeros(64, **numbers))
-    ours = gumbel_argmax(logits.expand(64, -1).cuda(), torch.ones(64, device="cuda"), seeds, positions)
+    batch = SamplingBatch.build([SamplingParams()] * 64, [7] * 64, [11] * 64, "cuda")
+    ours = sample(logits.expand(64, -1).cuda(), batch)
     assert len(set(theirs.tolist())) > 1
     assert len(set(ours.tolist())) == 1

@@ -19,7 +19,7 @@ from mini_engine.loading.checkpoint import load_tokenizer, open_checkpoint
 from mini_engine.models.hf import HFModel
 from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
-from mini_engine.sampling import SamplingBatch, apply_filters, sampling_columns
+from mini_engine.sampling import SamplingBatch, filter_logits
 from tests.helpers import WORDS, check_nothing_leaked
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
 
@@ -102,8 +102,8 @@ def test_without_parameters_it_samples_where_generate_of_transformers_does(chang
     ids = torch.tensor([PROMPTS[2]])
     how = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     output = theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)
-    batch = SamplingBatch.build(sampling_columns([params]), [0], [ids.shape[1]])
-    ours = (apply_filters(output.logits[0], batch) / params.temperature).softmax(-1)
+    batch = SamplingBatch.build([params], [0], [ids.shape[1]])
+    ours = filter_logits(output.logits[0] / params.temperature, batch.top_k, batch.top_p, batch.min_p).softmax(-1)
     torch.testing.assert_close(ours, output.scores[0].softmax(-1))
     assert params == replace(SamplingParams(), **{"top_k": 50} | changes)
 

@@ -286,17 +286,17 @@ def test_a_failed_request_leaves():
     from mini_engine.parts import Parts
     from mini_engine.sampling import sample
 
-    def fail_for_penalties(logits, batch):
-        if batch.seen is not None:
+    def fail_for_the_hot(logits, batch):
+        if (batch.temperature == 99).any():
             raise ArithmeticError("no")
         return sample(logits, batch)
 
     trace = Trace()
     engine = make_engine(
-        double_model("llama"), replace(Parts(), sample=fail_for_penalties), trace.record, num_pages=8, page_size=4
+        double_model("llama"), replace(Parts(), sample=fail_for_the_hot), trace.record, num_pages=8, page_size=4
     )
     engine.add_request("good", [3, 4], GREEDY)
-    engine.add_request("bad", [5, 6], replace(GREEDY, repetition_penalty=1.5))
+    engine.add_request("bad", [5, 6], replace(GREEDY, temperature=99.0))
     while engine.has_unfinished:
         engine.step()
     assert [step.left for step in trace.steps if step.left] == [{"bad": "error"}]

@@ -100,7 +100,7 @@ class SamplingParams:
         checked: dict[str, Any] = {
             "stop": _strings("stop", self.stop),
             "bad_words": _strings("bad_words", self.bad_words),
-            "stop_token_ids": _numbers("stop_token_ids", self.stop_token_ids or ()),
+            "stop_token_ids": _numbers("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids),
             "bad_words_token_ids": tuple(
                 _numbers("bad_words_token_ids", word)
                 for word in _listed("bad_words_token_ids", self.bad_words_token_ids)

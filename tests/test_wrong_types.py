@@ -29,9 +29,25 @@ def refused(error, message, function, *args, **options):
 
 for name, value in [
     ("temperature", "hot"), ("temperature", None), ("top_p", "x"), ("min_p", [0]), ("repetition_penalty", True),
-    ("top_k", 1.5), ("max_tokens", "9"), ("stop", None), ("stop", [5]), ("stop_token_ids", 5), ("seed", 0.5),
+    ("top_k", 1.5), ("max_tokens", "9"), ("stop", [5]), ("stop_token_ids", 5), ("seed", 0.5), ("n", None),
+    ("top_k", True), ("top_k", np.float64(2)), ("top_p", torch.ones(1)), ("seed", np.bool_(True)), ("ignore_eos", 1),
+    ("logit_bias", [1]), ("allowed_token_ids", 5), ("bad_words", [5]), ("logprobs", "1"), ("min_tokens", None),
 ]:
-    refused(RequestError, f"{name} is {value!r}", SamplingParams, **{name: value})
+    refused(RequestError, name, SamplingParams, **{name: value})
+for bias in ({1.5: 1.0}, {1: "x"}, {"1": 1.0}):
+    refused(RequestError, "logit_bias", SamplingParams, logit_bias=bias)
+
+# Numbers of NumPy and PyTorch are numbers; a wrong type is told apart from a wrong range.
+plain = SamplingParams(
+    top_k=5, temperature=0.5, seed=7, stop_token_ids=[3], logit_bias={3: 2.0}, max_tokens=9, allowed_token_ids=[1, 2]
+)
+assert plain == SamplingParams(
+    top_k=np.int64(5), temperature=torch.tensor(0.5), seed=torch.tensor(7), stop_token_ids=np.array([3]),
+    logit_bias={np.int32(3): np.float64(2)}, max_tokens=np.uint8(9), allowed_token_ids=torch.tensor([1, 2]),
+)
+assert {type(value) for value in (plain.top_k, plain.temperature, plain.stop_token_ids[0])} == {int, float}
+refused(RequestError, "whole number", SamplingParams, top_k=1.5)
+refused(RequestError, "0 or -1", SamplingParams, top_k=np.int64(-2))
 
 # Integers may be too large for a float, and too long to print.
 for name in ("temperature", "top_p", "min_p", "repetition_penalty"):

@@ -189,20 +189,17 @@ def filter_logits(
     raise NotImplementedError
 
 
-# Given: Gumbel noise [R, V] that is a function of (seed, position, token id), and the
-# penalty for tokens that occurred, which returns new logits, or the same ones if no row
-# has a penalty.
+# Given: Gumbel noise [R, V] that is a function of (seed, position, token id).
 gumbel_noise = sampling.gumbel_noise
-penalize_repetition = sampling.penalize_repetition
 
 
 def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:
     """Choose one token for each row, by the parameters of that row.
 
-    The repetition penalty (`penalize_repetition(logits, batch)`) comes first, in every
-    row. A row with temperature 0 takes the largest logit of the result. Any other row
-    divides by its temperature, applies `filter_logits` with batch.top_k, batch.top_p
-    and batch.min_p, and draws from the softmax of what is left.
+    A row with temperature 0 takes the largest logit. Any other row divides by its
+    temperature, applies `filter_logits` with batch.top_k, batch.top_p and batch.min_p,
+    and draws from the softmax of what is left. Penalties and biases are not your task:
+    the engine has already changed the logits where a request asks for it.
 
     A row's token depends on its logits, parameters, seed and position, and on nothing
     else: not on the other rows, not on its index in the batch, not on earlier calls.
@@ -218,9 +215,8 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " 
     Example: a greedy row, and a row whose only candidate is its largest logit.
 
         >>> from mini_engine import SamplingParams
-        >>> from mini_engine.sampling import sampling_columns
         >>> params = [SamplingParams(temperature=0.0), SamplingParams(top_k=1)]
-        >>> batch = SamplingBatch.build(sampling_columns(params), [1, 2], [7, 9])
+        >>> batch = SamplingBatch.build(params, [1, 2], [7, 9])
         >>> sample(torch.tensor([[0.1, 0.9, 0.0], [2.0, 1.0, 0.0]]), batch).tolist()
         [1, 0]
     """

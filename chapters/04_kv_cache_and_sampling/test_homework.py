@@ -16,7 +16,7 @@ from mini_engine import LLM, Parts
 from mini_engine.attention.backend import create_backend
 from mini_engine.batch import StepBatch
 from mini_engine.roofline import Machine, ModelShape
-from mini_engine.sampling import SamplingBatch, sampling_columns
+from mini_engine.sampling import SamplingBatch
 from mini_engine.sampling_params import SamplingParams
 
 EXERCISES = [
@@ -680,18 +680,12 @@ def test_random_filters(hw: Homework) -> None:
 # sample -------------------------------------------------------------------------------------------------------------
 
 
-def build(
-    params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], seen: Tensor | None = None
-) -> SamplingBatch:
-    return SamplingBatch.build(sampling_columns(params), seeds, positions, seen)
-
-
 def draw(
     hw: Homework, logits: Tensor, params: SamplingParams, seeds: Sequence[int], positions: Sequence[int]
 ) -> Tensor:
     """Tokens of one row of logits under many seeds and positions."""
     times = len(seeds)
-    got = hw.sample(logits.expand(times, -1).clone(), build([params] * times, seeds, positions))
+    got = hw.sample(logits.expand(times, -1).clone(), SamplingBatch.build([params] * times, seeds, positions))
     assert_close(got, got.new_zeros(times) if isinstance(got, Tensor) else torch.zeros(times).long(), atol=math.inf)
     return got
 
@@ -717,14 +711,14 @@ FIVE = torch.tensor([[0.4, 0.05, 0.3, 0.1, 0.15]]).log() + 2.0
 @check("sample", mistake="a temperature of 0 takes the token with the largest logit")
 def test_greedy(hw: Homework) -> None:
     logits = torch.randn(6, 20)
-    got = hw.sample(logits.clone(), build([SamplingParams(temperature=0.0)] * 6, range(6), range(6)))
+    got = hw.sample(logits.clone(), SamplingBatch.build([SamplingParams(temperature=0.0)] * 6, range(6), range(6)))
     assert_values(got, logits.argmax(-1))
 
 
 @check("sample", mistake="temperature 0 is the argmax itself, not a small temperature with noise")
 def test_greedy_among_close_logits(hw: Homework) -> None:
     logits = 1.0 + 1e-6 * torch.stack([torch.randperm(20) for _ in range(40)])
-    got = hw.sample(logits.clone(), build([SamplingParams(temperature=0.0)] * 40, range(40), range(40)))
+    got = hw.sample(logits.clone(), SamplingBatch.build([SamplingParams(temperature=0.0)] * 40, range(40), range(40)))
     assert_values(got, logits.argmax(-1))
 
 
@@ -754,7 +748,7 @@ def test_filters_come_after_the_temperature(hw: Homework) -> None:
 def test_rows_have_their_own_parameters(hw: Homework) -> None:
     logits = FIVE.expand(300, -1).clone()
     params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=1)] * 100
-    tokens = hw.sample(logits, build(params, range(300), range(300)))
+    tokens = hw.sample(logits, SamplingBatch.build(params, range(300), range(300)))
     assert_values(tokens[0::3], torch.zeros(100).long(), name="the tokens of greedy rows")
     assert_values(tokens[2::3], torch.zeros(100).long(), name="the tokens of rows with top_k = 1")
     assert len(set(tokens[1::3].tolist())) > 2, "sampled rows next to greedy ones all take the same token"
@@ -803,56 +797,23 @@ def test_the_rest_of_the_batch_does_not_matter(hw: Homework) -> None:
     kinds = (SamplingParams(), SamplingParams(temperature=0.7, top_k=5), SamplingParams(top_p=0.8))
     params = [kinds[row % 3] for row in range(rows)]
     seeds, positions = list(range(50, 50 + rows)), [row % 7 for row in range(rows)]
-    together = hw.sample(logits.clone(), build(params, seeds, positions))
+    together = hw.sample(logits.clone(), SamplingBatch.build(params, seeds, positions))
     order = torch.randperm(rows).tolist()
     shuffled = hw.sample(
-        logits[order], build([params[i] for i in order], [seeds[i] for i in order], [positions[i] for i in order])
+        logits[order], SamplingBatch.build([params[i] for i in order], [seeds[i] for i in order], [positions[i] for i in order])
     )
     assert_values(shuffled, together[order], name="the batch in another order")
     for i in range(rows):
-        alone = hw.sample(logits[i : i + 1].clone(), build(params[i : i + 1], seeds[i : i + 1], positions[i : i + 1]))
+        alone = hw.sample(logits[i : i + 1].clone(), SamplingBatch.build(params[i : i + 1], seeds[i : i + 1], positions[i : i + 1]))
         assert_values(alone, together[i : i + 1], name=f"row {i} alone")
-
-
-@check("sample", mistake="the repetition penalty comes before temperature and filters, for greedy rows as well")
-def test_repetition_penalty(hw: Homework) -> None:
-    """Rows with a penalty alternate with rows without one: `seen` has rows only for those with a penalty."""
-    seen = torch.tensor([[True, False, False, False, False]])
-    penalized = FIVE.clone()
-    penalized[0, 0] /= 20.0  # FIVE is positive at token 0
-    greedy = SamplingParams(temperature=0.0, repetition_penalty=20.0)
-    batch = build([SamplingParams(temperature=0.0), greedy], [1, 1], [1, 1], seen)
-    got = hw.sample(FIVE.expand(2, -1).clone(), batch)
-    assert_values(got, torch.stack([FIVE.argmax(), penalized.argmax()]), name="the greedy tokens without and with it")
-    params = SamplingParams(repetition_penalty=20.0, top_k=2)
-    batch = build([SamplingParams(), params] * DRAWS, range(2 * DRAWS), range(2 * DRAWS), seen.expand(DRAWS, -1))
-    tokens = hw.sample(FIVE.expand(2 * DRAWS, -1).clone(), batch)
-    kept = penalized.masked_fill(torch.tensor([[True, True, False, True, False]]), -math.inf)
-    assert_follows(kept[0].softmax(-1), tokens[1::2])
-    assert_follows(FIVE[0].softmax(-1), tokens[0::2])
-
-
-@check("sample", mistake="you apply the penalty twice: penalize_repetition does all of it")
-def test_the_penalty_counts_once(hw: Homework) -> None:
-    logits = FIVE + 3.0
-    once = logits.clone()
-    once[0, 0] /= 1.2
-    seen = torch.tensor([[True, False, False, False, False]]).expand(DRAWS, -1)
-    batch = build([SamplingParams(repetition_penalty=1.2)] * DRAWS, range(DRAWS), range(DRAWS), seen)
-    assert_follows(once[0].softmax(-1), hw.sample(logits.expand(DRAWS, -1).clone(), batch))
-    # Divided by 1.05 once, token 0 is still the largest; divided twice, it is not.
-    greedy = build([SamplingParams(temperature=0.0, repetition_penalty=1.05)], [1], [1], seen[:1])
-    assert_values(hw.sample(logits.clone(), greedy), logits.argmax(-1), name="the greedy token")
 
 
 @check("sample", mistake="you modified the logits that you were given: `/=` writes into them")
 def test_sample_leaves_the_logits(hw: Homework) -> None:
-    logits, seen = FIVE.expand(3, -1).clone(), torch.tensor([[True, False, True, False, False]])
+    logits = FIVE.expand(3, -1).clone()
     before = logits.clone()
-    plain = [SamplingParams(temperature=0.5), SamplingParams(top_k=2), SamplingParams(temperature=0.0)]
-    hw.sample(logits, build(plain, range(3), range(3)))
-    assert_equal(logits, before, name="logits")
-    hw.sample(logits, build([*plain[:2], SamplingParams(repetition_penalty=2.0)], range(3), range(3), seen))
+    params = [SamplingParams(temperature=0.5), SamplingParams(top_k=2), SamplingParams(temperature=0.0)]
+    hw.sample(logits, SamplingBatch.build(params, range(3), range(3)))
     assert_equal(logits, before, name="logits")
 
 

@@ -140,8 +140,8 @@ def test_more_candidates_than_fit_are_searched_in_place(device: str, monkeypatch
 
     monkeypatch.setattr(kernels, "CAPACITY", 64)
     logits = torch.randn(1100, generator=torch.Generator().manual_seed(5))
-    for given in ({"top_p": 0.9}, {"top_k": 400}, {"top_k": 400, "logit_bias": {3: 2.0}}):
-        assert_kept(logits, Admission(2, SamplingParams(**given), 1, [0]), device)
+    for own in ({"top_p": 0.9}, {"top_k": 400}, {"top_k": 400, "logit_bias": {3: 2.0}}):
+        assert_kept(logits, Admission(2, SamplingParams(**own), 1, [0]), device)
 
 
 @pytest.mark.parametrize("num_programs", [1, 3])
@@ -241,8 +241,8 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 def test_a_large_vocabulary(rows: int, dtype: torch.dtype) -> None:
     vocab_size = 151_936
     logits = (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    for given in (*FILTERS, {}, {"temperature": 0.0}, {"presence_penalty": 1.0, "logit_bias": {5: 30.0}, "top_k": 9}):
-        admitted = [Admission(row, SamplingParams(**given), 2**40 * row, [1]) for row in range(rows)]
+    for own in (*FILTERS, {}, {"temperature": 0.0}, {"presence_penalty": 1.0, "logit_bias": {5: 30.0}, "top_k": 9}):
+        admitted = [Admission(row, SamplingParams(**own), 2**40 * row, [1]) for row in range(rows)]
         tokens = launch(entered(admitted, vocab_size, "cuda"), logits, range(rows), [1] * rows)
         for one, row, token in zip(admitted, logits, tokens, strict=True):
             assert_sampled(token, adjusted(row.tolist(), one, []), one, 1)

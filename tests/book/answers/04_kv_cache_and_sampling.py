@@ -556,10 +556,8 @@ def filtered_in_place(logits, top_k, top_p, min_p):
 # sample -------------------------------------------------------------------------------------------------------------
 
 
-def sampled(logits, batch, *, seeds=None, positions=None, temperature=None, noise=None, filters=True, penalty=True):
+def sampled(logits, batch, *, seeds=None, positions=None, temperature=None, noise=None, filters=True):
     """The reference with one thing changed, from which the wrong answers below are made."""
-    if penalty:
-        logits = reference.penalize_repetition(logits, batch)
     temperature = batch.temperature if temperature is None else temperature
     scaled = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
     if filters:
@@ -571,7 +569,6 @@ def sampled(logits, batch, *, seeds=None, positions=None, temperature=None, nois
 
 
 def kept_probabilities(logits, batch):
-    logits = reference.penalize_repetition(logits, batch)
     scaled = logits / batch.temperature.clamp(min=1e-9)[:, None]
     greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     filtered_ones = reference.filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p).softmax(-1)
@@ -696,44 +693,8 @@ def keyed_by_row(logits, batch):
     return sampled(logits, batch, positions=batch.positions * 1000 + rows)
 
 
-@wrong("sample", fails="test_repetition_penalty")
-def penalty_forgotten(logits, batch):
-    return sampled(logits, batch, penalty=False)
-
-
-@wrong("sample", fails="test_repetition_penalty")
-def penalty_after_the_filters(logits, batch):
-    if batch.seen is None or batch.all_greedy:
-        return sampled(logits, batch)
-    kept = reference.filter_logits(logits, batch.top_k, batch.top_p, batch.min_p)
-    return sampled(kept, batch, filters=False)
-
-
-@wrong("sample", fails="test_the_penalty_counts_once")
-def penalty_twice(logits, batch):
-    return sampled(reference.penalize_repetition(logits, batch), batch)
-
-
-@wrong("sample", fails="test_the_penalty_counts_once")
-def penalty_twice_in_greedy_rows(logits, batch):
-    twice = reference.penalize_repetition(reference.penalize_repetition(logits, batch), batch)
-    return torch.where(batch.temperature == 0, twice.argmax(-1), sampled(logits, batch))
-
-
-@wrong("sample", fails="test_repetition_penalty")
-def penalty_for_the_first_rows(logits, batch):
-    """`seen` read as if it had a row for each row of logits."""
-    if batch.seen is None:
-        return sampled(logits, batch)
-    n = len(batch.seen)
-    factor = batch.repetition_penalty[batch.penalized_rows][:, None]
-    head = torch.where(batch.seen, torch.where(logits[:n] > 0, logits[:n] / factor, logits[:n] * factor), logits[:n])
-    return sampled(torch.cat([head, logits[n:]]), batch, penalty=False)
-
-
 @wrong("sample", fails="test_sample_leaves_the_logits")
 def divided_in_place(logits, batch):
-    logits = reference.penalize_repetition(logits, batch)
     greedy = logits.argmax(-1)
     logits /= torch.where(batch.temperature == 0, 1.0, batch.temperature)[:, None]
     kept = reference.filter_logits(logits, batch.top_k, batch.top_p, batch.min_p)

@@ -152,12 +152,20 @@ def load_parts(path: str) -> "Parts":
     return parts
 
 
+# Fields that are of no use on a command line, or whose values cannot be written there.
+NO_OPTIONS = {"n", "logprobs", "prompt_logprobs", "logit_bias", "bad_words_token_ids", "detokenize"}
+
+
 def _options_of(cls: type) -> list[inspect.Parameter]:
     """Return an option for each field of a dataclass, described as in its docstring."""
     described = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
     helps = {name: " ".join(text.split()) for name, text in described}
     hints = typing.get_type_hints(cls)
-    return [_option(field.name, _option_type(hints[field.name]), helps.get(field.name)) for field in fields(cls)]
+    return [
+        _option(field.name, _option_type(hints[field.name]), helps.get(field.name))
+        for field in fields(cls)
+        if field.name not in NO_OPTIONS
+    ]
 
 
 def _option(name: str, kind: Any, help: str | None) -> inspect.Parameter:

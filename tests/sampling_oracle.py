@@ -1,4 +1,4 @@
-"""Sampling in float64, one row and one token at a time: the oracle of the samplers."""
+"""Sampling in float64, one row and one token at a time: the oracle of the samplers; and requests to try it on."""
 
 import math
 from collections import Counter
@@ -6,9 +6,62 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from mini_engine.sampler import Admission
 from mini_engine.sampling import MIN_TEMPERATURE, gumbel_noise
+from mini_engine.sampling_params import SamplingParams
+
+END = 3
+
+
+@st.composite
+def params(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
+    """Any mixture of everything that changes logits."""
+    tokens = st.integers(0, vocab_size - 1)
+
+    def maybe(*values: object) -> st.SearchStrategy:
+        return st.sampled_from([values[0], *values])
+
+    words = st.lists(tokens, min_size=1, max_size=3)
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.0])),
+        top_k=draw(maybe(0, 1, 3, 7, vocab_size - 1, vocab_size, 10**12)),
+        top_p=draw(maybe(1.0, 0.9, 0.5, 0.01, 0.999)),
+        min_p=draw(maybe(0.0, 0.05, 0.5, 1.0)),
+        repetition_penalty=draw(maybe(1.0, 1.3, 0.7)),
+        presence_penalty=draw(maybe(0.0, 0.5, -2.0)),
+        frequency_penalty=draw(maybe(0.0, 0.25, -1.0)),
+        min_tokens=draw(maybe(0, 2, 5)),
+        logit_bias=draw(maybe(None, {}) | st.dictionaries(tokens, st.sampled_from([-50.0, 1.5, 20.0]), max_size=5)),
+        bad_words_token_ids=draw(st.just(()) | st.lists(words, max_size=4)),
+        allowed_token_ids=draw(st.none() | st.lists(tokens, min_size=1, max_size=vocab_size)),
+    )
+
+
+@st.composite
+def admissions(draw: st.DrawFn, vocab_size: int, max_rows: int = 5) -> list[Admission]:
+    """Requests in any rows; some have been preempted and have an output already."""
+    tokens = st.integers(0, vocab_size - 1)
+    rows = draw(st.lists(st.integers(0, 6), unique=True, min_size=1, max_size=max_rows))
+    return [
+        Admission(
+            row,
+            draw(params(vocab_size)),
+            draw(st.sampled_from([0, 7, 2**40, -(2**62)])),
+            draw(st.lists(tokens, min_size=1, max_size=4)),
+            draw(st.just([]) | st.lists(tokens, max_size=40)),
+            (END,),
+        )
+        for row in rows
+    ]
+
+
+def rough_logits(rows: int, vocab_size: int, seed: int) -> torch.Tensor:
+    """Logits with ties, and some of -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab_size, generator=generator) * 3 * 2).round() / 2
+    return logits.masked_fill(torch.rand(rows, vocab_size, generator=generator) < 0.1, -torch.inf)
 
 
 def adjusted(logits: Sequence[float], one: Admission, output: Sequence[int]) -> np.ndarray:

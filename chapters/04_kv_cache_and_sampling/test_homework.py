@@ -800,11 +800,14 @@ def test_the_rest_of_the_batch_does_not_matter(hw: Homework) -> None:
     together = hw.sample(logits.clone(), SamplingBatch.build(params, seeds, positions))
     order = torch.randperm(rows).tolist()
     shuffled = hw.sample(
-        logits[order], SamplingBatch.build([params[i] for i in order], [seeds[i] for i in order], [positions[i] for i in order])
+        logits[order],
+        SamplingBatch.build([params[i] for i in order], [seeds[i] for i in order], [positions[i] for i in order]),
     )
     assert_values(shuffled, together[order], name="the batch in another order")
     for i in range(rows):
-        alone = hw.sample(logits[i : i + 1].clone(), SamplingBatch.build(params[i : i + 1], seeds[i : i + 1], positions[i : i + 1]))
+        alone = hw.sample(
+            logits[i : i + 1].clone(), SamplingBatch.build(params[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
+        )
         assert_values(alone, together[i : i + 1], name=f"row {i} alone")
 
 

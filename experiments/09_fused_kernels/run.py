@@ -328,7 +328,8 @@ def short_name(name: str) -> str:
 
 def kernel_rows(model: CausalLM, setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:
     """Time of each kernel of a decode step, as the profiler records it, beside the bound of its bytes."""
-    from mini_engine.kernels.gumbel_argmax import gumbel_argmax
+    from mini_engine.sampler import Admission, Sampler
+    from mini_engine.sampling_params import SamplingParams
 
     rows = []
     shape, size, num_layers = shape_of(model.config), setting.dtype.itemsize, len(model.layers)
@@ -337,7 +338,10 @@ def kernel_rows(model: CausalLM, setting: Setting, machine: Machine, device: tor
         costs = kernel_costs(shape, num_tokens, setting.keys, size)
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         hidden = torch.randn(num_tokens, shape.hidden_size, device=device).to(setting.dtype)
-        logits, warm = model.compute_logits(hidden), torch.full((num_tokens,), 0.6, device=device)
+        logits, sampler = model.compute_logits(hidden), Sampler(num_tokens, shape.vocab_size, device)
+        warm = SamplingParams(temperature=0.6)
+        sampler.enter([Admission(row, warm, seed=0, prompt_token_ids=[0]) for row in range(num_tokens)])
+        all_rows = torch.arange(num_tokens, device=device)
         # The product of 16-bit numbers writes float32.
         head = linear_cost(num_tokens, shape.hidden_size, shape.vocab_size, size) + Cost(0, logits.numel() * (4 - size))
         sampling = Cost(0, logits.nbytes)
@@ -352,8 +356,13 @@ def kernel_rows(model: CausalLM, setting: Setting, machine: Machine, device: tor
                 [("LM head", head)],
             ),
             "sampler": (
-                lambda logits=logits, warm=warm, ids=ids: gumbel_argmax(logits, warm, ids, ids),
-                [("argmax of splits", sampling), ("argmax of rows", Cost(0, 0))],
+                lambda sampler=sampler, logits=logits, rows=all_rows, ids=ids: sampler.sample(logits, rows, ids),
+                [
+                    ("adjust and summarize", Cost(0, 0)),  # no row asks for either
+                    ("find thresholds", Cost(0, 0)),
+                    ("argmax of splits", sampling),
+                    ("argmax of rows", Cost(0, 0)),
+                ],
             ),
         }
         for rung in rungs_for(num_tokens, device):

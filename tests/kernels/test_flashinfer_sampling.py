@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.cli_options import load_parts
-from mini_engine.sampling import SamplingBatch, apply_filters, sample, sampling_columns
+from mini_engine.sampling import SamplingBatch, filter_logits, sample
 from mini_engine.sampling_params import SamplingParams
 from tests.attention import fake_flashinfer
 
@@ -51,7 +51,12 @@ def sampler(device: str) -> ModuleType:
 
 def a_batch(params: list[SamplingParams], device: str, position: int = 7, seed: int = 1) -> SamplingBatch:
     seeds = [seed * 1000 + row for row in range(len(params))]
-    return SamplingBatch.build(sampling_columns(params), seeds, [position] * len(params), device=device)
+    return SamplingBatch.build(params, seeds, [position] * len(params), device=device)
+
+
+def filtered(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    scaled = logits / torch.where(batch.temperature == 0, 1, batch.temperature)[:, None]
+    return filter_logits(scaled, batch.top_k, batch.top_p, batch.min_p)
 
 
 def some_logits(num_rows: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,7 +79,7 @@ def test_a_filtered_token_is_never_drawn(sampler: ModuleType, device: str) -> No
     logits = some_logits(len(params), device)
     # The token at the edge of top-p may be on either side of it: the sums of probabilities are rounded.
     generous = a_batch([SamplingParams(**vars(p) | {"top_p": min(1.0, p.top_p + 1e-4)}) for p in params], device)
-    kept = apply_filters(logits, generous) > -torch.inf
+    kept = filtered(logits, generous) > -torch.inf
     drawn = set()
     for position in range(50):
         tokens = sampler.sample(logits, a_batch(params, device, position))
@@ -88,12 +93,11 @@ def test_frequencies_are_the_probabilities(sampler: ModuleType, device: str, par
     """Pearson's statistic over the tokens that are expected often enough, and one class for all others."""
     num_rows, positions = 512, range(40)
     logits = (some_logits(1, device) / 2).expand(num_rows, -1).contiguous()
-    batch = a_batch([params] * num_rows, device)
-    kept = apply_filters(logits[:1], a_batch([params], device))
-    expected = torch.softmax(kept[0].double() / params.temperature, 0) * num_rows * len(positions)
+    kept = filtered(logits[:1], a_batch([params], device))
+    expected = torch.softmax(kept[0].double(), 0) * num_rows * len(positions)
     counts = torch.zeros_like(expected)
     for position in positions:
-        batch.positions = torch.full_like(batch.positions, position)
+        batch = a_batch([params] * num_rows, device, position)
         counts += torch.bincount(sampler.sample(logits, batch), minlength=VOCAB_SIZE)
     often = expected >= 20
     classes = [(counts[often], expected[often])]
@@ -104,14 +108,6 @@ def test_frequencies_are_the_probabilities(sampler: ModuleType, device: str, par
     assert freedom >= 5
     # Mean and variance of the chi-square distribution are k and 2 k; the seeds are fixed.
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
-
-
-def test_repetition_penalties_come_first(sampler: ModuleType, device: str) -> None:
-    params = SamplingParams(temperature=0.0, repetition_penalty=10.0)
-    logits = torch.tensor([[5.0, 4.0, 1.0]], device=device)
-    seen = torch.tensor([[True, False, False]], device=device)
-    batch = SamplingBatch.build(sampling_columns([params]), [0], [3], seen, device)
-    assert sampler.sample(logits, batch).tolist() == [1]
 
 
 def test_the_parts_can_be_named(sampler: ModuleType) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mini_engine.sampler import Admission, Sampler
 from mini_engine.sampling_params import SamplingParams
-from tests.sampling_oracle import adjusted, assert_sampled, kept
-from tests.test_sampler import admissions, rough_logits
+from tests.sampling_oracle import adjusted, admissions, assert_sampled, kept, rough_logits
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

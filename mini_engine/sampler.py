@@ -9,6 +9,7 @@ CUDA graph serves every mixture of parameters. Explained in chapter 04; the grap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -182,18 +183,31 @@ class Sampler:
         Returns:
             [R] token ids. A row of NaN logits gives an arbitrary token.
         """
-        if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON and self._sample is sampling.sample:
+        adjust = self.adjust
+        if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
             from mini_engine.kernels import sampling as kernels
 
-            return kernels.sample(self, logits, rows, positions)
+            if self._sample is sampling.sample:
+                return kernels.sample(self, logits, rows, positions)
+            adjust = partial(kernels.adjust, self)
         records = self.records[rows]
-        batch = self.batch(records, positions)
-        tokens = self._sample(self.adjust(logits, rows, positions), batch)
+        tokens = self._sample(adjust(logits, rows, positions), self.batch(records, positions))
         self.recent[rows, positions % MAX_BAD_WORD_LEN] = tokens.int()
         is_counted = (_column(records, "flags") & PENALIZED) != 0
         counts = self.counts[rows, tokens]
         self.counts[rows, tokens] = torch.where(is_counted, counts.clamp(max=2**15 - 2) + 1, counts)
         return tokens
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile the kernels for any number of rows; only the power of two above it makes a difference.
+
+        Args:
+            dtype: dtype of the logits.
+        """
+        logits = torch.zeros(self.padding_row, self.vocab_size, dtype=dtype, device=self._device)
+        rows = torch.full((self.padding_row,), self.padding_row, device=self._device)
+        for size in sorted({self.padding_row, *(2**i for i in range(self.padding_row.bit_length()))}):
+            self.sample(logits[:size], rows[:size], torch.zeros_like(rows[:size]))
 
     def batch(self, records: Int32[Tensor, "R words"], positions: Int[Tensor, " R"]) -> SamplingBatch:
         """Return the columns of some records."""

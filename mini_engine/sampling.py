@@ -55,16 +55,16 @@ def sampling_records(params: Sequence[SamplingParams], seeds: Sequence[int] | np
     Returns:
         [N] records of RECORD_DTYPE.
     """
-    limits = np.finfo(np.float32)
     records = np.zeros(len(params), dtype=RECORD_DTYPE)
-    for record, own, seed in zip(records, params, seeds, strict=True):
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(own, name)
-            record[name] = min(max(value, float(limits.tiny)), float(limits.max)) if value > 0 else 0.0
-        record["presence_penalty"], record["frequency_penalty"] = own.presence_penalty, own.frequency_penalty
-        record["top_k"], record["seed"] = min(own.top_k, 2**31 - 1), seed
-        if own.temperature < MIN_TEMPERATURE:
-            record["temperature"], record["top_k"], record["top_p"], record["min_p"] = 0.0, 0, 1.0, 0.0
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        values = np.array([getattr(own, name) for own in params])
+        tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+        records[name] = np.where(values > 0, values.clip(tiny, largest), values)
+    records["top_k"] = [min(own.top_k, 2**31 - 1) for own in params]
+    records["seed"] = seeds
+    is_greedy = np.array([own.temperature < MIN_TEMPERATURE for own in params])
+    for name, value in {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}.items():
+        records[name][is_greedy] = value
     return records
 
 

@@ -128,7 +128,7 @@ def load_float(word):
     return tl.load(word).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])  # which are parts of larger tensors
 @no_type_check
 def _argmax_of_splits(
     logits,
@@ -205,7 +205,7 @@ def _argmax_of_splits(
     tl.store(best_tokens + place, best_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
 @no_type_check
 def _argmax_of_rows(
     best_scores,

@@ -81,6 +81,23 @@ def sample(
     return gumbel_argmax(sampler, logits, rows, positions, *adjust_and_filter(sampler, logits, rows, positions))
 
 
+def adjust(
+    sampler: "Sampler", logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> Float32[Tensor, "R V"]:
+    """Compute `Sampler.adjust` on a GPU: new logits, with the changes that each row asks for.
+
+    Args:
+        sampler: the parameters and the state of the rows.
+        logits: [R, V] float16, bfloat16 or float32, left unchanged.
+        rows: [R] row of the page table of each.
+        positions: [R] position of the token to sample.
+    """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    adjusted, _, _ = adjust_and_filter(sampler, logits, rows, positions)
+    is_adjusted = (sampler.records[rows, FLAGS.value] & tables.ADJUSTED) != 0
+    return torch.where(is_adjusted[:, None], adjusted, logits.float())
+
+
 def adjust_and_filter(
     sampler: "Sampler", logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> tuple[Float32[Tensor, "R V"], Float32[Tensor, "R blocks"], Float32[Tensor, " R"]]:
@@ -150,7 +167,7 @@ def adjust_and_filter(
     return adjusted, maxima, thresholds
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])  # which are parts of larger tensors
 @no_type_check
 def _adjust_and_summarize(
     logits,
@@ -211,7 +228,7 @@ def _adjust_and_summarize(
             largest = tl.max(logit, 1)  # ignores NaN
             place = start // BLOCK + tl.arange(0, BLOCKS)
             tl.store(maxima + index * num_blocks + place, largest, mask=place < num_blocks)
-            if tl.load(record + TOP_K) == 0:
+            if (tl.load(record + TOP_K) == 0) & (load_float(record + TOP_P) < 1):
                 scale = 1.4426950408889634 / load_float(record + TEMPERATURE)
                 weight = _weight(logit, largest[:, None], scale)
                 tl.store(sums + index * num_blocks + place, tl.sum(weight, 1), mask=place < num_blocks)
@@ -272,7 +289,7 @@ def _ban(adjusted, start, end, record, bad_words, recent, position):
         tl.store(adjusted + token, tl.full((16,), float("-inf"), tl.float32), mask=is_banned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 @no_type_check
 def _find_thresholds(
     logits,

@@ -87,7 +87,7 @@ class LocalExecutor:
         self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
         self._num_launched = 0
         # Kept from step to step while they are the same.
-        self._host_rows, self._rows = b"", self._last_token
+        self._host_rows, self._rows = b"", self._last_token[:0]
         self._host_levels: tuple[Level, ...] = ()
         self._levels: tuple[PrefixLevel, ...] = ()
 

@@ -75,7 +75,8 @@ def check_token_ids(folder: Path, vocab_size: int) -> None:
             continue
         content = read_json(folder / name, MAX_TOKENIZER_BYTES)
         model, added = content.get("model"), content.get("added_tokens")
-        vocabulary = model.get("vocab") if isinstance(model, Mapping) else content
+        is_vocabulary = name in ("vocab.json", "added_tokens.json")
+        vocabulary = content if is_vocabulary else model.get("vocab") if isinstance(model, Mapping) else None
         ids = [
             *(vocabulary.values() if isinstance(vocabulary, Mapping) else ()),
             *(token.get("id") for token in (added if isinstance(added, list) else ()) if isinstance(token, Mapping)),

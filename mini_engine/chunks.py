@@ -32,8 +32,9 @@ from torch import Tensor
 from mini_engine.chunk_file import read_chunk, write_chunk
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ChunkError, ChunkFileError, ConfigError, RequestError, check_positive
-from mini_engine.llm import LLM, TextEngine, as_prompts
+from mini_engine.llm import LLM, OnError, TextEngine
 from mini_engine.outputs import Prompt, RequestOutput
+from mini_engine.prompts import as_prompts
 from mini_engine.request import Context, PinnedPages, PlacedChunk, check_prompt
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.step_input import NO_COPIES, StepInput
@@ -514,6 +515,8 @@ class ChunkedLLM:
         chunks: ListLike[str] | ListLike[ListLike[str]],
         prompt: Prompt | ListLike[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None = None,
+        *,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Generate one output for each prompt, after registered chunks.
 
@@ -521,18 +524,18 @@ class ChunkedLLM:
             chunks: names of chunks, in the order in which they come before the prompt; or such a list for each prompt.
             prompt: a text or a list of token ids, or several of them.
             params: for all prompts, or one for each; default the model's.
+            on_error: "raise" the error of a prompt that cannot be served, or "return" it and serve the others.
 
         Returns:
-            One output for each prompt, in order. Its `prompt_token_ids` begin with those of the chunks. If several
-            prompts are given, one that cannot be served has `finish_reason="error"`.
+            One output for each prompt, in order. Its `prompt_token_ids` begin with those of the chunks.
 
         Raises:
-            RequestError: if the only prompt cannot be served, or the numbers of prompts, chunk lists and params differ.
-            ChunkError: if a chunk of the only prompt is not registered, or cannot be used at its position.
+            RequestError: if a prompt cannot be served, or the numbers of prompts, chunk lists and params differ.
+            ChunkError: if a chunk of a prompt is not registered, or cannot be used at its position.
         """
-        prompts, is_one = as_prompts(prompt)
+        prompts = as_prompts(prompt)
         contexts = [partial(self.memory.context, names) for names in _lists(chunks, len(prompts))]
-        return self.llm.generate(prompts[0] if is_one else prompts, params, contexts)
+        return self.llm.generate(prompts, params, contexts, on_error=on_error)
 
     def stream(
         self, chunks: ListLike[str], prompt: Prompt, params: SamplingParams | None = None

@@ -108,7 +108,7 @@ class TextEngine:
         """
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error is {on_error!r}; give 'raise' or 'return'")
-        several = as_prompts(prompts if prompt_token_ids is None else prompt_token_ids)[0]
+        several = as_prompts(prompts if prompt_token_ids is None else prompt_token_ids)
         outputs: dict[int, RequestOutput] = {}
         pieces = self._pieces(several, sampling_params, contexts, each_step=False, on_error=on_error)
         with closing(pieces), tqdm(total=len(several), desc="prompts", disable=not use_tqdm) as bar:
@@ -158,7 +158,7 @@ class TextEngine:
         Raises:
             RequestError: if the numbers of prompts, parameters and contexts differ.
         """
-        return self._pieces(as_prompts(prompts)[0], sampling_params, contexts, each_step=True, on_error="return")
+        return self._pieces(as_prompts(prompts), sampling_params, contexts, each_step=True, on_error="return")
 
     def chat(
         self,
@@ -211,7 +211,6 @@ class TextEngine:
     def tokens_of(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt; see `prompts.encode`."""
         longest = self.engine.config.max_model_len
-        assert longest is not None
         return encode(prompt, self.tokenizer, longest, add_special_tokens=add_special_tokens)
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -281,9 +280,7 @@ class TextEngine:
         """Return the parameters without what the front end does itself, and with a limit on the output."""
         changes: dict[str, Any] = {"n": 1} if params.n > 1 else {}
         if params.max_tokens is None:
-            longest = self.engine.config.max_model_len
-            assert longest is not None
-            changes["max_tokens"] = max(1, longest - num_tokens)
+            changes["max_tokens"] = max(1, self.engine.config.max_model_len - num_tokens)
         if params.stop:
             needed(self.tokenizer)
             # A text has no special tokens, so a stop string that is one becomes a stop token.

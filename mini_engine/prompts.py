@@ -15,19 +15,18 @@ from mini_engine.outputs import Prompt
 MAX_CHARACTERS_PER_TOKEN = 64  # of the model's limit; longer texts are refused without being tokenized
 
 
-def as_prompts(prompts: Prompt | ListLike[Prompt] | None) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether a single prompt was given.
+def as_prompts(prompts: Prompt | ListLike[Prompt] | None) -> list[Prompt]:
+    """Return a prompt, or several of them, as a list of prompts.
 
     Raises:
         RequestError: if it is neither a prompt nor a list of prompts.
     """
     if isinstance(prompts, str | Mapping):
-        return [prompts], True
+        return [prompts]
     several = _listed(prompts)
     if several is None:
         raise RequestError(f"prompts is a {type(prompts).__name__}; give text, token ids, or a list of prompts")
-    is_one = len(several) > 0 and isinstance(several[0], Integral)
-    return ([several], True) if is_one else (list(several), False)
+    return [several] if len(several) > 0 and isinstance(several[0], Integral) else list(several)
 
 
 def unpack(prompt: Prompt) -> Any:

@@ -915,7 +915,9 @@ def test_several_prompts_with_lists_of_their_own(chunked):
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
     for_all = chunked.generate(["a"], prompts, [GREEDY] * 3)
     assert [output.prompt_token_ids for output in for_all] == [A + prompt for prompt in prompts]
-    outputs = chunked.generate([["a"], ["c"], ["b"]], prompts, GREEDY)
+    with pytest.raises(ChunkError, match="prompt 2 of 3"):
+        chunked.generate([["a"], ["c"], ["b"]], prompts, GREEDY)
+    outputs = chunked.generate([["a"], ["c"], ["b"]], prompts, GREEDY, on_error="return")
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert isinstance(outputs[1].error, ChunkError)
     with pytest.raises(ChunkError, match="no chunk 'c'"):

@@ -193,6 +193,7 @@ GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]
             *(option for option in _options_of(EngineConfig) if option.name != "seed"),  # SamplingParams has one
         ],
     ),
-    SamplingOptions: (SamplingOptions, _options_of(SamplingParams)),
+    # A command prints one answer for each prompt.
+    SamplingOptions: (SamplingOptions, [option for option in _options_of(SamplingParams) if option.name != "n"]),
     BenchOptions: (lambda given: BenchOptions(**given), _options_of(BenchOptions)),
 }

@@ -54,9 +54,10 @@ def test_every_field_can_be_given(seen):
     sampling = {
         "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "max_tokens": 5,
         "seed": 0, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True,
+        "include_stop_str_in_output": True, "skip_special_tokens": True,
     }  # fmt: skip
     assert engine.keys() == {field.name for field in fields(EngineConfig)} - {"seed"}
-    assert sampling.keys() == {field.name for field in fields(SamplingParams)}
+    assert sampling.keys() == {field.name for field in fields(SamplingParams)} - {"n"}
     arguments = ["--page", "4"]
     for name, value in (engine | sampling).items():
         for one in value if isinstance(value, list) else [value]:

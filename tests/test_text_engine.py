@@ -237,7 +237,7 @@ def test_prompts_may_be_those_of_vllm():
 @DEPTHS
 @pytest.mark.parametrize("stop", [(), ("A", "é")])
 def test_n_outputs_are_those_of_n_requests_with_seeds_of_their_own(depth, stop):
-    llm = front_end(pipeline_depth=depth, prefix_sharing=True)
+    llm = front_end(pipeline_depth=depth, enable_prefix_caching=True)
     params = replace(SAMPLED, n=3, seed=2, stop=stop)
     want = [[expected(prompt, replace(SAMPLED, seed=2 + i, stop=stop)) for i in range(3)] for prompt in PROMPTS]
     outputs = llm.generate(PROMPTS, params)
@@ -257,7 +257,7 @@ def test_n_outputs_are_those_of_n_requests_with_seeds_of_their_own(depth, stop):
 
 
 def test_n_outputs_compute_the_prompt_once():
-    llm, prompt = front_end(prefix_sharing=True, page_size=2, max_batch_size=4), list(range(3, 20))
+    llm, prompt = front_end(enable_prefix_caching=True, page_size=2, max_batch_size=4), list(range(3, 20))
     llm.generate(prompt, replace(GREEDY, n=4, max_tokens=1))
     assert llm.engine.metrics.computed_tokens <= len(prompt) + 3 * 2
     llm = front_end()

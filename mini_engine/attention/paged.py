@@ -116,7 +116,8 @@ class PagedBackend(AttentionBackend):
         # The kinds of layers whose output is merged with that of levels.
         self._merged = frozenset(filter(LayerKind.may_share, self._kinds if levels else ()))
         self._planned = {
-            kind: self._plan_kind(own if kind in self._merged else batch, count, kind) for kind in set(self._kinds)
+            kind: self._plan_kind(own if kind in self._merged else batch, count, kind)
+            for kind in dict.fromkeys(self._kinds)
         }
         if self._levels and levels:
             self._levels.plan(batch, levels, self._merged)

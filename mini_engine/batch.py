@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
-from mini_engine.transfer import HAS_TRITON, copy_pinned, to_device
+from mini_engine.transfer import copy_pinned, feed_tokens, to_device
 
 if TYPE_CHECKING:
     from mini_engine.attention.levels import Level
@@ -253,12 +253,7 @@ class StepBatch:
                 return self.token_ids
             if self.num_sources == self.num_tokens:
                 return last_token.index_select(0, self.token_source)
-        if last_token.is_cuda and HAS_TRITON:
-            from mini_engine.kernels.step_start import feed_tokens
-
-            return feed_tokens(self.token_ids, self.token_source, last_token)
-        # An index of -1 reads the last entry, which is then discarded.
-        return torch.where(self.token_source >= 0, last_token[self.token_source], self.token_ids)
+        return feed_tokens(self.token_ids, self.token_source, last_token)
 
 
 TOKEN_ROWS = "token_ids", "positions", "slot_mapping", "token_source", "logit_rows", "sampled_positions"

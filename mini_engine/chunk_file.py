@@ -1,6 +1,5 @@
 """The file of a chunk: its tokens, and their keys and values in each layer, in safetensors. Explained in chapter 10."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from mini_engine.models.base import LanguageModel
 
 FORMAT = "mini_engine chunk 1"
 KINDS = "keys", "values"
-MAX_SAMPLES = 64  # values of each weight that enter a model's identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +69,7 @@ def write_chunk(
     tensors = {name: cached[slots].cpu() for name, cached in _cache_tensors(cache).items()}
     metadata = {
         "format": FORMAT,
-        "model": model_identity(model),
+        "model": model.identity,
         "token_ids": json.dumps(list(token_ids)),
         "before": json.dumps(list(before)),
     }
@@ -97,7 +95,7 @@ def read_chunk(path: Path, model: LanguageModel, cache: PagedKVCache) -> StoredC
         raise ChunkFileError(str(error)) from error
     if metadata.get("format") != FORMAT:
         raise ChunkFileError(f"{path} holds no chunk of this engine; give a file that `ChunkMemory.save` has written")
-    if metadata.get("model") != model_identity(model):
+    if metadata.get("model") != model.identity:
         raise ChunkFileError(f"the chunk in {path} was computed by another model; register its text with this one")
     vocab_size = model.config.vocab_size
     token_ids, before = (_stored_tokens(path, metadata.get(key), vocab_size) for key in ("token_ids", "before"))
@@ -115,19 +113,6 @@ def read_chunk(path: Path, model: LanguageModel, cache: PagedKVCache) -> StoredC
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         raise ChunkFileError(f"{path} is damaged: it holds numbers that are not finite; save it again")
     return StoredChunk(token_ids, before, tensors, cache)
-
-
-def model_identity(model: LanguageModel) -> str:
-    """Return a digest of a model's layers, and of the names, shapes and some values of its weights.
-
-    It does not depend on the dtype, as long as the dtype represents the checkpoint's values exactly.
-    """
-    weights = model.state_dict()
-    shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]
-    samples = [w.flatten()[:: w.numel() // MAX_SAMPLES + 1].to(torch.float64) for w in weights.values()]
-    digest = hashlib.sha256(repr((model.attention_specs, shapes)).encode())
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _cache_tensors(cache: PagedKVCache) -> dict[str, Shaped[Tensor, "pages size Hk D"]]:

@@ -24,6 +24,7 @@ from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
+from mini_engine.models.transform import prepare_weights
 from mini_engine.outputs import EngineMetrics, StepReport
 from mini_engine.parts import Parts
 from mini_engine.recovery import Recovery
@@ -71,6 +72,7 @@ class LLMEngine:
         self.model, self.parts = model, parts or Parts()
         if not isinstance(self.parts, Parts):
             raise ConfigError(f"parts is a {type(parts).__name__}; give a mini_engine.Parts")
+        prepare_weights(model)
         self.config = config = resolve(config, model)
         assert config.num_pages and config.max_model_len and config.pipeline_depth is not None
         self._specs = specs_of(config, model)

@@ -21,6 +21,7 @@ from mini_engine.config import ResolvedConfig
 from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
+from mini_engine.models.transform import bind_layers
 from mini_engine.sampler import Sampler
 from mini_engine.step_input import SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
@@ -68,7 +69,7 @@ class LocalExecutor:
         parts: "Parts",
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
-        self._persistent, self._device = persistent, model.device
+        self._compute, self._persistent, self._device = bind_layers(model, backend), persistent, model.device
         self._sampler = Sampler(config.max_batch_size, model.config.vocab_size, self._device, parts.sample)
         self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
         self._graphs = DecodeGraphs(
@@ -185,7 +186,7 @@ class LocalExecutor:
 
     def _forward(self, batch: StepBatch) -> Float[Tensor, "T hidden"]:
         self.backend.plan(batch)
-        return self.model(batch.feed(self._last_token), batch.positions, self.backend)
+        return self._compute(batch.feed(self._last_token), batch.positions)
 
     def _plan_decode(self, batch: StepBatch) -> None:
         """Prepare a step that a CUDA graph replays."""
@@ -197,7 +198,7 @@ class LocalExecutor:
         if self._persistent and batch.num_sequences == 1:
             logits = self._persistent(batch, self._last_token)
         else:
-            logits = self.model.compute_logits(self.model(batch.feed(self._last_token), batch.positions, self.backend))
+            logits = self.model.compute_logits(self._compute(batch.feed(self._last_token), batch.positions))
         return self._sampler.sample(logits, rows, batch.sampled_positions)
 
     def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:

@@ -6,10 +6,11 @@ step or layer. The scheduler calls some parts once per request that arrives or i
 PyTorch call attention once per sequence.
 """
 
+import pkgutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from mini_engine.attention.split_kv import WorkPlan, plan_work
 from mini_engine.attention.state import AttentionState, merge_states
 from mini_engine.decode_graphs import DecodeArrays, pad_decodes
 from mini_engine.detokenizer import ScanStop, scan_stop
+from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import append_kv
 from mini_engine.kv_cache.prefix_sharing import Children, copy_on_write, match_prefix
@@ -32,6 +34,7 @@ from mini_engine.kv_cache.sliding_window import pages_to_evict
 from mini_engine.models.gpt2 import gpt2_weights
 from mini_engine.models.layers import gated_mlp, qk_norm, rms_norm
 from mini_engine.models.llama import decoder_layer
+from mini_engine.ops import layer_parts
 from mini_engine.policy import admit, preempt, share_budget
 from mini_engine.request import Request, Running
 from mini_engine.rope import apply_rope
@@ -96,11 +99,40 @@ class Parts:
     sample: Callable[[Tensor, SamplingBatch], Tensor] = part(sample, "Sampler", 4, SAMPLING)
     scan_stop: ScanStop = part(scan_stop, "Stop strings", 4, SAMPLING)
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            given = getattr(self, each.name)
+            if not callable(given):
+                raise ConfigError(f"the part {each.name} is {str(given)[:80]}; give a function like the default")
+        if not (isinstance(self.page_table, type) and issubclass(self.page_table, PageTable)):
+            raise ConfigError(f"the part page_table is {str(self.page_table)[:80]}; give a subclass of PageTable")
+
 
 def default_parts(device: torch.device) -> Parts:
     """Return the default parts of an engine: on a GPU, with FlashInfer's kernels if it is installed."""
-    if device.type == "cuda" and find_spec("flashinfer"):
-        from mini_engine.kernels.fused_ops import gpu_parts
+    return replace(Parts(), **layer_parts(device))
 
-        return gpu_parts()
-    return Parts()
+
+def load_parts(path: str) -> Parts:
+    """Import a `Parts`.
+
+    Args:
+        path: "MODULE:OBJECT". The module may be a file in the current folder. The object is a `Parts`, or a function
+            without arguments that returns one.
+
+    Raises:
+        ConfigError: if there is no such object, it is not a `Parts`, or the module raises an exception.
+    """
+    if "" not in sys.path:  # installed commands do not import from the current folder
+        sys.path.append("")
+    try:
+        parts = pkgutil.resolve_name(path)
+        parts = parts if isinstance(parts, Parts) else parts()
+    except (Exception, SystemExit) as error:  # the module may raise anything
+        parts = error
+    if not isinstance(parts, Parts):
+        raise ConfigError(
+            f"cannot load the parts {path!r} ({type(parts).__name__}: {parts}); give MODULE:OBJECT, such as "
+            "my_parts:parts for `parts`, a mini_engine.Parts, in my_parts.py"
+        )
+    return parts

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mini_engine.transfer import HAS_TRITON
+from mini_engine.ops import with_kernel
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " half"]:
             return (1 - keep) * frequencies / factor + keep * frequencies
 
 
+@with_kernel
 def rope_tables(
     positions: Int[Tensor, " T"], inv_freq: Float[Tensor, " half"]
 ) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
@@ -79,10 +80,6 @@ def rope_tables(
     Returns:
         (cos, sin), each `[T, D/2]`. Every layer of a model shares them: compute them once per step.
     """
-    if positions.is_cuda and inv_freq.dtype == torch.float32 and HAS_TRITON:
-        from mini_engine.kernels import step_start as kernels
-
-        return kernels.rope_tables(positions, inv_freq)
     angles = positions[:, None] * inv_freq
     return angles.cos(), angles.sin()
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from mini_engine import sampling
 from mini_engine.sampling import RECORD_DTYPE, SamplingBatch, penalize, sampling_records
 from mini_engine.sampling_params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_EDITS, SamplingParams
-from mini_engine.transfer import HAS_TRITON, to_device
+from mini_engine.ops import HAS_TRITON
+from mini_engine.transfer import to_device
 
 # Flags of a record. A row without the first four has its logits sampled as they are.
 PENALIZED, EDITED, MASKED, HAS_BAD_WORDS, FILTERED = 1, 2, 4, 8, 16

@@ -1,13 +1,11 @@
-"""Upload many small arrays to the device in one copy."""
-
-from importlib.util import find_spec
+"""What a step moves between the host and the device: small arrays in one copy, and the sampled tokens."""
 
 import numpy as np
 import torch
 from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs does not install it
+from mini_engine.ops import with_kernel
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -22,6 +20,7 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
 
 
+@with_kernel
 def copy_pinned(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*shape"]) -> None:
     """Start copying a few kilobytes from pinned host memory to the GPU, or back.
 
@@ -29,14 +28,25 @@ def copy_pinned(destination: Shaped[Tensor, "*shape"], source: Shaped[Tensor, "*
         destination: contiguous, in the dtype of `source`.
         source: contiguous. Pinned memory must stay in use until the copy has ended.
     """
-    if HAS_TRITON:
-        from mini_engine.kernels.pinned_copy import copy_small
-
-        copy_small(destination, source)
-    else:
-        destination.copy_(source, non_blocking=True)
+    destination.copy_(source, non_blocking=True)
 
 
+@with_kernel
+def feed_tokens(
+    token_ids: Int[Tensor, " T"], token_source: Int[Tensor, " T"], last_token: Int[Tensor, " rows"]
+) -> Int[Tensor, " T"]:
+    """Return the last token of the row that each token has as its source, or its token id if it has none (-1).
+
+    Args:
+        token_ids: token ids that the host knows.
+        token_source: row whose last token is wanted instead, or -1.
+        last_token: last token of every row.
+    """
+    # An index of -1 reads the last entry, which is then discarded.
+    return torch.where(token_source >= 0, last_token[token_source], token_ids)
+
+
+@with_kernel
 def keep_tokens(
     tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], last_token: Int[Tensor, " rows"], host: Int[Tensor, " R"]
 ) -> None:
@@ -48,11 +58,6 @@ def keep_tokens(
         last_token: last token of every row; changed in place.
         host: receives the tokens: pinned memory for tokens on a GPU, else `tokens` itself.
     """
-    if tokens.is_cuda and HAS_TRITON:
-        from mini_engine.kernels import pinned_copy as kernels
-
-        kernels.keep_tokens(tokens, rows, last_token, host)
-        return
     last_token.index_copy_(0, rows, tokens)
     if host is not tokens:
         host.copy_(tokens, non_blocking=True)

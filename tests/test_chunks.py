@@ -23,7 +23,6 @@ from mini_engine.attention.levels import LevelCosts, LevelPlanner, chunk_levels
 from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBatch, upload_levels
-from mini_engine.chunk_file import model_identity
 from mini_engine.chunks import ChunkedLLM, ChunkMemory
 from mini_engine.config import EngineConfig
 from mini_engine.core import Core
@@ -32,6 +31,7 @@ from mini_engine.errors import ChunkError, ChunkFileError, ConfigError, RequestE
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.llm import LLM
 from mini_engine.models.base import CausalLM
+from mini_engine.models.transform import identity_of
 from mini_engine.parts import Parts, default_parts
 from mini_engine.request import Context, PinnedPages, PlacedChunk, Request
 from mini_engine.rope import Linear, Llama3, RopeConfig, apply_rope, inverse_frequencies, rope_tables
@@ -728,7 +728,7 @@ def test_a_file_belongs_to_a_model_and_a_dtype(tmp_path):
         with pytest.raises(ChunkFileError, match="computed by another model; register its text with this one"):
             other.load(path)
     single = our_model(transformers_model("llama", seed=2))
-    assert model_identity(single) == model_identity(exact_model("llama"))
+    assert identity_of(single) == identity_of(exact_model("llama"))
     with pytest.raises(ChunkFileError, match=r"stored in torch\.float64 and the KV cache in torch\.float32"):
         make_memory(single).load(path)
 
@@ -739,7 +739,7 @@ def saved(tmp_path: Path) -> tuple[ChunkMemory, Path, dict[str, Tensor], dict[st
     memory.save("a", path)
     metadata = {
         "format": "mini_engine chunk 1",
-        "model": model_identity(memory.engine.model),
+        "model": memory.engine.model.identity,
         "token_ids": json.dumps(A),
         "before": "[]",
     }

@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
+import dataclasses
+
 import numpy as np
 import torch
 
 from mini_engine.chunks import ChunkedLLM
 from mini_engine.errors import ConfigError, RequestError
+from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from tests.helpers import GREEDY, check_nothing_leaked, double_model, make_engine, make_text_engine
 
@@ -64,6 +67,10 @@ for name, value in [
     refused(ConfigError, f"{name} is {value!r}", make_engine, model, **pool | {name: value})
 refused(ConfigError, "choose one of", make_engine, model, **pool | {"attn_backend": ["torch"]})
 refused(ConfigError, "parts is a dict; give a mini_engine.Parts", make_engine, model, parts={"sample": 5}, **pool)
+for field in dataclasses.fields(Parts):
+    for value in (5, None, [len]):
+        refused(ConfigError, f"the part {field.name}", Parts, **{field.name: value})
+refused(ConfigError, "the part page_table", Parts, page_table=dict)
 
 llm = make_text_engine(model, **pool)
 want = llm.generate([5, 9], GREEDY)[0].token_ids

@@ -43,7 +43,7 @@ from mini_engine.roofline import Cost, Machine, linear_cost, measure_machine
 from mini_engine.rope import rope_tables
 
 if TYPE_CHECKING:  # Triton is on GPU machines only
-    from mini_engine.kernels.tiles import Tile
+    from book.kernels.tiles import Tile
 
 EXPERIMENT = "09_fused_kernels"
 SECTIONS = LADDER, KERNELS, LAYOUTS, TILES, PRODUCTS = "ladder", "kernels", "layouts", "tiles", "products"
@@ -469,8 +469,8 @@ def fused_products(
     model: CausalLM, num_tokens: int, device: torch.device, pdl: bool
 ) -> dict[str, tuple[list[Tensor], Callable[..., Tensor]]]:
     """For each fused projection its weights in all layers, and the kernel as a function of a weight and a tile."""
-    from mini_engine.kernels.linear_residual import LinearResidual
-    from mini_engine.kernels.norm_linear import norm_gate_up_silu, norm_linear
+    from book.kernels.linear_residual import LinearResidual
+    from book.kernels.norm_linear import norm_gate_up_silu, norm_linear
 
     layers, shape, eps = list(model.layers), shape_of(model.config), model.config.norm_eps
     add, norm_weight = LinearResidual(device), layers[0].input_norm
@@ -500,7 +500,7 @@ def fused_products(
 
 def tiles_to_try(num_tokens: int, num_columns: int, can_split: bool) -> list[Tile]:
     """Whole rows for one token, 128 columns at a time for several; with splits where the kernel takes them."""
-    from mini_engine.kernels.tiles import ELEMENTS, Tile
+    from book.kernels.tiles import ELEMENTS, Tile
 
     if num_tokens > 1:
         splits = (1, 2, 4, 8) if can_split else (1,)

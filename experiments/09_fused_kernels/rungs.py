@@ -20,7 +20,7 @@ from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import split_qkv
 from mini_engine.models.linear import linear
 from mini_engine.models.llama import LlamaLayer
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, default_parts
 from mini_engine.roofline import Cost, ModelShape, decoder_layer_costs, elementwise_cost, linear_cost, norm_cost
 
 PAGE_SIZE = 16
@@ -152,17 +152,14 @@ def packed_projections(parts: Parts) -> Layer:
 
 def flashinfer_parts(device: torch.device) -> Layer:
     """FlashInfer's norms, rotation and activation."""
-    from mini_engine.kernels.fused_ops import gpu_parts
-
-    return packed_projections(gpu_parts())
+    return packed_projections(default_parts(device))
 
 
 def rotated_and_appended(device: torch.device) -> Layer:
     """Besides, one kernel from the projection to attention."""
-    from mini_engine.kernels.fused_ops import gpu_parts
     from mini_engine.kernels.rotate_and_append import rotate_and_append
 
-    parts = gpu_parts()
+    parts = default_parts(device)
 
     def run(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
         attention, mlp, eps = layer.attention, layer.mlp, layer.eps
@@ -178,8 +175,8 @@ def rotated_and_appended(device: torch.device) -> Layer:
 
 def folded(device: torch.device, pdl: bool = False) -> Layer:
     """The norms, the activation and the residual inside the projections: six kernels."""
-    from mini_engine.kernels.linear_residual import LinearResidual
-    from mini_engine.kernels.norm_linear import norm_gate_up_silu, norm_linear
+    from book.kernels.linear_residual import LinearResidual
+    from book.kernels.norm_linear import norm_gate_up_silu, norm_linear
     from mini_engine.kernels.rotate_and_append import rotate_and_append
 
     add = LinearResidual(device)
@@ -203,7 +200,7 @@ def folded_and_early(device: torch.device) -> Layer:
 
 def compiled(device: torch.device) -> Layer:
     """`torch.compile` over PyTorch's operators."""
-    from mini_engine.kernels.compiled import CompiledLayer
+    from book.kernels.compiled import CompiledLayer
 
     layer = CompiledLayer()
     return lambda own, x, cos, sin, step: layer(own, x, cos, sin, step.backend)

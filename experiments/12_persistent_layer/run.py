@@ -33,6 +33,7 @@ from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.llama import LlamaForCausalLM
+from mini_engine.models.transform import bind_layers
 from mini_engine.parts import default_parts
 from mini_engine.roofline import Machine, measure_machine, model_step_cost
 
@@ -55,6 +56,7 @@ class Ways:
                 tensor.normal_()
         self._persistent = PersistentDecode(model, self._cache)
         self._backend = create_backend("flashinfer", specs, self._cache, default_parts(model.device))
+        self._forward = bind_layers(model, self._backend)
         self._last_token = torch.zeros(1, dtype=torch.long, device=model.device)
 
     def captured(self, num_keys: int) -> dict[str, torch.cuda.CUDAGraph]:
@@ -67,7 +69,7 @@ class Ways:
         self._backend.plan(batch)
 
         def many() -> torch.Tensor:
-            hidden = self._model(batch.feed(self._last_token), batch.positions, self._backend)
+            hidden = self._forward(batch.feed(self._last_token), batch.positions)
             return self._model.compute_logits(hidden)
 
         runs: dict[str, Callable[[], torch.Tensor]] = {

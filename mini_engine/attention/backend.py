@@ -88,6 +88,7 @@ class AttentionBackend(ABC):
     Attributes:
         bypasses: names of the parts that the backend does not use, or uses only in some cases.
         planner: finds the levels of each step; None if the backend does not use levels.
+        takes_stored_keys: whether `run` may follow a kernel that has itself stored the step's keys, at `slot_mapping`.
         captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
             another step with the same number of requests.
         specs: one for each layer; a layer index selects among them.
@@ -98,6 +99,7 @@ class AttentionBackend(ABC):
     bypasses: ClassVar[frozenset[str]]
     planner: Any = None
     captures: ClassVar[bool] = False
+    takes_stored_keys: ClassVar[bool] = False
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts

@@ -60,6 +60,7 @@ class PagedBackend(AttentionBackend):
         }
     )  # fmt: skip
     captures: ClassVar[bool] = True
+    takes_stored_keys: ClassVar[bool] = True
 
     def __init__(
         self,

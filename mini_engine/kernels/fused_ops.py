@@ -6,7 +6,6 @@ whether a function launches a kernel or calls its reference.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import flashinfer
 import torch
@@ -17,7 +16,6 @@ from mini_engine import rope
 from mini_engine.models import layers
 from mini_engine.models.config import ACTIVATIONS
 from mini_engine.models.linear import linear
-from mini_engine.parts import Parts
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)  # that the rotation supports
@@ -26,20 +24,6 @@ GATED_ACTIVATIONS = {
     ACTIVATIONS["silu"]: flashinfer.silu_and_mul,
     ACTIVATIONS["gelu_pytorch_tanh"]: flashinfer.gelu_tanh_and_mul,
 }
-
-
-def gpu_parts() -> Parts:
-    """Return the engine's parts with the kernels of this module, and the layer that fuses more than one of them."""
-    from mini_engine.kernels.fused_layer import decoder_layer  # imports this module
-
-    return replace(
-        Parts(),
-        rms_norm=rms_norm,
-        qk_norm=qk_norm,
-        apply_rope=Rotation(),
-        gated_mlp=gated_mlp,
-        decoder_layer=decoder_layer,
-    )
 
 
 def rms_norm(x: Float[Tensor, "*batch D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*batch D"]:
@@ -70,14 +54,14 @@ class Rotation:
     """`rope.apply_rope` in one launch for all heads.
 
     The kernel reads the cosines and sines of a position from one table, and the position of each token from an array.
-    Here row t of the table belongs to token t. Both are made in the first layer of a step and kept for the others.
+    Here row t of the table belongs to token t. Both are made in the first layer of a step and kept for the others, in
+    one tuple, because engines of several threads may share this object.
     """
 
     def __init__(self) -> None:
         # The functions of `flashinfer` itself take queries and keys as two tensors and return two.
         self._kernels = flashinfer.rope.get_rope_module()
-        self._cos: Tensor | None = None
-        self._table, self._rows = torch.empty(0), torch.empty(0)
+        self._kept: tuple[Tensor | None, Tensor, Tensor] = None, torch.empty(0), torch.empty(0)
 
     def __call__(
         self,
@@ -90,13 +74,17 @@ class Rotation:
         """Rotate; the arguments are the same as for `rope.apply_rope`."""
         if x.dtype not in DTYPES or x.shape[2] not in HEAD_DIMS or cos.dtype != torch.float32 or x.stride(-1) != 1:
             return rope.apply_rope(x, cos, sin, interleaved=interleaved)
-        if cos is not self._cos:
-            self._cos, self._table = cos, torch.cat((cos, sin), dim=1)
-            self._rows = torch.arange(len(cos), dtype=torch.int32, device=cos.device)
+        kept = self._kept
+        if cos is not kept[0]:
+            rows = torch.arange(len(cos), dtype=torch.int32, device=cos.device)
+            self._kept = kept = cos, torch.cat((cos, sin), dim=1), rows
         # The kernel takes queries and keys separately. Here they are one tensor, passed as queries without any keys.
         out, no_heads = torch.empty_like(x), x[:, :0]
-        self._kernels.apply_rope_pos_ids_cos_sin_cache(x, no_heads, out, no_heads, self._table, self._rows, interleaved)
+        self._kernels.apply_rope_pos_ids_cos_sin_cache(x, no_heads, out, no_heads, *kept[1:], interleaved)
         return out
+
+
+apply_rope = Rotation()
 
 
 def gated_mlp(

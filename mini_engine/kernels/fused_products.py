@@ -26,10 +26,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mini_engine.kernels.nvcc import load_kernel
+from mini_engine.models.llama import LlamaLayer
 
 ROWS, TOKENS = 128, 64  # of a tile
 MOST_BLOCKS = 8  # of a cluster, without asking for more
-MOST_TOKENS = 128  # measured in a decode step: with more tokens, the library's products are as fast or faster
+MOST_TOKEN_TILES = 2  # measured on Qwen3-0.6B: with more, the library's products are as fast or faster
+MOST_BYTES = 2**19  # of the weight that a block reads
 
 
 def qkv_append(
@@ -100,6 +102,43 @@ def add_product(
     """
     _launch("launch_add_product", x, weight, _AddToResidual(residual.data_ptr(), len(weight)))
     return residual
+
+
+def suits(layer: LlamaLayer, num_tokens: int) -> bool:
+    """Return whether to use these kernels rather than the library's products and the kernels after them.
+
+    They take Hopper, heads of 64 or 128, and sizes that are multiples of 8. They save a fixed time per product: one
+    launch, and the wait for the weights with which a block can fill its ring (64 KB) while the previous kernel runs.
+    They lose time per byte, because a block that streams many times what its ring holds reads more slowly than the
+    library's kernels. A layer of Qwen3-0.6B, whose blocks read at most 128 KB for 64 tokens, is faster here. A layer
+    of Llama-3.1-8B, whose blocks read up to 1 MB, is slower: on an H100, a decode step of one request reads 2.0 TB/s
+    here, and 2.6 with the library. Blocks of Llama-3.2-1B read up to 256 KB for 64 tokens, and 512 KB for 128.
+
+    Args:
+        layer: the layer.
+        num_tokens: tokens of the step.
+    """
+    matrices = [own.weight for own in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)]
+    device = matrices[0].device
+    num_sms = _num_sms(device) if device.type == "cuda" else 0
+    return (
+        torch.cuda.get_device_capability(device)[0] == 9
+        and layer.spec.head_dim in (64, 128)
+        and all(w.shape[1] % 8 == 0 for w in matrices)
+        and -(-num_tokens // TOKENS) <= MOST_TOKEN_TILES
+        and all(block_bytes(len(w), w.shape[1], num_tokens, num_sms) <= MOST_BYTES for w in matrices)
+    )
+
+
+def most_tokens(layer: LlamaLayer) -> int:
+    """Return the largest number of tokens that `suits` accepts."""
+    return next((n * TOKENS for n in range(MOST_TOKEN_TILES, 0, -1) if suits(layer, n * TOKENS)), 0)
+
+
+def block_bytes(num_rows: int, num_columns: int, num_tokens: int, num_sms: int) -> int:
+    """Count the bytes of a weight in bfloat16 that one block reads."""
+    num_tiles = -(-num_rows // ROWS) * -(-num_tokens // TOKENS)
+    return 2 * ROWS * num_columns // num_splits(num_tiles, num_sms)
 
 
 def num_splits(num_tiles: int, num_sms: int) -> int:

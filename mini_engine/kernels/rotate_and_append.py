@@ -5,7 +5,7 @@ queries and keys, a store of keys and a store of values. Here a program loads he
 tensor that attention reads, and writes keys and values to their slot.
 
 The program can also complete the norm before the projection. That norm multiplies a token by 1 / rms, a factor that can
-be applied to the product instead (`norm_linear.py` explains why). The program reads the token again to compute it.
+be applied to the product instead (chapter 11 explains why). The program reads the token again to compute it.
 """
 
 from typing import no_type_check
@@ -15,8 +15,6 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from mini_engine.kernels.tiles import norm_factor
 
 # Heads of one program: with many tokens more of them, because each program computes the token's norm.
 HEADS, HEADS_OF_MANY = 8, 32
@@ -141,3 +139,12 @@ def _kernel(
     tl.store(keys + at + HALF, second.to(dtype), mask=is_k)
     tl.store(values + at, first.to(dtype), mask=is_v & exists)
     tl.store(values + at + HALF, second.to(dtype), mask=is_v & exists)
+
+
+@no_type_check
+@triton.jit
+def norm_factor(x, eps, SIZE: tl.constexpr):
+    """Compute 1 / rms(x) for one token of `SIZE` numbers, the factor of RMSNorm without the norm's weight."""
+    column = tl.arange(0, triton.next_power_of_2(SIZE))
+    values = tl.load(x + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)

@@ -17,7 +17,7 @@ BLOCK = 256
 def feed_tokens(
     token_ids: Int[Tensor, " T"], token_source: Int[Tensor, " T"], last_token: Int[Tensor, " rows"]
 ) -> Int[Tensor, " T"]:
-    """Compute `StepBatch.feed`: the last token of a row where a token has one as its source, else its token id."""
+    """Compute `transfer.feed_tokens`."""
     out = torch.empty_like(token_ids)
     size = len(token_ids)
     _feed_tokens[(triton.cdiv(size, BLOCK),)](token_ids, token_source, last_token, out, size, BLOCK=BLOCK)

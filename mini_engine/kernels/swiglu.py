@@ -1,7 +1,7 @@
 """SwiGLU (Shazeer 2020) in one launch, for a product of tokens that have not been normalized.
 
 The norm before the product multiplies a token by 1 / rms, a factor that can be applied to the product instead
-(`norm_linear.py` explains why). So a program here reads the token again, computes the factor, and multiplies gate and
+(chapter 11 explains why). So a program here reads the token again, computes the factor, and multiplies gate and
 up by it. A separate launch for the norm would write the normalized tokens, and the product would read them again.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_wait
 
-from mini_engine.kernels.tiles import norm_factor
+from mini_engine.kernels.rotate_and_append import norm_factor
 
 # Outputs of one program: with many tokens more of them, because each program computes the token's norm.
 BLOCK, BLOCK_OF_MANY = 1024, 4096

@@ -23,10 +23,12 @@ class LanguageModel(nn.Module):
     Attributes:
         config: the model's limits.
         attention_specs: one for each layer, in order.
+        identity: digest of the layers and of the weights as they were loaded; empty before `transform.prepare_weights`.
     """
 
     config: ModelLimits
     attention_specs: tuple[AttentionSpec, ...]
+    identity: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,6 +118,7 @@ class CausalLM(LanguageModel):
         Raises:
             ModelLoadError: if a tensor is missing or unknown, or has the wrong shape or no floating-point dtype.
         """
+        self.identity = ""
         headers, destinations = tensors if headers is None else headers, self.destinations()
         architecture, remedy = self.config.architecture, f"check that {self.source} and the weights belong together"
         # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.

@@ -6,6 +6,8 @@ gated MLP instead of attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -49,20 +51,16 @@ class LlamaLayer(DecoderLayer):
         self.attention = self.attention_class(config, spec, parts)
         self.mlp_norm = empty_weight(config.hidden_size)
         self.mlp = GatedMLP(config, parts)
-        self.norms_are_folded = False
 
     def fold_norms(self) -> None:
-        """Multiply the weight of each norm into the matrix after it, once, and set the weight to one.
+        """Multiply the weight of each norm into the matrix after it, and set the weight to one.
 
         Since (x / rms * norm) W^T = (x / rms) (W * norm)^T, the layer computes the same as before, apart from rounding
-        each number of W. Weights must have been loaded.
+        each number of W.
         """
-        if self.norms_are_folded:
-            return
         for norm, matrix in ((self.input_norm, self.attention.qkv.weight), (self.mlp_norm, self.mlp.gate_up.weight)):
             matrix.mul_(norm)
             norm.fill_(1)
-        self.norms_are_folded = True
 
     def forward(
         self, x: Float[Tensor, "T hidden"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"], attend: Attend
@@ -92,10 +90,22 @@ class LlamaForCausalLM(CausalLM):
         self.inv_freq = nn.Buffer(frequencies.to(self.device), persistent=False)
 
     def forward(
-        self, token_ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], attend: Attend
+        self,
+        token_ids: Int[Tensor, " T"],
+        positions: Int[Tensor, " T"],
+        attend: Attend,
+        compute: Callable[..., Float[Tensor, "T hidden"]] | None = None,
     ) -> Float[Tensor, "T hidden"]:
+        """Run the layers and the final norm.
+
+        Args:
+            token_ids: as for every `LanguageModel`.
+            positions: the same.
+            attend: the same.
+            compute: computes each layer, with the arguments of `decoder_layer`, instead of the layer itself.
+        """
         x = self.embed(token_ids)
         cos, sin = rope_tables(positions, self.inv_freq)  # once for all layers
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+            x = compute(layer, x, cos, sin, attend) if compute else layer(x, cos, sin, attend)
         return self.parts.rms_norm(x, self.norm, self.config.norm_eps)

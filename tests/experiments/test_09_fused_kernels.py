@@ -45,7 +45,7 @@ def without_a_gpu(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there the script itself runs")
     fake_flashinfer.install(monkeypatch)
-    monkeypatch.setattr("mini_engine.kernels.tiles.PROGRAMS", 4)  # the interpreter takes milliseconds for each
+    monkeypatch.setattr("book.kernels.tiles.PROGRAMS", 4)  # the interpreter takes milliseconds for each
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for module in (run, rungs):
         monkeypatch.setattr(module, "create_backend", lambda name, *arguments: PagedBackend(*arguments))

@@ -12,6 +12,7 @@ from mini_engine.attention.backend import create_backend
 from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
+from mini_engine.models.transform import bind_layers
 from mini_engine.parts import Parts, default_parts
 from tests.models.families import our_model, transformers_model, whole
 
@@ -41,9 +42,13 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
     pytest.importorskip("flashinfer")
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
     fused = default_parts(torch.device("cuda"))
+
+    def by_parts(*args: object) -> torch.Tensor:
+        return decoder_layer(*args)
+
     ways = {
         "fused": (theirs, fused, backend, layout),
-        "parts": (theirs, replace(fused, decoder_layer=decoder_layer), backend, layout),
+        "parts": (theirs, replace(fused, decoder_layer=by_parts), backend, layout),
         "exact": (copy.deepcopy(theirs).double(), Parts(), "torch", "NHD"),
     }
     outputs: dict[str, list[torch.Tensor]] = {}
@@ -66,7 +71,7 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
         )
         attend.plan(batch)
         with torch.inference_mode():
-            hidden = model(batch.token_ids, batch.positions, attend)
+            hidden = bind_layers(model, attend)(batch.token_ids, batch.positions)
         outputs[name] = [hidden, *in_order]
     for got, other, want in zip(*outputs.values(), strict=True):
         error, usual = ((x.double() - want).norm() / want.norm() for x in (got, other))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import reload
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from mini_engine import rope
 from mini_engine.models import layers
 from mini_engine.models.config import ACTIVATIONS
+from mini_engine.ops import LAYER_PARTS
 from mini_engine.parts import Parts, default_parts
 from mini_engine.rope import RopeConfig, inverse_frequencies, rope_tables
 from tests.attention import fake_flashinfer
@@ -101,12 +103,16 @@ def test_gated_mlp(ops: ModuleType, device: str, name: str, dtype: torch.dtype) 
     assert_close(ops.gated_mlp(x, gate_up, down, activation), layers.gated_mlp(x, gate_up, down, activation))
 
 
+def own_parts(module: ModuleType) -> Parts:
+    return replace(Parts(), **{name: getattr(module, name) for name in LAYER_PARTS})
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_models_run_on_the_fused_parts(ops: ModuleType, device: str, family: str) -> None:
     """In bfloat16, compared with the same model on the references."""
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
     tokens = [[5, 9, 33, 4, 60], [8, 3]]
-    fused, reference = (our_model(theirs, parts=parts).to(device) for parts in (ops.gpu_parts(), Parts()))
+    fused, reference = (our_model(theirs, parts=parts).to(device) for parts in (own_parts(ops), Parts()))
     with torch.device(device):
         logits = zip(whole(fused, tokens), whole(reference, tokens), strict=True)
     for got, want in logits:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from mini_engine.kernels.fused_products import (
     MOST_BLOCKS,
+    MOST_BYTES,
     add_product,
+    block_bytes,
     gate_up_swiglu,
     num_splits,
     qkv_append,
@@ -52,6 +54,22 @@ def test_as_many_blocks_share_a_tile_as_fill_the_gpu(num_tiles: int, num_sms: in
     assert splits in (1, 2, 4, MOST_BLOCKS)
     assert splits == 1 or num_tiles * splits <= (2 * num_sms if splits == 2 else most_blocks)
     assert splits == MOST_BLOCKS or num_tiles * 2 * splits > most_blocks
+
+
+# Rows and columns of the four products of a layer, and for how many tokens the fused products are used, on 132 SMs.
+SHAPES = {
+    "Qwen3-0.6B": ([(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)], 128),
+    "Llama-3.2-1B": ([(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)], 128),
+    "Llama-3.1-8B": ([(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], 0),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_of_large_matrices_read_too_many_bytes(shape: str) -> None:
+    products, most_tokens = SHAPES[shape]
+    for num_tokens in (1, 64, 65, 128):
+        largest = max(block_bytes(*sizes, num_tokens, 132) for sizes in products)
+        assert (largest <= MOST_BYTES) == (num_tokens <= most_tokens)
 
 
 @pytest.mark.gpu

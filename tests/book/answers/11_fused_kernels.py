@@ -595,7 +595,7 @@ def arrival_kernel(
         tl.store(arrivals + block, 0)
 
 
-# Zero between launches, like the counters of `mini_engine.kernels.linear_residual`.
+# Zero between launches, like the counters of `book.kernels.linear_residual`.
 ARRIVALS = torch.zeros(256, dtype=torch.int32, device=DEVICE)
 PARTIALS = torch.zeros(4096, device=DEVICE)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from mini_engine.kernels.compiled import CompiledLayer
+from book.kernels.compiled import CompiledLayer
 from mini_engine.models.base import CausalLM
 from mini_engine.models.llama import decoder_layer
 from mini_engine.rope import rope_tables

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mini_engine.kernels.tiles import (
+from book.kernels.tiles import (
     MAX_TOKENS,
     PROGRAMS,
     Tile,

@@ -1,4 +1,4 @@
-"""Functions that the projection kernels share: a program's tile, its product, and the factor of a norm."""
+"""Functions that the projection kernels share: a program's tile, and its product."""
 
 from dataclasses import dataclass
 from typing import no_type_check
@@ -74,12 +74,3 @@ def multiply(x, w, TOKENS: tl.constexpr):
         return tl.sum(w.to(tl.float32) * x.to(tl.float32), 1)[None, :]
     else:
         return tl.dot(x.to(w.dtype), tl.trans(w), input_precision="ieee")
-
-
-@no_type_check
-@triton.jit
-def norm_factor(x, eps, SIZE: tl.constexpr):
-    """Compute 1 / rms(x) for one token of `SIZE` numbers, the factor of RMSNorm without the norm's weight."""
-    column = tl.arange(0, triton.next_power_of_2(SIZE))
-    values = tl.load(x + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from mini_engine.kernels.linear_residual import LinearResidual, default_tile, linear_residual_reference
-from mini_engine.kernels.tiles import Tile
+from book.kernels.linear_residual import LinearResidual, default_tile, linear_residual_reference
+from book.kernels.tiles import Tile
 
 # On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on machines without a GPU")

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from mini_engine.kernels import norm_linear as kernels
-from mini_engine.kernels.tiles import MAX_TOKENS, Tile, padded_tokens
+from book.kernels import norm_linear as kernels
+from book.kernels.tiles import MAX_TOKENS, Tile, padded_tokens
 
 EPS = 1e-6
 # On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mini_engine.kernels.tiles import MAX_TOKENS, Tile, load_tile, multiply, padded_tokens, prefetch, tile_of_one_token
+from book.kernels.tiles import MAX_TOKENS, Tile, load_tile, multiply, padded_tokens, prefetch, tile_of_one_token
 from mini_engine.models.layers import rms_norm
 from mini_engine.models.linear import linear
 

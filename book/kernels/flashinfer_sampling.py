@@ -1,4 +1,4 @@
-"""FlashInfer's samplers in place of the engine's own: `--parts mini_engine.kernels.flashinfer_sampling:parts`.
+"""FlashInfer's samplers in place of the engine's own: `--parts book.kernels.flashinfer_sampling:parts`.
 
 They sample from probabilities rather than logits: softmax, a renormalization for each filter, then one uniform number
 per row, looked up in the cumulative sum. Top-k and top-p find their thresholds without sorting.
@@ -15,14 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mini_engine.kernels.fused_ops import gpu_parts
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, default_parts
 from mini_engine.sampling import SamplingBatch
 
 
 def parts() -> Parts:
     """Return the engine's parts for a GPU with the sampler of this module."""
-    return replace(gpu_parts(), sample=sample)
+    return replace(default_parts(torch.device("cuda")), sample=sample)
 
 
 def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> Int[Tensor, " R"]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_engine.cli_options import load_parts
+from mini_engine import ops
+from mini_engine.parts import load_parts
 from mini_engine.sampling import SamplingBatch, filter_logits, sample
 from mini_engine.sampling_params import SamplingParams
 from tests.attention import fake_flashinfer
@@ -43,7 +44,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def sampler(device: str) -> ModuleType:
-    from mini_engine.kernels import flashinfer_sampling, fused_ops
+    from book.kernels import flashinfer_sampling
+    from mini_engine.kernels import fused_ops
 
     reload(fused_ops)  # they may have been imported with the other FlashInfer
     return reload(flashinfer_sampling)
@@ -110,9 +112,10 @@ def test_frequencies_are_the_probabilities(sampler: ModuleType, device: str, par
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_the_parts_can_be_named(sampler: ModuleType) -> None:
-    parts = load_parts("mini_engine.kernels.flashinfer_sampling:parts")
-    assert parts.sample.__module__ == "mini_engine.kernels.flashinfer_sampling"
+def test_the_parts_can_be_named(sampler: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_layer_kernels", lambda device: True)
+    parts = load_parts("book.kernels.flashinfer_sampling:parts")
+    assert parts.sample.__module__ == "book.kernels.flashinfer_sampling"
     assert parts.rms_norm.__module__ == "mini_engine.kernels.fused_ops"
 
 

@@ -1,0 +1,84 @@
+"""Which implementation of an operation runs on which device: the one place that decides.
+
+Each operation has a reference in PyTorch, which specifies it and runs everywhere. The tables below name what replaces
+the reference on a GPU, as "module:object", because a kernel's module needs a package that not every machine has. For
+attention, the registry of `attention/backend.py` is such a table. What a user replaces with a part of their own is
+never replaced here.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib.util import find_spec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Kernel(NamedTuple):
+    """What replaces a reference on a GPU.
+
+    Attributes:
+        path: "module:object"; it takes the reference's arguments.
+        accepts: whether it takes these arguments; default if the first one is on a GPU.
+    """
+
+    path: str
+    accepts: Callable[..., bool] = lambda first, *others: first.is_cuda
+
+
+# Once per step. Triton comes with PyTorch for CUDA, not with PyTorch for CPUs.
+HAS_TRITON = find_spec("triton") is not None
+STEP_KERNELS = {
+    "feed_tokens": Kernel("mini_engine.kernels.step_start:feed_tokens"),
+    "rope_tables": Kernel(
+        "mini_engine.kernels.step_start:rope_tables",
+        lambda positions, inv_freq: positions.is_cuda and inv_freq.dtype == torch.float32,
+    ),
+    "copy_pinned": Kernel(
+        "mini_engine.kernels.pinned_copy:copy_small",
+        lambda destination, source: destination.is_cuda or source.is_cuda,
+    ),
+    "keep_tokens": Kernel("mini_engine.kernels.pinned_copy:keep_tokens"),
+}
+
+# In every layer, with FlashInfer: parts of the engine, and a whole layer over a backend that takes stored keys.
+LAYER_PARTS = {
+    "rms_norm": "mini_engine.kernels.fused_ops:rms_norm",
+    "qk_norm": "mini_engine.kernels.fused_ops:qk_norm",
+    "apply_rope": "mini_engine.kernels.fused_ops:apply_rope",
+    "gated_mlp": "mini_engine.kernels.fused_ops:gated_mlp",
+}
+FUSED_LAYER = "mini_engine.kernels.fused_layer:FusedLayer"
+
+
+def with_kernel(reference: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a reference: calls that its entry in `STEP_KERNELS` accepts go to the kernel."""
+    path, accepts = STEP_KERNELS[reference.__name__]
+    if not HAS_TRITON:
+        return reference
+
+    @wraps(reference)
+    def choose(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (load(path) if accepts(*args, **kwargs) else reference)(*args, **kwargs)
+
+    return choose
+
+
+def layer_parts(device: torch.device) -> dict[str, Any]:
+    """Return the kernels that replace parts of the engine on a device, by the names of the parts."""
+    return {name: load(path) for name, path in LAYER_PARTS.items()} if has_layer_kernels(device) else {}
+
+
+def has_layer_kernels(device: torch.device) -> bool:
+    """Return whether the kernels of `LAYER_PARTS` and `FUSED_LAYER` run on a device."""
+    return device.type == "cuda" and find_spec("flashinfer") is not None
+
+
+@cache  # a step calls several of them
+def load(path: str) -> Callable[..., Any]:
+    """Import an object, given as "module:object"."""
+    return pkgutil.resolve_name(path)

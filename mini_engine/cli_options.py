@@ -1,27 +1,23 @@
-"""Command-line options, made from the dataclasses that hold them: `EngineConfig`, `SamplingParams`, `BenchOptions`.
+"""Command-line options made from the dataclasses that hold them: `EngineConfig`, `SamplingParams`, `BenchOptions`.
 
-A command requests them by the types of its parameters. `EngineOptions` stands for `--model`, `--config`, `--parts` and
-one option for each field of `EngineConfig`; `SamplingOptions` stands for one option for each field of `SamplingParams`.
-The help of an option is the description of its field. An option that is not given overrides nothing.
+Cyclopts makes an option of each field of a dataclass. The help of an option is the description of its field, and an
+option that is not given overrides nothing.
 """
 
 import inspect
-import pkgutil
-import re
-import sys
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from types import GenericAlias, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import docstring_parser
+from cyclopts import Parameter
 from rich.console import Console
 
 from mini_engine.bench.options import BenchOptions
-from mini_engine.config import EngineConfig, read_options
+from mini_engine.config import ALIASES, EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.terminal import show
@@ -30,9 +26,65 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import, and `--help`
     from mini_engine.llm import LLM
     from mini_engine.parts import Parts
 
-Command = TypeVar("Command", bound=Callable[..., None])
 DEFAULT_MODEL = "smollm2-135m-instruct"
-SHORT = {"model": ["-m"], "attn_backend": ["-b"], "max_tokens": ["-n"], "temperature": ["-t"]}
+EXAMPLES = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a haiku about a library at night.",
+    "Name three uses of a paperclip.",
+)
+# Few pages, so that requests are preempted, and few tokens in a step, so that prompts are computed in chunks.
+SMALL_POOL: dict[str, Any] = {
+    "num_pages": 36, "page_size": 8, "max_num_batched_tokens": 64, "enable_prefix_caching": False,
+}  # fmt: skip
+SHORT = {"model": "-m", "attn_backend": "-b", "max_tokens": "-n", "temperature": "-t"}
+# Fields that are of no use on a command line, whose values cannot be written there, or whose name another field has.
+NO_OPTIONS = {"n", "logprobs", "prompt_logprobs", "logit_bias", "bad_words_token_ids", "detokenize"}
+LEFT_OUT = {(EngineConfig, "seed"), *((SamplingParams, name) for name in NO_OPTIONS)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the engine comes from.
+
+    Attributes:
+        model: embedded name, folder, GGUF file or hub id; default smollm2-135m-instruct.
+        config: YAML file of the engine's options; options on the command line override it.
+        parts: MODULE:OBJECT, a Parts whose functions replace the engine's own.
+        homework: run on your own finished parts of the engine.
+    """
+
+    model: str | None = None
+    config: Path | None = None
+    parts: str | None = None
+    homework: bool = False
+
+
+def options_of(*classes: type) -> Any:
+    """Return the type of a command's parameter that has an option for each field, and None for those not given."""
+    made: list[tuple[str, Any, Any]] = []
+    for cls in classes:
+        described = {p.arg_name: p.description for p in docstring_parser.parse(inspect.getdoc(cls) or "").params}
+        for name, kind in typing.get_type_hints(cls).items():
+            others = [f"--{alias.replace('_', '-')}" for alias, field in ALIASES.items() if field == name]
+            names = [*(others if kind is not bool else ()), *filter(None, [SHORT.get(name)])]
+            option = Parameter(alias=names, help=described.get(name), negative_iterable=())
+            if (cls, name) not in LEFT_OUT:
+                made.append((name, Annotated[kind | None, option], None))
+    return Annotated[make_dataclass("Options", made, namespace={"__module__": __name__}) | None, Parameter(name="*")]
+
+
+def given(options: Any) -> dict[str, Any]:
+    """Return the options that were given, by name."""
+    return {name: value for name, value in vars(options).items() if value is not None} if options else {}
+
+
+if TYPE_CHECKING:
+    Engine = Any
+    Sampling = Any
+    Bench = Any
+else:
+    Engine, Sampling, Bench = options_of(Source, EngineConfig), options_of(SamplingParams), options_of(BenchOptions)
 
 
 @dataclass(frozen=True)
@@ -43,157 +95,59 @@ class EngineOptions:
         model: embedded name, folder, GGUF file or hub id.
         options: fields of `EngineConfig` that were given, by `--config` or one by one.
         parts: the engine's parts; None for the default ones.
+        homework: the book's module for `--homework`; None without that option.
     """
 
     model: str
     options: dict[str, Any]
     parts: "Parts | None" = None
+    homework: ModuleType | None = None
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> "EngineOptions":
-        """Build from the given options. Those on the command line override those of `--config`."""
-        file, parts = given.pop("config", None), given.pop("parts", None)
-        options = {"model": DEFAULT_MODEL} | ({} if file is None else read_options(file)) | given
-        return cls(options.pop("model"), options, None if parts is None else load_parts(parts))
+    def of(cls, options: Engine, console: Console, **defaults: Any) -> "EngineOptions":
+        """Build from the command line, whose options override those of `--config`, which override the defaults.
 
-    def load(self, console: Console, **defaults: Any) -> "LLM":
-        """Load the model, and print a line about it.
+        Raises:
+            ConfigError: for impossible options, or if the book is not there, which `--homework` needs.
+        """
+        named = given(options)
+        file, parts, with_homework = (named.pop(name, None) for name in ("config", "parts", "homework"))
+        named = {"model": DEFAULT_MODEL} | defaults | ({} if file is None else read_options(file)) | named
+        if parts is not None:
+            from mini_engine.parts import load_parts
+
+            parts = load_parts(parts)
+        made = cls(named.pop("model"), named, parts)
+        if not with_homework:
+            return made
+        try:
+            from book import homework
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--homework needs the book ({error}): run it in a copy of the repository") from error
+        return homework.with_homework(console, replace(made, homework=homework))
+
+    def load(self, console: Console, sampling: Sampling = None, **defaults: Any) -> "tuple[LLM, SamplingParams]":
+        """Load the model, print a line about it, and return it with the parameters of its requests.
 
         Args:
             console: the terminal.
-            defaults: the command's own defaults, for options that were not given.
+            sampling: options, which override the command's defaults, which override the model's.
+            defaults: the command's own sampling parameters.
 
         Raises:
             ConfigError: for impossible options.
             ModelLoadError: if the model cannot be loaded.
+            RequestError: for sampling parameters out of range.
         """
-        config = EngineConfig.of(defaults | self.options)
+        config, own = EngineConfig.of(self.options), defaults | given(sampling)
+        SamplingParams(**own)  # refuses a mistake before the model is loaded
         with console.status("loading the model", spinner="line"):  # the default one is not ASCII
             from mini_engine.llm import LLM
 
             start = time.perf_counter()
             llm = LLM(self.model, config, parts=self.parts)
-        seconds, size = time.perf_counter() - start, sum(weight.numel() for weight in llm.model.parameters())
-        show(
-            console,
-            f"{self.model}: {size / 1e6:.0f} M parameters in {str(llm.model.dtype).removeprefix('torch.')} on "
-            f"{llm.model.device}, attention backend {llm.config.attn_backend}, loaded in {seconds:.1f} s",
-            "dim",
-        )
-        if llm.config.attn_backend not in ("torch", "torch_padded", "chunked", "split_kv") and not llm.config.warm_up:
-            show(console, "The first steps compile kernels, which may take over a minute; they are cached.", "dim")
-        return llm
-
-
-class SamplingOptions(dict[str, Any]):
-    """The given fields of `SamplingParams`. Mistakes are refused before a model is loaded."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        SamplingParams(**given)
-        super().__init__(given)
-
-    def params(self, model_defaults: SamplingParams, **defaults: Any) -> SamplingParams:
-        """Return a request's parameters: options override the command's defaults, which override the model's."""
-        return replace(model_defaults, **defaults | self)
-
-
-def command(app: typer.Typer) -> Callable[[Command], Command]:
-    """Register a function as a command of an app, and return the function unchanged.
-
-    Instead of a parameter of a type in `GROUPS`, the command has the options of that group.
-    """
-
-    def register(function: Command) -> Command:
-        parameters = inspect.signature(function).parameters
-        groups = {name: GROUPS[p.annotation] for name, p in parameters.items() if p.annotation in GROUPS}
-        own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
-
-        def run(**values: Any) -> None:
-            arguments = {parameter.name: values[parameter.name] for parameter in own}
-            for name, (build, options) in groups.items():
-                given = {option.name: values[option.name] for option in options}
-                arguments[name] = build({n: value for n, value in given.items() if value is not None and value != []})
-            function(**arguments)
-
-        options = [option for _, options in groups.values() for option in options]
-        run.__signature__ = inspect.Signature(options + own)  # type: ignore[attr-defined]
-        app.command(name=function.__name__, help=inspect.getdoc(function))(run)
-        return function
-
-    return register
-
-
-def load_parts(path: str) -> "Parts":
-    """Import a `Parts`.
-
-    Args:
-        path: "MODULE:OBJECT". The module may be a file in the current folder. The object is a `Parts`, or a function
-            without arguments that returns one.
-
-    Raises:
-        ConfigError: if there is no such object, it is not a `Parts`, or the module raises an exception.
-    """
-    from mini_engine.parts import Parts
-
-    if "" not in sys.path:  # installed commands do not import from the current folder
-        sys.path.append("")
-    try:
-        parts = pkgutil.resolve_name(path)
-        parts = parts() if callable(parts) and not isinstance(parts, Parts) else parts
-    except (Exception, SystemExit) as error:  # the module may raise anything
-        raise ConfigError(
-            f"cannot load the parts {path!r}: {type(error).__name__}: {error}; give MODULE:OBJECT, such as "
-            "my_parts:parts for `parts` in my_parts.py"
-        ) from error
-    if not isinstance(parts, Parts):
-        raise ConfigError(
-            f"{path!r} is a {type(parts).__name__}; give MODULE:OBJECT, where the object is a mini_engine.Parts"
-        )
-    return parts
-
-
-# Fields that are of no use on a command line, or whose values cannot be written there.
-NO_OPTIONS = {"n", "logprobs", "prompt_logprobs", "logit_bias", "bad_words_token_ids", "detokenize"}
-
-
-def _options_of(cls: type) -> list[inspect.Parameter]:
-    """Return an option for each field of a dataclass, described as in its docstring."""
-    described = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    helps = {name: " ".join(text.split()) for name, text in described}
-    hints = typing.get_type_hints(cls)
-    return [
-        _option(field.name, _option_type(hints[field.name]), helps.get(field.name))
-        for field in fields(cls)
-        if field.name not in NO_OPTIONS
-    ]
-
-
-def _option(name: str, kind: Any, help: str | None) -> inspect.Parameter:
-    names = f"--{name.replace('_', '-')}"
-    names += f"/--no-{names[2:]}" if kind is bool else ""
-    annotation = Annotated[kind | None, typer.Option(names, *SHORT.get(name, ()), help=help)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _option_type(hint: Any) -> Any:
-    """Return a type for the command line: a list if a sequence is allowed, otherwise the first member of a union."""
-    members = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    listed = [GenericAlias(list, typing.get_args(m)) for m in members if typing.get_origin(m) is Sequence]
-    return listed[0] if listed else members[0]
-
-
-# For each type of a command's parameter: how to build the value from the given options, and the options.
-GROUPS: dict[Any, tuple[Callable[[dict[str, Any]], Any], list[inspect.Parameter]]] = {
-    EngineOptions: (
-        EngineOptions.of,
-        [
-            _option("model", str, f"Embedded name, folder, GGUF file or hub id; default {DEFAULT_MODEL}."),
-            _option("config", Path, "YAML file of the engine's options; options on the command line override it."),
-            _option("parts", str, "MODULE:OBJECT, a Parts whose functions replace the engine's own."),
-            *(option for option in _options_of(EngineConfig) if option.name != "seed"),  # SamplingParams has one
-        ],
-    ),
-    # A command prints one answer for each prompt.
-    SamplingOptions: (SamplingOptions, [option for option in _options_of(SamplingParams) if option.name != "n"]),
-    BenchOptions: (lambda given: BenchOptions(**given), _options_of(BenchOptions)),
-}
+        seconds, model = time.perf_counter() - start, llm.model
+        size, dtype = sum(weight.numel() for weight in model.parameters()), str(model.dtype).removeprefix("torch.")
+        line = f"{self.model}: {size / 1e6:.0f} M parameters in {dtype} on {model.device}, attention backend "
+        show(console, line + f"{llm.config.attn_backend}, loaded in {seconds:.1f} s", "dim")
+        return llm, replace(llm.default_params, **own)

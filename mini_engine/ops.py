@@ -44,6 +44,7 @@ STEP_KERNELS = {
     ),
     "keep_tokens": Kernel("mini_engine.kernels.pinned_copy:keep_tokens"),
 }
+SAMPLING = "mini_engine.kernels.sampling"  # a module: everything from the logits to the tokens
 
 # In every layer, with FlashInfer: parts of the engine, and a whole layer over a backend that takes stored keys.
 LAYER_PARTS = {
@@ -68,6 +69,11 @@ def with_kernel(reference: Callable[P, T]) -> Callable[P, T]:
     return choose
 
 
+def sampling_kernels(logits: torch.Tensor) -> Any | None:
+    """Return the module of kernels that sample from these logits; None where the reference does."""
+    return load(SAMPLING) if HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64 else None
+
+
 def layer_parts(device: torch.device) -> dict[str, Any]:
     """Return the kernels that replace parts of the engine on a device, by the names of the parts."""
     return {name: load(path) for name, path in LAYER_PARTS.items()} if has_layer_kernels(device) else {}
@@ -79,6 +85,6 @@ def has_layer_kernels(device: torch.device) -> bool:
 
 
 @cache  # a step calls several of them
-def load(path: str) -> Callable[..., Any]:
-    """Import an object, given as "module:object"."""
+def load(path: str) -> Any:
+    """Import an object, given as "module:object", or a module."""
     return pkgutil.resolve_name(path)

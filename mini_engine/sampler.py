@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
-from mini_engine import sampling
+from mini_engine import ops, sampling
 from mini_engine.sampling import RECORD_DTYPE, SamplingBatch, penalize, sampling_records
 from mini_engine.sampling_params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_EDITS, SamplingParams
-from mini_engine.ops import HAS_TRITON
 from mini_engine.transfer import to_device
 
 # Flags of a record. A row without the first four has its logits sampled as they are.
@@ -185,9 +184,7 @@ class Sampler:
             [R] token ids. A row of NaN logits gives an arbitrary token.
         """
         adjust = self.adjust
-        if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
-            from mini_engine.kernels import sampling as kernels
-
+        if kernels := ops.sampling_kernels(logits):
             if self._sample is sampling.sample:
                 return kernels.sample(self, logits, rows, positions)
             adjust = partial(kernels.adjust, self)

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
-from mini_engine.ops import HAS_TRITON
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.transfer import to_device
 

@@ -5,6 +5,7 @@ import sys
 
 from rich.console import Console
 from rich.segment import Segment, Segments
+from rich.text import Text
 
 from mini_engine.errors import RequestError
 
@@ -45,6 +46,12 @@ def make_console(stderr: bool = False) -> Console:
     if isinstance(stream, io.TextIOWrapper):  # not if it is closed, or a notebook's stream, which is UTF-8
         stream.reconfigure(errors="replace")
     return Console(stderr=stderr)
+
+
+def print_error(error: Exception | str) -> None:
+    """Print a message on standard error."""
+    message = Text.assemble(("error: ", "bold red"), printable(str(error)))
+    make_console(stderr=True).print(message, soft_wrap=True)
 
 
 def read_line(console: Console, prompt: str) -> str:

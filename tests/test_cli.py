@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from mini_engine import cli
 from mini_engine.llm import LLM
@@ -211,10 +212,9 @@ def test_bench_measures_beside_a_peer(run, model):
     assert engines == ["mini_engine", "transformers"]
 
 
-@pytest.mark.parametrize("module", ["mini_engine", "mini_engine.cli"])
-def test_modules_are_the_command_line(module):
+def test_the_package_is_the_command_line():
     done = subprocess.run(
-        [sys.executable, "-m", module, "generate", ""], capture_output=True, text=True, cwd=ROOT, timeout=300
+        [sys.executable, "-m", "mini_engine", "generate", ""], capture_output=True, text=True, cwd=ROOT, timeout=300
     )
     assert (done.returncode, done.stderr) == (2, "error: prompt 1 is empty; give it some text\n")
 
@@ -279,9 +279,9 @@ def test_a_full_output_is_one_sentence(model, arguments):
 
 
 def test_errors_of_files_are_no_errors_of_the_output():
-    app = cli.make_app()
+    app = App()
 
-    @app.command()
+    @app.default
     def broken() -> None:
         raise FileNotFoundError(2, "No such file or directory", "some/file")
 

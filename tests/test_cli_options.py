@@ -3,20 +3,22 @@
 import re
 import subprocess
 import sys
+import typing
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from cyclopts import App, CycloptsError
 
 from mini_engine import cli
 from mini_engine.bench.options import BenchOptions
-from mini_engine.cli_options import EngineOptions, SamplingOptions, command, load_parts
-from mini_engine.config import EngineConfig
+from mini_engine.cli_options import LEFT_OUT, Bench, Engine, EngineOptions, Sampling, given
+from mini_engine.config import ALIASES, EngineConfig
 from mini_engine.errors import ConfigError, RequestError
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, load_parts
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.terminal import make_console
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,26 +26,25 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def seen():
     """Runs a command line of a command that has all options; returns what it got."""
-    app, got = cli.make_app(), []
+    app, got = App(), []
 
-    @command(app)
-    def show(engine: EngineOptions, sampling: SamplingOptions, page: int = 3) -> None:
+    @app.default
+    def show(*, engine: Engine = None, sampling: Sampling = None, page: int = 3) -> None:
         """Show."""
-        got.append((engine, sampling, page))
+        got.append((EngineOptions.of(engine, make_console()), given(sampling), page))
 
-    def run(*arguments: str) -> tuple[EngineOptions, SamplingOptions, int]:
-        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-        assert result.exit_code == 0, result.output
+    def run(*arguments: str) -> tuple[EngineOptions, dict[str, object], int]:
+        app(arguments, exit_on_error=False, result_action="return_value")
         return got.pop()
 
     return run
 
 
 def test_options_that_are_not_given_have_no_value(seen):
-    assert seen() == (EngineOptions("smollm2-135m-instruct", {}), SamplingOptions({}), 3)
+    assert seen() == (EngineOptions("smollm2-135m-instruct", {}), {}, 3)
 
 
-def test_every_field_can_be_given(seen):
+def test_fields_of_every_type_can_be_given(seen):
     engine = {
         "dtype": "float32", "device": "cpu", "attn_backend": "flex", "max_batch_size": 3, "max_model_len": 64,
         "num_pages": 7, "page_size": 16, "max_num_batched_tokens": 99, "sliding_window": 8,
@@ -54,15 +55,12 @@ def test_every_field_can_be_given(seen):
     sampling = {
         "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "max_tokens": 5,
         "seed": 0, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True,
-        "include_stop_str_in_output": True, "skip_special_tokens": True,
     }  # fmt: skip
-    assert engine.keys() == {field.name for field in fields(EngineConfig)} - {"seed"}
-    assert sampling.keys() == {field.name for field in fields(SamplingParams)} - {"n"}
     arguments = ["--page", "4"]
     for name, value in (engine | sampling).items():
         for one in value if isinstance(value, list) else [value]:
             arguments += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
-    assert seen("-m", "folder", *arguments) == (EngineOptions("folder", engine), SamplingOptions(sampling), 4)
+    assert seen("-m", "folder", *arguments) == (EngineOptions("folder", engine), sampling, 4)
 
 
 def test_short_names(seen):
@@ -106,48 +104,62 @@ def test_a_configuration_of_autodeploy_loads(seen, tmp_path):
     assert seen("--config", str(file), "-m", "x")[0].model == "x"
 
 
-def test_the_commands_own_defaults_are_overridden_by_all(monkeypatch):
-    class Loaded(Exception):
-        pass
+def chosen(kind, **values):
+    """What a command gets as its parameter of this type when these options are given."""
+    return typing.get_args(typing.get_args(kind)[0])[0](**values)
 
-    def llm(model: object, config: EngineConfig, parts: object) -> None:
-        raise Loaded(config)
+
+def test_options_override_the_commands_defaults_and_those_the_models(monkeypatch):
+    model = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
+    configs = []
+
+    def llm(name: str, config: EngineConfig, parts: None) -> SimpleNamespace:
+        configs.append(config)
+        shape = SimpleNamespace(parameters=list, dtype="float32", device="cpu")
+        return SimpleNamespace(model=shape, config=config, default_params=model)
 
     monkeypatch.setattr("mini_engine.llm.LLM", llm)
-    with pytest.raises(Loaded) as loaded:
-        EngineOptions("x", {"page_size": 16}).load(cli.make_console(), page_size=8, num_pages=36)
-    assert loaded.value.args == (EngineConfig(page_size=16, num_pages=36),)
-
-
-def test_sampling_options_override_the_commands_and_those_the_models():
-    model = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
-    options = SamplingOptions({"top_p": 0.5})
-    assert options.params(model, temperature=0.0, top_p=0.9) == replace(model, temperature=0.0, top_p=0.5)
-    assert SamplingOptions({"temperature": 1.5}).params(model, temperature=0.0).temperature == 1.5
+    options = EngineOptions.of(chosen(Engine, page_size=16), make_console(), page_size=8, num_pages=36)
+    _, params = options.load(make_console(), chosen(Sampling, top_p=0.5), temperature=0.0, top_p=0.9)
+    assert configs == [EngineConfig(page_size=16, num_pages=36)]
+    assert params == replace(model, temperature=0.0, top_p=0.5)
     with pytest.raises(RequestError, match="top_p"):
-        SamplingOptions({"top_p": 0.0})
+        options.load(make_console(), chosen(Sampling, top_p=0.0))
+    assert len(configs) == 1  # refused before the model is loaded
+
+
+def test_names_of_other_engines_are_options_too(seen):
+    for alias, name in ALIASES.items():
+        if typing.get_type_hints(EngineConfig)[name] in (int, int | None):
+            assert seen(f"--{alias.replace('_', '-')}", "48")[0].options == {name: 48}
+
+
+def test_an_unknown_option_names_the_nearest_one(seen):
+    with pytest.raises(CycloptsError, match="--page-size"):
+        seen("--pagesize", "3")
 
 
 def test_options_of_the_bench_have_the_defaults_of_its_dataclass():
-    app, got = cli.make_app(), []
+    app, got = App(), []
 
-    @command(app)
-    def show(bench: BenchOptions) -> None:
-        got.append(bench)
+    @app.default
+    def show(*, bench: Bench = None) -> None:
+        got.append(BenchOptions(**given(bench)))
 
     for arguments in ([], ["--batch-size", "2", "--batch-size", "3", "--json", "-n", "5"]):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        app(arguments, exit_on_error=False, result_action="return_value")
     assert got == [BenchOptions(), BenchOptions(batch_size=[2, 3], json=True, max_tokens=5)]
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "bench", "trace"])
 def test_every_option_has_help(name):
-    group = typer.main.get_command(cli.app)
-    options = group.commands[name].params
-    assert group.commands[name].help
-    assert {field.name for field in fields(EngineConfig)} - {"seed"} <= {option.name for option in options}
+    arguments = cli.app[name].assemble_argument_collection(parse_docstring=True)
+    options = [argument for argument in arguments if not argument.children]
+    left_out = {field for cls, field in LEFT_OUT if cls is EngineConfig}
+    names = {option.name.removeprefix("--").replace("-", "_") for option in options}
+    assert {field.name for field in fields(EngineConfig)} - left_out <= names
     for option in options:
-        assert re.match(r"[A-Z\"\w].*\.$", option.help or ""), f"{name} --{option.name}: {option.help}"
+        assert re.match(r"[A-Z\"\w].*\.$", option.parameter.help or "", re.DOTALL), f"{name} {option.name}"
 
 
 def test_help_imports_neither_torch_nor_transformers():
@@ -161,7 +173,7 @@ def test_help_imports_neither_torch_nor_transformers():
 
 PARTS = """
 from dataclasses import replace
-from mini_engine.parts import Parts
+from mini_engine.parts import Parts, load_parts
 
 def mine(x, weight, eps):
     return x

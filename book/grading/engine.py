@@ -14,9 +14,9 @@ from book.grading.progress import Progress, ProgressError
 from mini_engine import LLM, Parts, RequestOutput
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.chunks import ChunkedLLM
-from mini_engine.cli import Batch
 from mini_engine.llm import TextEngine
 from mini_engine.models.qwen3 import Qwen3Attention
+from mini_engine.observe.answers import Batch
 from mini_engine.observe.metrics import Metrics
 from mini_engine.observe.watch import page_size_of
 

@@ -44,7 +44,7 @@ def serve_padded(
     out: torch.Tensor = model.generate(  # type: ignore[operator]
         torch.tensor(padded, device=model.device),
         attention_mask=torch.tensor(mask, device=model.device),
-        max_new_tokens=max(params.max_tokens for _, params in requests),
+        max_new_tokens=max(request.num_outputs for request in requests),
         **_generation(model, requests),
     )
     rows = out[:, longest:].tolist()
@@ -60,7 +60,7 @@ def serve_continuous(
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    blocks = [-(-(len(prompt) + params.max_tokens) // BLOCK) + 1 for prompt, params in requests]
+    blocks = [-(-(len(own.prompt) + own.num_outputs) // BLOCK) + 1 for own in requests]
     config = ContinuousBatchingConfig(
         num_blocks=sum(blocks), max_batch_tokens=max_num_batched_tokens, allow_block_sharing=False
     )

@@ -212,7 +212,7 @@ def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds
     tokens, so that a prefix cache finds what the requests share but not the requests of the previous round.
     """
     begun = [
-        BenchRequest(prompt, replace(params, max_tokens=max(2, params.max_tokens // 16))) for prompt, params in requests
+        BenchRequest(one.prompt, replace(one.params, max_tokens=max(2, one.num_outputs // 16))) for one in requests
     ]
     for own in serve.values():
         own(begun)
@@ -272,7 +272,7 @@ def rows_of(
 
 def pages_needed(requests: Sequence[BenchRequest], page_size: int = PAGE_SIZE) -> int:
     """Count the pages that hold all requests at once, to their ends."""
-    return sum(-(-(len(prompt) + params.max_tokens) // page_size) for prompt, params in requests)
+    return sum(-(-(len(request.prompt) + request.num_outputs) // page_size) for request in requests)
 
 
 def results(engine: EngineOptions, bench: BenchOptions, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:

@@ -19,6 +19,12 @@ class BenchRequest(NamedTuple):
     prompt: list[int]
     params: SamplingParams
 
+    @property
+    def num_outputs(self) -> int:
+        """Tokens of the output."""
+        assert self.params.max_tokens is not None, "every request of a benchmark has a length"
+        return self.params.max_tokens
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -103,7 +109,7 @@ def with_other_tokens(requests: Sequence[BenchRequest], shift: int) -> list[Benc
 
 def num_outputs(requests: Sequence[BenchRequest]) -> int:
     """Count the output tokens of all requests."""
-    return sum(params.max_tokens for _, params in requests)
+    return sum(request.num_outputs for request in requests)
 
 
 def least_seconds(
@@ -134,8 +140,8 @@ def least_seconds(
     seconds = step(prompt, prompt, len(requests))
     if shared:
         seconds += model_step_cost(shape, shared, shared, dtype_bytes).seconds(machine)
-    for done in range(1, max(request.params.max_tokens for request in requests)):
-        running = sum(request.params.max_tokens > done for request in requests)
+    for done in range(1, max(request.num_outputs for request in requests)):
+        running = sum(request.num_outputs > done for request in requests)
         seconds += step(1, prompt + done, running)
     return seconds
 

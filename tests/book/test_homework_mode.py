@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from book import cli
 from book.grading import engine
 from book.grading.engine import homework_options
+from mini_engine import cli
 from mini_engine.attention.levels import chunk_levels
 from mini_engine.attention.state import AttentionState
 from mini_engine.kv_cache.page_table import PageTable

@@ -12,7 +12,7 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 
 from playwright import sync_api
 
-from book.trace_example import EXAMPLE
+from mini_engine.observe.example import EXAMPLE
 from mini_engine.observe.trace import TraceStep
 from tests.book.site_under_test import PHONE, ROOT, Tab, needs_browser
 from tests.helpers import read_trace

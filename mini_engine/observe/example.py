@@ -32,13 +32,12 @@ EXAMPLE = (
 )
 
 
-def record_example(llm: LLM) -> Trace:
-    """Serve `EXAMPLE` greedily on the options of `llm`, and return its trace.
+def serve_example(llm: LLM, trace: Trace) -> None:
+    """Serve `EXAMPLE` greedily on the options of `llm`, and record it.
 
     Raises:
         RequestError: if one of the requests could not fit into the pool even alone.
     """
-    trace = Trace(llm.tokenizer)
     engine, coming = llm.with_options(on_step=trace.record).engine, list(EXAMPLE)
     while coming or engine.has_unfinished:
         while coming and (coming[0][0] <= len(trace.steps) or not engine.has_unfinished):
@@ -51,4 +50,3 @@ def record_example(llm: LLM) -> Trace:
                     f"request {name} of the example needs more pages: raise --num-pages; {error}"
                 ) from error
         engine.step()
-    return trace

@@ -15,8 +15,8 @@ from mini_engine.batch import StepBatch
 from mini_engine.models.base import CausalLM
 from mini_engine.parts import Parts
 from mini_engine.request import Request, end_tokens
-from mini_engine.sampler import Admission, Sampler
-from mini_engine.sampling_params import SamplingParams
+from mini_engine.sampler import Sampler
+from mini_engine.sampling_params import Admission, SamplingParams
 
 
 @dataclass(frozen=True)

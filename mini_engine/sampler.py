@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mini_engine import ops, sampling
 from mini_engine.sampling import RECORD_DTYPE, SamplingBatch, penalize, sampling_records
-from mini_engine.sampling_params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_EDITS, SamplingParams
+from mini_engine.sampling_params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_EDITS, Admission
 from mini_engine.transfer import to_device
 
 # Flags of a record. A row without the first four has its logits sampled as they are.
@@ -30,27 +30,6 @@ FOREVER = 2**31 - 1
 
 # A token whose logit changes: `bias` is added, and up to the position `banned_until` the token is forbidden.
 EDIT_DTYPE = np.dtype([("token", np.int32), ("bias", np.float32), ("banned_until", np.int32)])
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A request that has been admitted to a row: plain data, which can be recorded and sent to another process.
-
-    Attributes:
-        row: its row of the page table.
-        params: its parameters.
-        seed: its seed.
-        prompt_token_ids: its prompt.
-        output_token_ids: its output so far: empty, unless it has been preempted.
-        end_token_ids: tokens at which it ends.
-    """
-
-    row: int
-    params: SamplingParams
-    seed: int
-    prompt_token_ids: Sequence[int] | np.ndarray
-    output_token_ids: Sequence[int] | np.ndarray = ()
-    end_token_ids: Sequence[int] = ()
 
 
 class Sampler:

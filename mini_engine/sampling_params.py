@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mini_engine.errors import RequestError
 
 MAX_EDITS = 1024  # tokens of a request whose logits are changed one by one: they have a fixed place on the device
@@ -44,7 +46,7 @@ class SamplingParams:
     """The options that determine how a request's tokens are chosen and when it ends. Names and meanings are vLLM's.
 
     Attributes:
-        n: number of outputs for the prompt, which is computed once.
+        n: number of outputs for the prompt, which is computed once if the prefix cache is on.
         temperature: divides the logits; 0, or close to it, takes the most likely token (greedy).
         top_k: sample only from the k most likely tokens; 0 or -1 samples from all.
         top_p: sample from the smallest set of most likely tokens whose probability reaches top_p.
@@ -54,7 +56,8 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit once for each time that the output has it so far.
         max_tokens: end after this many tokens; None: as many as the model takes.
         min_tokens: generate this many tokens before the output may end at an end-of-sequence or stop token.
-        seed: determines the random numbers, whatever else is in the batch; None or -1 draws a seed.
+        seed: determines the random numbers, whatever else is in the batch; None or -1 draws a seed. With `n`, each
+            output has its own seed, derived from this one.
         stop: end as soon as the text contains one of these strings, which is cut off.
         stop_token_ids: end at any of these tokens, in addition to the model's own end-of-sequence tokens.
         ignore_eos: do not end at the model's end-of-sequence tokens.
@@ -136,6 +139,27 @@ class SamplingParams:
             raise RequestError("bad_words_token_ids has a word without tokens; leave it out")
         if self.stop and not self.detokenize:
             raise RequestError("stop is a search in the text; leave detokenize on, or use stop_token_ids")
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that has been admitted to a row: plain data, which can be recorded and sent to another process.
+
+    Attributes:
+        row: its row of the page table.
+        params: its parameters.
+        seed: its seed.
+        prompt_token_ids: its prompt.
+        output_token_ids: its output so far: empty, unless it has been preempted.
+        end_token_ids: tokens at which it ends.
+    """
+
+    row: int
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int] | np.ndarray
+    output_token_ids: Sequence[int] | np.ndarray = ()
+    end_token_ids: Sequence[int] = ()
 
 
 def check_tokens(params: SamplingParams, vocab_size: int, end_token_ids: Iterable[int] = ()) -> None:

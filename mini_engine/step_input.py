@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, Int32, Int64
 from mini_engine.attention.levels import Level
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.request import Request, Running
-from mini_engine.sampler import Admission
+from mini_engine.sampling_params import Admission
 from mini_engine.scheduler import Schedule
 
 NO_COPIES = np.zeros((0, 2), dtype=np.int32)

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mini_engine.sampler import Admission
 from mini_engine.sampling import MIN_TEMPERATURE, gumbel_noise
-from mini_engine.sampling_params import SamplingParams
+from mini_engine.sampling_params import Admission, SamplingParams
 
 END = 3
 

@@ -15,7 +15,7 @@ def test_a_graph_is_captured_with_the_levels_of_its_replays(groups: tuple[int, .
     planned: list[StepBatch] = []
     graphs = DecodeGraphs(
         [4], lambda batch, sampling: batch.token_ids, planned.append, page_size=16, pages_per_row=3, padding_page=9,
-        num_buffers=1, device=torch.device("cpu"),
+        padding_row=5, num_buffers=1, device=torch.device("cpu"),
     )  # fmt: skip
     graphs.get(4, groups)
     [batch] = planned

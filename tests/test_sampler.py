@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from mini_engine.errors import RequestError
-from mini_engine.sampler import Admission, Sampler, logprobs_of, pack_bits, unpack_bits
+from mini_engine.sampler import Sampler, logprobs_of, pack_bits, unpack_bits
 from mini_engine.sampling import SamplingBatch, sample
-from mini_engine.sampling_params import MAX_BAD_WORDS, MAX_EDITS, SamplingParams, check_tokens, tokenize_bad_words
+from mini_engine.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_EDITS,
+    Admission,
+    SamplingParams,
+    check_tokens,
+    tokenize_bad_words,
+)
 from tests.sampling_oracle import adjusted, admissions, assert_sampled, kept, rough_logits
 
 

@@ -328,8 +328,8 @@ def short_name(name: str) -> str:
 
 def kernel_rows(model: CausalLM, setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:
     """Time of each kernel of a decode step, as the profiler records it, beside the bound of its bytes."""
-    from mini_engine.sampler import Admission, Sampler
-    from mini_engine.sampling_params import SamplingParams
+    from mini_engine.sampler import Sampler
+    from mini_engine.sampling_params import Admission, SamplingParams
 
     rows = []
     shape, size, num_layers = shape_of(model.config), setting.dtype.itemsize, len(model.layers)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mini_engine.sampler import Admission, Sampler
-from mini_engine.sampling_params import SamplingParams
+from mini_engine.sampler import Sampler
+from mini_engine.sampling_params import Admission, SamplingParams
 from tests.sampling_oracle import adjusted, admissions, assert_sampled, kept, rough_logits
 
 pytest.importorskip("triton")
@@ -37,27 +37,24 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def patch_once(patch: pytest.MonkeyPatch) -> None:
     """Make the interpreter replace Triton's functions once per launch, not again in every function that it calls."""
+    from triton import language
     from triton.runtime import interpreter
 
-    replace, active = interpreter._patch_lang, []
+    replace, scopes = interpreter._patch_lang, {}
 
-    class Nothing:
+    class Scopes:
         def restore(self) -> None:
-            pass
+            """At the end of a launch."""
+            for scope in scopes.values():
+                scope.restore()
+            scopes.clear()
 
-    def patched(function: Any) -> Any:
-        if active:
-            return Nothing()
-        scope = replace(function)
-        active.append(scope)
-        restore = scope.restore
-
-        def undo() -> None:
-            active.clear()
-            restore()
-
-        scope.restore = undo
-        return scope
+    def patched(function: Any) -> Scopes:
+        visible = [language, language.core]
+        names = tuple(m.__name__ for m in function.__globals__.values() if any(m is module for module in visible))
+        if names not in scopes:
+            scopes[names] = replace(function)
+        return Scopes()
 
     patch.setattr(interpreter, "_patch_lang", patched)
 
@@ -94,7 +91,7 @@ def assert_kept(logits: Tensor, one: Admission, device: str) -> None:
         assert set((seen >= thresholds[0].cpu()).nonzero()[:, 0].tolist()) == among, one.params
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, phases=(Phase.generate,))  # the interpreter is too slow to shrink a failing example
 @given(data=st.data(), vocab_size=st.integers(5, 400), dtype=st.sampled_from(DTYPES))
 def test_every_mixture_equals_the_oracle(device: str, data: st.DataObject, vocab_size: int, dtype: torch.dtype) -> None:
     admitted = data.draw(admissions(vocab_size, max_rows=3))

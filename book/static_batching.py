@@ -52,7 +52,7 @@ def make_requests(
             list(prompt),
             own,
             seed=index if own.seed is None else own.seed,
-            max_len=min(len(prompt) + own.max_tokens, max_model_len),
+            max_len=min(len(prompt) + (own.max_tokens or max_model_len), max_model_len),
             end_token_ids=end_tokens(own, eos_token_ids),
             arrival=index,
         )

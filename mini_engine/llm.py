@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput
 from mini_engine.parts import Parts, default_parts
 from mini_engine.prompts import as_prompts, encode, needed, unpack
 from mini_engine.request import Context, Request
-from mini_engine.sampling_params import SamplingParams
+from mini_engine.sampling_params import SamplingParams, tokenize_bad_words
 from mini_engine.text_request import PromptOutputs, TextRequest
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
@@ -182,7 +183,7 @@ class TextEngine:
             RequestError: if a conversation cannot be served.
         """
         is_one = not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
+        conversations: Any = [messages] if is_one else messages
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_error=on_error)
 
@@ -285,7 +286,11 @@ class TextEngine:
             needed(self.tokenizer)
             # A text has no special tokens, so a stop string that is one becomes a stop token.
             named = self._special_ids & {self._backend.token_to_id(string) for string in params.stop}
-            changes |= {"stop": (), "stop_token_ids": (*params.stop_token_ids, *named)}
+            changes |= {"stop": (), "stop_token_ids": (*(params.stop_token_ids or ()), *named)}
+        if params.bad_words:
+            encode = partial(self.tokens_of, add_special_tokens=False)
+            words = tokenize_bad_words(params.bad_words, encode)
+            changes["bad_words_token_ids"] = (*words, *params.bad_words_token_ids)
         return replace(params, **changes) if changes else params
 
     def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer:
@@ -293,7 +298,7 @@ class TextEngine:
             self._backend,
             request.prompt_token_ids,
             hidden=self._special_ids if params.skip_special_tokens else frozenset(),
-            stop=params.stop,
+            stop=params.stop or (),
             include_stop=params.include_stop_str_in_output,
             scan_stop=self.engine.parts.scan_stop,
         )

@@ -255,4 +255,4 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
     """Return the tokens at which a request ends: its own, and the model's unless it ignores them."""
-    return tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}))
+    return tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}))

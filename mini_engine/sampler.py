@@ -127,7 +127,9 @@ class Sampler:
         arrays = {f"{name} rows": np.array([row for row, _ in filled]) for name, filled in tables.items()}
         arrays |= {name: np.stack([values for _, values in filled]) for name, filled in tables.items()}
         arrays |= {"counted": np.array([row for row, _ in counted], dtype=np.int64)}
-        placed = [np.unique(outputs + row * self.vocab_size, return_counts=True) for row, outputs in counted]
+        placed = [
+            np.unique(np.asarray(outputs) + row * self.vocab_size, return_counts=True) for row, outputs in counted
+        ]
         if placed:
             arrays["places"] = np.concatenate([places for places, _ in placed])
             arrays["times"] = np.concatenate([times for _, times in placed]).clip(max=2**15 - 1).astype(np.int16)

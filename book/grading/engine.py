@@ -98,8 +98,8 @@ def _runs_on(part: Part, llm: LLM) -> str:
 def small_engine(batch: Batch) -> TextEngine:
     """Return an engine with pages for two thirds of the requests, so that some are preempted."""
     page_size, longest = page_size_of(batch.llm), batch.llm.config.max_model_len
-    assert longest is not None
-    pages = [-(-min(len(prompt) + batch.params.max_tokens, longest) // page_size) for prompt in batch.prompts]
+    limit = batch.params.max_tokens or longest
+    pages = [-(-min(len(prompt) + limit, longest) // page_size) for prompt in batch.prompts]
     return batch.llm.with_options(num_pages=max(*pages, sum(pages) * 2 // 3), page_size=page_size)
 
 

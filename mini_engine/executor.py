@@ -121,7 +121,9 @@ class LocalExecutor:
         return self._forward(self._build(step, None))
 
     def capture(self) -> None:
-        """Capture all CUDA graphs now, rather than when a step first needs them."""
+        """Compile the sampler and capture all CUDA graphs now, rather than when a step first needs them."""
+        if self._device.type == "cuda":
+            self._sampler.warm_up(self.model.dtype)
         for size in reversed(self._graphs.sizes):  # smaller graphs fit into the memory of the largest
             self._graphs.get(size)
 

@@ -91,7 +91,7 @@ class Sampler:
             return
         records = sampling_records([one.params for one in admitted], [one.seed for one in admitted])
         tables: dict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
-        counted: list[tuple[int, Sequence[int] | np.ndarray]] = []
+        counted: list[tuple[int, np.ndarray]] = []
         for record, one in zip(records, admitted, strict=True):
             params, outputs = one.params, np.asarray(one.output_token_ids, dtype=np.int64)
             if record["top_k"] >= self.vocab_size:

@@ -94,6 +94,7 @@ class LLMEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_step: OnStep | None = None
         self._arrivals = 0
+        self._random = random.Random(config.seed)
         self.metrics = EngineMetrics()
         if config.warm_up:
             self._warm_up()
@@ -129,6 +130,8 @@ class LLMEngine:
             raise RequestError(f"params is a {type(params).__name__}; give SamplingParams")
         if params.stop:
             raise RequestError("the engine's core has no text to search: use LLM for stop strings, or stop_token_ids")
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise RequestError("the engine does not return logprobs; leave logprobs and prompt_logprobs out")
         if params.bad_words and not params.bad_words_token_ids:
             raise RequestError("the engine's core has no tokenizer: use LLM for bad_words, or bad_words_token_ids")
         ends = end_tokens(params, self._eos_token_ids)
@@ -154,7 +157,7 @@ class LLMEngine:
                 request_id,
                 prompt,
                 params,
-                seed=random.getrandbits(63) if params.seed is None else params.seed,
+                seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                 max_len=min(len(prompt) + (params.max_tokens or self.config.max_model_len), self.config.max_model_len),
                 end_token_ids=ends,
                 arrival=self._arrivals,

@@ -272,7 +272,7 @@ def test_models_that_it_cannot_run_are_refused(name):
         ({"max_seq_length": 129}, "this model takes 2 to 128 tokens"),
         ({"max_seq_length": 1}, "this model takes 2 to 128 tokens"),
         ({"max_seq_length": 100, "n_pages": 3, "page_size": 32}, "3 pages of 32 hold 96 tokens"),
-        ({"max_num_batched_tokens": 4}, "less than max_batch_size"),
+        ({"max_num_batched_tokens": 4, "max_batch_size": 16}, "less than max_batch_size"),
         ({"attn_backend": "nothing"}, "choose one of"),
     ],
 )

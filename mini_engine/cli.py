@@ -102,7 +102,8 @@ def bench(*, engine: Engine = None, bench: Bench = None) -> None:
         engine: The model and the engine's options.
         bench: What to measure.
     """
-    console, options, own = make_console(), EngineOptions.of(engine, console), BenchOptions(**given(bench))
+    console = make_console()
+    options, own = EngineOptions.of(engine, console), BenchOptions(**given(bench))
     from mini_engine.bench.run import run_bench
 
     run_bench(console, options, own)

@@ -7,13 +7,14 @@ option that is not given overrides nothing.
 import inspect
 import time
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from rich.console import Console
 
 from mini_engine.bench.options import BenchOptions
@@ -69,9 +70,16 @@ def options_of(*classes: type) -> Any:
             others = [f"--{alias.replace('_', '-')}" for alias, field in ALIASES.items() if field == name]
             names = [*(others if kind is not bool else ()), *filter(None, [SHORT.get(name)])]
             option = Parameter(alias=names, help=described.get(name), negative_iterable=())
+            if kind in (int, int | None):
+                option = Parameter.combine(option, Parameter(converter=_whole_number))
             if (cls, name) not in LEFT_OUT:
                 made.append((name, Annotated[kind | None, option], None))
     return Annotated[make_dataclass("Options", made, namespace={"__module__": __name__}) | None, Parameter(name="*")]
+
+
+def _whole_number(kind: Any, tokens: Sequence[Token]) -> int:
+    """Convert an argument; the library's own conversion rounds 1.5 to a whole number."""
+    return int(tokens[0].value)
 
 
 def given(options: Any) -> dict[str, Any]:

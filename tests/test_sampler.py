@@ -200,5 +200,5 @@ def test_bad_words_are_found_at_the_start_and_after_a_space():
 
 
 def test_parameters_of_the_same_values_are_equal_and_have_a_hash():
-    one = SamplingParams(logit_bias={3: 1}, stop_token_ids=[5], bad_words_token_ids=[[1, 2]])
+    one = SamplingParams(logit_bias={3: 1.0}, stop_token_ids=[5], bad_words_token_ids=[[1, 2]])
     assert one == replace(one) == pickle.loads(pickle.dumps(one)) and len({one, replace(one)}) == 1

@@ -44,4 +44,6 @@ class BenchOptions:
             raise ConfigError(f"unknown workload {self.workload!r}; choose one of: {', '.join(WORKLOADS)}")
         for size in self.batch_size:
             check_positive(batch_size=size)
+            if size > 2**16:
+                raise ConfigError(f"batch_size is {size}; choose at most {2**16} requests")
         check_positive(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens, rounds=self.rounds)

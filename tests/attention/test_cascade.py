@@ -356,20 +356,23 @@ def test_the_requests_of_a_step_are_reported_in_the_order_of_its_levels() -> Non
         assert [name[0] for name in names] in (list("aabb"), list("bbaa"))
 
 
-def test_levels_run_in_captured_steps_whose_groups_and_requests_are_padded() -> None:
+def test_levels_run_in_captured_steps_whose_groups_and_requests_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prefixes, joined and left one after the other: levels of one to three groups, in graphs of 2 and 6."""
     model = double_model("llama")
     replayed: set[tuple[int, int]] = set()
 
-    def record(engine, report) -> None:
-        if report.batch is not None and report.batch.page_capacity is not None:
-            replayed.update((report.batch.num_sequences, len(level.kv_last_page_len)) for level in report.batch.levels)
-
     engine = make_engine(
         model, attn_backend="cascade", page_size=2, num_pages=100, max_batch_size=6, enable_prefix_caching=True,
-        cuda_graph_batch_sizes=(2, 6), on_step=record,
+        cuda_graph_batch_sizes=(2, 6),
     )  # fmt: skip
-    engine.backend.planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
+    run = engine.executor._graphs.run
+
+    def recorded(graph, batch, rows):
+        replayed.update((batch.num_sequences, len(level.kv_last_page_len)) for level in batch.levels)
+        return run(graph, batch, rows)
+
+    monkeypatch.setattr(engine.executor._graphs, "run", recorded)
+    engine.core._planner = level_planner(model.attention_specs, engine.cache, FREE, Parts())
     stems = [list(range(first, first + 9)) for first in (3, 20, 40)]
     params = replace(GREEDY, max_tokens=20)
     made = [(f"{i}", [*stems[i // 2], 50 + i], params) for i in range(6)]

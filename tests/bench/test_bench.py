@@ -309,7 +309,7 @@ def test_no_step_is_counted_for_requests_that_have_ended(llm):
         ({"prompt_tokens": -1}, "prompt_tokens is -1"),
         ({"prompt_tokens": 10**9}, "choose fewer prompt tokens"),
         ({"max_tokens": 10**9}, "fewer tokens to generate"),
-        ({"batch_size": [10**9]}, "max_batch_size"),
+        ({"batch_size": [10**9]}, "batch_size"),
     ],
 )
 def test_mistakes_are_refused_before_any_prompt_is_built(monkeypatch, options, message):

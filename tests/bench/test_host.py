@@ -25,7 +25,7 @@ def test_every_timed_step_decodes_all_rows_while_the_queue_waits(depth, sharing)
         report = engine.step()
         assert report.is_decode and len(report.requests) == 4
         assert not report.schedule.admitted and not report.schedule.preempted and not report.finished
-        contexts.append(int(report.num_computed.max()))
+        contexts.append(int(report.step.num_computed.max()))
     assert len(engine.scheduler.waiting) == 9
     assert min(contexts) >= 384 and max(contexts) <= 620
 

@@ -382,7 +382,7 @@ from mini_engine.loading.checkpoint import open_checkpoint
 folder = sys.argv[1]
 for name, value in [
     ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("temperature", "x" * 5000),
-    ("top_k", 1.5), ("top_k", -1), ("top_p", 0), ("top_p", 10**400), ("min_p", True), ("repetition_penalty", []),
+    ("top_k", 1.5), ("top_k", -2), ("top_p", 0), ("top_p", 10**400), ("min_p", True), ("repetition_penalty", []),
     ("do_sample", "no"), ("do_sample", 0),
 ]:
     with open(folder + "/generation_config.json", "w") as file:

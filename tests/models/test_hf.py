@@ -347,7 +347,7 @@ def test_an_interrupted_run_leaves_nothing_behind(llama):
             raise KeyboardInterrupt
 
     interrupting = True
-    inference = Inference(llama, WORDS, n_pages=16, page_size=4, on_step=interrupt)
+    inference = Inference(llama, WORDS, n_pages=16, page_size=4, on_step=interrupt, enable_prefix_caching=False)
     with pytest.raises(KeyboardInterrupt):
         inference.generate(PROMPTS, GREEDY)
     assert not inference.engine.has_unfinished

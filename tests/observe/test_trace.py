@@ -50,7 +50,8 @@ def test_every_token_is_accounted_for(run):
 def test_the_text_of_the_tokens_is_the_text_of_the_answer(run):
     for name, answer in run.answers.items():
         tokens = [token for step in run.trace.steps for token in step.outputs if token.request_id == name]
-        assert "".join(token.text for token in tokens) == WORDS.decode(answer)
+        whole = WORDS.decode(run.prompts[name] + answer)
+        assert "".join(token.text for token in tokens) == whole.removeprefix(WORDS.decode(run.prompts[name]))
 
 
 def test_every_page_is_accounted_for(run):
@@ -129,7 +130,7 @@ def test_recording_does_not_read_the_queue():
     def on_step(engine, report):
         requests, engine.core.requests = engine.requests, Requests(engine.requests)
         trace.record(engine, report)
-        engine.requests = requests
+        engine.core.requests = requests
 
     engine = make_engine(double_model("llama"), num_pages=8, max_batch_size=1, on_step=on_step)
     for index in range(1000):

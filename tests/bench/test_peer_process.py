@@ -54,7 +54,10 @@ class LLM:
 
     def generate(self, prompts, sampling_params, use_tqdm):
         print("INFO generating")
-        params = [OurParams(temperature=own.temperature, max_tokens=own.max_tokens, ignore_eos=True) for own in sampling_params]
+        params = [
+            OurParams(temperature=own.temperature, max_tokens=own.max_tokens, ignore_eos=True)
+            for own in sampling_params
+        ]
         served = self._ours.generate([prompt["prompt_token_ids"] for prompt in prompts], params)
         return [RequestOutput([Completion(tuple(output.token_ids))]) for output in served]
 """

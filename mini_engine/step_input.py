@@ -102,7 +102,9 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
         running: the columns of the running requests.
         page_table: their pages.
     """
-    rows, num_new, size = schedule.rows, schedule.num_new, page_table.page_size
+    # A part of the scheduler may count in smaller integers.
+    rows, num_new = (array.astype(np.int64, copy=False) for array in (schedule.rows, schedule.num_new))
+    size = page_table.page_size
     num_computed = running.num_computed[rows] + num_new
     kv_lens, token_rows, positions, page_positions = num_computed, rows, num_computed - 1, None
     if schedule.num_tokens > len(rows):

@@ -160,7 +160,7 @@ def test_options_give_parts_something_to_do():
     def options(**parts: object) -> dict[str, object]:
         return homework_options(replace(Parts(), **parts))
 
-    plain = {"attn_backend": "torch", "dtype": "float32"}
+    plain = {"attn_backend": "torch", "dtype": "float32", "enable_prefix_caching": False}
     assert options() == options(rms_norm=right_norm) == plain
     assert options(merge_states=merge) == plain | {"attn_backend": "chunked"}
     assert options(merge_states=merge, classify_blocks=merge) == plain | {"attn_backend": "flex"}

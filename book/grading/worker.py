@@ -182,7 +182,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError), self._server.stdin as stdin:  # then an answer reads an empty file
             stdin.write(json.dumps(self._job).encode())
 
-    def _begin(self, exercise: str) -> dict[str, Any]:
+    def _begin(self, exercise: str, again: bool = True) -> dict[str, Any]:
         """Has the server fork the process of an exercise. Returns an outcome if it cannot read the submission."""
         assert self._control is not None
         self._hang_up()
@@ -195,6 +195,9 @@ class Worker:
         except (OSError, ValueError, _Ended) as error:
             printed = _tail(self._printed)
             self.close()
+            if again and isinstance(error, BrokenPipeError):  # the answer before has killed the server
+                self._start()
+                return self._begin(exercise, again=False)
             raise RuntimeError(f"The process that runs the checks did not start:\n{printed}") from error
         return self._receive(self._limits.load * self._limits.elapsed_factor)
 

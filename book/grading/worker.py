@@ -195,7 +195,7 @@ class Worker:
         except (OSError, ValueError, _Ended) as error:
             printed = _tail(self._printed)
             self.close()
-            if again and isinstance(error, BrokenPipeError):  # the answer before has killed the server
+            if again:  # the answer before may just have killed the server
                 self._start()
                 return self._begin(exercise, again=False)
             raise RuntimeError(f"The process that runs the checks did not start:\n{printed}") from error

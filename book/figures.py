@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 import numpy as np
 from cycler import cycler
-from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
@@ -130,6 +129,8 @@ def show(drawn: Axes | Figure, caption: str) -> None:
     The PNG is for JupyterLab, which does not show the SVG of a notebook that was run on another machine.
     """
     data = {"image/svg+xml": to_svg(drawn), "image/png": to_png(drawn), "text/plain": f"Figure: {caption}"}
+    from IPython.display import display  # experiments draw without it, on a machine that has no notebooks
+
     display(data, raw=True, metadata={"image/png": {"width": _PIXELS, "alt": caption}})
     display({"text/html": caption_html(caption), "text/plain": caption}, raw=True)
 

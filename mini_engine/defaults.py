@@ -84,15 +84,15 @@ def measured_pages(config: ResolvedConfig, model: LanguageModel, run_longest: Ca
     Args:
         config: the options; `num_pages` is the most that can be used.
         model: the model, on a GPU.
-        run_longest: given the options with few pages, builds the cache, the backend, and the CUDA graphs, runs a step
-            of `max_num_batched_tokens` tokens, and frees everything.
+        run_longest: given the options with few pages and no CUDA graphs, whose memory is small, runs a step of
+            `max_num_batched_tokens` tokens and `max_batch_size` requests, and frees what it has allocated.
 
     Raises:
         ConfigError: if there is no room for a single page.
     """
     device, of_page = model.device, page_bytes(specs_of(config, model), config.page_size, model.dtype)
     few = -(-config.max_num_batched_tokens // config.page_size) + config.max_batch_size  # pages of the longest step
-    trial = replace(config, num_pages=min(few, config.num_pages))
+    trial = replace(config, num_pages=min(few, config.num_pages), cuda_graph_batch_sizes=(), persistent_decode=False)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_longest(trial)

@@ -4,20 +4,21 @@ It builds the parts of the engine and checks requests. The loop is in `core.py`,
 `recovery.py`. Text belongs to the front end, `llm.py`. Explained in chapter 07.
 """
 
+import gc
 import random
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import numpy as np
 
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.config import EngineConfig
+from mini_engine.config import EngineConfig, ResolvedConfig
 from mini_engine.core import NOTHING, Core, CoreStep
-from mini_engine.decode_graphs import graph_sizes
-from mini_engine.defaults import resolve, specs_of
+from mini_engine.defaults import measured_pages, resolve, specs_of
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.executor import LocalExecutor
 from mini_engine.kernels.persistent_decode import PersistentDecode
@@ -73,30 +74,16 @@ class LLMEngine:
         if not isinstance(self.parts, Parts):
             raise ConfigError(f"parts is a {type(parts).__name__}; give a mini_engine.Parts")
         prepare_weights(model)
-        self.config = config = resolve(config, model)
-        assert config.num_pages and config.max_model_len and config.pipeline_depth is not None
-        self._specs = specs_of(config, model)
-        self.cache = PagedKVCache(
-            self._specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout
-        )
-        self.backend = create_backend(config.attn_backend, self._specs, self.cache, self.parts)
-        self.executor = LocalExecutor(
-            model,
-            self.backend,
-            self.cache,
-            config,
-            graph_sizes=graph_sizes(config, model.device, self.backend.captures),
-            persistent=self._persistent_decode(self._specs),
-            parts=self.parts,
-        )
-        self.core = Core(self.executor, self._new_scheduler, self.backend.planner)
-        self._recovery = Recovery(self.core, config.pipeline_depth)
+        resolved = resolve(config, model)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_step: OnStep | None = None
         self._arrivals = 0
         self._random = random.Random(config.seed)
         self.metrics = EngineMetrics()
-        if config.warm_up:
+        if config.num_pages is None and model.device.type == "cuda":
+            resolved = replace(resolved, num_pages=measured_pages(resolved, model, self._run_longest))
+        self._build(resolved)
+        if self.config.warm_up:
             self._warm_up()
         self._on_step = on_step
 
@@ -139,7 +126,6 @@ class LLMEngine:
         if not isinstance(prompt_token_ids, ListLike):
             raise RequestError(f"the prompt is a {type(prompt_token_ids).__name__}; give a list of token ids")
         prompt = list(prompt_token_ids)
-        assert self.config.max_model_len is not None
         in_front = [token_id for chunk in context for token_id in chunk.token_ids]
         check_prompt(prompt, self.model.config.vocab_size, self.config.max_model_len, len(in_front))
         # The pages of a single chunk that has not moved can be read like the request's own.
@@ -263,23 +249,54 @@ class LLMEngine:
             RequestError: if one of these steps fails.
         """
         config = self.config
-        assert config.num_pages and config.max_model_len
         longest = min(config.max_num_batched_tokens, min(config.max_model_len, config.num_pages * config.page_size) - 2)
         most = min(config.max_batch_size, config.num_pages) if longest > 0 else 0
-        params = SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True)
         for num_requests, num_tokens in [(1, longest), *((2**i, 1) for i in range(most.bit_length())), (most, 1)]:
-            for i in range(num_requests if most else 0):
-                self.add_request(f"warm-up {i}", [0] * num_tokens, params)
-            while self.has_unfinished:
-                for request in self.step().finished:
-                    if request.error:
-                        raise request.error
+            self._run_made_up(num_requests if most else 0, num_tokens)
         self.executor.capture()
         self._recovery.restart()
         self.core.num_evicted = 0
         self.metrics = EngineMetrics()
 
+    def _run_made_up(self, num_requests: int, num_tokens: int) -> None:
+        params = SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True)
+        for i in range(num_requests):
+            self.add_request(f"warm-up {i}", [0] * num_tokens, params)
+        while self.has_unfinished:
+            for request in self.step().finished:
+                if request.error:
+                    raise request.error
+
     # --- construction --------------------------------------------------------------------------------------------
+
+    def _build(self, config: ResolvedConfig) -> None:
+        """Allocate the KV cache, and build what works on it."""
+        self.config = config
+        self._specs = specs_of(config, self.model)
+        self.cache = PagedKVCache(
+            self._specs, config.num_pages + 1, config.page_size, self.model.dtype, self.model.device, config.kv_layout
+        )
+        self.backend = create_backend(config.attn_backend, self._specs, self.cache, self.parts)
+        self.executor = LocalExecutor(
+            self.model,
+            self.backend,
+            self.cache,
+            config,
+            graph_sizes=config.cuda_graph_batch_sizes,
+            persistent=self._persistent_decode(self._specs),
+            parts=self.parts,
+        )
+        self.core = Core(self.executor, self._new_scheduler, self.backend.planner)
+        self._recovery = Recovery(self.core, config.pipeline_depth)
+
+    def _run_longest(self, config: ResolvedConfig) -> None:
+        """Run a step of the most tokens and the most requests, then free everything; see `measured_pages`."""
+        self._build(config)
+        most = min(config.max_batch_size, config.num_pages)
+        self._run_made_up(most, max(1, min(config.max_num_batched_tokens // most, config.max_model_len - 2)))
+        del self.cache, self.backend, self.executor, self.core, self._recovery
+        self.metrics = EngineMetrics()
+        gc.collect()
 
     def _persistent_decode(self, specs: ListLike[AttentionSpec]) -> PersistentDecode | None:
         if not self.config.persistent_decode:
@@ -294,7 +311,6 @@ class LLMEngine:
 
     def _new_scheduler(self) -> Scheduler:
         config, windows = self.config, [spec.window for spec in self._specs]
-        assert config.num_pages and config.max_model_len
         pages_per_row = -(-config.max_model_len // config.page_size)
         return Scheduler(
             self.parts.page_table(config.num_pages, config.page_size, config.max_batch_size, pages_per_row),

@@ -6,8 +6,9 @@
 3. Gumbel noise and argmax over splits of the rows, without the tokens below the threshold (`gumbel_argmax.py`).
 4. Argmax over the splits; the token is counted.
 
-Nothing is sorted. The threshold is found by bisection over the integers that order floating-point numbers as their
-values do: 16 bits for bfloat16, fewer if the candidates are close together. Only candidates take part. At least k
+Nothing is sorted. Each of a few candidates is compared with all others. Among many, the threshold is found by bisection
+over the integers that order floating-point numbers as their values do: 16 bits for bfloat16, fewer if the candidates
+are close together. At least k
 logits are as large as the k-th largest block maximum, so the k-th largest logit is, too. All tokens with less than
 (1 - top_p) / V of the probability have less than 1 - top_p together, so top-p never needs them.
 
@@ -50,6 +51,7 @@ BLOCK = 128  # tokens of a block whose maximum is kept
 BLOCKS = 16  # blocks that one program processes at a time
 NUM_PROGRAMS = 4096  # most programs of the first launch, if rows are long
 CAPACITY = 8192  # candidates of a row that are copied out of it
+FEW = 128  # candidates up to which each is compared with all others at once
 TILE = 2048  # logits that the second launch processes at a time
 EXACT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits that are zero in float32
 
@@ -161,6 +163,7 @@ def adjust_and_filter(
         BLOCK=BLOCK,
         EXACT_BITS=EXACT_BITS[logits.dtype],
         CAPACITY=CAPACITY,
+        FEW=FEW,
         TILE=TILE,
         num_warps=8,
     )
@@ -308,6 +311,7 @@ def _find_thresholds(
     BLOCK: tl.constexpr,
     EXACT_BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Find the smallest logit that one row's filters keep: -inf if there are none."""
@@ -340,8 +344,13 @@ def _find_thresholds(
                 total = tl.sum(of_blocks * _weight(maximum, largest, scale), 0)
                 bound = largest + tl.log2((1.0 - top_p) * total / vocab_size) / scale
             elif top_k <= num_blocks:
-                low = _key(tl.min(tl.where(exists, maximum, float("inf")), 0), shift)
-                low = _bisect(top_k, low, high, shift, row_maxima, row_logits, 1, num_blocks, largest, scale, 0, TILE)
+                low, highest = _key(tl.min(tl.where(exists, maximum, float("inf")), 0), shift), high
+                while low < highest:
+                    middle = low + (highest - low + 1) // 2
+                    if tl.sum((maximum >= _float(middle, shift)).to(tl.int32), 0) >= top_k:
+                        low = middle
+                    else:
+                        highest = middle - 1
                 bound = _float(low, shift)
 
             has_candidates = exists & (maximum >= bound)
@@ -359,29 +368,57 @@ def _find_thresholds(
                 tl.store(row_candidates + place, logit, mask=is_candidate & (place < CAPACITY))
                 num += tl.sum(is_candidate.to(tl.int32), 0)
             tl.debug_barrier()
-            # Candidates that do not fit stay where they are.
-            is_copied = num <= CAPACITY
-            source = row_adjusted
-            if is_copied:
-                source = row_candidates
+            if num <= FEW:
+                of_few = _threshold_of_few(row_candidates, num, top_k, top_p, total, largest, scale, FEW)
+                threshold = tl.maximum(threshold, of_few)
             else:
-                num = vocab_size
-            is_float32 = is_copied | is_adjusted
+                # Candidates that do not fit stay where they are.
+                is_copied = num <= CAPACITY
+                source = row_adjusted
+                if is_copied:
+                    source = row_candidates
+                else:
+                    num = vocab_size
+                is_float32 = is_copied | is_adjusted
 
-            low = _key(bound, shift)
-            if top_k > 0:
-                low = _bisect(top_k, low, high, shift, source, row_logits, is_float32, num, largest, scale, 0, TILE)
-                # Of the logits equal to the k-th largest, as many count as there is room for.
-                above = _float(low + 1, shift)
-                room = top_k - _mass(above, source, row_logits, is_float32, num, largest, scale, 0, TILE)
-                total = _mass(above, source, row_logits, is_float32, num, largest, scale, 1, TILE)
-                total += room * _weight(_float(low, shift), largest, scale)
-            if top_p < 1:
-                low = _bisect(
-                    top_p * total, low, high, shift, source, row_logits, is_float32, num, largest, scale, 1, TILE
-                )
-            threshold = tl.maximum(threshold, _float(low, shift))
+                low = _key(bound, shift)
+                if top_k > 0:
+                    low = _bisect(top_k, low, high, shift, source, row_logits, is_float32, num, largest, scale, 0, TILE)
+                    # Of the logits equal to the k-th largest, as many count as there is room for.
+                    above = _float(low + 1, shift)
+                    room = top_k - _mass(above, source, row_logits, is_float32, num, largest, scale, 0, TILE)
+                    total = _mass(above, source, row_logits, is_float32, num, largest, scale, 1, TILE)
+                    total += room * _weight(_float(low, shift), largest, scale)
+                if top_p < 1:
+                    low = _bisect(
+                        top_p * total, low, high, shift, source, row_logits, is_float32, num, largest, scale, 1, TILE
+                    )
+                threshold = tl.maximum(threshold, _float(low, shift))
     tl.store(thresholds + index, threshold)
+
+
+@triton.jit
+@no_type_check
+def _threshold_of_few(candidates, num, top_k, top_p, total, largest, scale, FEW: tl.constexpr):
+    """Return the smallest candidate that top-k and top-p keep; `total` is the mass that top-p divides without top-k."""
+    lane = tl.arange(0, FEW)
+    exists = lane < num
+    logit = tl.load(candidates + lane, mask=exists, other=float("-inf"))
+    other = tl.load(candidates + lane, mask=exists, other=float("-inf"))
+    is_larger = other[None, :] > logit[:, None]
+    kth = tl.full((), float("-inf"), tl.float32)
+    weight = _weight(other, largest, scale)
+    if top_k > 0:
+        rank = tl.sum(is_larger.to(tl.int32), 1)
+        kth = tl.min(tl.where(exists & (rank < top_k), logit, float("inf")), 0)
+        # Of the logits equal to the k-th largest, as many count as there is room for.
+        room = top_k - tl.sum((other > kth).to(tl.int32), 0)
+        total = tl.sum(tl.where(other > kth, weight, 0.0), 0) + room * _weight(kth, largest, scale)
+    last = kth
+    if top_p < 1:
+        mass = tl.sum(tl.where(is_larger, weight[None, :], 0.0), 1)
+        last = tl.maximum(kth, tl.min(tl.where(exists & (mass < top_p * total), logit, float("inf")), 0))
+    return last
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -19,6 +20,10 @@ from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
 from mini_engine.parts import default_parts
 
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 QWEN3_0_6B = Qwen3Config(
     vocab_size=151_936,
     hidden_size=1024,
@@ -31,6 +36,31 @@ QWEN3_0_6B = Qwen3Config(
     tie_word_embeddings=True,
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     architectures=["Qwen3ForCausalLM"],
+)
+LLAMA_3_2_1B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131_072,
+    tie_word_embeddings=True,
+    rope_parameters=LLAMA_3_ROPE | {"factor": 32.0},
+    architectures=["LlamaForCausalLM"],
+)
+LLAMA_3_1_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rope_parameters=LLAMA_3_ROPE,
+    architectures=["LlamaForCausalLM"],
 )
 GEMMA2_2B = Gemma2Config(
     vocab_size=256_000,

@@ -137,15 +137,24 @@ def new_result(
     return Result(experiment, device_name(device), today, versions(), dict(parameters), tuple(rows))
 
 
-def with_recorded(result: Result, root: Path | None = None) -> Result:
+def with_recorded(result: Result, root: Path | None = None, section: str | None = None) -> Result:
     """Add the rows that the same device recorded with the same versions, for what was not measured again.
 
     This lets an experiment run its sections one at a time. Rows of the same day are kept unless their cases were
     measured again. Rows of an earlier day are kept unless their figures were measured again, and the case of a kept row
     gets an entry "recorded" with that day.
+
+    Args:
+        result: what was measured now.
+        root: where results are, if not in the repository.
+        section: an entry of the cases, such as "model": figures of rows that differ in it are different figures.
     """
+
+    def figure(row: Row) -> tuple[str, Setting | None]:
+        return row.figure, row.case.get(section) if section else None
+
     measured = [(row.figure, row.case) for row in result.rows]
-    figures = {row.figure for row in result.rows}
+    figures = {figure(row) for row in result.rows}
     for other in load(result.experiment, root):
         if (other.device, dict(other.versions)) != (result.device, dict(result.versions)):
             continue
@@ -154,7 +163,7 @@ def with_recorded(result: Result, root: Path | None = None) -> Result:
             day = str(row.case.get("recorded", other.date))
             if day == result.date and (row.figure, row.case) not in measured:
                 kept.append(row)
-            elif day != result.date and row.figure not in figures:
+            elif day != result.date and figure(row) not in figures:
                 kept.append(replace(row, case={**row.case, "recorded": day}))
         return replace(result, rows=(*kept, *result.rows))
     return result

@@ -88,7 +88,7 @@ def test_nothing_is_compiled_after_ready(family: str, options: dict[str, Any]) -
         for count, shared, longest in [(1, 0, 1), (1, 0, 3000), (3, 700, 40), (60, 1024, 20), (300, 0, 500)]:
             for i in range(count):
                 prompt = stem[:shared] + rng.integers(0, 32_000, rng.integers(1, longest + 1)).tolist()
-                params = SamplingParams(**ways[i % len(ways)], max_tokens=int(rng.integers(1, 40)), seed=i)
+                params = SamplingParams(**ways[i % len(ways)], max_tokens=int(rng.integers(3, 40)), seed=i)
                 engine.add_request(f"{count} {i}", prompt, params)
             while engine.has_unfinished:
                 for request in engine.step().finished:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from mini_engine.errors import ConfigError, check_positive
 
-WORKLOADS = ("batches", "throughput", "latency", "shared-prefix", "long-context", "host")
+WORKLOADS = (
+    "batches", "throughput", "throughput-top-p", "stream", "long-output", "latency", "latency-top-p", "shared-prefix",
+    "long-context", "host",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -14,9 +17,11 @@ class BenchOptions:
     """The options of a benchmark: what to measure, and how to print it.
 
     Attributes:
-        workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths), "latency"
-            (one request), "shared-prefix" (requests with a long common prefix), "long-context" (long prompts) or "host"
-            (host time per step without a model; only `json` applies to it). All are smaller on a CPU.
+        workload: "batches" (requests of equal output length), "throughput" (many requests of mixed lengths), "stream"
+            (more of them than run at once), "long-output" (fewer, and longer), "latency" (one request),
+            "shared-prefix" (requests with a long common prefix), "long-context" (long prompts) or "host" (host time per
+            step without a model; only `json` applies to it). "throughput-top-p" and "latency-top-p" sample with top-k
+            and top-p. All are smaller on a CPU.
         peer: also measure this engine: "transformers", "transformers-continuous", "vllm" or "sglang". May be given
             several times.
         batch_size: number of requests of "batches". May be given several times.

@@ -1,6 +1,7 @@
-"""A peer of a benchmark in its own process: `python -m mini_engine.bench.peer_child NAME`.
+"""An engine of a benchmark in its own process: `python -m mini_engine.bench.peer_child NAME`.
 
-A *peer* is another engine that the benchmark measures. Standard input has one JSON object per line: the options, then
+A *peer* is another engine that the benchmark measures; ours is measured in the same way where each engine has the
+device to itself. Standard input has one JSON object per line: the options, then
 an object for each list of requests. The answers are lines on standard output: that the engine is ready, then the
 generated tokens and the seconds that it took, without the time to read the requests. The engine's own output goes to
 standard error. `PeerProcess` is the other end.
@@ -17,17 +18,36 @@ from typing import Any
 Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[list[int]]]
 
 
+def load_mini_engine(options: dict[str, Any]) -> Generate:
+    """Our engine, with its own defaults."""
+    from mini_engine.bench.peers import serve_mini_engine
+    from mini_engine.bench.workloads import BenchRequest
+    from mini_engine.llm import LLM
+    from mini_engine.sampling_params import SamplingParams
+
+    names = "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching"
+    llm = LLM(options["model"], **_given({name: options[name] for name in names}))
+
+    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> list[list[int]]:
+        requests = [
+            BenchRequest(prompt, SamplingParams(**own, ignore_eos=True))
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        return serve_mini_engine(llm.engine, requests)
+
+    return generate
+
+
 def load_vllm(options: dict[str, Any]) -> Generate:
     """vLLM with its own defaults, except for what the comparison fixes."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
+    names = "model", "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching"
     llm = LLM(
-        model=options["model"],
-        dtype=options["dtype"],
-        max_model_len=options["max_model_len"],
-        enable_prefix_caching=options["prefix_sharing"],
-        gpu_memory_utilization=options["memory_share"],
-        kv_cache_memory_bytes=options["cache_bytes"],
+        **_given(
+            {name: options[name] for name in names}
+            | {"gpu_memory_utilization": options["memory_share"], "kv_cache_memory_bytes": options["cache_bytes"]}
+        ),
         generation_config="vllm",  # no sampling parameters of the checkpoint
         skip_tokenizer_init=True,
     )
@@ -44,19 +64,26 @@ def load_sglang(options: dict[str, Any]) -> Generate:
     """SGLang with its own defaults, except for what the comparison fixes."""
     from sglang.srt.entrypoints.engine import Engine  # type: ignore[import-not-found]
 
+    longest, caches = options["max_model_len"], options["enable_prefix_caching"]
     engine = Engine(
         model_path=options["model"],
-        dtype=options["dtype"],
-        context_length=options["max_model_len"] + 8,  # SGLang reserves a few tokens of every request
-        disable_radix_cache=not options["prefix_sharing"],
-        max_total_tokens=options["cache_tokens"],
+        **_given(
+            {
+                "dtype": options["dtype"],
+                "max_running_requests": options["max_num_seqs"],
+                "context_length": longest and longest + 8,  # SGLang reserves a few tokens of every request
+                "disable_radix_cache": None if caches is None else not caches,
+                "max_total_tokens": options["cache_tokens"],
+            }
+        ),
         sampling_defaults="openai",  # no sampling parameters of the checkpoint
         skip_tokenizer_init=True,
     )
 
     def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> list[list[int]]:
         sampling = [
-            {"temperature": own["temperature"], "max_new_tokens": own["max_tokens"], "ignore_eos": True}
+            {"temperature": own["temperature"], "top_p": own["top_p"], "top_k": own["top_k"] or -1}
+            | {"max_new_tokens": own["max_tokens"], "ignore_eos": True}
             for own in params
         ]
         return [answer["output_ids"] for answer in engine.generate(input_ids=prompts, sampling_params=sampling)]
@@ -64,7 +91,12 @@ def load_sglang(options: dict[str, Any]) -> Generate:
     return generate
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 LOADERS: dict[str, Callable[[dict[str, Any]], Generate]] = {"vllm": load_vllm, "sglang": load_sglang}
+ENGINES = {"mini_engine": load_mini_engine} | LOADERS
 
 
 def main(name: str) -> None:
@@ -75,7 +107,7 @@ def main(name: str) -> None:
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    generate = LOADERS[name](json.loads(sys.stdin.readline()))
+    generate = ENGINES[name](json.loads(sys.stdin.readline()))
     answer(ready=True)
     for line in sys.stdin:
         requests = json.loads(line)

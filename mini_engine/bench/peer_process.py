@@ -8,42 +8,46 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mini_engine.bench.peer_child import LOADERS
+from mini_engine.bench.peer_child import ENGINES
 from mini_engine.bench.workloads import BenchRequest
 from mini_engine.errors import ConfigError, PeerError
 
 # The child reads a local folder, so neither engine needs to download or report anything.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+PARAMS = ("temperature", "max_tokens", "top_k", "top_p")
 LOG_LINES = 8  # of the child's log, shown in an error
 SECONDS_TO_END = 60  # for a child to stop its own processes
 
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """The options that a peer must have in common with our engine.
+    """What an engine is told. None leaves the engine its own default.
 
     Attributes:
         model: the folder of the checkpoint.
         dtype: dtype of weights and cache, such as "bfloat16".
+        max_num_seqs: requests that run at once.
         max_model_len: longest prompt and output together.
-        prefix_sharing: keep a prefix cache.
+        enable_prefix_caching: keep a prefix cache.
         cache_tokens: capacity of the KV cache, in tokens.
         cache_bytes: bytes of these tokens.
-        memory_share: share of the device's memory that the peer may use.
+        memory_share: share of the device's memory that the engine may use.
     """
 
     model: str
-    dtype: str
-    max_model_len: int
-    prefix_sharing: bool
-    cache_tokens: int
-    cache_bytes: int
-    memory_share: float
+    dtype: str | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    enable_prefix_caching: bool | None = None
+    cache_tokens: int | None = None
+    cache_bytes: int | None = None
+    memory_share: float | None = None
 
 
 class PeerProcess:
@@ -54,6 +58,7 @@ class PeerProcess:
         options: see `PeerOptions`.
 
     Attributes:
+        ready_seconds: time from the start of the process until the engine was ready.
         seconds: time that the engine took for the last call, measured in its own process.
 
     Raises:
@@ -61,7 +66,7 @@ class PeerProcess:
     """
 
     def __init__(self, name: str, options: PeerOptions) -> None:
-        self._name, self.seconds = name, 0.0
+        self._name, self.seconds, start = name, 0.0, time.perf_counter()
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close` closes it)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "mini_engine.bench.peer_child", name],
@@ -74,6 +79,7 @@ class PeerProcess:
         )
         try:
             self._ask(asdict(options))
+            self.ready_seconds = time.perf_counter() - start
         except BaseException:
             self.close()
             raise
@@ -84,7 +90,7 @@ class PeerProcess:
         Raises:
             PeerError: if the engine fails.
         """
-        params = [{"temperature": own.temperature, "max_tokens": own.max_tokens} for _, own in requests]
+        params = [{name: getattr(own, name) for name in PARAMS} for _, own in requests]
         served = self._ask({"prompts": [prompt for prompt, _ in requests], "params": params})
         self.seconds = served["seconds"]
         return served["outputs"]
@@ -117,8 +123,8 @@ class PeerProcess:
 
 
 def check_installed(name: str) -> None:
-    """Raise ConfigError if `name` is in `LOADERS` and the engine is not installed here."""
-    if name in LOADERS and importlib.util.find_spec(name) is None:
+    """Raise ConfigError if `name` is in `ENGINES` and the engine is not installed here."""
+    if name in ENGINES and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"the peer {name} is not installed in this Python environment ({sys.executable}): install {name} there, or "
             f"leave out --peer {name}"

@@ -171,7 +171,8 @@ def config_for(given: Mapping[str, Any], workloads: Sequence[Workload]) -> Engin
     Raises:
         ConfigError: for impossible options.
     """
-    most, longest = (max(getattr(own, name) for own in workloads) for name in ("num_requests", "longest"))
+    most = max(own.at_once or own.num_requests for own in workloads)
+    longest = max(own.longest for own in workloads)
     options = EngineConfig.of(given)
     on_gpu = pick_device(options.device).type == "cuda"
     wanted = {
@@ -197,9 +198,10 @@ def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
         free, total = torch.cuda.mem_get_info(llm.model.device)
         share = SHARE_OF_FREE * free / total
     num_tokens = round(SPARE_CACHE * config.num_pages * config.page_size)
-    dtype = str(llm.model.dtype).removeprefix("torch.")
     num_bytes = num_tokens * llm.engine.cache.bytes_per_token
-    return PeerOptions(folder, dtype, longest, config.enable_prefix_caching, num_tokens, num_bytes, share)
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    caches = config.enable_prefix_caching
+    return PeerOptions(folder, dtype, config.max_batch_size, longest, caches, num_tokens, num_bytes, share)
 
 
 def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:

@@ -3,7 +3,7 @@
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mini_engine.models.config import ModelConfig
@@ -36,6 +36,9 @@ class Workload:
         output: fewest and most tokens of an output; end tokens are ignored.
         temperature: temperature of all requests; 0 is greedy.
         shared: tokens that every prompt begins with, in addition to its own.
+        top_k: see `SamplingParams`.
+        top_p: see `SamplingParams`.
+        at_once: requests that may run at once; None: all.
     """
 
     num_requests: int
@@ -43,6 +46,9 @@ class Workload:
     output: tuple[int, int]
     temperature: float = 0.0
     shared: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    at_once: int | None = None
 
     @property
     def longest(self) -> int:
@@ -59,7 +65,12 @@ class Workload:
             BenchRequest(
                 prefix + prompt,
                 SamplingParams(
-                    temperature=self.temperature, max_tokens=rng.randint(*self.output), ignore_eos=True, seed=index
+                    temperature=self.temperature,
+                    top_k=self.top_k,
+                    top_p=self.top_p,
+                    max_tokens=rng.randint(*self.output),
+                    ignore_eos=True,
+                    seed=index,
                 ),
             )
             for index, prompt in enumerate(prompts)
@@ -72,10 +83,24 @@ GPU = Workload(256, (100, 1024), (100, 1024), temperature=0.6)
 LATENCY = Workload(1, (128, 128), (512, 512))
 SHARED_PREFIX = Workload(64, (64, 64), (128, 128), shared=4096)
 LONG_CONTEXT = Workload(8, (32_768, 32_768), (256, 256))
+# Four times as many requests as run at once: most steps have prompts beside decodes.
+STREAM = Workload(1024, (100, 1024), (64, 512), temperature=0.6, at_once=256)
+LONG_OUTPUT = Workload(64, (1024, 1024), (1024, 1024), temperature=0.6)
+
+
+def with_filters(workload: Workload) -> Workload:
+    """Return a workload that samples as Qwen3's own defaults do."""
+    return replace(workload, temperature=0.6, top_k=20, top_p=0.95)
+
+
 # The named workloads on each kind of device. On a CPU they are small enough to take seconds.
 NAMED: dict[str, dict[str, Workload]] = {
     "throughput": {"cuda": GPU, "cpu": CPU},
+    "throughput-top-p": {"cuda": with_filters(GPU), "cpu": with_filters(CPU)},
+    "stream": {"cuda": STREAM, "cpu": Workload(64, (16, 64), (8, 32), at_once=16)},
+    "long-output": {"cuda": LONG_OUTPUT, "cpu": Workload(8, (64, 64), (64, 64))},
     "latency": {"cuda": LATENCY, "cpu": Workload(1, (128, 128), (64, 64))},
+    "latency-top-p": {"cuda": with_filters(LATENCY), "cpu": with_filters(Workload(1, (128, 128), (64, 64)))},
     "shared-prefix": {"cuda": SHARED_PREFIX, "cpu": Workload(8, (16, 16), (32, 32), shared=512)},
     "long-context": {"cuda": LONG_CONTEXT, "cpu": Workload(2, (2048, 2048), (16, 16))},
 }

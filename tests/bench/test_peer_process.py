@@ -20,7 +20,7 @@ from mini_engine.errors import ConfigError, PeerError
 from tests.helpers import save_tiny_model
 
 FEW = Workload(3, (3, 9), (2, 7), shared=4)
-OPTIONS = PeerOptions("a folder", "float32", 32, True, 128, 4096, 0.5)
+OPTIONS = PeerOptions("a folder", "float32", 4, 32, True, 128, 4096, 0.5)
 # It computes with our engine, from the same folder, so its greedy tokens are ours. It prints, as vLLM does.
 FAKE = """
 import json
@@ -33,6 +33,8 @@ from mini_engine.sampling_params import SamplingParams as OurParams
 class SamplingParams(NamedTuple):
     temperature: float
     max_tokens: int
+    top_k: int
+    top_p: float
     ignore_eos: bool
     detokenize: bool
 

@@ -216,3 +216,16 @@ def test_sections_that_are_not_measured_again_are_kept_with_their_day(tmp_path: 
     results.write(later, tmp_path)
     last = results.with_recorded(recorded("2026-01-03", row("step", 9.0, keys=1), torch=version), tmp_path)
     assert [*last.rows] == [*kept, row("step", 9.0, keys=1)]
+
+
+def test_a_section_of_an_earlier_day_is_replaced_alone(tmp_path: Path) -> None:
+    def recorded(date: str, *cases: tuple[str, int]) -> results.Result:
+        rows = tuple(Row("step", 1.0, "s", None, "no bound", {"model": model, "keys": keys}) for model, keys in cases)
+        return results.Result("99_sections", "a GPU", date, {"torch": "2.11"}, {}, rows)
+
+    results.write(recorded("2026-01-01", ("a", 1), ("a", 2), ("b", 1)), tmp_path)
+    today = results.with_recorded(recorded("2026-01-02", ("a", 1)), tmp_path, section="model")
+    assert [dict(row.case) for row in today.rows] == [
+        {"model": "b", "keys": 1, "recorded": "2026-01-01"},
+        {"model": "a", "keys": 1},
+    ]

@@ -1,4 +1,4 @@
-"""Every engine serves the same requests, and each row names its engine and workload."""
+"""Every engine serves the same requests without options, and each row names its model, engine and workload."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ MACHINE = Machine("a machine", "float32", bandwidth=1e12, flops=1e12)
 WORKLOADS = {
     "latency": {"cpu": Workload(1, (8, 8), (4, 4))},
     "shared-prefix": {"cpu": Workload(3, (2, 2), (4, 4), shared=32)},
+    "long-context": {"cpu": Workload(1, (4096, 4096), (4, 4))},  # longer than the model takes
 }
 
 
-class Peer:
-    """A peer that answers at once, and records the requests that it got."""
+class Engine:
+    """An engine that answers at once, and records the requests that it got."""
 
-    made: ClassVar[list[Peer]] = []
+    made: ClassVar[list[Engine]] = []
+    ready_seconds = 2.0
 
     def __init__(self, name: str, options: PeerOptions) -> None:
-        self.options, self.served, self.is_closed = options, [], False
+        assert all(other.is_closed for other in self.made)  # each has the device to itself
+        self.name, self.options, self.served, self.is_closed, self.seconds = name, options, [], False, 0.0
         self.made.append(self)
 
     def __call__(self, requests: list[BenchRequest]) -> list[list[int]]:
         self.served.append(requests)
+        self.seconds = 1 / len(self.served)
         return [[0] * params.max_tokens for _, params in requests]
 
     def close(self) -> None:
@@ -45,56 +49,51 @@ class Peer:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> results.Result:
     replaced: dict[str, Any] = {
-        "NAMED": WORKLOADS, "PeerProcess": Peer, "check_installed": lambda name: None,
+        "NAMED": WORKLOADS, "PeerProcess": Engine, "check_installed": lambda name: None,
         "measure_machine": lambda device, dtype: MACHINE,
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(run, name, value)
     monkeypatch.setattr(run.metadata, "version", lambda name: f"{name} of today")
-    monkeypatch.setattr(Peer, "made", [])
-    run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm", "--change", "a faster kernel"])
+    monkeypatch.setattr(Engine, "made", [])
+    options = ["--device", "cpu", "--out", str(tmp_path), "--change", "a faster kernel"]
+    run.main([*options, "--engines", "mini_engine", "vllm"])
     [result] = results.load(EXPERIMENT, tmp_path)
     return result
 
 
 def test_a_row_for_each_engine_and_workload(recorded: results.Result) -> None:
+    rows = [("start until ready", ()), ("throughput", ("latency",)), ("time", ("shared-prefix",))]
     assert [(row.figure, *row.case.values()) for row in recorded.rows] == [
-        ("throughput", "latency", "mini_engine, torch"),
-        ("throughput", "latency", "vllm"),
-        ("time", "shared-prefix", "mini_engine, torch"),
-        ("time", "shared-prefix", "vllm"),
+        (figure, "tiny", *workload, engine) for engine in ("mini_engine", "vllm") for figure, workload in rows
     ]
     assert recorded.parameters["vllm"] == "vllm of today"
     for row in recorded.rows:
-        low, high = row.spread
-        assert low <= row.value <= high and row.bound > 0
+        if row.spread:
+            assert row.value in row.spread and row.spread[0] <= row.spread[1] and row.bound
+    assert recorded.rows[1].value == 4 / (1 / 2)  # tokens over the seconds of the faster round
 
 
 def test_the_ledger_gets_our_rows(recorded: results.Result, tmp_path: Path) -> None:
     entries = ledger.load(tmp_path)
-    assert [entry.row for entry in entries] == [row for row in recorded.rows if row.case["engine"] != "vllm"]
+    assert [entry.row for entry in entries] == [row for row in recorded.rows if row.case["engine"] == "mini_engine"]
     assert {entry.change for entry in entries} == {"a faster kernel"}
 
 
-def test_a_peer_serves_every_round_and_has_room_for_the_largest_workload(recorded: results.Result) -> None:
-    [peer] = Peer.made
-    # A whole round, a warm-up and three rounds of each workload, all with different tokens.
-    assert [len(requests) for requests in peer.served] == [1] * 5 + [3] * 5
-    assert len({tuple(requests[0].prompt) for requests in peer.served}) == 10
-    longest = max(len(prompt) + params.max_tokens for requests in peer.served for prompt, params in requests)
-    assert peer.options.max_model_len >= longest and peer.options.cache_tokens >= 3 * longest
-    assert peer.is_closed
-
-
-def test_caches_that_do_not_fit_are_an_error_before_a_peer_is_loaded() -> None:
-    run.check_room(32 * 10**9, 2, 79 * 10**9)
-    with pytest.raises(ConfigError, match="96 GB"):
-        run.check_room(32 * 10**9, 3, 79 * 10**9)
+def test_every_round_has_other_tokens_and_engines_keep_their_defaults(recorded: results.Result) -> None:
+    ours, theirs = Engine.made
+    for engine in (ours, theirs):
+        assert [len(requests) for requests in engine.served] == [1] * run.ROUNDS + [3] * run.ROUNDS
+        assert len({tuple(requests[0].prompt) for requests in engine.served}) == 2 * run.ROUNDS
+        assert engine.is_closed
+    assert ours.served == theirs.served
+    assert ours.options == PeerOptions(ours.options.model)
+    assert theirs.options == PeerOptions(ours.options.model, max_num_seqs=run.AT_ONCE)
 
 
 def test_a_missing_peer_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm"):
-        run.main(["--device", "cpu", "--out", str(tmp_path), "--peers", "vllm"])
+        run.main(["--device", "cpu", "--out", str(tmp_path), "--engines", "vllm"])
 
 
 def test_the_predictions_by_hand() -> None:

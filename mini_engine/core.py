@@ -17,6 +17,7 @@ from jaxtyping import Int, Int64
 
 from mini_engine.attention.levels import LevelPlanner
 from mini_engine.errors import RequestError, ScheduleError
+from mini_engine.logprobs import LogprobRows, keep_logprobs
 from mini_engine.request import FinishReason, PinnedPages, Request
 from mini_engine.scheduler import Schedule, Scheduler
 from mini_engine.step_input import Executor, StepInput, build_step_input
@@ -33,11 +34,13 @@ class Launched:
         ticket: the executor's.
         rows: [R] rows that sample a token.
         admissions: [R] the admission that filled each of these rows; a later one means that the request has left.
+        asked: tokens whose log probabilities the step computes, and the request of each.
     """
 
     ticket: Any
     rows: Int64[np.ndarray, " R"]
     admissions: Int64[np.ndarray, " R"]
+    asked: list[tuple[LogprobRows, list[Request]]]
 
 
 @dataclass(eq=False)
@@ -213,7 +216,8 @@ class Core:
         step = build_step_input(schedule, running, self.scheduler.page_table)
         requests, rows = running.requests_of(step.rows), step.sampling_rows
         num_prompt_tokens = sum(len(request.token_ids) for request in schedule.admitted)
-        self._in_flight.append(Launched(self._executor.launch(step), rows, running.admission[rows]))
+        asked = [(tokens, running.requests_of(tokens.rows)) for tokens in step.logprobs]
+        self._in_flight.append(Launched(self._executor.launch(step), rows, running.admission[rows], asked))
         running.count(step.rows, step.num_new)
         return CoreStep(schedule, requests, step, num_prompt_tokens)
 
@@ -223,7 +227,9 @@ class Core:
         A token is dropped if its request has ended in the meantime.
         """
         launched, running = self._in_flight[0], self.scheduler.running
-        rows, token_ids = launched.rows, self._executor.collect(launched.ticket).tokens[:, 0]
+        sampled = self._executor.collect(launched.ticket)
+        rows, token_ids = launched.rows, sampled.tokens[:, 0]
+        keep_logprobs(launched.asked, sampled.logprobs)  # first, so that a known token always has them
         live = running.admission[rows] == launched.admissions
         if np.count_nonzero(live) < len(rows):
             rows, token_ids = rows[live], token_ids[live]

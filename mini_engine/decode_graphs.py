@@ -16,16 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, step_memory
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
+from mini_engine.transfer import borrow
 
 MAX_GRAPH_SIZE = 2**16  # requests; memory for a step of the largest graph is allocated at once
 MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
-Step = Callable[[StepBatch, Tensor], Tensor]  # the step and its rows of the page table -> the sampled tokens
+Sampled = tuple[Int[Tensor, " n"], Float[Tensor, "n V"]]  # the sampled tokens, and the logits they were sampled from
+Step = Callable[[StepBatch, Tensor], Sampled]  # takes the step and its rows of the page table
 DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
 
 
@@ -86,13 +88,13 @@ class DecodeGraph:
     Attributes:
         rows: input: the row of the page table of each request, from which the sampler reads its parameters.
         padding_row: the row of the padding.
-        replay: launches the step and returns its tokens, which the next replay overwrites.
+        replay: launches the step and returns its tokens and logits, which the next replay of any graph overwrites.
         loaded: the tensor from which `rows` was filled.
     """
 
     rows: Int[Tensor, " n"]
     padding_row: int
-    replay: Callable[[], Int[Tensor, " n"]]
+    replay: Callable[[], Sampled]
     loaded: Int[Tensor, " R"] | None = None
 
     def load(self, rows: Int[Tensor, " R"]) -> None:
@@ -146,7 +148,8 @@ class DecodeGraphs:
         # A CPU computes a step while it is launched.
         self.buffers = [StepBuffers(device, self._memory) for _ in range(num_buffers if on_gpu else 1)]
         # Shared, although the graphs are replayed in any order: replays do not overlap, no graph reads what another one
-        # has left in the pool, and the tokens of a step are copied out before the next replay (`LocalExecutor.launch`).
+        # has left in the pool, and the tokens and logits of a step are used before the next replay
+        # (`LocalExecutor.launch`).
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def size_for(self, num_requests: int) -> int | None:
@@ -173,7 +176,7 @@ class DecodeGraphs:
             self._graphs[size, groups] = self._capture(size, groups)
         return self._graphs[size, groups]
 
-    def run(self, graph: DecodeGraph, batch: StepBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " n"]:
+    def run(self, graph: DecodeGraph, batch: StepBatch, rows: Int[Tensor, " R"]) -> Sampled:
         """Launch a step that has been padded to a graph's size.
 
         Args:
@@ -182,7 +185,7 @@ class DecodeGraphs:
             rows: the requests' rows of the page table, without the padding.
 
         Returns:
-            The tokens of all requests, followed by those of the padding; the next step overwrites them.
+            The tokens and logits of all requests, followed by those of the padding; the next step overwrites them.
         """
         self._plan(batch)
         graph.load(rows)
@@ -206,7 +209,7 @@ class DecodeGraphs:
         self._plan(batch)
         return DecodeGraph(rows, self._padding_row, self._record(lambda: self._step(batch, rows)))
 
-    def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _record(self, run: Callable[[], Sampled]) -> Callable[[], Sampled]:
         if self._device.type != "cuda":
             return run
         stream = torch.cuda.Stream(self._device)
@@ -216,11 +219,12 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            tokens = run()
+            tokens, logits = run()
+        logits = borrow(logits)  # the next graph may be captured into the memory of these
 
-        def replay() -> Tensor:
+        def replay() -> Sampled:
             graph.replay()
-            return tokens
+            return tokens, logits
 
         return replay
 

@@ -117,8 +117,6 @@ class LLMEngine:
             raise RequestError(f"params is a {type(params).__name__}; give SamplingParams")
         if params.stop:
             raise RequestError("the engine's core has no text to search: use LLM for stop strings, or stop_token_ids")
-        if params.logprobs is not None or params.prompt_logprobs is not None:
-            raise RequestError("the engine does not return logprobs; leave logprobs and prompt_logprobs out")
         if params.bad_words and not params.bad_words_token_ids:
             raise RequestError("the engine's core has no tokenizer: use LLM for bad_words, or bad_words_token_ids")
         ends = end_tokens(params, self._eos_token_ids)

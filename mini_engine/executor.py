@@ -18,17 +18,21 @@ from mini_engine.attention.backend import AttentionBackend
 from mini_engine.attention.levels import Level
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, upload_levels
 from mini_engine.config import ResolvedConfig
-from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs, Sampled
 from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.logprobs import LogprobArrays, LogprobRows
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
-from mini_engine.sampler import Sampler
+from mini_engine.sampler import Logprobs, Sampler, logprobs_of
 from mini_engine.step_input import SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
 
 if TYPE_CHECKING:
     from mini_engine.kernels.persistent_decode import PersistentDecode
     from mini_engine.parts import Parts
+
+
+LOGPROB_ROWS = 256  # tokens of prompts whose logits exist at once
 
 
 @dataclass(eq=False)
@@ -38,10 +42,12 @@ class Ticket:
     Attributes:
         tokens: [R] the sampled tokens on the host, valid after `done`.
         done: event recorded after the step on a GPU; None on a CPU, where the step has already ended.
+        logprobs: for each of the step's `logprobs`, its log probabilities on the host, in parts, valid after `done`.
     """
 
     tokens: Int[Tensor, " R"]
     done: torch.cuda.Event | None
+    logprobs: list[list[Logprobs]]
 
 
 class LocalExecutor:
@@ -102,18 +108,21 @@ class LocalExecutor:
         graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
         batch = self._build(step, size)
         if graph:
-            tokens = self._graphs.run(graph, batch, rows)[: len(rows)]
+            tokens, logits = self._graphs.run(graph, batch, rows)
+            tokens, hidden = tokens[: len(rows)], logits  # not hidden states, which only prompts need
         else:
             hidden = self._forward(batch)
-            tokens = self._sample(hidden, batch, rows) if len(rows) else self._last_token[:0]
-        return self._keep(tokens, rows)
+            tokens, logits = self._sample(hidden, batch, rows) if len(rows) else (self._last_token[:0], hidden)
+        logprobs = [self._logprobs(wanted, tokens, logits, hidden) for wanted in step.logprobs]
+        return self._keep(tokens, rows, logprobs)
 
     def collect(self, ticket: Ticket) -> SampledTokens:
-        """Wait for a step and return the tokens that it sampled."""
+        """Wait for a step and return the tokens that it sampled, and their log probabilities."""
         if ticket.done is not None:
             ticket.done.synchronize()
         tokens = ticket.tokens.numpy()
-        return SampledTokens(tokens[:, None], np.ones(len(tokens), dtype=np.int64))
+        logprobs = tuple(map(LogprobArrays.joined, ticket.logprobs))
+        return SampledTokens(tokens[:, None], np.ones(len(tokens), dtype=np.int64), logprobs)
 
     @torch.inference_mode()
     def hidden_states(self, step: StepInput) -> Float[Tensor, "T hidden"]:
@@ -195,28 +204,41 @@ class LocalExecutor:
         if not (self._persistent and batch.num_sequences == 1):
             self.backend.plan(batch)
 
-    def _decode(self, batch: StepBatch, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    def _decode(self, batch: StepBatch, rows: Int[Tensor, " n"]) -> Sampled:
         """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
         if self._persistent and batch.num_sequences == 1:
             logits = self._persistent(batch, self._last_token)
         else:
             logits = self.model.compute_logits(self._compute(batch.feed(self._last_token), batch.positions))
-        return self._sampler.sample(logits, rows, batch.sampled_positions)
+        return self._sampler.sample(logits, rows, batch.sampled_positions), logits
 
-    def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+    def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> Sampled:
         """Sample one token for each row."""
         if batch.logit_rows.shape[0] < batch.num_tokens:
             hidden = hidden[batch.logit_rows]
-        return self._sampler.sample(self.model.compute_logits(hidden), rows, batch.sampled_positions)
+        logits = self.model.compute_logits(hidden)
+        return self._sampler.sample(logits, rows, batch.sampled_positions), logits
 
-    def _keep(self, tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"]) -> Ticket:
+    def _logprobs(
+        self, wanted: LogprobRows, tokens: Int[Tensor, " n"], logits: Tensor, hidden: Tensor
+    ) -> list[Logprobs]:
+        """Compute log probabilities, a part at a time, and start copying them to the host."""
+        moved = to_device({"index": wanted.index, "token_ids": wanted.token_ids}, self._device)
+        of_tokens = moved["token_ids"] if wanted.is_prompt else tokens[moved["index"]]
+        source, parts = hidden if wanted.is_prompt else logits, list[Logprobs]()
+        for index, token_ids in zip(moved["index"].split(LOGPROB_ROWS), of_tokens.split(LOGPROB_ROWS), strict=True):
+            rows = self.model.compute_logits(source[index]) if wanted.is_prompt else source[index]
+            parts.append(logprobs_of(rows, token_ids, wanted.num_top).on_host())
+        return parts
+
+    def _keep(self, tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], logprobs: list[list[Logprobs]]) -> Ticket:
         """Write sampled tokens to `last_token`, and start copying them to the host."""
         on_gpu = tokens.is_cuda
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens
         if len(tokens):
             keep_tokens(tokens, rows, self._last_token, host)
         if not on_gpu:
-            return Ticket(host, None)
+            return Ticket(host, None, logprobs)
         done = torch.cuda.Event()
         done.record()
-        return Ticket(host, done)
+        return Ticket(host, done, logprobs)

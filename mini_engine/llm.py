@@ -271,6 +271,8 @@ class TextEngine:
             for index in range(params.n):
                 if index and params.seed is not None:
                     core = replace(core, seed=(params.seed + index + 2**63) % 2**64 - 2**63)  # a signed 64-bit number
+                if index and params.prompt_logprobs is not None:
+                    core = replace(core, prompt_logprobs=None)  # those of the first request are those of the prompt
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
                 request = self.engine.add_request(name, token_ids, core, context)
                 owner.requests.append(request)

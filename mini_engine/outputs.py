@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from mini_engine.errors import MiniEngineError
+from mini_engine.logprobs import Logprob
 from mini_engine.request import FinishReason, Request
 from mini_engine.scheduler import Schedule
 from mini_engine.step_input import StepInput
@@ -121,14 +122,21 @@ class CompletionOutput:
         text: the output, without end-of-sequence tokens and without the stop string, unless the parameters ask for it.
         token_ids: the tokens of the output, including an end-of-sequence token.
         finish_reason: "stop", "length", "abort" or "error".
-        logprobs: log probabilities of each position's tokens, if the parameters ask for them.
+        logprobs: for each token, its log probability and those of the likeliest tokens, if the parameters ask for them.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: list[Any] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log probability of the output: the sum over its tokens, if the parameters ask for log probabilities."""
+        if self.logprobs is None:
+            return None
+        return sum(of[token_id].logprob for of, token_id in zip(self.logprobs, self.token_ids, strict=True))
 
 
 @dataclass(frozen=True)
@@ -140,14 +148,15 @@ class RequestOutput:
         prompt_token_ids: its tokens; empty if it could not be tokenized.
         outputs: the outputs, one unless the parameters set `n`.
         error: why the request could not be served; otherwise None.
-        prompt_logprobs: log probabilities of the prompt's tokens, if the parameters ask for them.
+        prompt_logprobs: the same for each token of the prompt. The first token has None; after chunks, their tokens and
+            the first token behind them have None.
     """
 
     prompt: Prompt
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     error: MiniEngineError | None = None
-    prompt_logprobs: list[Any] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:

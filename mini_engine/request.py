@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64
+from jaxtyping import Float, Int, Int32, Int64
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# A token and the n likeliest tokens, their log probabilities, and the rank of the token; see `logprobs.py`.
+TokenLogprobs = tuple[Int[np.ndarray, " n1"], Float[np.ndarray, " n1"], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,7 @@ class Request:
         token_ids: prompt and output, as of when it last left its row.
         finish_reason: None while unfinished; "stop" at an end token or stop string, "length" at `max_len`.
         error: why it failed, if `finish_reason` is "error".
+        logprobs: log probabilities collected so far, by the position of the token, if its parameters ask for them.
     """
 
     request_id: str
@@ -85,6 +88,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None
     error: MiniEngineError | None = None
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -103,6 +107,11 @@ class Request:
     def context_len(self) -> int:
         """Number of tokens at the start whose keys are in no page of the request."""
         return sum(len(chunk.token_ids) for chunk in self.context)
+
+    @property
+    def asks_for_logprobs(self) -> bool:
+        """Whether its parameters ask for log probabilities of its output or its prompt."""
+        return self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -143,6 +152,7 @@ class Running:
         admission: serial number of the admission that filled the row, to tell its request from earlier ones.
         requests: request of each row.
         num_contexts: number of rows whose request has a context.
+        num_asking: number of rows whose request asks for log probabilities.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
@@ -157,7 +167,7 @@ class Running:
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.admission = column()
         self.requests: list[Request | None] = [None] * max_rows
-        self.num_contexts = 0
+        self.num_contexts = self.num_asking = 0
         self._rows: dict[Request, int] = {}
         self._admissions = 0
 
@@ -173,6 +183,7 @@ class Running:
         if request.context:
             self.num_contexts += 1
             self.has_evicted = True
+        self.num_asking += request.asks_for_logprobs
         self.max_len[row] = request.max_len
         self.end_tokens += [np.full_like(self.max_len, -1) for _ in range(len(ends) - len(self.end_tokens))]
         for i, of_rows in enumerate(self.end_tokens):
@@ -191,6 +202,7 @@ class Running:
         self.order = self.order[self.order != row]
         self.requests[row] = None
         self.num_contexts -= bool(request.context)
+        self.num_asking -= request.asks_for_logprobs
         self.admission[row] = 0
         del self._rows[request]
         if len(self.end_tokens) == len(request.end_token_ids):  # `append` compares with every column in every step

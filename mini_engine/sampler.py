@@ -19,7 +19,7 @@ from torch import Tensor
 from mini_engine import ops, sampling
 from mini_engine.sampling import RECORD_DTYPE, SamplingBatch, penalize, sampling_records
 from mini_engine.sampling_params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_EDITS, Admission
-from mini_engine.transfer import to_device
+from mini_engine.transfer import start_copy, to_device
 
 # Flags of a record. A row without the first four has its logits sampled as they are.
 PENALIZED, EDITED, MASKED, HAS_BAD_WORDS, FILTERED = 1, 2, 4, 8, 16
@@ -253,6 +253,10 @@ class Logprobs:
     token_ids: Int[Tensor, "R n1"]
     logprobs: Float[Tensor, "R n1"]
     ranks: Int[Tensor, " R"]
+
+    def on_host(self) -> "Logprobs":
+        """Start copying them to the host; on a CPU they are there."""
+        return Logprobs(*map(start_copy, (self.token_ids, self.logprobs, self.ranks)))
 
 
 def logprobs_of(logits: Float[Tensor, "R V"], token_ids: Int[Tensor, " R"], num_top: int) -> Logprobs:

@@ -18,6 +18,7 @@ from mini_engine.attention.levels import Level
 from mini_engine.errors import RequestError
 from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
+from mini_engine.logprobs import lacks_prompt_logprobs
 from mini_engine.request import Request, Running
 
 if TYPE_CHECKING:
@@ -325,12 +326,13 @@ class Scheduler:
             # The last token is always computed, because its logits are needed.
             self._next = request, np.array(request.token_ids[request.context_len : -1], dtype=np.int32)
         tokens, prefix = self._next[1], request.prefix
-        pages = self.prefix_tree.match(tokens, request.cache_key) if self.prefix_tree else np.zeros(0, dtype=np.int32)
+        tree = None if lacks_prompt_logprobs(request) else self.prefix_tree  # cached pages have no logits
+        pages = tree.match(tokens, request.cache_key) if tree else np.zeros(0, dtype=np.int32)
         table, running = self.page_table, self.running
         count, size = len(pages), table.page_size
         if prefix is not None and count * size < len(prefix.token_ids):  # the last page may be partly filled
             return prefix.pinned.pages, len(prefix.token_ids)
-        if self.prefix_tree is None or request.context:
+        if tree is None or request.context:
             return pages, count * size
         # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
         # Only tokens that earlier steps computed can be copied before this step writes.

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int, Int32, Int64
 
 from mini_engine.attention.levels import Level
 from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.logprobs import LogprobArrays, LogprobRows, rows_with_logprobs
 from mini_engine.request import Request, Running
 from mini_engine.sampling_params import Admission
 from mini_engine.scheduler import Schedule
@@ -36,6 +37,7 @@ class StepInput:
         admitted: what the sampler needs to know of the requests that were admitted for this step.
         copies: [C, 2] pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes and chunks that requests share; see `StepBatch`. The same object while they are unchanged.
+        logprobs: tokens whose log probabilities the step computes; empty if no request asks for them.
     """
 
     rows: Int64[np.ndarray, " B"]
@@ -50,6 +52,7 @@ class StepInput:
     admitted: tuple[Admission, ...]
     copies: Int[np.ndarray, "C 2"]
     levels: tuple[Level, ...]
+    logprobs: tuple[LogprobRows, ...] = ()
 
     @property
     def samples(self) -> Bool[np.ndarray, " B"]:
@@ -74,10 +77,12 @@ class SampledTokens:
     Attributes:
         tokens: [R, K] the sampled tokens; the entries of row r after the first `counts[r]` are arbitrary.
         counts: [R] number of tokens of each row.
+        logprobs: log probabilities for each of the step's `logprobs`.
     """
 
     tokens: Int64[np.ndarray, "R K"]
     counts: Int64[np.ndarray, " R"]
+    logprobs: tuple[LogprobArrays, ...] = ()
 
 
 @runtime_checkable
@@ -118,11 +123,15 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
         page_positions = (num_computed - kv_lens).repeat(page_counts) + index * size
     on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
     pages = page_table.pages_of(rows, page_counts)
+    # A request in the middle of its prompt has uncomputed tokens left, and samples none.
+    num_logits = (num_computed == running.num_scheduled[rows]).astype(np.int64)
+    logprobs: tuple[LogprobRows, ...] = ()
+    if running.num_asking:
+        logprobs = rows_with_logprobs(running.requests_of(rows), rows, num_new, num_computed, num_logits)
     return StepInput(
         rows=rows,
         num_new=num_new,
-        # A request in the middle of its prompt has uncomputed tokens left, and samples none.
-        num_logits=(num_computed == running.num_scheduled[rows]).astype(np.int64),
+        num_logits=num_logits,
         kv_lens=kv_lens,
         num_computed=num_computed,
         token_ids=running.tokens[token_rows, positions],
@@ -132,6 +141,7 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
         admitted=tuple(_admission(request, running) for request in schedule.admitted),
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
         levels=schedule.levels,
+        logprobs=logprobs,
     )
 
 

@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from functools import cache
 
 from tokenizers import Tokenizer
 
 from mini_engine.detokenizer import Detokenizer, context_of, decode_after
 from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.logprobs import Logprob, output_logprobs, prompt_logprobs
 from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput, StepReport
 from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
@@ -25,6 +27,7 @@ class PromptOutputs:
         requests: its requests, `n` of them.
         outputs: the outputs of those that have ended, by their number.
         error: why one of them failed.
+        logprobs: log probabilities of the prompt, once its first request has ended.
     """
 
     index: int
@@ -34,6 +37,7 @@ class PromptOutputs:
     requests: list[Request] = field(default_factory=list)
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     error: MiniEngineError | None = None
+    logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(eq=False)
@@ -48,6 +52,7 @@ class TextRequest:
         detokenizer: its text, if it is needed in every step, to be shown or searched for stop strings.
         num_told: number of output tokens that the pieces so far have counted.
         num_shown: characters of the pieces so far.
+        logprobs: log probabilities of the output, once it has ended.
         is_done: its last piece is in the inbox.
     """
 
@@ -58,6 +63,7 @@ class TextRequest:
     detokenizer: Detokenizer | None
     num_told: int = 0
     num_shown: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
     is_done: bool = False
 
     @property
@@ -71,6 +77,8 @@ class TextRequest:
         A request whose text is not needed in every step is decoded in one call when it has ended.
         """
         request, detokenizer, params = self.request, self.detokenizer, self.owner.params
+        if request.finish_reason and request.asks_for_logprobs:
+            self._read_logprobs()
         shows_end = params.include_stop_str_in_output  # otherwise the token that ends the output is not shown
         if detokenizer is None:
             tokens = request.output_token_ids
@@ -84,6 +92,16 @@ class TextRequest:
         if request.finish_reason in ("stop", "length") and not detokenizer.stopped:
             detokenizer.finish()
         return detokenizer.text
+
+    def _read_logprobs(self) -> None:
+        has_text = self.owner.params.detokenize and self.backend.get_vocab_size() > 0
+
+        @cache
+        def decode(token_id: int) -> str | None:
+            return self.backend.decode([token_id], skip_special_tokens=False) if has_text else None
+
+        self.logprobs = output_logprobs(self.request, decode)
+        self.owner.logprobs = prompt_logprobs(self.request, decode) or self.owner.logprobs
 
     def deliver(self, text: str, report: StepReport, *, has_ended: bool) -> None:
         """Put new text into the inbox, and the whole output if this was the last request of the prompt.
@@ -103,10 +121,11 @@ class TextRequest:
             if request.finish_reason == "abort":
                 error = RequestError(f"the request {request.request_id!r} was aborted; send it again if still needed")
             num_tokens, owner.error = len(tokens), owner.error or error
-            owner.outputs[self.index] = CompletionOutput(self.index, text, tokens, request.finish_reason)
+            logprobs = self.logprobs and self.logprobs[:num_tokens]
+            owner.outputs[self.index] = CompletionOutput(self.index, text, tokens, request.finish_reason, logprobs)
             if len(owner.outputs) == owner.params.n:
                 outputs = [owner.outputs[i] for i in range(owner.params.n)]
-                output = RequestOutput(owner.prompt, request.prompt_token_ids, outputs, owner.error)
+                output = RequestOutput(owner.prompt, request.prompt_token_ids, outputs, owner.error, owner.logprobs)
         piece = Piece(owner.index, text[self.num_shown :], num_tokens - self.num_told, output, report, self.index)
         try:
             owner.inbox.append(piece)

@@ -1,5 +1,7 @@
 """What a step moves between the host and the device: small arrays in one copy, and the sampled tokens."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from jaxtyping import Int, Shaped, UInt8
@@ -18,6 +20,13 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
+
+
+def start_copy(tensor: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """Start copying a tensor of any size to pinned memory of the host; return it if it is on the host already."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @with_kernel
@@ -61,6 +70,14 @@ def keep_tokens(
     last_token.index_copy_(0, rows, tokens)
     if host is not tokens:
         host.copy_(tokens, non_blocking=True)
+
+
+def borrow(tensor: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """Return a view of a tensor on a GPU that does not keep its memory allocated; something else has to."""
+    storage = tensor.untyped_storage()
+    interface = {"shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False), "version": 2}
+    memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:

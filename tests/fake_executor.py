@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mini_engine.logprobs import LogprobArrays
 from mini_engine.step_input import SampledTokens, StepInput
 
 VOCAB_SIZE = 50
@@ -17,8 +18,16 @@ def next_token(token_ids: np.ndarray) -> int:
     return hash(np.asarray(token_ids, dtype=np.int64).tobytes()) % VOCAB_SIZE
 
 
+def logprob_of(token_ids: np.ndarray) -> float:
+    """The log probability of the last of some tokens, after those before it."""
+    return -float(hash(np.asarray(token_ids, dtype=np.int64).tobytes()) % 10_007)
+
+
 class FakeExecutor:
-    """Executes steps in order, in numpy; a ticket is the step's tokens, which a real device would not know yet."""
+    """Executes steps in order, in numpy; a ticket is the step's result, which a real device would not know yet.
+
+    Only the log probability of the token itself is returned, and its position as the rank.
+    """
 
     def __init__(self, num_pages: int, page_size: int, max_rows: int) -> None:
         self.page_size = page_size
@@ -26,7 +35,7 @@ class FakeExecutor:
         self.last_token = np.full(max_rows, -1, dtype=np.int64)
         self.num_launched = self.num_reset = 0
 
-    def launch(self, step: StepInput) -> np.ndarray:
+    def launch(self, step: StepInput) -> SampledTokens:
         self.num_launched += 1
         for old, new in step.copies:
             self.cache[new] = self.cache[old]
@@ -44,10 +53,22 @@ class FakeExecutor:
         tokens = [next_token(own) for own, num_logits in zip(keys, step.num_logits, strict=True) if num_logits]
         sampled = np.array(tokens, dtype=np.int64)
         self.last_token[step.sampling_rows] = sampled
-        return sampled
+        logprobs = []
+        for wanted in step.logprobs:
+            if wanted.is_prompt:
+                # The keys up to each of the step's tokens.
+                news = zip(keys, step.num_new, strict=True)
+                before = [own[: len(own) - i] for own, new in news for i in reversed(range(new))]
+                token_ids = wanted.token_ids
+            else:
+                before = [own for own, num_logits in zip(keys, step.num_logits, strict=True) if num_logits]
+                token_ids = sampled[wanted.index]
+            found = [logprob_of([*before[i], token]) for i, token in zip(wanted.index, token_ids, strict=True)]
+            logprobs.append(LogprobArrays(token_ids[:, None], np.array(found)[:, None], wanted.positions))
+        return SampledTokens(sampled[:, None], np.ones(len(sampled), dtype=np.int64), tuple(logprobs))
 
-    def collect(self, ticket: np.ndarray) -> SampledTokens:
-        return SampledTokens(ticket[:, None], np.ones(len(ticket), dtype=np.int64))
+    def collect(self, ticket: SampledTokens) -> SampledTokens:
+        return ticket
 
     def reset(self) -> None:
         self.num_reset += 1

@@ -1,7 +1,8 @@
 """Run the core on random schedules: `python -m tests.random_schedules NUMBER`.
 
 Random arrivals, aborts, ends, chunked prompts, shared prefixes, failed steps, and pools so small that requests are
-preempted, at pipeline depths 0 and 1. Each request must get the tokens that it gets alone, and no page may leak.
+preempted, at pipeline depths 0 and 1. Each request must get the tokens and log probabilities that it gets alone, and no
+page may leak.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 from mini_engine.step_input import SampledTokens, StepInput
-from tests.fake_executor import VOCAB_SIZE, FakeExecutor, next_token
+from tests.fake_executor import VOCAB_SIZE, FakeExecutor, logprob_of, next_token
 
 MAX_ROWS = 5
-PARAMS = SamplingParams(temperature=0.0)
+PARAMS = [
+    SamplingParams(temperature=0.0, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    for logprobs in (None, None, 0, 3)
+    for prompt_logprobs in (None, None, 0)
+]
 
 
 @dataclass
@@ -64,6 +69,17 @@ def alone(prompt: list[int], max_len: int, end_token_ids: tuple[int, ...]) -> li
     return tokens
 
 
+def check_logprobs(request: Request) -> None:
+    """A request has the log probabilities that it asks for, each of its own token after its own tokens."""
+    params, tokens, num_prompt = request.params, request.token_ids, len(request.prompt_token_ids)
+    positions = [*range(1, num_prompt)] * (params.prompt_logprobs is not None)
+    positions += [*range(num_prompt, len(tokens))] * (params.logprobs is not None)
+    assert sorted(p for p in request.logprobs if p < len(tokens)) == positions
+    for p in positions:
+        token_ids, logprobs, rank = request.logprobs[p]
+        assert (token_ids[0], logprobs[0], rank) == (tokens[p], logprob_of(tokens[: p + 1]), p)
+
+
 def check(seed: int, depth: int, seen: Seen) -> None:
     """Serve random requests, and compare each with itself alone."""
     rng = random.Random(seed)
@@ -89,7 +105,7 @@ def check(seed: int, depth: int, seen: Seen) -> None:
         prompt = prompt[: max_len - 1]
         limit = rng.randint(len(prompt) + 1, max_len)
         ends = tuple(rng.sample(range(VOCAB_SIZE), 3))
-        requests.append(Request(f"{seed} {i}", prompt, PARAMS, 0, limit, ends, i))
+        requests.append(Request(f"{seed} {i}", prompt, rng.choice(PARAMS), 0, limit, ends, i))
         arrivals.append(rng.randint(0, 4))
         if rng.random() < 0.1:
             aborts[i] = rng.randint(0, 8)
@@ -120,6 +136,7 @@ def check(seed: int, depth: int, seen: Seen) -> None:
             assert request.error is None and request.token_ids == want, (request.token_ids, want)
             assert collected[request] == len(request.output_token_ids)
             seen.late_ends += depth and request.finish_reason == "stop"
+            check_logprobs(request)
     pages, tree = core.scheduler.page_table, core.scheduler.prefix_tree
     if tree is not None:
         tree.evict(pages.num_pages)

@@ -30,6 +30,7 @@ from mini_engine.engine import LLMEngine
 from mini_engine.errors import ChunkError, ChunkFileError, ConfigError, RequestError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.llm import LLM
+from mini_engine.logprobs import prompt_logprobs
 from mini_engine.models.base import CausalLM
 from mini_engine.models.transform import identity_of
 from mini_engine.parts import Parts, default_parts
@@ -114,6 +115,32 @@ def generate(memory: ChunkMemory, names: list[str], prompt: list[int], params: S
 
 def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["b", "a"]])
+def test_log_probabilities_of_a_prompt_begin_behind_its_chunks(names):
+    """The logits of the chunks are not computed, so their tokens and the first token of the prompt have none."""
+    memory = make_memory(max_num_batched_tokens=4, enable_prefix_caching=True)
+    memory.register(A, "a")
+    memory.register(B, "b")
+    chunks = [({"a": A, "b": B}[name], 0) for name in names]
+    placed = [token for tokens, _ in chunks for token in tokens]
+    generate(memory, names, PROMPT)  # its pages are cached
+    request = memory.engine.add_request(
+        "request", PROMPT, replace(GREEDY, logprobs=0, prompt_logprobs=1), memory.context(names)
+    )
+    run(memory.engine)
+    tokens = request.output_token_ids
+    hidden = masked_hidden(memory.engine.model, chunks, PROMPT + tokens[:-1])
+    want = memory.engine.model.compute_logits(hidden).log_softmax(-1)
+    first, own = len(placed) + 1, [*PROMPT[1:], *tokens]
+    assert request.prompt_token_ids == placed + PROMPT
+    assert sorted(request.logprobs) == list(range(first, first + len(own)))
+    for i, token in enumerate(own):
+        token_ids, logprobs, rank = request.logprobs[first + i]
+        assert token_ids[0] == token and abs(logprobs[0] - float(want[i, token])) < 1e-9
+        assert rank == int((want[i] >= want[i, token]).sum())
+    assert prompt_logprobs(request, str)[:first] == [None] * first
 
 
 # --- rotation ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mini_engine.executor import LocalExecutor, Ticket
@@ -33,7 +34,7 @@ class Recorder:
     """An executor that keeps every step that it passes on."""
 
     def __init__(self, executor: LocalExecutor) -> None:
-        self.executor, self.steps, self.tokens = executor, list[bytes](), list[list[int]]()
+        self.executor, self.steps, self.sampled = executor, list[bytes](), list[SampledTokens]()
 
     def launch(self, step: StepInput) -> Ticket:
         self.steps.append(pickle.dumps(step))
@@ -41,7 +42,7 @@ class Recorder:
 
     def collect(self, ticket: Ticket) -> SampledTokens:
         sampled = self.executor.collect(ticket)
-        self.tokens.append(sampled.tokens[:, 0].tolist())
+        self.sampled.append(sampled)
         return sampled
 
     def reset(self) -> None:
@@ -51,7 +52,7 @@ class Recorder:
 @pytest.mark.parametrize("attn_backend", ["torch", "torch_padded", "cascade"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_recorded_steps_replay_on_another_executor(attn_backend: str, depth: int) -> None:
-    """The arrays of a step are all that an executor needs: prompts in chunks, shared pages, preemption, penalties."""
+    """The arrays of a step are all that an executor needs: chunks, shared pages, preemption, penalties, logprobs."""
     model = double_model("qwen3")
     options = {
         "attn_backend": attn_backend, "num_pages": 9, "page_size": 4, "max_batch_size": 3, "pipeline_depth": depth,
@@ -62,8 +63,15 @@ def test_recorded_steps_replay_on_another_executor(attn_backend: str, depth: int
     params = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=12, ignore_eos=True)
     stem = list(range(3, 12))
     arrivals = {2 * i: [(str(i), [*stem, 20 + i], replace(params, seed=i))] for i in range(4)}
-    arrivals[0].append(("greedy", [7, 8], replace(GREEDY, max_tokens=9)))
+    arrivals[0].append(("greedy", [7, 8], replace(GREEDY, max_tokens=9, logprobs=2)))
+    arrivals[3] = [("prompt", stem, replace(GREEDY, logprobs=0, prompt_logprobs=-1))]
     serve(engine, arrivals)
     assert engine.metrics.preemptions and engine.metrics.shared_tokens
     tickets = [other.executor.launch(pickle.loads(step)) for step in recorder.steps]
-    assert [other.executor.collect(ticket).tokens[:, 0].tolist() for ticket in tickets] == recorder.tokens
+    replayed = [other.executor.collect(ticket) for ticket in tickets]
+    assert {len(sampled.logprobs) for sampled in replayed} >= {0, 1, 2}
+    for got, want in zip(replayed, recorder.sampled, strict=True):
+        assert np.array_equal(got.tokens, want.tokens)
+        for arrays, recorded in zip(got.logprobs, want.logprobs, strict=True):
+            assert np.array_equal(arrays.token_ids, recorded.token_ids)
+            assert np.array_equal(arrays.logprobs, recorded.logprobs) and np.array_equal(arrays.ranks, recorded.ranks)

@@ -14,8 +14,8 @@ def test_a_graph_is_captured_with_the_levels_of_its_replays(groups: tuple[int, .
     """A captured step that makes no use of its levels would run kernels that no later plan reaches."""
     planned: list[StepBatch] = []
     graphs = DecodeGraphs(
-        [4], lambda batch, sampling: batch.token_ids, planned.append, page_size=16, pages_per_row=3, padding_page=9,
-        padding_row=5, num_buffers=1, device=torch.device("cpu"),
+        [4], lambda batch, rows: (batch.token_ids, torch.zeros(4, 0)), planned.append, page_size=16, pages_per_row=3,
+        padding_page=9, padding_row=5, num_buffers=1, device=torch.device("cpu"),
     )  # fmt: skip
     graphs.get(4, groups)
     [batch] = planned

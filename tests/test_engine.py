@@ -709,8 +709,3 @@ def test_a_reset_prefix_cache_matches_nothing():
 def test_a_seeded_engine_draws_the_same_seeds():
     drawn = [[roomy(seed=seed).add_request("a", [5], GREEDY).seed for _ in range(2)] for seed in (3, 4)]
     assert drawn[0][0] == drawn[0][1] != drawn[1][0] == drawn[1][1]
-
-
-def test_logprobs_are_refused():
-    with pytest.raises(RequestError, match="logprobs"):
-        roomy().add_request("a", [5], replace(GREEDY, logprobs=2))

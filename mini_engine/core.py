@@ -229,7 +229,8 @@ class Core:
         launched, running = self._in_flight[0], self.scheduler.running
         sampled = self._executor.collect(launched.ticket)
         rows, token_ids = launched.rows, sampled.tokens[:, 0]
-        keep_logprobs(launched.asked, sampled.logprobs)  # first, so that a known token always has them
+        if launched.asked:  # stored before the tokens, so that a known token always has them
+            keep_logprobs(launched.asked, sampled.logprobs)
         live = running.admission[rows] == launched.admissions
         if np.count_nonzero(live) < len(rows):
             rows, token_ids = rows[live], token_ids[live]

@@ -121,7 +121,7 @@ class LocalExecutor:
         if ticket.done is not None:
             ticket.done.synchronize()
         tokens = ticket.tokens.numpy()
-        logprobs = tuple(map(LogprobArrays.joined, ticket.logprobs))
+        logprobs = tuple([LogprobArrays.joined(parts) for parts in ticket.logprobs])
         return SampledTokens(tokens[:, None], np.ones(len(tokens), dtype=np.int64), logprobs)
 
     @torch.inference_mode()

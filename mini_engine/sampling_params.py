@@ -65,8 +65,9 @@ class SamplingParams:
         bad_words: texts that the output must not contain.
         bad_words_token_ids: sequences of tokens that the output must not contain. `LLM` makes them of `bad_words`.
         allowed_token_ids: the only tokens that may be sampled; None allows all.
-        logprobs: return log probabilities of this many of the likeliest tokens, and of each sampled token.
-        prompt_logprobs: the same for the tokens of the prompt.
+        logprobs: return log probabilities of this many of the likeliest tokens, and of each sampled token; 0: of the
+            sampled token alone; -1: of the whole vocabulary. They are those of the model's raw logits.
+        prompt_logprobs: the same for the tokens of the prompt, which is then computed even if the prefix cache has it.
         include_stop_str_in_output: keep the stop string that ended the text.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: turn the tokens into text.

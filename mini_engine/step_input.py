@@ -27,7 +27,7 @@ class StepInput:
     Attributes:
         rows: [B] row of each request.
         num_new: [B] number of its new tokens.
-        num_logits: [B] number of its last tokens that need logits: 0 in the middle of a prompt.
+        num_logits: [B] number of its last tokens from whose logits it samples: 0 in the middle of a prompt.
         kv_lens: [B] keys in its pages after the step.
         num_computed: [B] its tokens whose keys exist after the step, including those that are in no page of its own.
         token_ids: [T] the new tokens, request by request.

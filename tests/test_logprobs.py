@@ -111,7 +111,7 @@ def test_any_schedule_gives_the_log_probabilities_of_transformers(
     needed = max(-(-(len(prompt) + params.max_tokens) // page_size) for _, prompt, params in made)
     rows = data.draw(st.integers(1, 4))
     options = {
-        "attn_backend": attn_backend if family != "gpt2" else "torch",
+        "attn_backend": attn_backend,
         "num_pages": needed + data.draw(st.integers(0, 4)), "page_size": page_size, "max_batch_size": rows,
         "max_num_batched_tokens": rows + data.draw(st.integers(0, 12)),
         "enable_prefix_caching": data.draw(st.booleans()), "pipeline_depth": data.draw(st.integers(0, 1)),
@@ -384,19 +384,21 @@ def test_captured_steps_give_the_log_probabilities_of_eager_ones(attn_backend: s
     asking = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=3)
     params = [replace(asking, max_tokens=6 + 3 * i, logprobs=None if i == 3 else 3) for i in range(7)]
     outputs = llm.generate(prompts, params)
-    eager = llm.with_options(enforce_eager=True, cuda_graph_batch_sizes=())
+    eager = llm.with_options(enforce_eager=True)
+    assert not eager.engine.executor._graphs.sizes
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if i == 3:
             assert output.outputs[0].logprobs is None
             continue
-        again = eager.generate([prompt + output.token_ids], replace(asking, max_tokens=1, prompt_logprobs=-1))[0]
+        again = eager.generate([prompt + output.token_ids], replace(asking, max_tokens=1, prompt_logprobs=20))[0]
         differences = []
         for token_id, of, want in zip(
             output.token_ids, output.outputs[0].logprobs, again.prompt_logprobs[len(prompt) :], strict=True
         ):
             # The token is the maximum of the very logits of which these are the log probabilities.
             assert of[token_id].logprob == max(one.logprob for one in of.values())
-            differences += [abs(one.logprob - want[other].logprob) for other, one in of.items()]
+            assert token_id in want
+            differences += [abs(one.logprob - want[other].logprob) for other, one in of.items() if other in want]
         # In bfloat16, batches of different sizes round differently.
         assert max(differences) < 0.5 and sum(differences) / len(differences) < 0.1, (i, max(differences))
 

@@ -88,7 +88,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None
     error: MiniEngineError | None = None
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

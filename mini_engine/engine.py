@@ -238,7 +238,7 @@ class LLMEngine:
         return report
 
     def _warm_up(self) -> None:
-        """Run the most common steps: prompts, including the longest possible one, and decodes of 1, 2, 4, … requests.
+        """Run the most common steps: the longest prompt, decodes of 1, 2, 4, … requests, and a long common prefix.
 
         A kernel is compiled when a step first needs it, and some backends compile one for each size of a batch. The
         engine then starts over, so the made-up requests leave no trace in its pages or metrics.
@@ -249,7 +249,8 @@ class LLMEngine:
         config = self.config
         longest = min(config.max_num_batched_tokens, min(config.max_model_len, config.num_pages * config.page_size) - 2)
         most = min(config.max_batch_size, config.num_pages) if longest > 0 else 0
-        for num_requests, num_tokens in [(1, longest), *((2**i, 1) for i in range(most.bit_length())), (most, 1)]:
+        batches = [(1, longest), *((2**i, 1) for i in range(most.bit_length())), (most, 1), (most, min(longest, 1024))]
+        for num_requests, num_tokens in batches:
             self._run_made_up(num_requests if most else 0, num_tokens)
         self.executor.capture()
         self._recovery.restart()

@@ -36,14 +36,14 @@ def keep_tokens(
 
 
 @no_type_check
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # otherwise multiples of 16 are compiled anew, when a step first has one
 def _copy(destination, source, size, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(destination + index, tl.load(source + index, mask=index < size), mask=index < size)
 
 
 @no_type_check
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _keep(tokens, rows, last_token, host, size, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < size

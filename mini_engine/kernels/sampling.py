@@ -51,6 +51,7 @@ BLOCK = 128  # tokens of a block whose maximum is kept
 BLOCKS = 16  # blocks that one program processes at a time
 NUM_PROGRAMS = 4096  # most programs of the first launch, if rows are long
 CAPACITY = 8192  # candidates of a row that are copied out of it
+LISTED = 32  # blocks that the second launch searches for candidates at a time: more than the usual top-k
 FEW = 128  # candidates up to which each is compared with all others at once
 TILE = 2048  # logits that the second launch processes at a time
 EXACT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits that are zero in float32
@@ -164,6 +165,7 @@ def adjust_and_filter(
         EXACT_BITS=EXACT_BITS[logits.dtype],
         CAPACITY=CAPACITY,
         FEW=FEW,
+        LISTED=LISTED,
         TILE=TILE,
         num_warps=8,
     )
@@ -312,6 +314,7 @@ def _find_thresholds(
     EXACT_BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
+    LISTED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Find the smallest logit that one row's filters keep: -inf if there are none."""
@@ -358,10 +361,10 @@ def _find_thresholds(
             num_listed = tl.sum(has_candidates.to(tl.int32), 0)
             num = tl.full((), 0, tl.int32)
             tl.debug_barrier()
-            for first in range(0, num_listed, TILE // BLOCK):
-                which = first + tl.arange(0, TILE // BLOCK)
+            for first in range(0, num_listed, LISTED):
+                which = first + tl.arange(0, LISTED)
                 listed = tl.load(row_blocks + which, mask=which < num_listed, other=num_blocks)
-                token = tl.reshape(listed[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], (TILE,))
+                token = tl.reshape(listed[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], (LISTED * BLOCK,))
                 logit = load_logits(row_logits, row_adjusted, is_adjusted, token, token < vocab_size, float("nan"))
                 is_candidate = logit >= bound
                 place = num + tl.cumsum(is_candidate.to(tl.int32), 0) - 1

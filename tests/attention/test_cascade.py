@@ -577,9 +577,9 @@ def test_an_engines_captured_levels_change_no_token(name: str, depth: int, monke
     branches = [stem + ids(320) for _ in range(2)]
     prompts = {str(i): [*(branches[i % 2] if i % 4 else stem), *ids(1 + 5 * i)] for i in range(16)}
     arrivals: dict[int, list[Arrival]] = {}
-    for i, (name, prompt) in enumerate(prompts.items()):
+    for i, (request, prompt) in enumerate(prompts.items()):
         params = replace(GREEDY, max_tokens=12 + 3 * i, ignore_eos=True)
-        arrivals.setdefault(0 if i < 3 else 4 + i // 2, []).append((name, prompt, params))
+        arrivals.setdefault(0 if i < 3 else 4 + i // 2, []).append((request, prompt, params))
     engine = make_engine(
         model, parts=default_parts(gpu), attn_backend=name, num_pages=800, page_size=16, max_batch_size=16,
         max_num_batched_tokens=2048, enable_prefix_caching=True, pipeline_depth=depth,

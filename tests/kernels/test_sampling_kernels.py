@@ -207,7 +207,8 @@ INTS = {"row_stride", "vocab_size", "num_blocks", "num_maxima", "num_splits"}
 LONGS = {"rows", "positions", "tokens"}
 CONSTANTS = {
     "CHUNKS": 8, "BLOCKS": sampling.BLOCKS, "MAX_BLOCKS": 2048, "EXACT_BITS": 16, "CAPACITY": sampling.CAPACITY,
-    "FEW": sampling.FEW, "TILE": sampling.TILE, "BLOCKS_PER_SPLIT": 16, "MAXIMA": 4, "FAST_LOG": True, "MAX_SPLITS": 512,
+    "FEW": sampling.FEW, "LISTED": sampling.LISTED, "TILE": sampling.TILE,
+    "BLOCKS_PER_SPLIT": 16, "MAXIMA": 4, "FAST_LOG": True, "MAX_SPLITS": 512,
 }
 for kernel, block, num_warps in [
     (sampling._adjust_and_summarize, 128, 4), (sampling._find_thresholds, 128, 8),

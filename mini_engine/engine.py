@@ -5,6 +5,7 @@ It builds the parts of the engine and checks requests. The loop is in `core.py`,
 """
 
 import gc
+import logging
 import random
 import time
 from collections.abc import Callable, Collection
@@ -33,6 +34,7 @@ from mini_engine.request import Context, FinishReason, Request, check_prompt, en
 from mini_engine.sampling_params import SamplingParams, check_tokens
 from mini_engine.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
 OnStep = Callable[["LLMEngine", StepReport], None]
 
 
@@ -73,6 +75,7 @@ class LLMEngine:
         self.model, self.parts = model, parts or Parts()
         if not isinstance(self.parts, Parts):
             raise ConfigError(f"parts is a {type(parts).__name__}; give a mini_engine.Parts")
+        start = time.perf_counter()
         prepare_weights(model)
         resolved = resolve(config, model)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -80,11 +83,14 @@ class LLMEngine:
         self._arrivals = 0
         self._random = random.Random(config.seed)
         self.metrics = EngineMetrics()
+        if resolved.warm_up:
+            logger.info("warming up: kernels that are not on this disk yet are compiled, once")
         if config.num_pages is None and model.device.type == "cuda":
             resolved = replace(resolved, num_pages=measured_pages(resolved, model, self._run_longest))
         self._build(resolved)
         if self.config.warm_up:
             self._warm_up()
+            logger.info("ready after %.1f s", time.perf_counter() - start)
         self._on_step = on_step
 
     # --- requests ------------------------------------------------------------------------------------------------

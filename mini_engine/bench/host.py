@@ -29,7 +29,7 @@ from mini_engine.sampling_params import SamplingParams
 
 ROWS = (1, 32, 256)
 Row = dict[str, Any]  # a row of a table, or one JSON object
-BOUNDS_US = {1: 60, 256: 300}  # most host time of a step, by number of rows
+BOUNDS_US = {1: 60, 256: 200}  # most host time of a step, by number of rows
 PROMPT_TOKENS, SHARED_TOKENS, PAGE_SIZE = 384, 256, 16
 WARM_UP_STEPS, TIMED_STEPS = 16, 200
 # The settings of each figure: pipeline depth 1, as on a GPU, and at most one other setting.

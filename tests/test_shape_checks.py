@@ -60,6 +60,18 @@ def test_a_result_of_the_wrong_shape_is_found() -> None:
         sums(torch.ones(3, 4), 0)
 
 
+def test_an_alternative_that_does_not_fit_binds_no_letter() -> None:
+    @checked
+    def rows(x: Float[Tensor, " N"], y: Float[Tensor, "D N"] | Float[Tensor, "N D"], z: Float[Tensor, " D"]) -> int:
+        return len(x)
+
+    x, y, z = torch.ones(3), torch.ones(3, 4), torch.ones(4)
+    for _ in range(2):  # the second time, the sizes alone are compared
+        assert rows(x, y, z) == rows(x, y.T, z) == 3
+        with pytest.raises(BeartypeCallHintViolation):
+            rows(x, y, x)
+
+
 def test_the_letters_of_one_call_do_not_bind_another() -> None:
     @checked
     def outer(x: Float[Tensor, " N"]) -> Float[Tensor, " N"]:

@@ -7,6 +7,7 @@ keeps its path in the repository, so that a relative link works in Jupyter, on G
 from __future__ import annotations
 
 import ast
+import gc
 import itertools
 import posixpath
 import re
@@ -137,6 +138,12 @@ def module_chapter(name: str) -> int | None:
 
 
 # --- configuration: libraries of the browser, navigation -------------------------------------------------------------
+
+
+def on_startup(**_: object) -> None:
+    """Collect garbage rarely: parsed pages are millions of objects, and each collection would visit them all."""
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 50)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

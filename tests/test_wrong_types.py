@@ -13,9 +13,12 @@ import dataclasses
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
+from mini_engine.chat_template import render_chat
 from mini_engine.chunks import ChunkedLLM
 from mini_engine.errors import ConfigError, RequestError
+from mini_engine.loading import hub
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from tests.helpers import GREEDY, check_nothing_leaked, double_model, make_engine, make_text_engine
@@ -128,6 +131,17 @@ refused(RequestError, "there is no chunk", chunked.generate, [[7]], [5])
 for value in (1.5, "4", True):
     refused(ConfigError, f"max_chunk_pages is {value!r}", ChunkedLLM, chunked.llm, max_chunk_pages=value)
 check_nothing_leaked(chunked.llm.engine)
+
+tokenizer = AutoTokenizer.from_pretrained(hub.embedded_folder())
+user = {"role": "user", "content": "x"}
+for messages in (
+    None, 5, "text", b"text", {}, user, [], ["text"], [None], [{}], [{"content": "x"}], [[user]], iter([user]),
+):
+    refused(RequestError, "message", render_chat, tokenizer, messages, None)
+    refused(RequestError, "pass", render_chat, tokenizer, messages, None)
+for template in (5, ["x"], {"x": "y"}, b"x"):
+    refused(RequestError, "pass the text", render_chat, tokenizer, [user], template)
+assert render_chat(tokenizer, (user,), None) == render_chat(tokenizer, [user], None)
 """
 
 

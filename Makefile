@@ -26,7 +26,7 @@ test: $(READY)  ## all that CI checks: types, tests, graders, notebooks, the sit
 	$(BIN)/python -m mini_engine.loading.hub > /dev/null
 	$(MAKE) --no-print-directory -j 2 -Oline lint pairs grader notebooks  # mypy needs one core while the others run
 	@# They build the site, too. Three processes for two cores, because many tests wait: for a page, a limit, another process.
-	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup tests
+	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder tests
 
 test-gpu:  ## the tests that need a GPU, with the Python that is active (it has the package, pytest and hypothesis)
 	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch finds no CUDA device here.")'

@@ -72,7 +72,9 @@ def conversations(monkeypatch):
 
 
 def test_generate_answers_and_says_what_it_cost(run):
-    code, out, _ = run("generate", "What is the capital of France?", "--max-tokens", "12", "--dtype", "float32")
+    code, out, _ = run(
+        "generate", "What is the capital of France?", "-n", "12", "--dtype", "float32", "--num-pages", "2"
+    )
     assert code == 0
     assert "The capital of France is Paris." in out
     for quantity in ("time to first token", "tokens/s", "weights read per token", "keys and values", "bandwidth used"):

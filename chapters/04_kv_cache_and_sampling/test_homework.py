@@ -498,7 +498,7 @@ TEXTS = ["The capital of France is", "One, two, three,"]
 @cache
 def embedded_model() -> tuple[LLM, list[str]]:
     """The embedded model, and how it continues TEXTS in the engine."""
-    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch")
+    llm = LLM("smollm2-135m-instruct", dtype="float32", device="cpu", attn_backend="torch", num_pages=2)
     outputs = llm.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     return llm, [output.text for output in outputs]
 

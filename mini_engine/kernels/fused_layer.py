@@ -1,12 +1,14 @@
-"""A decoder layer in seven launches, or five for few tokens on Hopper, for Llama and Qwen3 over FlashInfer.
+"""A decoder layer in seven launches, or fewer for few tokens, for Llama and Qwen3 over FlashInfer.
 
 Computed part by part, a layer takes fourteen launches, however fast each part is. Here neighboring parts are fused:
 QK-norm, rotation and append are one kernel (`rotate_and_append`), and each residual is added by the matrix product
 before it, as the C in C + A B. The two norms need no launches. A norm multiplies each token by 1 / rms, which the
 kernel after the product applies (`rotate_and_append`, `swiglu`), and each column by a weight, which is folded into the
-layer's matrices (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024). With few tokens, on Hopper, the products also
-do the work of the kernels after them, so a layer is four products and attention (`fused_products.suits` says when).
-Explained in chapter 11.
+layer's matrices (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024).
+
+With few tokens, on Hopper, the products also do the work of the kernels after them, so a layer is four products and
+attention (`fused_products.suits` says when). With up to four tokens the products are matrix times vector (`gemv.py`),
+and one more launch rotates and appends. Explained in chapter 11.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.paged import PagedBackend
+from mini_engine.kernels import gemv
 from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, most_tokens, qkv_append
 from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.kernels.swiglu import swiglu
@@ -52,6 +55,15 @@ class FusedLayer:
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
         norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
         pages, layout = attend.cache.layers[index], attend.cache.layout
+        if len(x) <= gemv.MOST_TOKENS:
+            pdl = self._pdl
+            q = rotate_and_append(
+                gemv.project(x, attention.qkv.weight, eps, pdl=pdl), norms, eps, cos, sin, pages, layout,
+                attend.slot_mapping, pdl=pdl, next_waits=attend.waits_for_keys,
+            )  # fmt: skip
+            gemv.add_product(x, attend.run(index, q).flatten(1), attention.o.weight, pdl=pdl)
+            inner = gemv.gate_up_swiglu(x, mlp.gate_up.weight, eps, pdl=pdl)
+            return gemv.add_product(x, inner, mlp.down.weight, pdl=pdl)
         if len(x) <= self._most_tokens:
             q = qkv_append(
                 x, attention.qkv.weight, norms, eps, cos, sin, pages, layout, attend.slot_mapping,

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Sequence
 
+import numpy as np
 import psutil
 import torch
 from jaxtyping import Float, Int
@@ -57,7 +58,7 @@ class PagedKVCache:
         for spec in specs:
             page = (page_size, spec.num_kv_heads) if layout == "NHD" else (spec.num_kv_heads, page_size)
             shape, stored = (num_pages, *page, spec.head_dim), spec.kv_dtype or dtype
-            k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
+            k, v = (_zeros(shape, stored, self.device) for _ in range(2))
             self.layers.append((k, v))
         self.bytes_per_token = page_bytes(specs, 1, dtype)
 
@@ -146,3 +147,10 @@ def free_memory(device: torch.device) -> int:
         )
     free, (limit, _) = psutil.virtual_memory().available, resource.getrlimit(resource.RLIMIT_AS)
     return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - psutil.Process().memory_info().vms))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU the system gives NumPy memory that takes no space before it is written."""
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)).view(dtype)

@@ -35,10 +35,11 @@ def test_folding_the_norms_changes_no_layer(family: str) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("backend", ["flashinfer", "cascade"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-# On Hopper: five launches, whose thread blocks have all tokens or 64 of them, and seven.
-@pytest.mark.parametrize("chunk", [20, 60, 130], ids=["31 tokens", "71 tokens", "141 tokens"])
+# On Hopper: six launches, five, whose thread blocks have all tokens or 64 of them, and seven.
+@pytest.mark.parametrize("chunk", [0, 20, 60, 130], ids=["3 tokens", "31 tokens", "71 tokens", "141 tokens"])
 def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, layout: str, chunk: int) -> None:
     """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64."""
+    num_new, kv_lens = ([1, 1, 9, chunk], [33, 16, 9, 30 + chunk]) if chunk else ([1, 1, 1], [33, 16, 9])
     pytest.importorskip("flashinfer")
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
     fused = default_parts(torch.device("cuda"))
@@ -62,10 +63,10 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
             pages.copy_(torch.randn(pages.shape, generator=generator, device="cuda", dtype=torch.bfloat16))
         attend = create_backend(attention, model.attention_specs, cache, parts)
         batch = StepBatch.build(
-            token_ids=[2 + i % 50 for i in range(1 + 1 + 9 + chunk)],
-            num_new=[1, 1, 9, chunk],
-            kv_lens=[33, 16, 9, 30 + chunk],
-            pages=[7, 3, 11, 5, 0, 19, 2, 14, 4, 9, 16, 1, 6, 8, 10, 12][: 5 - (-(30 + chunk) // PAGE)],
+            token_ids=[2 + i % 50 for i in range(sum(num_new))],
+            num_new=num_new,
+            kv_lens=kv_lens,
+            pages=[7, 3, 11, 5, 0, 19, 2, 14, 4, 9, 16, 1, 6, 8, 10, 12][: sum(-(-n // PAGE) for n in kv_lens)],
             page_size=PAGE,
             device="cuda",
         )

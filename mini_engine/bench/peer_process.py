@@ -27,7 +27,7 @@ SECONDS_TO_END = 60  # for a child to stop its own processes
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What an engine is told. None leaves the engine its own default.
+    """Options of an engine in its own process. For None the engine has its own default.
 
     Attributes:
         model: the folder of the checkpoint.

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Without tensor cores, an H200 computes about 28e12 multiply-adds a second, and reads 2.1e12 weights of 16 bits: 13 for
-# each weight. Those of four tokens, and the conversions to float32, hide behind the read.
+# each weight. For four tokens, they and the conversions to float32 take less time than the read.
 MOST_TOKENS = 4
 ELEMENTS = 8192  # weights that a program holds in the registers of 4 warps, unless a single row has more
 

@@ -69,6 +69,7 @@ class Detokenizer:
         hidden: special tokens to leave out; see `special_ids`.
         stop: strings that end the text.
         include_stop: whether the stop string is part of the text.
+        min_tokens: the text of this many tokens is not searched for stop strings.
         scan_stop: finds stop strings.
 
     Attributes:
@@ -85,12 +86,14 @@ class Detokenizer:
         hidden: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
         scan_stop: ScanStop = scan_stop,
     ) -> None:
         self.text, self.num_tokens, self.stopped = "", 0, False
         self._tokenizer, self._hidden = tokenizer, hidden
         self._context = [t for t in context_of(tokenizer, prompt_token_ids) if t not in hidden]
         self._stop, self._include_stop, self._scan_stop = stop, include_stop, scan_stop
+        self._min_tokens = min_tokens
         self._stream = DecodeStream(ids=self._context)
         self._pending: list[int] = []  # tokens whose text is not complete
         self._held = ""  # text that may be the beginning of a stop string
@@ -112,8 +115,9 @@ class Detokenizer:
             new, is_lost = None, True
         if new is None and is_lost:
             new, stream = self._decode(pending), DecodeStream(ids=self._context)
-        shown, held, stopped = self._scan(new or "")
-        text, count = self.text + shown, self.num_tokens + 1
+        count = self.num_tokens + 1
+        shown, held, stopped = self._scan(new or "", count)
+        text = self.text + shown
         # Plain assignments, which Ctrl-C cannot separate: a token counts exactly if its text is kept.
         self._stream, self._pending, self._held = stream, pending if new is None else [], held
         self.text, self.num_tokens, self.stopped = text, count, stopped
@@ -121,7 +125,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back, after the last token."""
-        shown, held, stopped = self._scan(self._decode(self._pending))
+        shown, held, stopped = self._scan(self._decode(self._pending), self.num_tokens)
         text = self.text + shown + held
         self._pending, self._held, self.stopped, self.text = [], "", stopped, text
         return shown + held
@@ -129,8 +133,8 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         return decode_after(self._tokenizer, self._context, token_ids, skip_special_tokens=False)
 
-    def _scan(self, new: str) -> tuple[str, str, bool]:
-        if not self._stop:
+    def _scan(self, new: str, num_tokens: int) -> tuple[str, str, bool]:
+        if not self._stop or num_tokens <= self._min_tokens:
             return new, "", False
         text = self._held + new
         safe, held, stopped = self._scan_stop(text, self._stop)

@@ -276,8 +276,9 @@ class TextEngine:
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
                 request = self.engine.add_request(name, token_ids, core, context)
                 owner.requests.append(request)
-                detokenizer = self._detokenizer(request, params) if each_step or params.stop else None
-                self._texts[request] = TextRequest(owner, index, request, self._backend, detokenizer)
+                backend = self._backend if params.detokenize else NO_WORDS
+                detokenizer = self._detokenizer(backend, request, params) if each_step or params.stop else None
+                self._texts[request] = TextRequest(owner, index, request, backend, detokenizer)
 
     def _core_params(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
         """Return the parameters without what the front end does itself, and with a limit on the output."""
@@ -295,13 +296,14 @@ class TextEngine:
             changes["bad_words_token_ids"] = (*words, *params.bad_words_token_ids)
         return replace(params, **changes) if changes else params
 
-    def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer:
+    def _detokenizer(self, backend: Tokenizer, request: Request, params: SamplingParams) -> Detokenizer:
         return Detokenizer(
-            self._backend,
+            backend,
             request.prompt_token_ids,
             hidden=self._special_ids if params.skip_special_tokens else frozenset(),
             stop=params.stop or (),
             include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
             scan_stop=self.engine.parts.scan_stop,
         )
 

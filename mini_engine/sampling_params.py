@@ -55,7 +55,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that the output has so far.
         frequency_penalty: subtracted from a token's logit once for each time that the output has it so far.
         max_tokens: end after this many tokens; None: as many as the model takes.
-        min_tokens: generate this many tokens before the output may end at an end-of-sequence or stop token.
+        min_tokens: generate this many tokens before the output may end at an end-of-sequence token, a stop token or a
+            stop string.
         seed: determines the random numbers, whatever else is in the batch; None or -1 draws a seed. With `n`, each
             output has its own seed, derived from this one.
         stop: end as soon as the text contains one of these strings, which is cut off.

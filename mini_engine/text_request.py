@@ -48,7 +48,7 @@ class TextRequest:
         owner: its prompt.
         index: its number among the requests of the prompt.
         request: the engine's side.
-        backend: the tokenizer.
+        backend: the tokenizer; one without words if the output has no text.
         detokenizer: its text, if it is needed in every step, to be shown or searched for stop strings.
         num_told: number of output tokens that the pieces so far have counted.
         num_shown: characters of the pieces so far.
@@ -94,7 +94,7 @@ class TextRequest:
         return detokenizer.text
 
     def _read_logprobs(self) -> None:
-        has_text = self.owner.params.detokenize and self.backend.get_vocab_size() > 0
+        has_text = self.backend.get_vocab_size() > 0
 
         @cache
         def decode(token_id: int) -> str | None:

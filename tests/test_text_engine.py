@@ -180,6 +180,30 @@ def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed
     check_nothing_leaked(llm.engine)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_within_the_fewest_tokens_does_not_end_the_output(streamed):
+    """As in vLLM: neither a stop string nor a stop token counts before `min_tokens` are there."""
+    llm, prompt = front_end(), PROMPTS[0]
+    params = replace(GREEDY, max_tokens=12, ignore_eos=True)
+    tokens = alone(double_model("qwen3"), prompt, params)
+    for i, token in enumerate(tokens):
+        if token > 12:  # a whole character
+            own = replace(params, stop=[LETTERS.decode([token])], min_tokens=i + 1)
+            outputs = collect(llm.stream_batch([prompt], own)) if streamed else llm.generate([prompt], own)
+            end = tokens.index(token, i + 1) + 1 if token in tokens[i + 1 :] else None
+            assert outputs[0].token_ids == tokens[:end]
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_without_detokenization_an_output_has_no_text(streamed):
+    llm, params = front_end(), replace(SAMPLED, seed=1, detokenize=False)
+    outputs = collect(llm.stream_batch(PROMPTS, params)) if streamed else llm.generate(PROMPTS, params)
+    assert [outputs[i].text for i in range(4)] == [""] * 4
+    whole = llm.generate(PROMPTS, replace(params, detokenize=True))
+    assert [outputs[i].token_ids for i in range(4)] == [output.token_ids for output in whole]
+
+
 def test_stop_strings_are_found_by_the_part():
     asked = []
 

@@ -121,6 +121,8 @@ class LLMEngine:
             raise RequestError(f"the request's name is {request_id!r}; give a string")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}; give SamplingParams")
+        if params.n > 1:
+            raise RequestError(f"n is {params.n}, and the engine's core gives one output: use LLM for several")
         if params.stop:
             raise RequestError("the engine's core has no text to search: use LLM for stop strings, or stop_token_ids")
         if params.bad_words and not params.bad_words_token_ids:
@@ -311,6 +313,11 @@ class LLMEngine:
                 "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows, "
                 "soft-caps or an FP8 KV cache, and of sizes that its kernel supports (see PersistentDecode.accepts); "
                 "leave it out"
+            )
+        if 1 not in self.config.cuda_graph_batch_sizes:
+            raise ConfigError(
+                "persistent_decode takes the place of the CUDA graph of one request, but none is captured: leave it "
+                "out, or leave out enforce_eager and let cuda_graph_batch_sizes begin with 1"
             )
         return PersistentDecode(self.model, self.cache)
 

@@ -17,6 +17,7 @@ from mini_engine.core import Core
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError, ScheduleError
 from mini_engine.executor import LocalExecutor
+from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
 from mini_engine.outputs import EngineMetrics, StepReport
@@ -186,6 +187,7 @@ def test_bad_requests_are_refused_and_the_others_finish():
         ("long", [1] * 128, params, "the model takes 128"),
         ("large", [1] * 5, params, "fill 5 pages"),
         ("text", [1], replace(params, stop="."), "stop strings"),
+        ("several", [1], replace(params, n=2), "one output"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(request_id, prompt, own)
@@ -559,6 +561,13 @@ def test_end_tokens_of_requests_that_have_left_cost_nothing():
 def test_a_graph_larger_than_any_step_is_refused():
     with pytest.raises(ConfigError, match="cuda_graph_batch_sizes has 1000000000"):
         roomy(cuda_graph_batch_sizes=(1, 10**9))
+
+
+def test_a_persistent_kernel_without_a_graph_to_run_in_is_refused(monkeypatch):
+    monkeypatch.setattr(PersistentDecode, "accepts", lambda *args: True)
+    for options in ({"enforce_eager": True}, {"cuda_graph_batch_sizes": [2, 4]}):
+        with pytest.raises(ConfigError, match="persistent_decode takes the place of the CUDA graph"):
+            roomy("llama", persistent_decode=True, **options)
 
 
 def test_scheduling_parts_that_compute_nothing_are_an_error_and_not_a_loop():

@@ -97,6 +97,8 @@ def load_transformers(model: str, dtype: torch.dtype, device: torch.device) -> "
 
 def _generation(model: "PreTrainedModel", requests: Sequence[BenchRequest]) -> dict[str, Any]:
     """transformers' options for how the requests sample. The end token is one that does not exist."""
-    temperature = requests[0].params.temperature
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    params, sampling = requests[0].params, dict[str, Any](do_sample=False)
+    if params.temperature:
+        names = "temperature", "top_k", "top_p"
+        sampling = {"do_sample": True} | {name: getattr(params, name) for name in names}
     return {"eos_token_id": model.config.vocab_size, "pad_token_id": 0, **sampling}

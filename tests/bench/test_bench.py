@@ -115,6 +115,15 @@ def test_every_peer_gives_our_tokens(llm, theirs, peer):
     assert ours.rate > 0 and other.rate > 0
 
 
+def test_every_peer_samples_with_the_filters_of_the_workload(llm, theirs):
+    """With a temperature, and only the likeliest token left, every engine's tokens are the greedy ones."""
+    requests = FEW.requests(VOCAB)
+    greedy = serve_mini_engine(llm.engine, requests)
+    filtered = [BenchRequest(prompt, replace(params, temperature=1.0, top_k=1)) for prompt, params in requests]
+    for serve in (partial(serve_mini_engine, llm.engine), *(partial(peer, theirs, 16) for peer in PEERS.values())):
+        assert serve(filtered) == greedy
+
+
 def test_a_request_that_is_refused_is_not_measured(llm):
     with pytest.raises(RequestError, match="shorten"):
         serve_mini_engine(llm.engine, [BenchRequest([5] * 9000, SamplingParams())])

@@ -35,7 +35,7 @@ def rope_tables(
 
 
 @no_type_check
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # otherwise multiples of 16 are compiled anew, when a step first has one
 def _feed_tokens(token_ids, token_source, last_token, out, size, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < size

@@ -286,9 +286,6 @@ class StepBuffers:
     pages: Int32[np.ndarray, " P"]
     requests: list[Int32[np.ndarray, " _"]]
     views: dict[str, Tensor]
-    _sizes: tuple[int, int, int]
-    _on_host: Int64[Tensor, " size"]
-    _on_device: Int64[Tensor, " size"]
 
     def __init__(self, device: torch.device | str, memory: Int64[Tensor, " size"] | None = None) -> None:
         self._device, self._memory = torch.device(device), memory

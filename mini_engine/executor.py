@@ -101,8 +101,7 @@ class LocalExecutor:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Ticket:
         """Start a step; it reads nothing back from the device."""
-        if len(step.copies):
-            self.cache.copy_pages([(int(old), int(new)) for old, new in step.copies])
+        self.cache.copy_pages(step.copies.tolist())
         self._sampler.enter(step.admitted)
         rows, size = self._rows_of(step.sampling_rows), self._graph_size(step)
         graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
@@ -149,13 +148,10 @@ class LocalExecutor:
         Every request decodes one token. No graph runs a step with queries that are rotated for chunks, or with a level
         of many groups.
         """
-        if not step.is_decode:
-            return None
-        if any(level.query_offsets is not None for level in step.levels):
-            return None
-        if any(level.padded_groups > MAX_GROUPS for level in self._upload(step)):
-            return None
-        return self._graphs.size_for(len(step.rows))
+        can_run = step.is_decode and all(
+            level.query_offsets is None and level.padded_groups <= MAX_GROUPS for level in self._upload(step)
+        )
+        return self._graphs.size_for(len(step.rows)) if can_run else None
 
     def _rows_of(self, rows: Int64[np.ndarray, " R"]) -> Int[Tensor, " R"]:
         """Return rows on the device; the same tensor while they are the same rows."""

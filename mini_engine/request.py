@@ -156,16 +156,13 @@ class Running:
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
-        def column() -> Int64[np.ndarray, " rows"]:
-            return np.zeros(max_rows, dtype=np.int64)
-
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
-        self.num_known, self.num_scheduled, self.num_computed = column(), column(), column()
-        self.context_len, self.num_evicted, self.max_len = column(), column(), column()
+        columns = np.zeros((7, max_rows), dtype=np.int64)
+        self.num_known, self.num_scheduled, self.num_computed, self.admission = columns[:4]
+        self.context_len, self.num_evicted, self.max_len = columns[4:]
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
-        self.admission = column()
         self.requests: list[Request | None] = [None] * max_rows
         self.num_contexts = self.num_asking = 0
         self._rows: dict[Request, int] = {}
@@ -229,10 +226,8 @@ class Running:
 
     def count(self, rows: Int[np.ndarray, " B"], num_new: Int[np.ndarray, " B"]) -> None:
         """Count the tokens of a launched step as computed; a row whose tokens are all computed then has one more."""
-        computed = self.num_computed[rows] + num_new
-        samples = computed == self.num_scheduled[rows]
-        self.num_computed[rows] = computed
-        self.num_scheduled[rows] = np.where(samples, computed + 1, self.num_scheduled[rows])
+        self.num_computed[rows] += num_new
+        self.num_scheduled[rows] += self.num_computed[rows] == self.num_scheduled[rows]
 
     def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
         """Add one sampled token to each of some distinct rows.

@@ -25,21 +25,9 @@ MIN_TEMPERATURE = 1e-5  # below this, sample greedily: dividing by the temperatu
 
 # The numbers of one request, in the ranges that the sampler computes with: 12 words of 32 bits. `flags` and the counts
 # belong to `sampler.py`.
-RECORD_DTYPE = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("top_k", np.int32),
-        ("flags", np.int32),
-        ("num_edits", np.int32),
-        ("num_bad_words", np.int32),
-        ("seed", np.int64),
-    ]
-)
+FLOATS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+INTEGERS = "top_k", "flags", "num_edits", "num_bad_words"
+RECORD_DTYPE = np.dtype([*((n, np.float32) for n in FLOATS), *((n, np.int32) for n in INTEGERS), ("seed", np.int64)])
 
 
 def sampling_records(params: Sequence[SamplingParams], seeds: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -56,7 +44,7 @@ def sampling_records(params: Sequence[SamplingParams], seeds: Sequence[int] | np
         [N] records of RECORD_DTYPE.
     """
     records = np.zeros(len(params), dtype=RECORD_DTYPE)
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in FLOATS:
         values = np.array([getattr(own, name) for own in params])
         tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
         records[name] = np.where(values > 0, values.clip(tiny, largest), values)

@@ -114,8 +114,7 @@ class Scheduler:
     def num_pinnable(self, requests: Iterable[Request]) -> int:
         """Count the pages that can be taken out of the pool while every given request can still run to its end."""
         needed = max(map(self._most_pages, requests), default=0)
-        num_cached = self.prefix_tree.num_evictable if self.prefix_tree else 0
-        num_free = self.page_table.num_free_pages + num_cached
+        num_free = self.page_table.num_free_pages + (self.prefix_tree.num_evictable if self.prefix_tree else 0)
         return min(num_free, self.page_table.num_pages - self.num_pinned - needed)
 
     def pin(self, num_pages: int, requests: Iterable[Request]) -> Pages:
@@ -221,9 +220,7 @@ class Scheduler:
             The admitted requests, how many tokens the step computes of each, and how many tokens they share.
         """
         table, running = self.page_table, self.running
-        admitted: list[Request] = []
-        num_new: list[int] = []
-        num_shared = 0
+        admitted, num_new, num_shared = list[Request](), list[int](), 0
         earlier = running.order
         # The watermark keeps a free page for each running request; otherwise they would soon preempt each other.
         held_back = len(earlier)
@@ -341,13 +338,11 @@ class Scheduler:
         rows = rows[(running.num_evicted[rows] == 0) & (table.counts[rows] > count)]
         if count:
             rows = rows[table.table[rows, count - 1] == pages[-1]]
-        if len(rows) == 0:
-            return pages, count * size
         in_page = running.tokens[rows, count * size : count * size + len(rest)]
         equal = np.logical_and.accumulate(in_page == rest[: in_page.shape[1]], axis=1).sum(1)
         known = np.minimum(running.num_computed[rows], running.num_known[rows]) - count * size
         equal = np.clip(np.minimum(equal, known), 0, None)
-        if equal.max() == 0:
+        if equal.max(initial=0) == 0:
             return pages, count * size
         best = int(equal.argmax())
         return np.append(pages, table.table[rows[best], count]), count * size + int(equal[best])
@@ -386,8 +381,7 @@ def schedule_step(scheduler: Scheduler) -> Schedule | None:
     Returns:
         The step; None if pages are short while sampled tokens are still on the device.
     """
-    preempted: list[Request] = []
-    copies: list[tuple[int, int]] = []
+    preempted, copies = list[Request](), list[tuple[int, int]]()
     while True:
         rows, num_new = scheduler.pending()
         num_tokens = len(rows)

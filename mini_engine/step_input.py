@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, Int64
+from jaxtyping import Int, Int32, Int64
 
 from mini_engine.attention.levels import Level
 from mini_engine.kv_cache.page_table import PageTable
@@ -55,14 +55,9 @@ class StepInput:
     logprobs: tuple[LogprobRows, ...] = ()
 
     @property
-    def samples(self) -> Bool[np.ndarray, " B"]:
-        """Which requests sample a token."""
-        return self.num_logits > 0
-
-    @property
     def sampling_rows(self) -> Int64[np.ndarray, " R"]:
         """The rows that sample a token."""
-        return self.rows if np.count_nonzero(self.num_logits) == len(self.rows) else self.rows[self.samples]
+        return self.rows if np.count_nonzero(self.num_logits) == len(self.rows) else self.rows[self.num_logits > 0]
 
     @property
     def is_decode(self) -> bool:

@@ -62,7 +62,7 @@ class PagedKVCache:
             self.layers.append((k, v))
         self.bytes_per_token = page_bytes(specs, 1, dtype)
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(self, pairs: Sequence[Sequence[int]]) -> None:
         """Copy whole pages, in every layer.
 
         Args:
@@ -140,11 +140,8 @@ def page_bytes(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtyp
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of a device."""
     if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch's allocator
+        return torch.cuda.mem_get_info(device)[0] + cached
     free, (limit, _) = psutil.virtual_memory().available, resource.getrlimit(resource.RLIMIT_AS)
     return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - psutil.Process().memory_info().vms))
 

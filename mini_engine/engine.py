@@ -300,7 +300,8 @@ class LLMEngine:
         """Run a step of the most tokens and the most requests, then free everything; see `measured_pages`."""
         self._build(config)
         most = min(config.max_batch_size, config.num_pages)
-        self._run_made_up(most, max(1, min(config.max_num_batched_tokens // most, config.max_model_len - 2)))
+        longest = min(config.max_model_len, config.num_pages * config.page_size) - 2
+        self._run_made_up(most, max(1, min(config.max_num_batched_tokens // most, longest)))
         del self.cache, self.backend, self.executor, self.core, self._recovery
         self.metrics = EngineMetrics()
         gc.collect()

@@ -266,7 +266,7 @@ class TextEngine:
         """Queue the requests of a prompt: one for each of its `n` outputs."""
         token_ids, params = self.tokens_of(owner.prompt, add_special_tokens=not context), owner.params
         owner.prompt = unpack(owner.prompt)
-        core = self._core_params(params, len(token_ids) + sum(len(chunk.token_ids) for chunk in context))
+        core = self._core_params(params)
         with self._lock:
             for index in range(params.n):
                 if index and params.seed is not None:
@@ -280,11 +280,9 @@ class TextEngine:
                 detokenizer = self._detokenizer(backend, request, params) if each_step or params.stop else None
                 self._texts[request] = TextRequest(owner, index, request, backend, detokenizer)
 
-    def _core_params(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
-        """Return the parameters without what the front end does itself, and with a limit on the output."""
+    def _core_params(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters without what the front end does itself."""
         changes: dict[str, Any] = {"n": 1} if params.n > 1 else {}
-        if params.max_tokens is None:
-            changes["max_tokens"] = max(1, self.engine.config.max_model_len - num_tokens)
         if params.stop:
             needed(self.tokenizer)
             # A text has no special tokens, so a stop string that is one becomes a stop token.

@@ -630,6 +630,12 @@ def test_a_warm_up_runs_prompts_and_decodes_of_all_sizes_and_leaves_no_trace(dep
     assert reports
 
 
+def test_the_longest_step_fits_a_pool_that_is_smaller_than_a_step():
+    engine = roomy()
+    engine._run_longest(replace(engine.config, num_pages=3, max_batch_size=1))
+    assert engine.metrics == EngineMetrics()
+
+
 def test_an_engine_that_is_too_small_for_a_warm_up_starts_without():
     engine = roomy(num_pages=1, page_size=2, max_batch_size=1, warm_up=True)
     assert serve(engine, {0: [("0", [5], replace(GREEDY, max_tokens=1))]})["0"] == alone(

@@ -33,6 +33,13 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
     """
     device, longest = model.device, model.config.max_position_embeddings
     on_gpu, specs = device.type == "cuda", specs_of(config, model)
+    loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
+    for name, value in loaded.items():  # `LLM` has loaded the model with these options; other callers may not have
+        if (wanted := getattr(config, name)) not in ("auto", value):
+            raise ConfigError(
+                f"the model is loaded in {loaded['dtype']} on {loaded['device']}; the engine cannot run it with "
+                f"{name}={wanted!r}: leave it out, or load the model again"
+            )
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")

@@ -211,6 +211,8 @@ def test_an_engine_without_requests_steps_in_place():
     [
         ({"max_model_len": 1}, "max_model_len is 1; this model takes 2 to 128"),
         ({"max_model_len": 129}, "max_model_len is 129"),
+        ({"dtype": "bfloat16"}, "the model is loaded in float64 on cpu; the engine cannot run it with dtype="),
+        ({"device": "cuda"}, "device='cuda'"),
         ({"page_size": 2**40}, "takes .* bytes and .* are free"),
         ({"num_pages": 10**14}, "bytes of bookkeeping"),
         ({"num_pages": 10**8}, "takes .* bytes and .* are free"),

@@ -11,14 +11,13 @@ from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import get_json_schema, render_jinja_template
+from transformers.utils.chat_template_utils import get_json_schema
 
-from mini_engine.chat_template_worker import CPU_SECONDS, MEMORY_BYTES
+from mini_engine.chat_template_worker import CPU_SECONDS, MEMORY_BYTES, render
 from mini_engine.errors import RequestError
 
 Message = Mapping[str, Any]
 WORKER = Path(__file__).with_name("chat_template_worker.py")
-WITHOUT_TORCH = os.environ | {"USE_TORCH": "0"}  # transformers starts faster, and a worker needs no more
 
 
 def render_chat(
@@ -52,92 +51,64 @@ def render_chat(
         RequestError: if there is no template, if the messages are malformed, or if the template refuses them, fails,
             renders nothing or exceeds a limit.
     """
-    if not (
-        isinstance(messages, Sequence) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages)
-    ):
-        raise RequestError(
-            f"messages is {str(messages)[:100]!r}; pass a list of mappings with a 'role' and a 'content'"
-        )
+    is_chat = isinstance(messages, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    if not is_chat or not messages:
+        raise RequestError(f"messages is {str(messages)[:100]!r}; pass a list of mappings with 'role' and 'content'")
     if add_generation_prompt and continue_final_message:
         raise RequestError("a new message cannot begin and the last one go on: set add_generation_prompt=False")
+    if not (chat_template or tokenizer.chat_template):
+        raise RequestError("there is no chat template to use: pass a Jinja template, or generate from plain text")
     try:
-        schemas = tools and [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+        schemas: Any = tools and [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
         request = {
             **tokenizer.special_tokens_map,
             **(chat_template_kwargs or {}),
             # As in transformers: most templates take a missing value, but not a null.
             "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],
             "tools": schemas,
-            "chat_template": _pick_template(tokenizer, chat_template, schemas),
+            "chat_template": tokenizer.get_chat_template(chat_template, schemas),
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        text = render_jinja_template(**request)[0][0] if is_trusted else _worker(os.getpid()).render(request)
-    except RequestError:
-        raise
-    except Exception as error:  # a template or a tool may raise anything
-        raise _rejected(f"{type(error).__name__}: {str(error)[:500]}") from error
+        text, problem = render(request) if is_trusted else _worker(os.getpid()).render(request)
+    except Exception as error:  # a tool may raise anything
+        text, problem = "", f"{type(error).__name__}: {str(error)[:500]}"
     if not text:
-        raise _rejected("it wrote nothing")
+        raise RequestError(f"the chat template rejects these messages: {problem}; change them or the template")
     return text
-
-
-def _rejected(problem: str) -> RequestError:
-    return RequestError(f"the chat template rejects these messages: {problem}; change them or the template")
 
 
 class _Worker:
     """The process that renders templates under limits, started when it is first needed and after it was stopped."""
 
     def __init__(self) -> None:
-        self._process: Popen[bytes] | None = None
+        self._process: Popen[str] | None = None
         self._lock = Lock()
 
-    def render(self, request: dict[str, Any]) -> str:
-        line = json.dumps(request).encode() + b"\n"
+    def render(self, request: dict[str, Any]) -> Sequence[str]:
+        """Return the text and "", or "" and the problem."""
+        line, answer = json.dumps(request), ""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 # -P keeps this folder out of the import path, because a module here could shadow a standard one.
-                command = [sys.executable, "-P", "-W", "ignore", str(WORKER)]
+                command, env = [sys.executable, "-P", str(WORKER)], os.environ | {"USE_TORCH": "0"}  # starts faster
                 self._process = Popen(
-                    command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=WITHOUT_TORCH, start_new_session=True
+                    command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=env, start_new_session=True
                 )
             process = self._process
             assert process.stdin and process.stdout
             try:
-                process.stdin.write(line)
-                process.stdin.flush()
+                print(line, file=process.stdin, flush=True)
                 answer = process.stdout.readline()
-            except BaseException:  # such as Ctrl-C; its answer must not be taken for the next one
-                process.kill()
-                process.wait()
-                raise
-            if not answer:
-                process.wait()
-                raise RequestError(
-                    f"the chat template was stopped: it may use {CPU_SECONDS} s of CPU time and {MEMORY_BYTES >> 20} "
-                    "MiB of memory; use a simpler template or shorter messages"
-                )
-        found = json.loads(answer)
-        if "error" in found:
-            raise _rejected(found["error"])
-        return found["text"]
+            finally:
+                if not answer:  # it exceeded a limit; or after Ctrl-C, whose answer must not be taken for the next one
+                    process.kill()
+                    process.wait()
+        limits = f"{CPU_SECONDS} s of CPU time and {MEMORY_BYTES >> 20} MiB of memory"
+        return json.loads(answer) if answer else ("", f"it was stopped because it may use {limits}")
 
 
 @cache
 def _worker(process_id: int) -> _Worker:
     """Return the worker of a process; one that was forked has its own."""
     return _Worker()
-
-
-def _pick_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, tools: Any) -> str:
-    try:
-        template = tokenizer.get_chat_template(chat_template, tools)
-    except (TypeError, ValueError):  # none, several without a default, or an argument that cannot be a name
-        template = None
-    if not template or not isinstance(template, str):
-        found = f", but {str(template)[:100]!r}" if template else ""
-        raise RequestError(
-            f"there is no chat template to use{found}; pass the text of a Jinja template, or generate from plain text"
-        )
-    return template

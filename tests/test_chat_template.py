@@ -269,9 +269,11 @@ def test_a_worker_that_cannot_start_is_a_typed_error(tokenizer, monkeypatch, tmp
         render_chat(tokenizer, [USER], None, is_trusted=False)
 
 
-@pytest.mark.parametrize("own", [None, "", {"rag": CHATML}])
-def test_without_a_template_the_error_says_so(tokenizer, monkeypatch, own):
+@pytest.mark.parametrize(
+    ("own", "message"), [(None, "no chat template"), ("", "no chat template"), ({"rag": CHATML}, "no default")]
+)
+def test_without_a_template_the_error_says_so(tokenizer, monkeypatch, own, message):
     monkeypatch.setattr(tokenizer, "chat_template", own)
-    with pytest.raises(RequestError, match="no chat template"):
+    with pytest.raises(RequestError, match=message):
         render_chat(tokenizer, [USER], None)
     assert render_chat(tokenizer, [USER], CHATML).startswith("<|im_start|>user")

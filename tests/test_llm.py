@@ -184,7 +184,7 @@ def test_the_template_of_a_stranger_is_rendered_in_another_process(trusted, tmp_
     save_tiny_model(tmp_path, [f"w{i}" for i in range(61)])
     llm, asked = LLM(tmp_path, trust_remote_code=trusted, num_pages=8, page_size=16), []
     worker = chat_template._worker(os.getpid())
-    monkeypatch.setattr(worker, "render", lambda request: asked.append(request) or "w5 w6")
+    monkeypatch.setattr(worker, "render", lambda request: asked.append(request) or ("w5 w6", ""))
     messages = [{"role": "user", "content": "w5"}, {"role": "user", "content": "w6"}]
     for engine in (llm, llm.with_options(num_pages=9)):
         assert engine.chat_prompt(messages) == [5, 6]

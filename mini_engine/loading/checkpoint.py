@@ -9,7 +9,6 @@ A model folder contains only data. Pickles (`pytorch_model.bin`) are refused, an
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
 from mini_engine.loading.gguf import build_tokenizer, end_token_ids, hf_config, hf_tensors, read_gguf
-from mini_engine.loading.untrusted import check_header, check_token_ids, damaged, read_json, remedy_for
+from mini_engine.loading.untrusted import REMEDY, check_token_ids, damaged, read_json
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig, token_ids
 from mini_engine.models.layers import ModelParts
@@ -115,9 +114,7 @@ def _find(model: str | Path) -> Path:
     path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it accepts an unknown ~user
     # Unlike Path's methods, those of os.path return False for a path that is too long or contains a null character.
     if os.path.isdir(path / "snapshots") and path.name.startswith("models--"):
-        if folder := hub.snapshot(path.name.removeprefix("models--").replace("--", "/"), cache=path.parent):
-            return folder
-        raise ModelLoadError(f"{path} has no complete snapshot: give the folder of one inside {path}/snapshots")
+        return hub.fetch(path.name.removeprefix("models--").replace("--", "/"), cache=path.parent)
     if os.path.isdir(path) and not os.path.isfile(path / "config.json"):
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1:
@@ -125,10 +122,7 @@ def _find(model: str | Path) -> Path:
         return files[0] if files else path
     if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return path
-    if isinstance(model, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and len(model) <= 200:
-        return hub.fetch(model)
-    known = f"{hub.EMBEDDED_MODEL}, a folder with config.json and safetensors, a .gguf file, or a hub id like org/name"
-    raise ModelLoadError(f"There is no model {_short(str(model))}: give {known}.")
+    return hub.fetch(model if isinstance(model, str) else str(path.absolute()))
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
@@ -138,18 +132,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         ModelLoadError: if the model has none, or it is damaged.
     """
     if not checkpoint.has_tokenizer:
-        remedy = "load the tokenizer with transformers, and save it there with save_pretrained"
-        raise ModelLoadError(f"{checkpoint.path} has no tokenizer.json: {remedy}.")
+        raise ModelLoadError(f"{checkpoint.path} has no tokenizer.json: save one there with transformers.")
     try:
         return checkpoint.build_tokenizer()
-    except ModelLoadError:
+    except (ModelLoadError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the libraries raise anything, down to a Rust panic, which is not an Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        problem = " ".join(str(error).split())[:200] or type(error).__name__
-        remedy = remedy_for(checkpoint.path)
-        raise ModelLoadError(f"{checkpoint.path} has no usable tokenizer ({problem}). {remedy}") from error
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ModelLoadError(f"{checkpoint.path} has no usable tokenizer ({problem}). {REMEDY}") from error
 
 
 def load_model(
@@ -160,11 +150,6 @@ def load_model(
     Raises:
         ModelLoadError: if the weights do not match the configuration, or the model does not fit into memory.
     """
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ModelLoadError(
-            f"{checkpoint.path} stores its weights as {dtype}, which means nothing without their scales: "
-            "use a checkpoint in float32, float16 or bfloat16"
-        )
     model = build_model(checkpoint.config, parts, dtype, device)
     if checkpoint.path.suffix == ".gguf":
         model.source = "metadata"
@@ -177,7 +162,8 @@ def load_model(
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
-    config = hf_config(file)
+    hf = hf_config(file)
+    config = ModelConfig.from_hf(hf)
 
     def tokenizer() -> PreTrainedTokenizerBase:
         built, options = build_tokenizer(file)
@@ -185,24 +171,23 @@ def _open_gguf(path: Path) -> Checkpoint:
 
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
-    tensors = StoredTensors(*hf_tensors(file, config))
-    return Checkpoint(
-        path, ModelConfig.from_hf(config), tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer
-    )
+    tensors = StoredTensors(*hf_tensors(file, hf))
+    return Checkpoint(path, config, tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
         problem = f"{folder} has no config.json and no .gguf file"
         raise ModelLoadError(f"{problem}: give the folder of a model that transformers has saved.")
-    hf = read_json(folder / "config.json")
-    tensors = _folder_tensors(folder)
+    hf, generation_file = read_json(folder / "config.json"), folder / "generation_config.json"
     if "auto_map" in hf:
         warnings.warn(f"{folder} contains its own code (auto_map), which is not run.", stacklevel=3)
-    config, generation_file = ModelConfig.from_hf(hf), folder / "generation_config.json"
+    config, tensors = ModelConfig.from_hf(hf), _folder_tensors(folder)
     generation = read_json(generation_file) if generation_file.is_file() else {}
     eos = tuple(dict.fromkeys([*token_ids(generation.get("eos_token_id")), *config.eos_token_ids]))
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        dtype = torch.bfloat16  # the model refuses such weights before it reads them
     tokenizer = partial(_folder_tokenizer, folder, config.vocab_size)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return Checkpoint(
@@ -222,12 +207,10 @@ def _folder_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 def _default_params(folder: Path, generation: Mapping[str, Any]) -> SamplingParams:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    do_sample = generation.get("do_sample")
     try:
-        if not isinstance(do_sample, bool | None):
-            raise RequestError(f"do_sample is {_short(do_sample)}; it must be true or false")
-        params = SamplingParams(**given)
+        params = SamplingParams(**{name: generation[name] for name in names if generation.get(name) is not None})
+        if not isinstance(do_sample := generation.get("do_sample"), bool | None):
+            raise RequestError(f"do_sample is {do_sample!r}; it must be true or false")
     except RequestError as error:
         raise ModelLoadError(f"{folder}/generation_config.json: {str(error)[:200]}") from error
     return replace(params, temperature=0.0) if do_sample is False else params
@@ -237,18 +220,14 @@ def _default_params(folder: Path, generation: Mapping[str, Any]) -> SamplingPara
 
 
 def _folder_tensors(folder: Path) -> StoredTensors:
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / "model.safetensors.index.json").is_file() and not (folder / "model.safetensors").is_file():
+    files, whole = sorted(folder.glob("*.safetensors")), folder / "model.safetensors"
+    if whole not in files and (folder / "model.safetensors.index.json").is_file():
         return open_sharded(folder / "model.safetensors.index.json")
-    if len(files) == 1 or (folder / "model.safetensors").is_file():
-        return open_safetensors(files[0] if len(files) == 1 else folder / "model.safetensors")
-    if files:
-        raise ModelLoadError(f"{folder} has several safetensors files, but no model.safetensors.index.json: add it.")
-    pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
-    if pickles:
-        problem = f"{folder} has its weights in {_short(pickles[0])}, a pickle, which can run code when it is read"
-        raise ModelLoadError(f"{problem}: if you trust its source, convert it to safetensors with save_pretrained.")
-    raise ModelLoadError(f"{folder} has no safetensors file: give a folder with model.safetensors, or a .gguf file.")
+    if whole in files or len(files) == 1:
+        return open_safetensors(whole if whole in files else files[0])
+    pickles = "; if its weights are pickles, which can run code when they are read, convert them with save_pretrained"
+    problem = f"{folder} has {len(files)} safetensors files and no model.safetensors.index.json"
+    raise ModelLoadError(f"{problem}: give a folder with model.safetensors, or a .gguf file{pickles}.")
 
 
 def open_safetensors(path: Path) -> StoredTensors:
@@ -257,13 +236,12 @@ def open_safetensors(path: Path) -> StoredTensors:
     Raises:
         WeightFileError: if the file is truncated, or its header contradicts itself or the file.
     """
-    check_header(path)
     size = path.stat().st_size
     try:
         file = safe_open(path, framework="pt")
         headers = {name: torch.empty_like(file.get_tensor(name), device="meta") for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # SafetensorError, or torch's error if a file of this size cannot be mapped
-        raise damaged(path, f"safetensors refuses it ({_short(str(error))})") from error
+        raise damaged(path, f"safetensors refuses it ({str(error)[:80]})") from error
 
     def read(name: str) -> Tensor:
         if path.stat().st_size != size:  # touching a mapped page that no longer exists would kill the process
@@ -279,27 +257,15 @@ def open_sharded(index_path: Path) -> StoredTensors:
     Raises:
         WeightFileError: if the index is damaged, or names a file or a tensor that does not exist.
     """
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise damaged(index_path, 'its "weight_map" does not map tensor names to file names')
-    folder = {path.name: path for path in index_path.parent.glob("*.safetensors")}
-    opened: dict[str, StoredTensors] = {}
-    for name, shard in weight_map.items():
-        if shard not in folder:  # so an index cannot point outside
-            problem = f"{index_path} names {_short(shard)}, which is no safetensors file in its folder"
-            raise WeightFileError(f"{problem}: add the file, or get the model from a source you trust.")
-        if shard not in opened:
-            opened[shard] = open_safetensors(folder[shard])
-        if name not in opened[shard]:
-            raise damaged(index_path, f"tensor {_short(name)} is not in {_short(shard)}")
-    headers = {name: opened[shard].headers[name] for name, shard in weight_map.items()}
-    return StoredTensors(headers, lambda name: opened[weight_map[name]][name])
-
-
-def _short(value: Any) -> str:
-    """Quote a value from a file or a caller, cut to a length that fits into a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    files = {path.name: path for path in index_path.parent.glob("*.safetensors")}  # the index cannot point elsewhere
+    try:
+        shard_of = read_json(index_path)["weight_map"]
+        opened = {shard: open_safetensors(files[shard]) for shard in sorted(set(shard_of.values()))}
+        headers = {name: opened[shard].headers[name] for name, shard in shard_of.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"its weight_map must give each tensor a safetensors file in its folder ({str(error)[:80]})"
+        raise damaged(index_path, problem) from error
+    return StoredTensors(headers, lambda name: opened[shard_of[name]][name])
 
 
 def _unreadable(path: str | Path, error: OSError) -> WeightFileError:

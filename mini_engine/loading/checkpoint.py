@@ -165,14 +165,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     hf = hf_config(file)
     config = ModelConfig.from_hf(hf)
 
-    def tokenizer() -> PreTrainedTokenizerBase:
-        built, options = build_tokenizer(file)
-        return PreTrainedTokenizerFast(tokenizer_object=built, **options)
-
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
     tensors = StoredTensors(*hf_tensors(file, hf))
-    return Checkpoint(path, config, tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer)
+    return Checkpoint(
+        path, config, tensors, dtype, end_token_ids(file), SamplingParams(), partial(build_tokenizer, file)
+    )
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -8,12 +8,11 @@ and transformers rotates the two halves of a head.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -23,6 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading.untrusted import BoundedReader, damaged
@@ -33,8 +33,7 @@ TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q
 FOLDER_INSTEAD = "use the model's folder with safetensors files instead, with LLM or Inference"
 
 
-@dataclass(frozen=True)
-class GGUFTensor:
+class GGUFTensor(NamedTuple):
     """One entry of the header's list of tensors.
 
     Attributes:
@@ -68,7 +67,7 @@ class GGUFFile:
         raw = np.fromfile(self.path, np.uint8, tensor.end - tensor.begin, offset=tensor.begin)
         if len(raw) < tensor.end - tensor.begin:
             raise WeightFileError(f"{self.path} shrank while it was read: download it again.")
-        return torch.from_numpy(raw).view(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1])
+        return torch.from_numpy(raw.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1]))
 
     def tensor(self, name: str) -> Float[Tensor, "*shape"]:
         """Read and dequantize a tensor: its values in its shape, in float32."""
@@ -111,8 +110,6 @@ def read_gguf(path: Path) -> GGUFFile:
             problem = f"{path}: tensor {found.name[:80]!r} has the type {found.tensor_type.name}"
             raise ModelLoadError(f"{problem}: use a file with {', '.join(sorted(TENSOR_TYPES))}.")
         begin, shape = int(found.data_offset), tuple(found.shape.tolist()[::-1])
-        if not shape or 0 in shape:
-            raise damaged(path, f"tensor {found.name[:80]!r} has the shape {shape[:8]}")
         tensors[found.name] = GGUFTensor(found.tensor_type.name, shape, begin, begin + int(found.n_bytes))
     return GGUFFile(path, metadata, tensors)
 
@@ -132,22 +129,26 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Metadata under "llama." or "qwen3.": read, without effect, and without effect if it has a certain value. Any other
 # key may change what the model computes.
-SIZES = {
+NUMBERS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
 }
-READ = {*SIZES.values(), "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"}
-READ |= {f"rope.{name}" for name in ("freq_base", "dimension_count", "scaling.type", "scaling.factor", "scale_linear")}
+READ = {*NUMBERS.values(), "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
 IGNORED = {"vocab_size", "attention.value_length", "tensor_data_layout"}  # the first two are in the tensors' shapes
 IGNORED |= {"rope.scaling.original_context_length", "rope.scaling.finetuned"}  # of rules that are refused
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.sliding_window": 0, "attention.causal": True}
 
-END_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+CONTROL, USER_DEFINED = 3, 4  # token types
 # Tokens at which llama.cpp ends a text, too, whatever the keys say.
-END_TEXTS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"}
+END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+END_TOKENS = {(text, CONTROL) for text in END_TEXTS}
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
@@ -169,21 +170,19 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             raise ModelLoadError(f"{problem}, and which this engine does not know: {FOLDER_INSTEAD}.")
     if "token_embd.weight" not in file.tensors:
         raise ModelLoadError(f"{file.path} has no tensor token_embd.weight: use a file with a whole model.")
-    config = {name: file.value(prefix + key, int) for name, key in SIZES.items()}
-    heads = config["num_attention_heads"]
-    head_dim = file.value(prefix + "attention.key_length", int, config["hidden_size"] // max(heads, 1))
-    if given.get("rope.dimension_count", head_dim) != head_dim:
+    hidden, heads = (file.value(prefix + NUMBERS[name], int) for name in ("hidden_size", "num_attention_heads"))
+    config: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // max(heads, 1), "rope_theta": 10000.0}
+    for name, key in NUMBERS.items():
+        is_float = name in ("rms_norm_eps", "rope_theta")
+        value = file.value(prefix + key, float if is_float else int, config.get(name))
+        config[name] = float(str(np.float32(value))) if is_float else value  # 1e-05, not 9.999999747378752e-06
+    if given.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise ModelLoadError(f"{file.path} rotates only part of each head: use a model that rotates whole heads.")
     return config | {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
-        "hidden_act": "silu",
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "num_key_value_heads": file.value(prefix + "attention.head_count_kv", int, heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": _shortest(file.value(prefix + "attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": (theta := _shortest(file.value(prefix + "rope.freq_base", float, 10000.0))),
-        "rope_scaling": _rope_scaling(file, given, theta, head_dim),
+        "rope_scaling": _rope_scaling(file, given, config["rope_theta"], config["head_dim"]),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -195,17 +194,10 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Return the tokens that end a text: those of the keys, and the control tokens whose text says so."""
-    ends = {token_id for key in END_KEYS if type(token_id := file.metadata.get(key)) is int}
-    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-    ends |= {
-        i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and text in END_TEXTS
-    }
-    return tuple(sorted(ends))
-
-
-def _shortest(value: float) -> float:
-    """Return the shortest decimal that rounds to this float32: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
+    tokens, types = (file.value(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
+    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [i for i, token in enumerate(zip(tokens, types, strict=False)) if token in END_TOKENS]
+    return tuple(sorted({*ends, *(token_id for token_id in named if type(token_id) is int)}))
 
 
 def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
@@ -240,13 +232,16 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
     Raises:
         ModelLoadError: if a tensor has an unknown name.
     """
-    stored = {}
+    layers = {
+        f"blk.{layer}.{old}": f"model.layers.{layer}.{new}"
+        for layer in range(config["num_hidden_layers"])
+        for old, new in LAYER_NAMES.items()
+    }
+    names, stored = MODEL_NAMES | layers, {}
     for name in file.tensors:
-        parts = re.fullmatch(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)", name)
-        names = LAYER_NAMES if parts and parts[1] else MODEL_NAMES
-        if parts and parts[2] in names:
-            layer = f"model.layers.{parts[1]}." if parts[1] else ""
-            stored[f"{layer}{names[parts[2]]}.{parts[3]}"] = name
+        stem, _, part = name.rpartition(".")
+        if stem in names:
+            stored[f"{names[stem]}.{part}"] = name
         elif name != "rope_freqs.weight":  # which is part of the configuration
             problem = f"{file.path} has a tensor {name[:80]!r}, which a {config['model_type']} model does not have"
             raise ModelLoadError(f"{problem}: {FOLDER_INSTEAD}.")
@@ -275,20 +270,20 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
-    "gpt-2": lambda: ByteLevel(add_prefix_space=False),
-    "smollm": lambda: Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
-    "llama-bpe": lambda: _split_then_bytes(LLAMA3_SPLIT),
-    "qwen2": lambda: _split_then_bytes(LLAMA3_SPLIT.replace("{1,3}", "")),  # one digit at a time
+BYTES, GPT2 = (ByteLevel(add_prefix_space=False, use_regex=is_gpt2) for is_gpt2 in (False, True))
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "gpt-2": GPT2,
+    "smollm": Sequence([Digits(individual_digits=True), GPT2]),
+    "llama-bpe": Sequence([Split(Regex(LLAMA3_SPLIT), "isolated"), BYTES]),
+    "qwen2": Sequence([Split(Regex(LLAMA3_SPLIT.replace("{1,3}", "")), "isolated"), BYTES]),  # one digit at a time
 }
-CONTROL, USER_DEFINED = 3, 4  # token types
 
 
-def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """Build the byte-level BPE tokenizer that the metadata describes.
-
-    Returns:
-        The tokenizer, and the keyword arguments for transformers' PreTrainedTokenizerFast around it.
 
     Raises:
         ModelLoadError: if the tokenizer is of another kind.
@@ -304,32 +299,20 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         raise damaged(file.path, "its vocabulary has a token twice")
-    pairs = [merge.partition(" ")[::2] for merge in merges]
     # Llama 3 uses a whole word that is in its vocabulary even if no merges produce it.
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe"))
+    pairs, is_llama3 = [merge.partition(" ")[::2] for merge in merges], pre == "llama-bpe"
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=is_llama3))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[pre](), decoders.ByteLevel()
-    types = file.value("tokenizer.ggml.token_type", list, [])
-    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
-        added = [token for token, type_ in zip(tokens, types, strict=False) if type_ == wanted]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
-
-    options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            if token_id not in range(len(tokens)):
-                raise damaged(file.path, f"its {key} token {repr(token_id)[:80]} is not in its vocabulary")
-            options[f"{name}_token"] = tokens[token_id]
-    if "tokenizer.chat_template" in file.metadata:
-        options["chat_template"] = file.value("tokenizer.chat_template", str)
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[pre], decoders.ByteLevel()
+    types = zip(tokens, file.value("tokenizer.ggml.token_type", list, []), strict=False)
+    added = [(token, type_ == CONTROL) for token, type_ in types if type_ in (CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=is_special) for token, is_special in added])
+    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id", int, -1) for name, key in SPECIAL.items()}
+    options: dict[str, Any] = {name: tokens[token_id] for name, token_id in ids.items() if token_id != -1}
+    bos, template = options.get("bos_token"), file.value("tokenizer.chat_template", str, "")
     # Llama 3's files leave the key out, and llama.cpp begins their texts with BOS.
-    if file.value("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe") and "bos_token" in options:
-        bos = options["bos_token"]
+    if bos is not None and file.value("tokenizer.ggml.add_bos_token", bool, is_llama3):
         tokenizer.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])])
-    return tokenizer, options
-
-
-def _split_then_bytes(pattern: str) -> PreTokenizer:
-    return Sequence([Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+    options |= {"clean_up_tokenization_spaces": False, "chat_template": template or None}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)

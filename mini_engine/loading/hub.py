@@ -97,13 +97,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """
     file = read_gguf(gguf)
     config = hf_config(file)
-    tokenizer, tokenizer_config = build_tokenizer(file)
-    tokenizer_config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    tokenizer_config |= {"model_max_length": config["max_position_embeddings"]}
+    tokenizer = build_tokenizer(file)
+    tokenizer.model_max_length = config["max_position_embeddings"]
     headers, read = hf_tensors(file, config)
     generation = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos")}
     generation["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
-    contents = {"config.json": config, "generation_config.json": generation, "tokenizer_config.json": tokenizer_config}
+    contents = {"config.json": config, "generation_config.json": generation}
     tensors = {name: read(name).to(torch.bfloat16).contiguous() for name in headers}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +111,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             made.mkdir()
             save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
             (made / "model.safetensors").chmod(0o644)  # save_file lets only the owner read it
-            (made / "tokenizer.json").write_text(tokenizer.to_str())
+            tokenizer.save_pretrained(made)
             for name, content in contents.items():
                 (made / name).write_text(json.dumps(content, indent=2) + "\n")
             sizes = {path.name: path.stat().st_size for path in made.iterdir()}

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading.untrusted import BoundedReader, damaged
+from mini_engine.models.config import ModelConfig
 from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
 # Names of GGMLQuantizationType. Other types are refused before anything is read.
@@ -116,15 +117,13 @@ def read_gguf(path: Path) -> GGUFFile:
 
 # --- configuration and weights ---------------------------------------------------------------------------------------
 
-MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_output": "self_attn.o_proj",
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NAMES |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+NAMES |= {
+    f"attn_{name}": f"self_attn.{new}_proj" for name, new in {"q": "q", "k": "k", "v": "v", "output": "o"}.items()
 }
-LAYER_NAMES |= {f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")}
-LAYER_NAMES |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")}  # Qwen3
-LAYER_NAMES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+NAMES |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")}  # Qwen3
+NAMES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Metadata under "llama." or "qwen3.": read, without effect, and without effect if it has a certain value. Any other
@@ -155,8 +154,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     """Return the `config.json` that transformers would write for this model.
 
     Raises:
-        ModelLoadError: if the architecture, or a variant of it, is not supported.
-        WeightFileError: if a value is missing or has the wrong type.
+        ModelLoadError: if the architecture, or a variant of it, is not supported, or a value is missing or impossible.
     """
     architecture = file.value("general.architecture", str)
     if architecture not in ARCHITECTURES:
@@ -168,28 +166,32 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         if key not in NEUTRAL or given[key] != NEUTRAL[key]:
             problem = f"{file.path} sets {prefix}{key[:80]} = {repr(given[key])[:80]}, which may change the computation"
             raise ModelLoadError(f"{problem}, and which this engine does not know: {FOLDER_INSTEAD}.")
-    if "token_embd.weight" not in file.tensors:
+    embeddings = file.tensors.get("token_embd.weight")
+    if embeddings is None or not embeddings.shape:
         raise ModelLoadError(f"{file.path} has no tensor token_embd.weight: use a file with a whole model.")
-    hidden, heads = (file.value(prefix + NUMBERS[name], int) for name in ("hidden_size", "num_attention_heads"))
-    config: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // max(heads, 1), "rope_theta": 10000.0}
-    for name, key in NUMBERS.items():
-        is_float = name in ("rms_norm_eps", "rope_theta")
-        value = file.value(prefix + key, float if is_float else int, config.get(name))
-        config[name] = float(str(np.float32(value))) if is_float else value  # 1e-05, not 9.999999747378752e-06
-    if given.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise ModelLoadError(f"{file.path} rotates only part of each head: use a model that rotates whole heads.")
-    return config | {
+    config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "rope_scaling": _rope_scaling(file, given, config["rope_theta"], config["head_dim"]),
+        "vocab_size": embeddings.shape[0],
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": "bfloat16",
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "rope_theta": 10000.0,
     }
+    config |= {name: _shortest(given.get(key)) for name, key in NUMBERS.items() if name not in config or key in given}
+    shape = ModelConfig.from_hf(config)
+    config |= {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
+    if given.get("rope.dimension_count", shape.head_dim) != shape.head_dim:
+        raise ModelLoadError(f"{file.path} rotates only part of each head: use a model that rotates whole heads.")
+    return config | {"rope_scaling": _rope_scaling(file, given, config["rope_theta"], shape.head_dim)}
+
+
+def _shortest(value: Any) -> Any:
+    """Return for a float32 the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if type(value) is float else value
 
 
 def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
@@ -232,16 +234,12 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
     Raises:
         ModelLoadError: if a tensor has an unknown name.
     """
-    layers = {
-        f"blk.{layer}.{old}": f"model.layers.{layer}.{new}"
-        for layer in range(config["num_hidden_layers"])
-        for old, new in LAYER_NAMES.items()
-    }
-    names, stored = MODEL_NAMES | layers, {}
+    stored = {}
     for name in file.tensors:
         stem, _, part = name.rpartition(".")
-        if stem in names:
-            stored[f"{names[stem]}.{part}"] = name
+        layer, _, short = stem.rpartition(".")
+        if short in NAMES:
+            stored[f"{layer}.{NAMES[short]}.{part}".removeprefix(".").replace("blk.", "model.layers.")] = name
         elif name != "rope_freqs.weight":  # which is part of the configuration
             problem = f"{file.path} has a tensor {name[:80]!r}, which a {config['model_type']} model does not have"
             raise ModelLoadError(f"{problem}: {FOLDER_INSTEAD}.")
@@ -277,8 +275,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-bpe": Sequence([Split(Regex(LLAMA3_SPLIT), "isolated"), BYTES]),
     "qwen2": Sequence([Split(Regex(LLAMA3_SPLIT.replace("{1,3}", "")), "isolated"), BYTES]),  # one digit at a time
 }
-
-
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 

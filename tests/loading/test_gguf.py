@@ -107,7 +107,7 @@ def test_bfloat16_is_read_exactly(path: Path) -> None:
 def test_a_type_that_is_not_supported_is_refused_by_name(path: Path) -> None:
     blocks = np.zeros((1, gguf.GGML_QUANT_SIZES[Q.IQ2_XXS][1]), np.uint8)
     write_file(path, {}, {"x": (blocks, Q.IQ2_XXS)})
-    with pytest.raises(ModelLoadError, match=r"IQ2_XXS: use a file with .*Q4_1"):
+    with pytest.raises(ModelLoadError, match=r"IQ2_XXS, not .*Q4_1.*Inference"):
         open_checkpoint(path)
 
 
@@ -486,7 +486,7 @@ def test_a_tensor_of_the_wrong_shape_is_refused_before_it_is_read(path: Path, mo
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mamba"])
 def test_a_family_that_is_not_supported_names_the_folder_instead(family: str, path: Path) -> None:
     write_tokenizer(path, "gpt2", ["a"], [1], architecture=family)
-    with pytest.raises(ModelLoadError, match=rf"{family}.*llama and qwen3.*folder with safetensors"):
+    with pytest.raises(ModelLoadError, match=rf"{family}.*llama or qwen3.*folder with safetensors"):
         open_checkpoint(path)
 
 
@@ -582,11 +582,11 @@ def test_byte_level_tokenizers_are_those_of_transformers(
     ("change", "problem"),
     [
         ({"add_eos_token": True}, "without an end token"),
-        ({"model": "bert"}, "bert.*folder with tokenizer.json"),
+        ({"model": "bert"}, "bert.*folder with safetensors"),
         ({"tokenizer_pre": "unheard-of"}, "unheard-of"),
         ({"tokens": ["a", "a", "b"]}, "twice"),
         ({"eos_token_id": 3}, "no usable tokenizer"),
-        ({"model": "llama"}, "kind 'llama'.*folder with tokenizer.json"),
+        ({"model": "llama"}, "kind 'llama'.*folder with safetensors"),
         ({"token_merges": None}, "merges"),
         ({"token_merges": ["a z"]}, "tokenizer"),
         ({"token_merges": ["ab"]}, "tokenizer"),

@@ -82,7 +82,7 @@ class _Worker:
     """The process that renders templates under limits, started when it is first needed and after it was stopped."""
 
     def __init__(self) -> None:
-        self._process: Popen[str] | None = None
+        self._process: Any = None
         self._lock = Lock()
 
     def render(self, request: dict[str, Any]) -> Sequence[str]:
@@ -95,20 +95,15 @@ class _Worker:
                 self._process = Popen(
                     command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=env, start_new_session=True
                 )
-            process = self._process
-            assert process.stdin and process.stdout
             try:
-                print(line, file=process.stdin, flush=True)
-                answer = process.stdout.readline()
+                print(line, file=self._process.stdin, flush=True)
+                answer = self._process.stdout.readline()
             finally:
                 if not answer:  # it exceeded a limit; or after Ctrl-C, whose answer must not be taken for the next one
-                    process.kill()
-                    process.wait()
+                    self._process.kill()
+                    self._process.wait()
         limits = f"{CPU_SECONDS} s of CPU time and {MEMORY_BYTES >> 20} MiB of memory"
         return json.loads(answer) if answer else ("", f"it was stopped because it may use {limits}")
 
 
-@cache
-def _worker(process_id: int) -> _Worker:
-    """Return the worker of a process; one that was forked has its own."""
-    return _Worker()
+_worker = cache(lambda process_id: _Worker())  # a process that was forked needs its own

@@ -24,12 +24,36 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mini_engine.errors import ModelLoadError, WeightFileError
-from mini_engine.loading.untrusted import BoundedReader, damaged
+from mini_engine.loading.untrusted import damaged
 from mini_engine.models.config import ModelConfig
 from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
 # Names of GGMLQuantizationType. Other types are refused before anything is read.
 TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+
+
+class BoundedReader(gguf.GGUFReader):
+    """A `GGUFReader` that never reads past the file or the limits on a header.
+
+    The library reads every value through `_get` and trusts the counts and lengths in the file, so all checks are here.
+    A big-endian file, which the library would read, has absurd counts here and is refused.
+
+    Attributes:
+        limit: the end of what may be read, in bytes.
+        num_values: how many values may still be read.
+    """
+
+    limit, num_values = 64 * 2**20, 2**21  # for the header; twice those of the largest vocabularies
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
+        self.num_values -= 1
+        if int(offset) + np.dtype(dtype).itemsize * int(count) > min(self.limit, self.data.size) or self.num_values < 0:
+            raise ValueError(f"{count} values at byte {offset} are past the end of the file or what a header may hold")
+        return np.frombuffer(self.data, dtype, int(count), int(offset))
+
+    def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:
+        self.limit = self.data.size  # the header ends here; tensors may be anywhere after it
+        super()._build_tensors(start_offs, fields)
 
 
 class GGUFTensor(NamedTuple):
@@ -99,8 +123,7 @@ def read_gguf(path: Path) -> GGUFFile:
         ModelLoadError: if it holds tensors of an unsupported type, or is one part of a split file.
     """
     try:
-        with np.errstate(over="ignore"):  # the reader finds sums of offsets that wrap around
-            reader = BoundedReader(path)
+        reader = BoundedReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     except OSError:
         raise
@@ -113,6 +136,8 @@ def read_gguf(path: Path) -> GGUFFile:
         if (kind := found.tensor_type.name) not in TENSOR_TYPES:
             raise unsupported(path, f"has a tensor of type {kind}, not {', '.join(sorted(TENSOR_TYPES))}")
         begin, shape = int(found.data_offset), tuple(found.shape.tolist()[::-1])
+        if not shape or 0 in shape:
+            raise damaged(path, f"tensor {found.name[:80]!r} has the shape {shape[:8]}")
         tensors[found.name] = GGUFTensor(kind, shape, begin, begin + int(found.n_bytes))
     return GGUFFile(path, metadata, tensors)
 
@@ -120,10 +145,8 @@ def read_gguf(path: Path) -> GGUFFile:
 # --- configuration and weights ---------------------------------------------------------------------------------------
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-NAMES |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-NAMES |= {
-    f"attn_{name}": f"self_attn.{new}_proj" for name, new in {"q": "q", "k": "k", "v": "v", "output": "o"}.items()
-}
+NAMES |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"}
+NAMES |= {f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")}
 NAMES |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")}  # Qwen3
 NAMES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -167,13 +190,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         if key not in NEUTRAL or given[key] != NEUTRAL[key]:
             change = f"{prefix}{key[:80]} = {repr(given[key])[:80]}"
             raise unsupported(file.path, f"sets {change}, which may change the computation in a way unknown here")
-    embeddings = file.tensors.get("token_embd.weight")
-    if embeddings is None or not embeddings.shape:
+    if "token_embd.weight" not in file.tensors:
         raise unsupported(file.path, "has no tensor token_embd.weight")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
-        "vocab_size": embeddings.shape[0],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,

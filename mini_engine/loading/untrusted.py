@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
-
 from mini_engine.errors import WeightFileError
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")  # that name token ids
@@ -22,7 +19,6 @@ REMEDY = "Delete it, and download, convert or write it again."
 # Real configurations and safetensors headers are below 1 MiB, and parsing them takes up to thirty times their size.
 MAX_JSON_BYTES = 8 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
-MAX_HEADER_BYTES, MAX_HEADER_VALUES = 64 * 2**20, 2**21  # of a GGUF file; twice those of the largest vocabularies
 
 
 def damaged(path: Path, problem: str) -> WeightFileError:
@@ -66,28 +62,3 @@ def check_token_ids(folder: Path, vocab_size: int) -> None:
             ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ()), *(token["id"] for token in added)]
         if (largest := max(ids, default=0)) > max(2**20, 2 * vocab_size):
             raise damaged(path, f"it has a token id {largest} in a vocabulary of {vocab_size}")
-
-
-class BoundedReader(gguf.GGUFReader):
-    """A `GGUFReader` that never reads past the file or the limits on a header.
-
-    The library reads every value through `_get` and trusts the counts and lengths in the file, so all checks are here.
-    A big-endian file, which the library would read, has absurd counts here and is refused.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.limit, self.num_values = MAX_HEADER_BYTES, 0
-        super().__init__(path)
-
-    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        self.num_values += 1
-        if end > min(self.limit, self.data.size) or self.num_values > MAX_HEADER_VALUES:
-            raise ValueError(
-                f"{count} values at byte {offset} go past the end of the file or of what a header may hold"
-            )
-        return np.frombuffer(self.data, dtype, int(count), int(offset))
-
-    def _build_tensors(self, start_offs: Any, fields: list[gguf.ReaderField]) -> None:
-        self.limit = self.data.size  # the header ends here; tensors may be anywhere after it
-        super()._build_tensors(start_offs, fields)

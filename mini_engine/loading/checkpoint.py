@@ -6,8 +6,6 @@ A model is opened without reading its weights: `open_checkpoint` checks the file
 A model folder contains only data. Pickles (`pytorch_model.bin`) are refused, and code (`auto_map`) is never run.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections import UserDict
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
@@ -31,8 +30,6 @@ from mini_engine.models.config import ModelConfig, token_ids
 from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
 from mini_engine.sampling_params import SamplingParams
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class StoredTensors(UserDict[str, Tensor]):
@@ -162,30 +159,26 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        found = f"{folder} has no config.json and {len(list(folder.glob('*.gguf')))} .gguf files"
-        raise ModelLoadError(f"{found}: give the folder of a model that transformers has saved, or one .gguf file.")
+        raise ModelLoadError(f"{folder} has no config.json and not exactly one .gguf file: give such a folder or file.")
     hf, generation_file = read_json(folder / "config.json"), folder / "generation_config.json"
     if "auto_map" in hf:
         warnings.warn(f"{folder} contains its own code (auto_map), which is not run.", stacklevel=3)
     config, tensors = ModelConfig.from_hf(hf), _folder_tensors(folder)
     generation = read_json(generation_file) if generation_file.is_file() else {}
     eos = tuple(dict.fromkeys([*token_ids(generation.get("eos_token_id")), *config.eos_token_ids]))
-    dtype = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        dtype = torch.bfloat16  # the model refuses such weights before it reads them
+    stored = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
+    dtype = stored if stored in (torch.float16, torch.float32, torch.float64) else torch.bfloat16
     params, tokenizer = _default_params(folder, generation), partial(_folder_tokenizer, folder, config.vocab_size)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     return Checkpoint(folder, config, tensors, dtype, eos, params, tokenizer, has_tokenizer)
 
 
 def _folder_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if folder.parent == hub.cache_folder():  # to choose a class, AutoTokenizer imports for seconds; here it is known
-        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     check_token_ids(folder, vocab_size)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder.absolute(), **options)
+    path = folder.absolute()  # which cannot be the name of a model on the hub
+    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _default_params(folder: Path, generation: Mapping[str, Any]) -> SamplingParams:

@@ -6,10 +6,8 @@ Llama it reordered the rows of the query and key weights, because llama.cpp rota
 and transformers rotates the two halves of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,31 +183,26 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if architecture not in ARCHITECTURES:
         raise unsupported(file.path, f"is of architecture {architecture[:80]!r}, not {' or '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
-    given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    given = {"rope.freq_base": 10000.0}
+    given |= {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     for key in given.keys() - READ - IGNORED:
-        if key not in NEUTRAL or given[key] != NEUTRAL[key]:
-            change = f"{prefix}{key[:80]} = {repr(given[key])[:80]}"
-            raise unsupported(file.path, f"sets {change}, which may change the computation in a way unknown here")
+        if given[key] != NEUTRAL.get(key):
+            change = f"sets {prefix}{key[:80]} = {repr(given[key])[:80]}"
+            raise unsupported(file.path, f"{change}, which may change the computation in an unknown way")
     if "token_embd.weight" not in file.tensors:
         raise unsupported(file.path, "has no tensor token_embd.weight")
-    config: dict[str, Any] = {
+    config = {name: _shortest(given.get(key)) for name, key in NUMBERS.items()} | {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        "rope_theta": 10000.0,
     }
-    config |= {name: _shortest(given.get(key)) for name, key in NUMBERS.items() if name not in config or key in given}
     shape = ModelConfig.from_hf(config)
-    config |= {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
     if given.get("rope.dimension_count", shape.head_dim) != shape.head_dim:
         raise unsupported(file.path, "rotates only part of each head")
-    return config | {"rope_scaling": _rope_scaling(file, given, config["rope_theta"], shape.head_dim)}
+    config |= {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
+    return config | {"rope_scaling": _rope_scaling(file, given, RopeConfig(config["rope_theta"], shape.head_dim))}
 
 
 def _shortest(value: Any) -> Any:
@@ -225,7 +218,7 @@ def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     return tuple(sorted({*ends, *(token_id for token_id in named if type(token_id) is int)}))
 
 
-def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], rope: RopeConfig) -> dict[str, Any] | None:
     # As in llama.cpp, a factor without a type is linear, and a factor of 0 is 1.
     factor = given.get("rope.scaling.factor", given.get("rope.scale_linear", 0))
     kind = given.get("rope.scaling.type", "linear")
@@ -235,10 +228,10 @@ def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], theta: float, head_d
     if divisors is None:
         return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
     # Llama 3.1 files store the divisor of each frequency, not the rule; the largest divisor is the rule's factor.
-    if 2 * prod(divisors.shape) == head_dim and factor in (0, 1):
+    if 2 * prod(divisors.shape) == rope.head_dim and factor in (0, 1):
         stored = file.tensor("rope_freqs.weight").double().flatten()
         rule = Llama3(float(stored.max()), 1.0, 4.0, original_max_position_embeddings=8192)
-        plain, scaled = (inverse_frequencies(RopeConfig(theta, head_dim, scaling)) for scaling in (None, rule))
+        plain, scaled = (inverse_frequencies(replace(rope, scaling=scaling)) for scaling in (None, rule))
         if torch.allclose((plain / scaled).double(), stored, rtol=1e-3):
             return {"rope_type": "llama3"} | asdict(rule)
     raise unsupported(file.path, "has rope_freqs that are not those of Llama 3.1")

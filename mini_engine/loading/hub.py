@@ -8,8 +8,6 @@ bfloat16, so logits differ slightly from those of the GGUF file itself, even in 
 `python -m mini_engine.loading.hub` converts the embedded model and prints its folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -4,8 +4,6 @@ Nothing in a model's folder is ever run or unpickled; these checks keep a damage
 machine's memory instead. A reader of the engine can skip this module.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -12,9 +12,9 @@ from typing import Any
 from mini_engine.errors import WeightFileError
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")  # that name token ids
-REMEDY = "Delete it, and download, convert or write it again."
+REMEDY = "Download or write it again; if this engine converted it, delete it, and the next start converts it again."
 
-# Real configurations and safetensors headers are below 1 MiB, and parsing them takes up to thirty times their size.
+# Real configurations are below 1 MiB, and parsing them takes up to thirty times their size.
 MAX_JSON_BYTES = 8 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
 
@@ -32,22 +32,19 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """
     with path.open("rb") as file:
         content = file.read(limit + 1)
+    if len(content) > limit:
+        raise damaged(path, f"it has more than {limit} bytes")
     try:
-        if len(content) > limit:
-            raise ValueError(f"it has more than {limit} bytes")
-        parsed = json.loads(content)
-        if not isinstance(parsed, dict):
-            raise ValueError(f"it is a {type(parsed).__name__}, not an object")
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise damaged(path, f"its JSON cannot be read ({str(error)[:100]})") from error
-    return parsed
+        return {**json.loads(content)}  # a TypeError if it is no object
+    except (ValueError, TypeError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError, too
+        raise damaged(path, f"it is not a JSON object ({str(error)[:100]})") from error
 
 
 def check_token_ids(folder: Path, vocab_size: int) -> None:
     """Raise WeightFileError if a token id is far beyond the vocabulary: the library makes room for all smaller ids.
 
     Args:
-        folder: a model's folder. If its files have another form, what is raised is as good as the library's error.
+        folder: a model's folder. Files of another form than the library's raise any exception, as they do there.
         vocab_size: the model's; some tokenizers have a few tokens more.
     """
     for path in (folder / name for name in TOKEN_FILES if (folder / name).is_file()):

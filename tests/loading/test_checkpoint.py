@@ -347,13 +347,13 @@ def test_hostile_names_are_cut_in_messages(folder: Path) -> None:
 
 
 def test_a_damaged_file_says_how_to_get_another(folder: Path) -> None:
-    """Deleted from the folder of a converted model, it makes the next start convert again; see test_hub."""
+    """A converted folder that lacks a file is converted again; see test_hub."""
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="Delete it, and download, convert or write it again"):
+    with pytest.raises(ModelLoadError, match=r"write it again; if this engine converted it, delete it"):
         load_tokenizer(open_checkpoint(folder))
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(b"\xff" * 8)
-    with pytest.raises(ModelLoadError, match="Delete it, and download, convert or write it again"):
+    with pytest.raises(ModelLoadError, match=r"write it again; if this engine converted it, delete it"):
         open_checkpoint(folder)
 
 
@@ -468,6 +468,12 @@ def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ModelLoadError, match=r"smollm2-135m-instruct|config\.json") as caught:
         open_checkpoint(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *args, **kwargs: pytest.fail("asked the network"))
+    with pytest.raises(ModelLoadError, match="was not found"):
+        open_checkpoint(Path("org/name"))
 
 
 def test_what_is_no_model_says_what_is_missing(folder: Path) -> None:

@@ -81,8 +81,7 @@ def is_complete(folder: Path) -> bool:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model in a GGUF file as an ordinary model folder: configuration, bfloat16 safetensors, tokenizer.
 
-    The folder appears in one step: it is written next to its destination under a temporary name, and then renamed. What
-    was there is deleted.
+    The folder appears in one step: it is written next to its destination under a temporary name, and then renamed.
 
     Raises:
         ModelLoadError: if the file is damaged or not supported, or the folder cannot be written.
@@ -94,7 +93,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     headers, read = hf_tensors(file, config)
     tensors = {name: read(name).to(torch.bfloat16).contiguous() for name in headers}
     try:
-        shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             made = Path(temporary, folder.name)
@@ -104,9 +102,11 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
                 (made / name).write_text(json.dumps(content, indent=2) + "\n")
             sizes = {path.name: path.stat().st_size for path in made.iterdir()}
             (made / MANIFEST).write_text(json.dumps({"conversion": CONVERSION, "files": sizes}, indent=2) + "\n")
-            made.rename(folder)
+            if not is_complete(folder):  # otherwise another process was faster
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
     except OSError as error:
-        if not is_complete(folder):  # otherwise another process was faster
+        if not is_complete(folder):
             problem = f"The converted model cannot be written to {folder} ({error})"
             raise ModelLoadError(f"{problem}: free 300 MB, or set MINI_ENGINE_CACHE to another folder.") from error
 

@@ -5,10 +5,11 @@ the outputs for stop strings. Explained in chapter 04.
 """
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -37,6 +38,7 @@ from mini_engine.text_request import PromptOutputs, TextRequest
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
 OnError = Literal["raise", "return"]
+HANDOVER_SECONDS = 1e-4  # longer than it takes to wake a thread that waits for a lock
 NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
 
 
@@ -79,6 +81,7 @@ class TextEngine:
         self._num_finished = engine.metrics.finished
         self._numbers = count()
         self._lock = threading.RLock()
+        self._waiting: set[object] = set()  # threads that wait for the lock
 
     def generate(
         self,
@@ -267,7 +270,7 @@ class TextEngine:
         token_ids, params = self.tokens_of(owner.prompt, add_special_tokens=not context), owner.params
         owner.prompt = unpack(owner.prompt)
         core = self._core_params(params)
-        with self._lock:
+        with self._turn():
             for index in range(params.n):
                 if index and params.seed is not None:
                     core = replace(core, seed=(params.seed + index + 2**63) % 2**64 - 2**63)  # a signed 64-bit number
@@ -307,7 +310,9 @@ class TextEngine:
 
     def _step(self, inbox: deque[Piece]) -> None:
         """Step the engine, unless another thread's step has filled the inbox meanwhile, and deliver the pieces."""
-        with self._lock:
+        if self._waiting:  # otherwise this thread, which has just released the lock, would get it again
+            time.sleep(HANDOVER_SECONDS)
+        with self._turn():
             if inbox:
                 return
             report = self.engine.step()
@@ -324,6 +329,17 @@ class TextEngine:
                         if text.is_done:
                             self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
             self._num_finished = num_finished
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Exclude other threads."""
+        self._waiting.add(waits := object())
+        try:
+            with self._lock:
+                self._waiting.discard(waits)
+                yield
+        finally:
+            self._waiting.discard(waits)
 
     def _read(self, text: TextRequest) -> str:
         """Return the text of a request so far, and end the request at a stop string."""

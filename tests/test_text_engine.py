@@ -25,6 +25,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mini_engine import detokenizer, text_request
+from mini_engine import llm as llm_module
 from mini_engine.detokenizer import REPLACEMENT, Detokenizer, special_ids
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError
@@ -748,6 +749,47 @@ def test_threads_get_their_own_outputs(depth):
         thread.join(120)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     check_idle(llm)
+
+
+class SlowLock:
+    """A lock whose waiting threads take long to wake up: they only get it while the others sleep or have ended."""
+
+    def __init__(self) -> None:
+        self._lock, self.others_rest = threading.RLock(), threading.Event()
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(blocking=False):
+            assert self.others_rest.wait(60)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def sleep(self, seconds: float) -> None:
+        self.others_rest.set()
+        time.sleep(0.01)
+        self.others_rest.clear()
+
+
+@DEPTHS
+def test_a_thread_that_steps_the_engine_lets_others_in(depth, monkeypatch):
+    """Otherwise the request of another thread would wait until all outputs of the first are complete."""
+    lock, has_begun, has_ended = SlowLock(), threading.Event(), threading.Event()
+    llm = front_end(num_pages=64, pipeline_depth=depth, on_step=lambda *_: has_begun.set())
+    llm._lock = lock
+    monkeypatch.setattr(llm_module, "time", lock)
+
+    def work() -> None:
+        llm.generate([PROMPTS[1]], replace(GREEDY, max_tokens=120, ignore_eos=True))
+        has_ended.set()
+        lock.others_rest.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert has_begun.wait(60)
+    llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=1))
+    assert not has_ended.is_set()
+    thread.join(60)
+    assert has_ended.is_set()
 
 
 def test_a_request_that_fails_leaves_the_view_of_the_others():

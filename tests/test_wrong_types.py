@@ -140,7 +140,7 @@ for messages in (
     refused(RequestError, "message", render_chat, tokenizer, messages, None)
     refused(RequestError, "pass", render_chat, tokenizer, messages, None)
 for template in (5, ["x"], {"x": "y"}, b"x"):
-    refused(RequestError, "pass the text", render_chat, tokenizer, [user], template)
+    refused(RequestError, "change them or the template", render_chat, tokenizer, [user], template)
 assert render_chat(tokenizer, (user,), None) == render_chat(tokenizer, [user], None)
 """
 

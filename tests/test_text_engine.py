@@ -788,6 +788,7 @@ def test_a_thread_that_steps_the_engine_lets_others_in(depth, monkeypatch):
     assert has_begun.wait(60)
     llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=1))
     assert not has_ended.is_set()
+    lock.others_rest.set()
     thread.join(60)
     assert has_ended.is_set()
 

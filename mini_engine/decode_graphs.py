@@ -26,8 +26,8 @@ from mini_engine.transfer import borrow
 
 MAX_GRAPH_SIZE = 2**16  # requests; memory for a step of the largest graph is allocated at once
 MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
-Sampled = tuple[Int[Tensor, " n"], Float[Tensor, "n V"]]  # the sampled tokens, and the logits they were sampled from
-Step = Callable[[StepBatch, Tensor], Sampled]  # takes the step and its rows of the page table
+TokensAndLogits = tuple[Int[Tensor, " n"], Float[Tensor, "n V"]]  # sampled tokens, and their rows of logits
+Step = Callable[[StepBatch, Tensor], TokensAndLogits]  # takes the step and its rows of the page table
 DecodeArrays = dict[str, Any]  # arguments of `StepBatch.build`: arrays, or None
 
 
@@ -94,7 +94,7 @@ class DecodeGraph:
 
     rows: Int[Tensor, " n"]
     padding_row: int
-    replay: Callable[[], Sampled]
+    replay: Callable[[], TokensAndLogits]
     loaded: Int[Tensor, " R"] | None = None
 
     def load(self, rows: Int[Tensor, " R"]) -> None:
@@ -176,7 +176,7 @@ class DecodeGraphs:
             self._graphs[size, groups] = self._capture(size, groups)
         return self._graphs[size, groups]
 
-    def run(self, graph: DecodeGraph, batch: StepBatch, rows: Int[Tensor, " R"]) -> Sampled:
+    def run(self, graph: DecodeGraph, batch: StepBatch, rows: Int[Tensor, " R"]) -> TokensAndLogits:
         """Launch a step that has been padded to a graph's size.
 
         Args:
@@ -209,7 +209,7 @@ class DecodeGraphs:
         self._plan(batch)
         return DecodeGraph(rows, self._padding_row, self._record(lambda: self._step(batch, rows)))
 
-    def _record(self, run: Callable[[], Sampled]) -> Callable[[], Sampled]:
+    def _record(self, run: Callable[[], TokensAndLogits]) -> Callable[[], TokensAndLogits]:
         if self._device.type != "cuda":
             return run
         stream = torch.cuda.Stream(self._device)
@@ -222,7 +222,7 @@ class DecodeGraphs:
             tokens, logits = run()
         logits = borrow(logits)  # the next graph may be captured into the memory of these
 
-        def replay() -> Sampled:
+        def replay() -> TokensAndLogits:
             graph.replay()
             return tokens, logits
 

@@ -18,7 +18,7 @@ from mini_engine.attention.backend import AttentionBackend
 from mini_engine.attention.levels import Level
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, upload_levels
 from mini_engine.config import ResolvedConfig
-from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs, Sampled
+from mini_engine.decode_graphs import MAX_GROUPS, DecodeArrays, DecodeGraphs, TokensAndLogits
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.logprobs import LogprobArrays, LogprobRows
 from mini_engine.models.base import LanguageModel
@@ -200,7 +200,7 @@ class LocalExecutor:
         if not (self._persistent and batch.num_sequences == 1):
             self.backend.plan(batch)
 
-    def _decode(self, batch: StepBatch, rows: Int[Tensor, " n"]) -> Sampled:
+    def _decode(self, batch: StepBatch, rows: Int[Tensor, " n"]) -> TokensAndLogits:
         """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
         if self._persistent and batch.num_sequences == 1:
             logits = self._persistent(batch, self._last_token)
@@ -208,7 +208,7 @@ class LocalExecutor:
             logits = self.model.compute_logits(self._compute(batch.feed(self._last_token), batch.positions))
         return self._sampler.sample(logits, rows, batch.sampled_positions), logits
 
-    def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> Sampled:
+    def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> TokensAndLogits:
         """Sample one token for each row."""
         if batch.logit_rows.shape[0] < batch.num_tokens:
             hidden = hidden[batch.logit_rows]

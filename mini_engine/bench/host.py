@@ -20,7 +20,7 @@ from mini_engine.attention.backend import BACKENDS, AttentionBackend, BackendInf
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.config import EngineConfig
-from mini_engine.decode_graphs import Sampled
+from mini_engine.decode_graphs import TokensAndLogits
 from mini_engine.engine import LLMEngine
 from mini_engine.executor import LocalExecutor
 from mini_engine.models.base import LanguageModel
@@ -135,7 +135,7 @@ def step_us(engine: LLMEngine, num_steps: int = TIMED_STEPS) -> float:
     return statistics.median(times) * 1e6
 
 
-def _replay_nothing(executor: LocalExecutor, batch: StepBatch, rows: Tensor) -> Sampled:
+def _replay_nothing(executor: LocalExecutor, batch: StepBatch, rows: Tensor) -> TokensAndLogits:
     """Return a token for each request without computing anything: its number in the batch."""
     return torch.arange(batch.num_sequences), _no_logits(batch.num_sequences)
 

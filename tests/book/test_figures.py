@@ -162,7 +162,7 @@ def test_a_given_axes_is_used() -> None:
 
 def test_show_displays_image_and_caption(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, object]] = []
-    monkeypatch.setattr(figures, "display", lambda data, **_: shown.append(data))
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     figures.show(figures.draw_mask(CAUSAL), "a < b, `code`")
     assert str(shown[0]["image/svg+xml"]).startswith("<svg") and shown[0]["image/png"]
     assert shown[0]["text/plain"] == "Figure: a < b, `code`"

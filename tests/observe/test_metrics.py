@@ -50,6 +50,7 @@ def rows_of(metrics: Metrics, model: CausalLM, engine: LLMEngine) -> dict[str, s
 def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     model = our_model(transformers_model("llama", tie_word_embeddings=True))
     clock = iter([10.0, 10.25, 10.5, 11.0, 11.5])
+    engine = make_engine(model)
     monkeypatch.setattr("mini_engine.observe.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     prompts, decodes = report([4, 3], [4, 3], 0.5), report([1, 1], [6, 4], 0.25)
@@ -62,7 +63,7 @@ def test_every_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics.output_token_seconds == {0: 0.75, 1: 1.0}
     assert metrics.summary() == "4 tokens, 8.0 tokens/s, first after 250 ms"
     weights = weight_bytes_per_step(model)
-    assert rows_of(metrics, model, make_engine(model)) == {
+    assert rows_of(metrics, model, engine) == {
         "time to first token (median request)": "375.0 ms",
         "time per output token (median request)": "875.0 ms",
         "prompt tokens": "4",

@@ -108,7 +108,7 @@ class LocalExecutor:
         batch = self._build(step, size)
         if graph:
             tokens, logits = self._graphs.run(graph, batch, rows)
-            tokens, hidden = tokens[: len(rows)], logits  # not hidden states, which only prompts need
+            tokens, hidden = tokens[: rows.shape[0]], logits  # not hidden states, which only prompts need
         else:
             hidden = self._forward(batch)
             tokens, logits = self._sample(hidden, batch, rows) if len(rows) else (self._last_token[:0], hidden)
@@ -231,7 +231,7 @@ class LocalExecutor:
         """Write sampled tokens to `last_token`, and start copying them to the host."""
         on_gpu = tokens.is_cuda
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens
-        if len(tokens):
+        if tokens.shape[0]:
             keep_tokens(tokens, rows, self._last_token, host)
         if not on_gpu:
             return Ticket(host, None, logprobs)

@@ -192,7 +192,7 @@ STOPPED = "was stopped|MemoryError"
 DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}{{ ns.x }}"
 LISTS = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}x"
 DEEP_IF = "{% if 1 %}" * 500 + "x" + "{% endif %}" * 500
-NEST = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
+NEST = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}x"
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,18 @@ def test_output_is_bounded(tokenizer):
         )
 
 
-def test_time_is_bounded(tokenizer):
-    """In loops without output and without calls. `test_one_process_serves_all_conversations` ends an operation in C."""
+@pytest.mark.parametrize(
+    "template",
+    [
+        NEST.replace("BODY", ""),  # no output, no calls
+        NEST.replace("BODY", "{% set x = 'y'|upper %}"),
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}x",
+        "{{ 9 ** (9 ** 9) }}",  # one operation in C, which no check between operations can stop
+    ],
+)
+def test_time_is_bounded(tokenizer, template):
     with pytest.raises(RequestError, match=STOPPED):
-        render_chat(tokenizer, [USER], NEST, is_trusted=False)
+        render_chat(tokenizer, [USER], template, is_trusted=False)
 
 
 def test_a_worker_that_cannot_start_is_a_typed_error(tokenizer, monkeypatch, tmp_path):

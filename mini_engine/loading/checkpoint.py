@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
 from mini_engine.loading.gguf import build_tokenizer, end_token_ids, hf_config, hf_tensors, read_gguf
-from mini_engine.loading.untrusted import REMEDY, check_token_ids, damaged, read_json
+from mini_engine.loading.untrusted import REMEDY, check_header, check_token_ids, damaged, read_json
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig, token_ids
 from mini_engine.models.layers import ModelParts
@@ -212,6 +212,7 @@ def open_safetensors(path: Path) -> StoredTensors:
     Raises:
         WeightFileError: if the file is truncated, or its header contradicts itself or the file.
     """
+    check_header(path)
     size = path.stat().st_size
     try:
         file = safe_open(path, framework="pt")

@@ -211,7 +211,7 @@ def _shortest(value: Any) -> Any:
 
 
 def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Return the tokens that end a text: those of the keys, and the control tokens whose text says so."""
+    """Return the tokens that end a text: those that the metadata names, and the control tokens in END_TEXTS."""
     tokens, types = (file.value(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
     named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = [i for i, token in enumerate(zip(tokens, types, strict=False)) if token in END_TOKENS]
@@ -318,8 +318,13 @@ def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     types = zip(tokens, file.value("tokenizer.ggml.token_type", list, []), strict=False)
     added = [(token, type_ == CONTROL) for token, type_ in types if type_ in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=is_special) for token, is_special in added])
-    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id", int, -1) for name, key in SPECIAL.items()}
-    options: dict[str, Any] = {name: tokens[token_id] for name, token_id in ids.items() if token_id != -1}
+    options: dict[str, Any] = {}
+    for name, key in SPECIAL.items():
+        token_id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            if token_id not in range(len(tokens)):
+                raise damaged(file.path, f"its {key} token {repr(token_id)[:80]} is not in its vocabulary")
+            options[name] = tokens[token_id]
     bos, template = options.get("bos_token"), file.value("tokenizer.chat_template", str, "")
     # Llama 3's files leave the key out, and llama.cpp begins their texts with BOS.
     if bos is not None and file.value("tokenizer.ggml.add_bos_token", bool, is_llama3):

@@ -14,7 +14,7 @@ from mini_engine.errors import WeightFileError
 TOKEN_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")  # that name token ids
 REMEDY = "Download or write it again; if this engine converted it, delete it, and the next start converts it again."
 
-# Real configurations are below 1 MiB, and parsing them takes up to thirty times their size.
+# Real configurations and safetensors headers are below 1 MiB, and parsing them takes up to thirty times their size.
 MAX_JSON_BYTES = 8 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json, Gemma 3's, has 33 MB
 
@@ -38,6 +38,13 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
         return {**json.loads(content)}  # a TypeError if it is no object
     except (ValueError, TypeError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError, too
         raise damaged(path, f"it is not a JSON object ({str(error)[:100]})") from error
+
+
+def check_header(path: Path) -> None:
+    """Raise WeightFileError if a safetensors file states a longer header than any model has."""
+    with path.open("rb") as raw:
+        if int.from_bytes(raw.read(8), "little") > min(path.stat().st_size, MAX_JSON_BYTES):
+            raise damaged(path, f"its header is longer than the file, or than {MAX_JSON_BYTES} bytes")
 
 
 def check_token_ids(folder: Path, vocab_size: int) -> None:

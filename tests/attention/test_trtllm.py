@@ -114,7 +114,7 @@ NARROW = 0.08  # relative, over a whole step: on Hopper, XQA rounds queries and 
 def test_kernels_equal_the_reference(gpu: torch.device, shape: str, layout: str, data: st.DataObject) -> None:
     """Any mix of decodes and prompts on random pages, compared with the torch backend in float64."""
     # Each shape and page size is a kernel that takes half a minute to compile.
-    specs, page_size = SHAPES[shape], data.draw(st.sampled_from([16, 128] if shape == "qwen3" else [16]))
+    specs, page_size = SHAPES[shape], data.draw(st.sampled_from([16, 32, 64, 128] if shape == "qwen3" else [16]))
     batch, num_pages = random_step(data, page_size, gaps=False, longest=500, device="cuda")
     mine = PagedKVCache(specs, num_pages, page_size, torch.bfloat16, gpu, layout)
     theirs = PagedKVCache(specs, num_pages, page_size, torch.float64, gpu)
@@ -129,7 +129,7 @@ def test_kernels_equal_the_reference(gpu: torch.device, shape: str, layout: str,
 @settings(max_examples=6)
 @given(st.data())
 def test_kernels_read_narrow_keys(gpu: torch.device, name: str, shape: str, layout: str, data: st.DataObject) -> None:
-    specs, page_size = SHAPES[shape], 16
+    specs, page_size = SHAPES[shape], data.draw(st.sampled_from([16, 128] if shape == "qwen3" else [16]))
     batch, num_pages = random_step(data, page_size, gaps=False, longest=500, device="cuda")
     mine = PagedKVCache(narrow(specs), num_pages, page_size, torch.bfloat16, gpu, layout)
     theirs = PagedKVCache(specs, num_pages, page_size, torch.float64, gpu)

@@ -585,7 +585,7 @@ def test_byte_level_tokenizers_are_those_of_transformers(
         ({"model": "bert"}, "bert.*folder with safetensors"),
         ({"tokenizer_pre": "unheard-of"}, "unheard-of"),
         ({"tokens": ["a", "a", "b"]}, "twice"),
-        ({"eos_token_id": 3}, "no usable tokenizer"),
+        ({"eos_token_id": 3}, "eos token 3"),
         ({"model": "llama"}, "kind 'llama'.*folder with safetensors"),
         ({"token_merges": None}, "merges"),
         ({"token_merges": ["a z"]}, "tokenizer"),

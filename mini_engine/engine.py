@@ -259,16 +259,16 @@ class LLMEngine:
         most = min(config.max_batch_size, config.num_pages) if longest > 0 else 0
         batches = [(1, longest), *((2**i, 1) for i in range(most.bit_length())), (most, 1), (most, min(longest, 1024))]
         for num_requests, num_tokens in batches:
-            self._run_made_up(num_requests if most else 0, num_tokens)
+            self._run_made_up([[0] * num_tokens] * (num_requests if most else 0))
         self.executor.capture()
         self._recovery.restart()
         self.core.num_evicted = 0
         self.metrics = EngineMetrics()
 
-    def _run_made_up(self, num_requests: int, num_tokens: int) -> None:
+    def _run_made_up(self, prompts: ListLike[list[int]]) -> None:
         params = SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True)
-        for i in range(num_requests):
-            self.add_request(f"warm-up {i}", [0] * num_tokens, params)
+        for i, prompt in enumerate(prompts):
+            self.add_request(f"warm-up {i}", prompt, params)
         while self.has_unfinished:
             for request in self.step().finished:
                 if request.error:
@@ -301,7 +301,9 @@ class LLMEngine:
         self._build(config)
         most = min(config.max_batch_size, config.num_pages)
         longest = min(config.max_model_len, config.num_pages * config.page_size) - 2
-        self._run_made_up(most, max(1, min(config.max_num_batched_tokens // most, longest)))
+        num_tokens = max(1, min(config.max_num_batched_tokens // most, longest))
+        vocab_size = self.model.config.vocab_size
+        self._run_made_up([[i % vocab_size] * num_tokens for i in range(most)])  # without a common prefix
         del self.cache, self.backend, self.executor, self.core, self._recovery
         self.metrics = EngineMetrics()
         gc.collect()

@@ -16,7 +16,7 @@ from mini_engine.batch import StepBatch
 from mini_engine.core import Core
 from mini_engine.engine import LLMEngine
 from mini_engine.errors import ConfigError, RequestError, ScheduleError
-from mini_engine.executor import LocalExecutor
+from mini_engine.executor import LocalExecutor, Ticket
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
@@ -26,6 +26,7 @@ from mini_engine.request import Request, Running
 from mini_engine.sampling import SamplingBatch, sample
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
+from mini_engine.step_input import StepInput
 from tests.helpers import (
     GREEDY,
     Arrival,
@@ -635,6 +636,23 @@ def test_a_warm_up_runs_prompts_and_decodes_of_all_sizes_and_leaves_no_trace(dep
 def test_the_longest_step_fits_a_pool_that_is_smaller_than_a_step():
     engine = roomy()
     engine._run_longest(replace(engine.config, num_pages=3, max_batch_size=1))
+
+
+def test_the_step_that_measures_memory_computes_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests must not share pages; otherwise the step would be far smaller than the largest one."""
+    sizes: list[tuple[int, int]] = []
+    launch = LocalExecutor.launch
+
+    def spied(executor: LocalExecutor, step: StepInput) -> Ticket:
+        sizes.append((len(step.rows), len(step.token_ids)))
+        return launch(executor, step)
+
+    monkeypatch.setattr(LocalExecutor, "launch", spied)
+    options = {"max_batch_size": 4, "max_num_batched_tokens": 64, "page_size": 4, "enable_prefix_caching": True}
+    engine = roomy(**options)
+    few = 64 // 4 + 4  # pages, as in `measured_pages`
+    engine._run_longest(replace(engine.config, num_pages=few))
+    assert max(sizes) == (4, 64)
     assert engine.metrics == EngineMetrics()
 
 

@@ -42,17 +42,14 @@ ENGINES, ROUNDS = ("mini_engine", "vllm", "sglang"), 2
 AT_ONCE = 256
 STEPS = "all prompts at once, then a step for each token of those that still run, at the machine's rates"
 SHARED = "each shared token computed once and read once a step"
-MODELS: dict[str, dict[str, PretrainedConfig]] = {
-    "cuda": {
-        "Qwen3-0.6B": QWEN3_0_6B, "Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.1-8B": LLAMA_3_1_8B, "Gemma-2-2B": GEMMA2_2B,
-    },
-    "cpu": {
-        "tiny": Qwen3Config(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, architectures=["Qwen3ForCausalLM"],
-        ),
-    },
+MODELS: dict[str, PretrainedConfig] = {
+    "Qwen3-0.6B": QWEN3_0_6B, "Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.1-8B": LLAMA_3_1_8B, "Gemma-2-2B": GEMMA2_2B,
+    "tiny": Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, architectures=["Qwen3ForCausalLM"],
+    ),
 }  # fmt: skip
+BY_DEFAULT = {"cuda": [name for name in MODELS if name != "tiny"], "cpu": ["tiny"]}
 
 
 def engine_rows(
@@ -131,8 +128,7 @@ def predictions() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__, predictions)
-    models = list(MODELS["cuda" if torch.cuda.is_available() else "cpu"])
-    options.add_argument("--models", nargs="+", choices=models, default=models, help="measure these models only")
+    options.add_argument("--models", nargs="+", choices=list(MODELS), help="measure these models only")
     options.add_argument("--workloads", nargs="+", choices=list(NAMED), default=list(NAMED), help="and these workloads")
     options.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="and these engines")
     options.add_argument("--change", help="add our engine's rows to the ledger: what is new, in a few words")
@@ -147,10 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "dtype": machine.dtype, "rounds": ROUNDS, "requests at once": AT_ONCE,
         **{name: metadata.version(name) for name in peers},
     }  # fmt: skip
-    for model in chosen.models:
+    for model in chosen.models or BY_DEFAULT[device.type]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            shape = write_checkpoint(MODELS[device.type][model], dtype, device, folder)
+            shape = write_checkpoint(MODELS[model], dtype, device, folder)
             gc.collect()
             torch.cuda.empty_cache()
             workloads = {

@@ -18,7 +18,7 @@ import gc
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -80,6 +80,15 @@ def engine_rows(
     return rows
 
 
+def installed_peers() -> dict[str, str]:
+    """Versions of the peers, also of those whose rows were recorded before and are kept."""
+    found = {}
+    for name in ENGINES[1:]:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 # --- prediction ------------------------------------------------------------------------------------------------------
 
 ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)  # a step of these workloads is memory-bound
@@ -137,12 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for engine in chosen.engines:
         check_installed(engine)
-    machine, result = measure_machine(device, dtype), None
-    peers = [engine for engine in chosen.engines if engine != "mini_engine"]
-    parameters = {
-        "dtype": machine.dtype, "rounds": ROUNDS, "requests at once": AT_ONCE,
-        **{name: metadata.version(name) for name in peers},
-    }  # fmt: skip
+    machine = measure_machine(device, dtype)
+    parameters = {"dtype": machine.dtype, "rounds": ROUNDS, "requests at once": AT_ONCE, **installed_peers()}
     for model in chosen.models or BY_DEFAULT[device.type]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)

@@ -11,6 +11,8 @@ from book.paths import repository_root
 from book.results import Result, Row, Setting
 from book.units import quantity
 
+QWEN3 = "Qwen3-0.6B"  # the model of the first entries of a GPU, which do not name it
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -30,9 +32,12 @@ class Entry:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """The device, and the workload, figure and dtype. Only entries of the same kind are compared."""
-        workload = self.case.get("workload", "throughput")
-        return self.device, f"`{workload}`: {self.row.figure}, {self.case['dtype']}"
+        """The device, and the workload, figure, dtype and model. Only entries of the same kind are compared."""
+        workload, model = (
+            self.case.get("workload", "throughput"),
+            str(self.case.get("model", QWEN3)).removesuffix("'s shape"),
+        )
+        return self.device, f"`{workload}`: {self.row.figure}, {self.case['dtype']}, {model}"
 
     @property
     def engine(self) -> str:

@@ -155,7 +155,8 @@ class EngineOptions:
             start = time.perf_counter()
             llm = LLM(self.model, config, parts=self.parts)
         seconds, model = time.perf_counter() - start, llm.model
-        size, dtype = sum(weight.numel() for weight in model.parameters()), str(model.dtype).removeprefix("torch.")
-        line = f"{self.model}: {size / 1e6:.0f} M parameters in {dtype} on {model.device}, attention backend "
+        dtype, size = str(model.dtype).removeprefix("torch."), model.num_parameters
+        how = f", {llm.config.quantization} weights" if llm.config.quantization else ""
+        line = f"{self.model}: {size / 1e6:.0f} M parameters in {dtype}{how} on {model.device}, attention backend "
         show(console, line + f"{llm.config.attn_backend}, loaded in {seconds:.1f} s", "dim")
         return llm, replace(llm.default_params, **own)

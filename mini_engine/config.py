@@ -13,6 +13,7 @@ from mini_engine.errors import ConfigError, check_positive
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16", "float64"),
     "device": ("auto", "cpu", "cuda"),
+    "quantization": (None, "fp8", "int8", "int4"),
     "kv_layout": ("NHD", "HND"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "enable_prefix_caching": (False, True),
@@ -43,7 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_chunked_prefill": (None, True),
-    "quantization": (None,),
     "trust_remote_code": (False,),
     "disable_log_stats": (False, True),
 }
@@ -59,6 +59,8 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's, but float32 on a CPU without bfloat16 instructions), "float32", "bfloat16",
             "float16" or "float64".
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        quantization: round the weights of the layers while they are loaded, to "fp8", "int8", or "int4"; "int8" and
+            "int4" also round the LM head, to INT8. Default as they are stored, which may be quantized, too.
         attn_backend: name of the attention backend, such as "flashinfer" or "flex"; "auto" chooses the fastest that
             accepts the model and the machine.
         max_batch_size: requests that run at once; others wait. Default 256 on a GPU and 32 on a CPU.
@@ -93,6 +95,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str | None = None
     attn_backend: str = "auto"
     max_batch_size: int | None = None
     max_model_len: int | None = None

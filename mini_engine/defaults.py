@@ -40,6 +40,11 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
                 f"the model is loaded in {loaded['dtype']} on {loaded['device']}; the engine cannot run it with "
                 f"{name}={wanted!r}: leave it out, or load the model again"
             )
+    if config.quantization and not getattr(model.config, "formats", None):
+        raise ConfigError(
+            f"the model is loaded without quantization; the engine cannot run it with quantization="
+            f"{config.quantization!r}: leave it out, or load the model again"
+        )
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")

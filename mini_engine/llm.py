@@ -396,7 +396,8 @@ class LLM(TextEngine):
         self.given_config, self.parts = config, parts or default_parts(device)
         checkpoint = open_checkpoint(model)
         tokenizer = load_tokenizer(checkpoint) if checkpoint.has_tokenizer else None
-        self.model = load_model(checkpoint, self.parts, pick_dtype(config.dtype, device, checkpoint.dtype), device)
+        dtype = pick_dtype(config.dtype, device, checkpoint.dtype)
+        self.model = load_model(checkpoint, self.parts, dtype, device, config.quantization)
         end = getattr(tokenizer, "eos_token_id", None)
         self.eos_token_ids = frozenset([*checkpoint.eos_token_ids, *([] if end is None else [end])])
         engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
@@ -413,7 +414,7 @@ class LLM(TextEngine):
 
         Args:
             on_step: called with the engine and the report of each step.
-            options: fields of `EngineConfig` other than dtype and device.
+            options: fields of `EngineConfig` other than dtype, quantization and device.
 
         Raises:
             ConfigError: for impossible options.

@@ -53,6 +53,8 @@ LAYER_PARTS = {
     "apply_rope": "mini_engine.kernels.fused_ops:apply_rope",
     "gated_mlp": "mini_engine.kernels.fused_ops:gated_mlp",
 }
+# Products of a few tokens with a quantized weight, by the type of its device.
+QUANTIZED = {"cpu": "mini_engine.kernels.quantized_cpu:kernel_for"}
 FUSED_LAYER = "mini_engine.kernels.fused_layer:FusedLayer"
 
 
@@ -77,6 +79,12 @@ def sampling_kernels(logits: torch.Tensor) -> Any | None:
 def layer_parts(device: torch.device) -> dict[str, Any]:
     """Return the kernels that replace parts of the engine on a device, by the names of the parts."""
     return {name: load(path) for name, path in LAYER_PARTS.items()} if has_layer_kernels(device) else {}
+
+
+def quantized_kernel(weight: Any) -> Any | None:
+    """Return the kernel that multiplies a few tokens by a loaded `QuantizedLinear`; None where there is none."""
+    path = QUANTIZED.get(weight.numbers.device.type)
+    return load(path)(weight) if path else None
 
 
 def has_layer_kernels(device: torch.device) -> bool:

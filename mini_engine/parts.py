@@ -95,7 +95,7 @@ class Parts:
     merge_states: Callable[[AttentionState, AttentionState], AttentionState] = part(
         merge_states, "State merge", 2, LAYER
     )
-    gated_mlp: Callable[[Tensor, Tensor, Tensor, Callable], Tensor] = part(gated_mlp, "Gated MLP", 3, LAYER)
+    gated_mlp: Callable[[Tensor, Callable, Callable, Callable], Tensor] = part(gated_mlp, "Gated MLP", 3, LAYER)
     sample: Callable[[Tensor, SamplingBatch], Tensor] = part(sample, "Sampler", 4, SAMPLING)
     scan_stop: ScanStop = part(scan_stop, "Stop strings", 4, SAMPLING)
 

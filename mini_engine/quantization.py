@@ -79,6 +79,21 @@ class QuantizedTensor:
         return matrix.to(dtype)
 
 
+def format_for(method: str, num_columns: int) -> Format:
+    """Return the format in which `quantization=method` stores a matrix of a layer.
+
+    FP8 has a scale for each row, as INT8 has. INT4 has one for each group of columns, because a row of numbers with few
+    outliers would lose the small ones; it is the largest of 128, 64 and 32 columns that divides the row, or the row.
+
+    Args:
+        method: "fp8", "int8" or "int4".
+        num_columns: columns of the matrix.
+    """
+    if method != "int4":
+        return Format(method)
+    return Format("int4", 1, next((group for group in GROUPS if num_columns % group == 0), None))
+
+
 def spread(tiles: Float[Tensor, "TR TC"], form: Format, shape: torch.Size) -> Float[Tensor, "R C"]:
     """Repeat the value of each tile for the rows and columns of the tile.
 
@@ -96,7 +111,9 @@ def spread(tiles: Float[Tensor, "TR TC"], form: Format, shape: torch.Size) -> Fl
     return tiles
 
 
-def quantize(matrix: Float[Tensor, "Out In"], form: Format) -> QuantizedTensor:
+def quantize(
+    matrix: Float[Tensor, "Out In"], form: Format, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedTensor:
     """Round a matrix to a format: the largest number of a tile becomes the largest that the format has.
 
     A tile of zeros gets scale 1. A format with offsets maps the smallest and the largest number of a tile to the ends
@@ -105,19 +122,25 @@ def quantize(matrix: Float[Tensor, "Out In"], form: Format) -> QuantizedTensor:
     Args:
         matrix: finite numbers.
         form: the format. Ragged tiles (a size that does not divide the matrix) are allowed.
+        scale_dtype: scales and offsets are rounded to this dtype first, and the numbers relative to them.
     """
     wide, shape = matrix.to(torch.promote_types(matrix.dtype, torch.float32)), matrix.shape
+
+    def rounded(tiles: Tensor) -> Tensor:
+        return tiles.to(scale_dtype).float().to(wide.dtype)
+
+    def nonzero(scale: Tensor) -> Tensor:
+        return torch.where(rounded(scale) > 0, rounded(scale), 1)
+
     tiled = _tiles_of(wide, form)
     if form.has_offsets:
         low, high = tiled.amin((1, 3)), tiled.amax((1, 3))
-        scale = (high - low) / (2**form.bits - 1)
-        scale = torch.where(scale > 0, scale, 1)
-        offset = low + scale * 2 ** (form.bits - 1)
+        scale = nonzero((high - low) / (2**form.bits - 1))
+        offset = rounded(low + scale * 2 ** (form.bits - 1))
         q = (wide - spread(offset, form, shape)) / spread(scale, form, shape)
         lowest, largest = -(2.0 ** (form.bits - 1)), 2.0 ** (form.bits - 1) - 1
     else:
-        scale, offset = tiled.abs().amax((1, 3)) / LARGEST[form.kind], None
-        scale = torch.where(scale > 0, scale, 1)
+        scale, offset = nonzero(tiled.abs().amax((1, 3)) / LARGEST[form.kind]), None
         q = wide / spread(scale, form, shape)
         lowest, largest = -LARGEST[form.kind], LARGEST[form.kind]
     q = q.to(FP8) if form.kind == "fp8" else q.round().clamp(lowest, largest).to(torch.int8)

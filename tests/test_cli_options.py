@@ -115,7 +115,7 @@ def test_options_override_the_commands_defaults_and_those_the_models(monkeypatch
 
     def llm(name: str, config: EngineConfig, parts: None) -> SimpleNamespace:
         configs.append(config)
-        shape = SimpleNamespace(parameters=list, dtype="float32", device="cpu")
+        shape = SimpleNamespace(num_parameters=0, dtype="float32", device="cpu")
         return SimpleNamespace(model=shape, config=config, default_params=model)
 
     monkeypatch.setattr("mini_engine.llm.LLM", llm)

@@ -94,7 +94,7 @@ def _on_layers(own: Callable[..., Tensor], weights_class: Callable[..., Any]) ->
 
     def decoder_layer(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         attention, mlp = layer.attention, layer.mlp
-        fused = attention.qkv.weight, attention.o.weight, layer.mlp_norm, mlp.gate_up.weight, mlp.down.weight
+        fused = attention.qkv, attention.o, layer.mlp_norm, mlp.gate_up, mlp.down
         norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else ()
         return own(x, weights_class(layer.input_norm, *fused, *norms), cos, sin, layer.spec, attend, layer.eps)
 

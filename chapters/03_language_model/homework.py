@@ -27,6 +27,8 @@ from torch import Tensor
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 
+Projection = Callable[[Float[Tensor, "T In"]], Float[Tensor, "T Out"]]
+
 
 def rms_norm(
     x: Float[Tensor, "*batch D"],
@@ -75,17 +77,20 @@ def qk_norm(
 
 def gated_mlp(
     x: Float[Tensor, "T hidden"],
-    gate_up: Float[Tensor, "I2 hidden"],
-    down: Float[Tensor, "hidden I"],
+    gate_up: Projection,
+    down: Projection,
     activation: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "T hidden"]:
     """Compute the gated MLP of the chapter with the gate and up projections fused.
 
+    A projection is called with tokens, and multiplies them by its weight. How it stores
+    the weight is its own affair: chapter 13 stores fewer bytes.
+
     Args:
         x: one row for each token.
-        gate_up: [2 I, hidden]: the I rows of the gate projection, then the I rows of
-            the up projection.
-        down: the projection back to the hidden size.
+        gate_up: projects [T, hidden] to [T, 2 I]: for each token the I numbers of the
+            gate projection, then the I numbers of the up projection.
+        down: projects [T, I] back to [T, hidden].
         activation: the nonlinearity, applied to the output of the gate projection.
 
     Returns:
@@ -93,9 +98,9 @@ def gated_mlp(
 
     Example: I is 1, the gate is x, up is 10 x, and the "activation" adds 1.
 
-        >>> x, down = torch.tensor([[2.0]]), torch.tensor([[0.5]])
-        >>> gate_up = torch.tensor([[1.0], [10.0]])
-        >>> gated_mlp(x, gate_up, down, lambda gate: gate + 1).item()  # (2+1) * 20 / 2
+        >>> gate_up = lambda x: x @ torch.tensor([[1.0, 10.0]])
+        >>> down, plus_1 = lambda inner: inner * 0.5, lambda gate: gate + 1
+        >>> gated_mlp(torch.tensor([[2.0]]), gate_up, down, plus_1).item()  # 3 * 20 / 2
         30.0
     """
     raise NotImplementedError
@@ -103,16 +108,16 @@ def gated_mlp(
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one Llama or Qwen3 layer, fused. Every matrix is [out, in]."""
+    """The norms and the projections of one Llama or Qwen3 layer, fused."""
 
     input_norm: Float[Tensor, " hidden"]
-    # W = (Hq + 2 Hk) D: first the rows of all query heads, then the rows for the keys
-    # of all KV heads, then the rows for their values.
-    qkv: Float[Tensor, "W hidden"]
-    o: Float[Tensor, "hidden QD"]  # QD = Hq D
+    # From [T, hidden] to [T, (Hq + 2 Hk) D]: for each token its query heads, then the
+    # keys of all KV heads, then their values.
+    qkv: Projection
+    o: Projection  # from [T, Hq D] to [T, hidden]
     mlp_norm: Float[Tensor, " hidden"]
-    gate_up: Float[Tensor, "I2 hidden"]
-    down: Float[Tensor, "hidden I"]
+    gate_up: Projection  # see gated_mlp
+    down: Projection
     # The weights of QK-norm: both are None in a Llama, and neither is in a Qwen3.
     q_norm: Float[Tensor, " D"] | None = None
     k_norm: Float[Tensor, " D"] | None = None
@@ -141,7 +146,7 @@ def decoder_layer(
 
     Args:
         x: the residual stream before the layer.
-        weights: the weights of the layer.
+        weights: the norms and projections of the layer.
         cos: cosines of the rotation of each token.
         sin: sines of the rotation of each token.
         spec: has `layer`, `num_qo_heads`, `num_kv_heads` and `head_dim`.
@@ -153,11 +158,12 @@ def decoder_layer(
 
     Example: all projections are 0, so nothing is added to the residual stream.
 
-        >>> zeros, ones, x = torch.zeros, torch.ones(2), torch.tensor([[3.0, 4.0]])
-        >>> mlp = ones, zeros(8, 2), zeros(2, 4)
-        >>> weights = LayerWeights(ones, zeros(6, 2), zeros(2, 2), *mlp)
+        >>> ones, x = torch.ones(2), torch.tensor([[3.0, 4.0]])
+        >>> def zeros(size): return lambda x: torch.zeros(len(x), size)
+        >>> mlp = ones, zeros(8), zeros(2)
+        >>> weights = LayerWeights(ones, zeros(6), zeros(2), *mlp)
         >>> spec = AttentionSpec(0, 1, 1, head_dim=2, scale=1.0)
-        >>> rotation = torch.ones(1, 1), zeros(1, 1)
+        >>> rotation = torch.ones(1, 1), torch.zeros(1, 1)
         >>> values = lambda layer, q, k, v: v
         >>> decoder_layer(x, weights, *rotation, spec, values, 1e-6).tolist()
         [[3.0, 4.0]]

@@ -73,10 +73,10 @@ EXERCISES = [
         difficulty=1,
         part="gated_mlp",
         hints=(
-            "Two of the three projections read the same x. Their rows are stacked in one weight.",
-            "F.linear(x, gate_up) has 2 I numbers for each token: the first I belong to the gate, the last I to the "
+            "Two of the three projections read the same x. One call computes both.",
+            "gate_up(x) has 2 I numbers for each token: the first I belong to the gate, the last I to the "
             "up projection. Tensor.chunk splits them.",
-            "gate, up = F.linear(x, gate_up).chunk(2, dim=-1); return F.linear(activation(gate) * up, down)",
+            "gate, up = gate_up(x).chunk(2, dim=-1); return down(activation(gate) * up)",
         ),
     ),
     Exercise(
@@ -88,11 +88,11 @@ EXERCISES = [
         hints=(
             "Write down the shape after every line. Which tensors are [T, heads, D], and which are [T, hidden]? Which "
             "heads does QK-norm touch, and which ones does the rotation touch?",
-            "F.linear(h, weights.qkv).unflatten(1, (-1, spec.head_dim)) has Hq + 2 Hk heads; Tensor.split takes a "
+            "weights.qkv(h).unflatten(1, (-1, spec.head_dim)) has Hq + 2 Hk heads; Tensor.split takes a "
             "tuple of sizes and dim=1. Normalize queries and keys before you rotate them. The output of attend goes "
             "through .flatten(1) before `o`. The second norm reads the sum, not the x that the layer got.",
-            "q, k = apply_rope(q_and_k, cos, sin).split((Hq, Hk), dim=1); x = x + F.linear(attend(spec.layer, q, k, "
-            "v).flatten(1), weights.o); return x + gated_mlp(rms_norm(x, weights.mlp_norm, eps), weights.gate_up, "
+            "q, k = apply_rope(q_and_k, cos, sin).split((Hq, Hk), dim=1); x = x + weights.o(attend(spec.layer, q, k, "
+            "v).flatten(1)); return x + gated_mlp(rms_norm(x, weights.mlp_norm, eps), weights.gate_up, "
             "weights.down, F.silu). Write x = x + ..., never x += ....",
         ),
     ),
@@ -298,6 +298,11 @@ def test_qk_norm_leaves_its_input(hw: Homework) -> None:
 # gated_mlp ----------------------------------------------------------------------------------------------------------
 
 
+def times(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """A projection, as the engine's models have them."""
+    return lambda x: F.linear(x, weight)
+
+
 def mlp_in_float64(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     x, gate, up, down = x.double(), gate.double(), up.double(), down.double()
     return (activation(x @ gate.T) * (x @ up.T)) @ down.T
@@ -306,20 +311,20 @@ def mlp_in_float64(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation
 def assert_mlp(hw: Homework, tokens: int, hidden: int, inner: int, activation: Callable[[Tensor], Tensor]) -> None:
     x, gate, up, down = (torch.randn(*s) for s in ((tokens, hidden), (inner, hidden), (inner, hidden), (hidden, inner)))
     expected = mlp_in_float64(x, gate, up, down, activation).float()
-    assert_values(hw.gated_mlp(x, torch.cat((gate, up)), down, activation), expected, atol=1e-4)
+    assert_values(hw.gated_mlp(x, times(torch.cat((gate, up))), times(down), activation), expected, atol=1e-4)
 
 
-@check("gated_mlp", mistake="a weight is [out, in], so use x @ W.T; `down` is applied to activation(gate) * up")
+@check("gated_mlp", mistake="`down` is called with activation(gate) * up")
 def test_one_inner_number(hw: Homework) -> None:
     x, gate_up, down = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]), torch.tensor([[1.0], [5.0]])
     inner = 3 * 3 / (1 + math.exp(-3))  # gate and up are both 3
-    assert_values(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[inner, 5 * inner]]))
+    assert_values(hw.gated_mlp(x, times(gate_up), times(down), F.silu), torch.tensor([[inner, 5 * inner]]))
 
 
 @check("gated_mlp", mistake="apply the activation to the gate, the first I rows; the up projection has none")
 def test_the_activation_is_on_the_gate(hw: Homework) -> None:
     x, gate_up, down = torch.tensor([[2.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5]])
-    assert_values(hw.gated_mlp(x, gate_up, down, F.silu), torch.tensor([[-2 / (1 + math.exp(-2))]]))
+    assert_values(hw.gated_mlp(x, times(gate_up), times(down), F.silu), torch.tensor([[-2 / (1 + math.exp(-2))]]))
 
 
 @check("gated_mlp", mistake="the gate has the first I rows and the up projection the last I: they do not alternate")
@@ -344,7 +349,7 @@ def test_mlp_dtypes(hw: Homework) -> None:
     for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.3)):
         x, gate, up, down = (torch.randn(4, 4).to(dtype) for _ in range(4))
         expected = mlp_in_float64(x, gate, up, down, F.silu).to(dtype)
-        assert_close(hw.gated_mlp(x, torch.cat((gate, up)), down, F.silu), expected, atol=atol)
+        assert_close(hw.gated_mlp(x, times(torch.cat((gate, up))), times(down), F.silu), expected, atol=atol)
 
 
 # decoder_layer ------------------------------------------------------------------------------------------------------
@@ -366,11 +371,11 @@ class Layer:
         p = self.parts
         return self.hw.LayerWeights(
             p["input_norm"],
-            torch.cat((p["q"], p["k"], p["v"])),
-            p["o"],
+            times(torch.cat((p["q"], p["k"], p["v"]))),
+            times(p["o"]),
             p["mlp_norm"],
-            torch.cat((p["gate"], p["up"])),
-            p["down"],
+            times(torch.cat((p["gate"], p["up"]))),
+            times(p["down"]),
             p.get("q_norm"),
             p.get("k_norm"),
         )
@@ -577,9 +582,9 @@ def test_the_embedded_model_on_this_layer(hw: Homework) -> None:
         x = model.embed(ids)
         cos, sin = rope_tables(torch.arange(len(ids)), model.inv_freq)
         for each in model.layers:
-            qkv, o = each.attention.qkv.weight, each.attention.o.weight
-            gate_up, down = each.mlp.gate_up.weight, each.mlp.down.weight
-            weights = hw.LayerWeights(each.input_norm, qkv, o, each.mlp_norm, gate_up, down)
+            attention, mlp = each.attention, each.mlp
+            projections = attention.qkv, attention.o, each.mlp_norm, mlp.gate_up, mlp.down
+            weights = hw.LayerWeights(each.input_norm, *projections)
             x = hw.decoder_layer(x, weights, cos, sin, each.spec, attend_causally, each.eps)
         best = model.compute_logits(rms_norm(x[-1:], model.norm, model.config.norm_eps)).argmax(-1)
     assert_equal(tokenizer.decode(best), " Paris", name="what follows 'The capital of France is'")

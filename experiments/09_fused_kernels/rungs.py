@@ -145,7 +145,7 @@ def packed_projections(parts: Parts) -> Layer:
         q, k = parts.apply_rope(q_and_k, cos, sin).split((spec.num_qo_heads, spec.num_kv_heads), dim=1)
         x = x + linear(step.backend(spec.layer, q, k, v).flatten(1), attention.o.weight)
         hidden = parts.rms_norm(x, layer.mlp_norm, eps)
-        return x + parts.gated_mlp(hidden, mlp.gate_up.weight, mlp.down.weight, mlp.activation)
+        return x + parts.gated_mlp(hidden, mlp.gate_up, mlp.down, mlp.activation)
 
     return run
 
@@ -168,7 +168,7 @@ def rotated_and_appended(device: torch.device) -> Layer:
         q = rotate_and_append(qkv, norms, eps, cos, sin, pages, step.layout, step.slots)
         x = x + linear(step.backend.run(layer.spec.layer, q).flatten(1), attention.o.weight)
         hidden = parts.rms_norm(x, layer.mlp_norm, eps)
-        return x + parts.gated_mlp(hidden, mlp.gate_up.weight, mlp.down.weight, mlp.activation)
+        return x + parts.gated_mlp(hidden, mlp.gate_up, mlp.down, mlp.activation)
 
     return run
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from mini_engine import rope
 from mini_engine.models import layers
 from mini_engine.models.config import ACTIVATIONS
-from mini_engine.models.linear import linear
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)  # that the rotation supports
@@ -89,12 +88,12 @@ apply_rope = Rotation()
 
 def gated_mlp(
     x: Float[Tensor, "T hidden"],
-    gate_up: Float[Tensor, "I2 hidden"],
-    down: Float[Tensor, "hidden I"],
+    gate_up: Callable[[Tensor], Tensor],
+    down: Callable[[Tensor], Tensor],
     activation: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "T hidden"]:
     """Compute `layers.gated_mlp` with one launch for activation and gating, for SiLU and GELU with tanh."""
     activate_and_multiply = GATED_ACTIVATIONS.get(activation)
     if activate_and_multiply is None or x.dtype not in DTYPES:
         return layers.gated_mlp(x, gate_up, down, activation)
-    return linear(activate_and_multiply(linear(x, gate_up)), down)
+    return down(activate_and_multiply(gate_up(x)))

@@ -94,7 +94,7 @@ class PersistentDecode:
             layers=self._layers.data_ptr(),
             embedding=model.embed_tokens.data_ptr(),
             final_norm=model.norm.data_ptr(),
-            lm_head=model.lm_head.data_ptr(),
+            lm_head=model.lm_head.weight.data_ptr(),
             inv_freq=model.inv_freq.data_ptr(),
             page_stride=keys.stride(0),
             token_stride=keys.stride(token_axis),

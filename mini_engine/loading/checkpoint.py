@@ -29,6 +29,7 @@ from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig, token_ids
 from mini_engine.models.layers import ModelParts
 from mini_engine.models.registry import build_model
+from mini_engine.quantization import Format, format_for
 from mini_engine.sampling_params import SamplingParams
 
 
@@ -131,14 +132,30 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    checkpoint: Checkpoint, parts: ModelParts, dtype: torch.dtype, device: torch.device | str = "cpu"
+    checkpoint: Checkpoint,
+    parts: ModelParts,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
 ) -> CausalLM:
     """Build the model and fill it with its weights, converted to `dtype` on `device`, without a second copy.
 
+    Args:
+        checkpoint: the model on disk.
+        parts: the engine's replaceable parts.
+        dtype: dtype of what is not quantized.
+        device: where the weights are.
+        quantization: "fp8", "int8" or "int4": round the matrices of the layers to it, one tensor at a time, and with
+            "int8" and "int4" the LM head to INT8; None: as they are stored.
+
     Raises:
-        ModelLoadError: if the weights do not match the configuration, or the model does not fit into memory.
+        ModelLoadError: if the weights do not match the configuration, the model does not fit into memory, or its
+            weights are quantized already.
     """
-    model = build_model(checkpoint.config, parts, dtype, device)
+    config = checkpoint.config
+    if quantization is not None:
+        config = replace(config, formats=formats_for(quantization, build_model(config, parts, dtype, "meta")))
+    model = build_model(config, parts, dtype, device)
     if checkpoint.path.suffix == ".gguf":
         model.source = "metadata"
     try:
@@ -146,6 +163,18 @@ def load_model(
     except OSError as error:
         raise _unreadable(checkpoint.path, error) from error
     return model
+
+
+def formats_for(quantization: str, model: CausalLM) -> dict[str, Format]:
+    """Return the formats of a model's matrices for `quantization=...`, by the names of their modules.
+
+    Logits are close to each other, so the LM head keeps eight bits where the layers have four. With FP8 it stays as
+    it is, as in other engines.
+    """
+    matrices = {name: filled for name, filled in model.destinations().items() if len(filled.shape) == 2}
+    in_layers = {name: filled for name, filled in matrices.items() if name.startswith(model.layers_name)}
+    formats = {name.removesuffix(".weight"): format_for(quantization, own.shape[1]) for name, own in in_layers.items()}
+    return formats if quantization == "fp8" else formats | {"lm_head": format_for("int8", model.config.hidden_size)}
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ModelConfig, ModelLimits
-from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, empty_weight, with_prefix
-from mini_engine.models.linear import linear
+from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, with_prefix
+from mini_engine.models.weights import Destination, Linear, Projection, QuantizedLinear, empty_weight, projection
 
 
 class LanguageModel(nn.Module):
@@ -39,6 +39,12 @@ class LanguageModel(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the weights, whatever their format."""
+        quantized = (own for own in self.modules() if isinstance(own, QuantizedLinear))
+        return sum(weight.numel() for weight in self.parameters()) + sum(own.num_numbers for own in quantized)
 
     @abstractmethod
     def forward(
@@ -75,8 +81,12 @@ class CausalLM(LanguageModel):
         self.config: ModelConfig = config
         self.parts = parts
         self.embed_tokens = empty_weight(config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else empty_weight(config.vocab_size, config.hidden_size)
+        head = {"lm_head": config.vocab_size}
+        self.lm_head: Projection
+        if config.tie_word_embeddings and "lm_head" not in config.formats:
+            self.lm_head = Linear(config.hidden_size, head, weight=self.embed_tokens)
+        else:
+            self.lm_head = projection(config.formats, "", config.hidden_size, head)
         scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5 if config.scale_attn_weights else 1.0
         by_layer = config.scale_attn_by_inverse_layer_idx
         self.attention_specs = tuple(
@@ -86,14 +96,14 @@ class CausalLM(LanguageModel):
         self.layers = nn.ModuleList(self.layer_class(config, spec, parts) for spec in self.attention_specs)
         self.norm = empty_weight(config.hidden_size)
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         """Map the name of each tensor of the checkpoint to the parameter (or rows of a fused one) that it fills."""
-        found: dict[str, Tensor] = {self.embedding_name: self.embed_tokens, self.norm_name: self.norm}
+        found: dict[str, Destination] = {self.embedding_name: self.embed_tokens, self.norm_name: self.norm}
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             found |= with_prefix(f"{self.layers_name}.{index}.", layer.destinations())
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.lm_head
+            found |= self.lm_head.destinations()
         return found
 
     def embed(self, token_ids: Int[Tensor, " T"]) -> Float[Tensor, "T hidden"]:
@@ -101,9 +111,9 @@ class CausalLM(LanguageModel):
         return F.embedding(token_ids, self.embed_tokens)
 
     def compute_logits(self, hidden: Float[Tensor, "R hidden"]) -> Float[Tensor, "R vocab"]:
-        if hidden.is_cuda and hidden.dtype.itemsize == 2:  # keep the sums in float32
-            return torch.mm(hidden, self.lm_head.T, out_dtype=torch.float32)
-        logits = linear(hidden, self.lm_head)
+        if isinstance(self.lm_head, Linear) and hidden.is_cuda and hidden.dtype.itemsize == 2:
+            return torch.mm(hidden, self.lm_head.weight.T, out_dtype=torch.float32)  # keep the sums in float32
+        logits = self.lm_head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
@@ -127,7 +137,7 @@ class CausalLM(LanguageModel):
             need = f"{architecture} needs with shape {list(destinations[missing[0]].shape)}"
             has = ", ".join(repr(name[:80]) for name in list(found)[:3])
             raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}, which {need}, but {has}...: {remedy}")
-        known = destinations | {"lm_head.weight": self.lm_head}  # a checkpoint may repeat tied weights
+        known = {"lm_head.weight": self.embed_tokens} | destinations  # a checkpoint may repeat tied weights
         if unexpected := [name for name in found if name not in known]:
             raise ModelLoadError(
                 f"{architecture} has no place for {len(unexpected)} of the checkpoint's tensors, such as "
@@ -137,8 +147,10 @@ class CausalLM(LanguageModel):
             _check(name, headers[name], list(known[name].shape), f"{architecture} with this {self.source}", remedy)
         for name, destination in destinations.items():
             destination.copy_(tensors[name])
+        if self.config.tie_word_embeddings and not isinstance(self.lm_head, Linear):
+            self.lm_head.destinations()["lm_head.weight"].copy_(self.embed_tokens)
         for name in found.keys() - destinations.keys():
-            if not torch.equal(tensors[name].to(known[name]), known[name]):
+            if not torch.equal(tensors[name].to(self.embed_tokens), self.embed_tokens):
                 raise ModelLoadError(
                     f"{self.source} ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in {self.source}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mini_engine.errors import ModelLoadError
+from mini_engine.quantization import Format
 from mini_engine.rope import Linear, Llama3, RopeConfig
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -111,6 +112,7 @@ class ModelConfig(ModelLimits):
         scale_attn_weights: GPT-2 divides the scores by the square root of `head_dim`.
         scale_attn_by_inverse_layer_idx: GPT-2 also divides the scores of layer i by i + 1.
         eos_token_ids: the tokens that end a text.
+        formats: the formats of quantized matrices, by the names of their modules; the others are not quantized.
     """
 
     architecture: str
@@ -133,6 +135,7 @@ class ModelConfig(ModelLimits):
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    formats: Mapping[str, Format] = field(default_factory=dict)
 
     @classmethod
     def from_hf(cls, hf: object) -> ModelConfig:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, empty_weight, with_prefix
+from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, with_prefix
 from mini_engine.models.llama import LlamaForCausalLM
+from mini_engine.models.weights import Destination, empty_weight
 
 
 def norm_weight(size: int) -> nn.Parameter:
@@ -33,7 +34,7 @@ class Gemma2Layer(DecoderLayer):
         self.attention = Attention(config, spec, parts)
         self.post_attention_norm = norm_weight(config.hidden_size)
         self.mlp_norm = norm_weight(config.hidden_size)
-        self.mlp = GatedMLP(config, parts)
+        self.mlp = GatedMLP(config, spec.layer, parts)
         self.post_mlp_norm = norm_weight(config.hidden_size)
 
     def forward(
@@ -43,7 +44,7 @@ class Gemma2Layer(DecoderLayer):
         x = x + norm(self.attention(norm(x, self.input_norm, eps), cos, sin, attend), self.post_attention_norm, eps)
         return x + norm(self.mlp(norm(x, self.mlp_norm, eps)), self.post_mlp_norm, eps)
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         return {
             "input_layernorm.weight": self.input_norm,
             "post_attention_layernorm.weight": self.post_attention_norm,
@@ -77,6 +78,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
         """Load as in the base class, then add the 1 of 1 + w to the norms, once instead of in every step."""
         super().load_weights(tensors, headers)
-        for name, weight in self.destinations().items():
-            if name.endswith("norm.weight"):
+        for name, weight in self.named_parameters():
+            if name.endswith("norm"):
                 weight.add_(1)

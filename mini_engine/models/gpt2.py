@@ -13,7 +13,8 @@ from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
-from mini_engine.models.layers import DecoderLayer, Linear, ModelParts, empty_weight, split_qkv
+from mini_engine.models.layers import DecoderLayer, ModelParts, split_qkv
+from mini_engine.models.weights import Destination, empty_weight, projection
 
 _CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
 _MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -57,11 +58,12 @@ class GPT2Layer(DecoderLayer):
         self.activation = ACTIVATIONS[config.hidden_act]
         hidden, inner = config.hidden_size, config.intermediate_size
         self.norm_1, self.norm_1_bias = empty_weight(hidden), empty_weight(hidden)
-        self.qkv = Linear(hidden, {"attn.c_attn": 3 * hidden}, bias=True)
-        self.o = Linear(hidden, {"attn.c_proj": hidden}, bias=True)
+        formats, prefix = config.formats, f"h.{spec.layer}."
+        self.qkv = projection(formats, prefix, hidden, {"attn.c_attn": 3 * hidden}, bias=True)
+        self.o = projection(formats, prefix, hidden, {"attn.c_proj": hidden}, bias=True)
         self.norm_2, self.norm_2_bias = empty_weight(hidden), empty_weight(hidden)
-        self.up = Linear(hidden, {"mlp.c_fc": inner}, bias=True)
-        self.down = Linear(inner, {"mlp.c_proj": hidden}, bias=True)
+        self.up = projection(formats, prefix, hidden, {"mlp.c_fc": inner}, bias=True)
+        self.down = projection(formats, prefix, inner, {"mlp.c_proj": hidden}, bias=True)
 
     def forward(self, x: Float[Tensor, "T hidden"], attend: Attend) -> Float[Tensor, "T hidden"]:
         normed = F.layer_norm(x, self.norm_1.shape, self.norm_1, self.norm_1_bias, self.eps)
@@ -71,8 +73,8 @@ class GPT2Layer(DecoderLayer):
         normed = F.layer_norm(x, self.norm_2.shape, self.norm_2, self.norm_2_bias, self.eps)
         return x + self.down(self.activation(self.up(normed)))
 
-    def destinations(self) -> dict[str, Tensor]:
-        norms = {"ln_1.weight": self.norm_1, "ln_1.bias": self.norm_1_bias}
+    def destinations(self) -> dict[str, Destination]:
+        norms: dict[str, Destination] = {"ln_1.weight": self.norm_1, "ln_1.bias": self.norm_1_bias}
         norms |= {"ln_2.weight": self.norm_2, "ln_2.bias": self.norm_2_bias}
         projections = (self.qkv, self.o, self.up, self.down)
         return norms | {name: rows for each in projections for name, rows in each.destinations().items()}
@@ -103,5 +105,5 @@ class GPT2LMHeadModel(CausalLM):
         rename = self.parts.gpt2_weights
         super().load_weights(rename(tensors), None if headers is None else rename(headers))
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         return {**super().destinations(), "wpe.weight": self.embed_positions, "ln_f.bias": self.norm_bias}

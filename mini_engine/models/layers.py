@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
-from mini_engine.models.linear import linear
+from mini_engine.models.weights import Destination, projection
+
+LAYERS = "model.layers"  # what the checkpoints of all families but GPT-2 call them
 
 
 @runtime_checkable
@@ -73,28 +75,24 @@ def qk_norm(
 
 def gated_mlp(
     x: Float[Tensor, "T hidden"],
-    gate_up: Float[Tensor, "I2 hidden"],
-    down: Float[Tensor, "hidden I"],
+    gate_up: Callable[[Tensor], Tensor],
+    down: Callable[[Tensor], Tensor],
     activation: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "T hidden"]:
     """Compute `down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, GeGLU with GELU (Shazeer 2020).
 
     Args:
         x: the tokens.
-        gate_up: the gate's `I` rows, then the up projection's `I` rows: one matrix product instead of two.
-        down: the projection back to the hidden size.
+        gate_up: projects `[T, hidden]` to `[T, 2 I]`: the gate's `I` numbers of a token, then the up projection's. One
+            matrix product computes both. How the matrix is stored is left to the projection.
+        down: projects `[T, I]` back to `[T, hidden]`.
         activation: the nonlinearity on the gate.
 
     Returns:
         One row for each token, in the dtype of `x`.
     """
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    return linear(activation(gate) * up, down)
-
-
-def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Create a parameter without values on the default device; `load_weights` fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(activation(gate) * up)
 
 
 def attention_spec(config: ModelConfig, layer: int, scale: float) -> AttentionSpec:
@@ -136,35 +134,8 @@ class DecoderLayer(nn.Module):
         self.spec, self.parts, self.eps = spec, parts, config.norm_eps
 
     @abstractmethod
-    def destinations(self) -> dict[str, Tensor]:
-        """Map the checkpoint name of each tensor of the layer to the parameter (or rows of one) that it fills."""
-
-
-class Linear(nn.Module):
-    """A projection. Projections of the same input are fused: each one is a block of rows of the weight.
-
-    Args:
-        in_features: size of the input.
-        rows: for each projection, its name in the checkpoint and the size of its output.
-        bias: whether they have biases.
-    """
-
-    def __init__(self, in_features: int, rows: Mapping[str, int], bias: bool = False) -> None:
-        super().__init__()
-        self.rows, num_rows = rows, sum(rows.values())
-        self.weight = empty_weight(num_rows, in_features)
-        self.bias = empty_weight(num_rows) if bias else None
-
-    def __call__(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:  # without hooks, which cost host time
-        return linear(x, self.weight, self.bias)
-
-    def destinations(self) -> dict[str, Tensor]:
-        """Map the checkpoint name of each tensor to the rows that it fills."""
-        return {
-            f"{name}.{kind}": rows
-            for kind, tensor in self.named_parameters()
-            for name, rows in zip(self.rows, tensor.split(list(self.rows.values())), strict=True)
-        }
+    def destinations(self) -> dict[str, Destination]:
+        """Map the checkpoint name of each tensor of the layer to what it fills."""
 
 
 class Attention(nn.Module):
@@ -174,8 +145,9 @@ class Attention(nn.Module):
         super().__init__()
         self.spec, self.parts, hidden, bias = spec, parts, config.hidden_size, config.attention_bias
         q_rows, kv_rows = spec.num_qo_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(hidden, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
-        self.o = Linear(q_rows, {"o_proj": hidden}, bias)
+        formats, prefix = config.formats, f"{LAYERS}.{spec.layer}.self_attn."
+        self.qkv = projection(formats, prefix, hidden, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
+        self.o = projection(formats, prefix, q_rows, {"o_proj": hidden}, bias)
 
     def prepare(self, q_and_k: Float[Tensor, "T QK D"]) -> Float[Tensor, "T QK D"]:
         """Change the heads of queries and keys before they are rotated; Llama does nothing."""
@@ -190,27 +162,27 @@ class Attention(nn.Module):
         q, k = q_and_k.narrow(1, 0, spec.num_qo_heads), q_and_k.narrow(1, spec.num_qo_heads, spec.num_kv_heads)
         return self.o(attend(spec.layer, q, k, v).flatten(1))
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         return self.qkv.destinations() | self.o.destinations()
 
 
 class GatedMLP(nn.Module):
-    """The MLP of a layer: the weights of `gated_mlp`."""
+    """The MLP of a layer: the projections of `gated_mlp`."""
 
-    def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
+    def __init__(self, config: ModelConfig, layer: int, parts: ModelParts) -> None:
         super().__init__()
         self.parts, self.activation = parts, ACTIVATIONS[config.hidden_act]
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(hidden, {"gate_proj": inner, "up_proj": inner})
-        self.down = Linear(inner, {"down_proj": hidden})
+        hidden, inner, prefix = config.hidden_size, config.intermediate_size, f"{LAYERS}.{layer}.mlp."
+        self.gate_up = projection(config.formats, prefix, hidden, {"gate_proj": inner, "up_proj": inner})
+        self.down = projection(config.formats, prefix, inner, {"down_proj": hidden})
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
-        return self.parts.gated_mlp(x, self.gate_up.weight, self.down.weight, self.activation)
+        return self.parts.gated_mlp(x, self.gate_up, self.down, self.activation)
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         return self.gate_up.destinations() | self.down.destinations()
 
 
-def with_prefix(prefix: str, destinations: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_prefix(prefix: str, destinations: Mapping[str, Destination]) -> dict[str, Destination]:
     """Prepend `prefix` to each name."""
     return {prefix + name: tensor for name, tensor in destinations.items()}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, empty_weight, with_prefix
+from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, with_prefix
+from mini_engine.models.weights import Destination, empty_weight
 from mini_engine.rope import inverse_frequencies, rope_tables
 
 
@@ -50,7 +51,7 @@ class LlamaLayer(DecoderLayer):
         self.input_norm = empty_weight(config.hidden_size)
         self.attention = self.attention_class(config, spec, parts)
         self.mlp_norm = empty_weight(config.hidden_size)
-        self.mlp = GatedMLP(config, parts)
+        self.mlp = GatedMLP(config, spec.layer, parts)
 
     def fold_norms(self) -> None:
         """Multiply the weight of each norm into the matrix after it, and set the weight to one.
@@ -67,7 +68,7 @@ class LlamaLayer(DecoderLayer):
     ) -> Float[Tensor, "T hidden"]:
         return self.parts.decoder_layer(self, x, cos, sin, attend)
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         return {
             "input_layernorm.weight": self.input_norm,
             "post_attention_layernorm.weight": self.mlp_norm,

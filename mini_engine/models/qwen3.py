@@ -7,8 +7,9 @@ from torch import Tensor
 
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import Attention, ModelParts, empty_weight
+from mini_engine.models.layers import Attention, ModelParts
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
+from mini_engine.models.weights import Destination, empty_weight
 
 
 class Qwen3Attention(Attention):
@@ -22,7 +23,7 @@ class Qwen3Attention(Attention):
     def prepare(self, q_and_k: Float[Tensor, "T QK D"]) -> Float[Tensor, "T QK D"]:
         return self.parts.qk_norm(q_and_k, self.q_norm, self.k_norm, self.spec.num_qo_heads, self.eps)
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         return {**super().destinations(), "q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
 
 

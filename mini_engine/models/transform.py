@@ -14,6 +14,7 @@ from mini_engine.attention.backend import AttentionBackend
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.config import ACTIVATIONS
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
+from mini_engine.models.weights import Linear, Projection
 
 MAX_SAMPLES = 64  # values of each weight that enter a model's identity
 Forward = Callable[[Tensor, Tensor], Tensor]  # takes token ids and positions, and returns hidden states
@@ -33,6 +34,9 @@ def prepare_weights(model: LanguageModel) -> None:
         for layer in model.modules():
             if isinstance(layer, LlamaLayer):
                 layer.fold_norms()
+    for each in model.modules():
+        if isinstance(each, Projection):
+            each.prepare()
 
 
 def bind_layers(model: LanguageModel, backend: AttentionBackend) -> Forward:
@@ -54,6 +58,7 @@ def has_fused_layers(model: LanguageModel) -> bool:
     return (
         isinstance(model, LlamaForCausalLM)
         and all(isinstance(layer, LlamaLayer) for layer in model.layers)  # Gemma 2 has others
+        and all(isinstance(own, Linear) for own in model.modules() if isinstance(own, Projection))
         and ops.has_layer_kernels(model.device)
         and model.dtype == torch.bfloat16
         and not model.config.attention_bias

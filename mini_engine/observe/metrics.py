@@ -111,5 +111,5 @@ def weight_bytes_per_step(model: CausalLM) -> int:
 
     Embeddings that are tied to the LM head are read in full, as the LM head.
     """
-    unread = 0 if model.lm_head is model.embed_tokens else model.embed_tokens.nbytes
-    return sum(weight.nbytes for weight in model.parameters()) - unread
+    unread = 0 if getattr(model.lm_head, "weight", None) is model.embed_tokens else model.embed_tokens.nbytes
+    return sum({id(weight): weight.nbytes for weight in model.state_dict(keep_vars=True).values()}.values()) - unread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import reload
 from types import ModuleType
 
@@ -98,7 +99,8 @@ def test_rotation(ops: ModuleType, device: str, head_dim: int, dtype: torch.dtyp
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "gelu", "relu"])
 def test_gated_mlp(ops: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
     x = random(5, 64, device=device, dtype=dtype)
-    gate_up, down = random(192, 64, device=device, dtype=dtype) / 8, random(64, 96, device=device, dtype=dtype) / 10
+    weights = random(192, 64, device=device, dtype=dtype) / 8, random(64, 96, device=device, dtype=dtype) / 10
+    gate_up, down = (partial(torch.nn.functional.linear, weight=weight) for weight in weights)
     activation: Callable[[Tensor], Tensor] = ACTIVATIONS[name]
     assert_close(ops.gated_mlp(x, gate_up, down, activation), layers.gated_mlp(x, gate_up, down, activation))
 

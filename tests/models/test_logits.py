@@ -132,5 +132,5 @@ def test_rms_norm_equals_its_formula(dtype: torch.dtype) -> None:
 
 def test_gated_mlp_equals_three_separate_products() -> None:
     x, gate, up, down = torch.randn(5, 4), torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)
-    ours = gated_mlp(x, torch.cat((gate, up)), down, torch.sigmoid)
+    ours = gated_mlp(x, lambda x: x @ torch.cat((gate, up)).T, lambda inner: inner @ down.T, torch.sigmoid)
     torch.testing.assert_close(ours, (torch.sigmoid(x @ gate.T) * (x @ up.T)) @ down.T)

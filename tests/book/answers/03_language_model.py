@@ -183,46 +183,46 @@ def heads_in_place(q_and_k, q_weight, k_weight, num_qo_heads, eps):
 
 
 @right("gated_mlp")
-def three_products(x, gate_up, down, activation):
-    inner = down.shape[1]
-    return (activation(x @ gate_up[:inner].T) * (x @ gate_up[inner:].T)) @ down.mT
+def half_by_half(x, gate_up, down, activation):
+    both = gate_up(x)
+    inner = both.shape[1] // 2
+    return down(both[:, inner:] * activation(both[:, :inner]))
 
 
 @right("gated_mlp")
-def summed_over_the_inner_axis(x, gate_up, down, activation):
-    projected = torch.einsum("th,ih->ti", x, gate_up)
-    inner = activation(projected[:, : down.shape[1]]).mul(projected[:, down.shape[1] :])
-    return torch.einsum("ti,hi->th", inner, down)
+def viewed_as_two(x, gate_up, down, activation):
+    gate, up = gate_up(x).unflatten(1, (2, -1)).unbind(1)
+    return down(activation(gate).mul(up))
 
 
 @wrong("gated_mlp", fails="test_one_inner_number")
 def added_instead_of_multiplied(x, gate_up, down, activation):
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(activation(gate) + up, down)
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(activation(gate) + up)
 
 
 @wrong("gated_mlp", fails="test_one_inner_number")
 def without_up(x, gate_up, down, activation):
-    gate, _ = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(activation(gate), down)
+    gate, _ = gate_up(x).chunk(2, dim=-1)
+    return down(activation(gate))
 
 
 @wrong("gated_mlp", fails="test_the_activation_is_on_the_gate")
 def activation_on_up(x, gate_up, down, activation):
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(gate * activation(up), down)
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(gate * activation(up))
 
 
 @wrong("gated_mlp", fails="test_one_inner_number")
 def activation_on_both(x, gate_up, down, activation):
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(activation(gate * up), down)
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(activation(gate * up))
 
 
 @wrong("gated_mlp", fails="test_gate_and_up_are_two_halves")
 def alternating_rows(x, gate_up, down, activation):
-    both = F.linear(x, gate_up)
-    return F.linear(activation(both[:, 0::2]) * both[:, 1::2], down)
+    both = gate_up(x)
+    return down(activation(both[:, 0::2]) * both[:, 1::2])
 
 
 @wrong("gated_mlp", fails="test_swiglu_and_geglu")
@@ -237,7 +237,7 @@ def mlp_in_another_dtype(x, gate_up, down, activation):
 
 @wrong("gated_mlp", fails="test_mlp_dtypes")
 def always_float32(x, gate_up, down, activation):
-    return reference.gated_mlp(x.float(), gate_up.float(), down.float(), activation)
+    return reference.gated_mlp(x, gate_up, down, activation).float()
 
 
 # decoder_layer ------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def qk_normalized(q, k, weights, eps, **change):
 def decoder(x, weights, cos, sin, spec, attend, eps, **change):
     """The reference with one thing changed, from which most of the wrong answers below are made."""
     normed = x if change.get("no_norm") else reference.rms_norm(x, weights.input_norm, eps)
-    heads = F.linear(normed, weights.qkv)
+    heads = weights.qkv(normed)
     sizes = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
     q, k, v = heads.unflatten(1, (-1, spec.head_dim)).split(sizes, dim=1)
     if change.get("group_by_group") and spec.num_qo_heads != spec.num_kv_heads:
@@ -266,7 +266,7 @@ def decoder(x, weights, cos, sin, spec, attend, eps, **change):
     if weights.q_norm is not None and change.get("norm_after_rotation"):
         q, k = qk_normalized(q, k, weights, eps)
     v = apply_rope(v, cos, sin) if change.get("values_too") else v
-    out = F.linear(attend(change.get("layer", spec.layer), q, k, v).flatten(1), weights.o)
+    out = weights.o(attend(change.get("layer", spec.layer), q, k, v).flatten(1))
     x = out if change.get("no_residual") else x + out
     read = change.get("mlp_reads", x)
     normed = reference.rms_norm(read, weights.input_norm if change.get("one_norm") else weights.mlp_norm, eps)
@@ -275,15 +275,14 @@ def decoder(x, weights, cos, sin, spec, attend, eps, **change):
 
 
 @right("decoder_layer")
-def unfused(x, weights, cos, sin, spec, attend, eps):
+def split_before_heads(x, weights, cos, sin, spec, attend, eps):
     rows = torch.tensor((spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)) * spec.head_dim
-    q_weight, k_weight, v_weight = weights.qkv.split(rows.tolist())
-    normed = reference.rms_norm(x, weights.input_norm, eps)
-    q, k, v = ((normed @ w.T).reshape(len(x), -1, spec.head_dim) for w in (q_weight, k_weight, v_weight))
+    projected = weights.qkv(reference.rms_norm(x, weights.input_norm, eps)).split(rows.tolist(), dim=1)
+    q, k, v = (own.reshape(len(x), -1, spec.head_dim) for own in projected)
     if weights.q_norm is not None:
         q, k = F.rms_norm(q, q.shape[2:], weights.q_norm, eps), F.rms_norm(k, k.shape[2:], weights.k_norm, eps)
     q, k = (apply_rope(torch.cat((q, k), 1), cos, sin)).split((spec.num_qo_heads, spec.num_kv_heads), 1)
-    attended = x + attend(spec.layer, q, k, v).reshape(len(x), -1) @ weights.o.T
+    attended = x + weights.o(attend(spec.layer, q, k, v).reshape(len(x), -1))
     normed = reference.rms_norm(attended, weights.mlp_norm, eps)
     return attended + reference.gated_mlp(normed, weights.gate_up, weights.down, F.silu)
 
@@ -379,7 +378,7 @@ def attention_head_by_head(x, weights, cos, sin, spec, attend, eps):
     """Calls `attend` a second time and ignores what it returns."""
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
     normed = reference.rms_norm(x, weights.input_norm, eps)
-    q, k, v = F.linear(normed, weights.qkv).unflatten(1, (-1, spec.head_dim)).split(shape, dim=1)
+    q, k, v = weights.qkv(normed).unflatten(1, (-1, spec.head_dim)).split(shape, dim=1)
     attend(spec.layer, q, k, v)
     return decoder(x, weights, cos, sin, spec, attend, eps)
 

@@ -2,6 +2,8 @@
 # transformers 5.23.0: an attention function that is registered under a name of its own, without a mask function under
 # the same name, is called without any mask. A decoder then attends to later tokens, and no message says so.
 # Expected: a causal mask, or an error. Remedy: AttentionMaskInterface.register(name, eager_mask) as well.
+# Seen: when only later tokens change, the first token's logits change by 0.5 without a registered mask function, and by
+# 0 with one and with sdpa.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,11 +2,12 @@
 # Triton 3.7.1: in the interpreter (TRITON_INTERPRET=1), tl.dot of bfloat16 tiles multiplies the bit patterns, so its
 # result has nothing to do with the product. float32 tiles are right. No message says so.
 # Expected: the product, or an error. Remedy: test kernels with tl.dot in float32 in the interpreter.
+# Seen: a relative error of 6.6e-08 for float32 and of 4.2e+09 for bfloat16.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q torch==2.13.0 triton==3.7.1 numpy
+"$folder/venv/bin/pip" install -q torch==2.13.0 triton==3.7.1 numpy==2.4.6
 cat > "$folder/kernel.py" <<'PY'
 import torch, triton
 import triton.language as tl

@@ -82,8 +82,9 @@ class QuantizedTensor:
 def format_for(method: str, num_columns: int) -> Format:
     """Return the format in which `quantization=method` stores a matrix of a layer.
 
-    FP8 has a scale for each row, as INT8 has. INT4 has one for each group of columns, because a row of numbers with few
-    outliers would lose the small ones; it is the largest of 128, 64 and 32 columns that divides the row, or the row.
+    FP8 has a scale for each row, as INT8 has. INT4 has a scale and an offset for each group of columns, because with 16
+    values, a large number takes the precision of all that share its scale. A group has 128, 64 or 32 columns, the
+    most that divide a row; it is the row if none does.
 
     Args:
         method: "fp8", "int8" or "int4".
@@ -91,7 +92,7 @@ def format_for(method: str, num_columns: int) -> Format:
     """
     if method != "int4":
         return Format(method)
-    return Format("int4", 1, next((group for group in GROUPS if num_columns % group == 0), None))
+    return Format("int4", 1, next((group for group in GROUPS if num_columns % group == 0), None), has_offsets=True)
 
 
 def spread(tiles: Float[Tensor, "TR TC"], form: Format, shape: torch.Size) -> Float[Tensor, "R C"]:

@@ -92,5 +92,6 @@ def test_columns_in_another_order_come_back() -> None:
 
 
 def test_the_formats_of_the_option() -> None:
-    assert format_for("int4", 576) == Format("int4", 1, 64) and format_for("int4", 4096) == Format("int4", 1, 128)
-    assert format_for("int4", 48) == Format("int4") and format_for("int8", 48) == Format("int8")
+    for columns, group in {576: 64, 4096: 128, 96: 32, 48: None}.items():
+        assert format_for("int4", columns) == Format("int4", 1, group, has_offsets=True)
+    assert format_for("int8", 48) == Format("int8") and format_for("fp8", 4096) == Format("fp8")

@@ -6,8 +6,8 @@ are not rounded yet, so that they make up for its error as well as they can on t
 
 For one row w, the squared error over the tokens is (w - q) H (w - q)^T with H = X^T X. Let U be the upper Cholesky
 factor of the inverse of H. If column i is rounded with the error e, then the best change of the later columns is
--e / U[i, i] * U[i, later] (section 3.3 of the paper). Columns that are rounded first can be made up for by all others, so
-the largest entries of tokens should come first; this version keeps the order of the model. Explained in chapter 13.
+-e / U[i, i] * U[i, later] (section 3.3 of the paper). A column that is rounded early has the most others to make up for
+it, so the largest entries of tokens should come first. This version keeps the model's order. Explained in chapter 13.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Running experiments: what every run.py does around its measurements, and how a notebook shows one on a GPU."""
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +105,32 @@ def in_rounds(
             machine = faster(machine, measure_machine(device, dtype))
         measured.append(rows_of(machine))
     return machine, results.median_rows(measured)
+
+
+def seconds_in_turns(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Time functions in turns, after a warm-up, so a machine whose speed drifts favors none: all times of each."""
+    for run in runs:
+        run()
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for own, run in zip(seconds, runs, strict=True):
+            start = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - start)
+    return seconds
+
+
+def rate_row(
+    figure: str,
+    num_tokens: int,
+    seconds: Sequence[float],
+    bound: float,
+    source: str,
+    case: Mapping[str, results.Setting],
+) -> results.Row:
+    """Tokens/s: the median of several times, with the slowest and the fastest."""
+    spread = num_tokens / max(seconds), num_tokens / min(seconds)
+    return results.Row(figure, num_tokens / statistics.median(seconds), "tokens/s", bound, source, case, spread)
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:

@@ -76,6 +76,8 @@ class ModelShape:
         gated: whether the MLP has a gate. GPT-2's has none.
         window: keys that a query of a layer with a sliding window sees, its own included.
         windowed_layers: number of layers with a sliding window.
+        weight_bytes: bytes of a number of the weights, with its share of scales; None: as of all other numbers.
+        kv_bytes: bytes of a number of the KV cache; None: as of all other numbers.
     """
 
     hidden_size: int
@@ -88,12 +90,25 @@ class ModelShape:
     gated: bool = True
     window: int | None = None
     windowed_layers: int = 0
+    weight_bytes: float | None = None
+    kv_bytes: float | None = None
 
 
-def linear_cost(num_tokens: int, in_features: int, out_features: int, dtype_bytes: int) -> Cost:
-    """Compute the cost of `x @ W.T`, x `[tokens, in]`, W `[out, in]`: all tokens share one read of the weight."""
-    elements = num_tokens * in_features + out_features * in_features + num_tokens * out_features
-    return Cost(2 * num_tokens * in_features * out_features, elements * dtype_bytes)
+def linear_cost(
+    num_tokens: int, in_features: int, out_features: int, dtype_bytes: int, weight_bytes: float | None = None
+) -> Cost:
+    """Compute the cost of `x @ W.T`, x `[tokens, in]`, W `[out, in]`: all tokens share one read of the weight.
+
+    Args:
+        num_tokens: rows of x.
+        in_features: columns of x.
+        out_features: columns of the result.
+        dtype_bytes: bytes of a number of x and of the result.
+        weight_bytes: bytes of a number of W; default `dtype_bytes`.
+    """
+    weight = out_features * in_features * (dtype_bytes if weight_bytes is None else weight_bytes)
+    elements = num_tokens * in_features + num_tokens * out_features
+    return Cost(2 * num_tokens * in_features * out_features, elements * dtype_bytes + weight)
 
 
 def elementwise_cost(num_elements: int, flops: int, tensors: int, dtype_bytes: int, other_bytes: int = 0) -> Cost:
@@ -140,6 +155,7 @@ def attention_cost(
     causal: bool = True,
     window: int | None = None,
     materialized: bool = False,
+    kv_bytes: float | None = None,
 ) -> Cost:
     """Compute the cost of attention of the last `num_queries` tokens of one sequence over its `num_keys` keys.
 
@@ -149,12 +165,14 @@ def attention_cost(
     Args:
         materialized: the scores go through memory as in `masked_attention`: every pair, visible or not, is computed,
             and its float32 score is written and read twice (scores, then weights).
+        kv_bytes: bytes of a number of the keys and values; default `dtype_bytes`.
     """
     pairs = visible_pairs(num_queries, num_keys, causal=causal and not materialized, window=window)
     keys_read = num_keys if window is None or materialized else min(num_keys, window + num_queries - 1)
-    elements = 2 * num_queries * num_qo_heads * head_dim + 2 * keys_read * num_kv_heads * head_dim
+    keys_and_values = 2 * keys_read * num_kv_heads * head_dim * (dtype_bytes if kv_bytes is None else kv_bytes)
     scores = 4 * 4 * pairs * num_qo_heads if materialized else 0
-    return Cost(4 * pairs * num_qo_heads * head_dim, elements * dtype_bytes + scores)
+    queries_and_output = 2 * num_queries * num_qo_heads * head_dim * dtype_bytes
+    return Cost(4 * pairs * num_qo_heads * head_dim, queries_and_output + keys_and_values + scores)
 
 
 def decoder_layer_costs(
@@ -181,20 +199,23 @@ def decoder_layer_costs(
     q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
     sine_bytes = tokens * shape.head_dim * 4  # float32, shared by all heads
+    widths = dtype_bytes, shape.weight_bytes
+    attention = attention_cost(num_tokens, kv_len, *heads, dtype_bytes, window=window, kv_bytes=shape.kv_bytes)
     return {
         "input_norm": norm_cost(tokens, hidden, dtype_bytes),
-        "qkv_proj": linear_cost(tokens, hidden, q_size + 2 * kv_size, dtype_bytes),
+        "qkv_proj": linear_cost(tokens, hidden, q_size + 2 * kv_size, *widths),
         # Each pair of components: 4 multiplications, 2 additions.
         "rope": elementwise_cost(tokens * (q_size + kv_size), 3, 2, dtype_bytes, other_bytes=sine_bytes),
         "kv_append": elementwise_cost(2 * tokens * kv_size, 0, 2, dtype_bytes),
-        "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes, window=window) * batch_size,
-        "o_proj": linear_cost(tokens, q_size, hidden, dtype_bytes),
+        "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes, window=window, kv_bytes=kv_bytes)
+        * batch_size,
+        "o_proj": linear_cost(tokens, q_size, hidden, *widths),
         "attention_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
         "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),
-        "gate_up_proj": linear_cost(tokens, hidden, (1 + shape.gated) * inner, dtype_bytes),
+        "gate_up_proj": linear_cost(tokens, hidden, (1 + shape.gated) * inner, *widths),
         # act(gate) * up, an exponential counted as 1.
         "activation": elementwise_cost(tokens * inner, 5, 3, dtype_bytes),
-        "down_proj": linear_cost(tokens, inner, hidden, dtype_bytes),
+        "down_proj": linear_cost(tokens, inner, hidden, *widths),
         "mlp_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
     }
 
@@ -209,7 +230,7 @@ def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes
     layers = layer * (shape.num_layers - shape.windowed_layers) + windowed * shape.windowed_layers
     embedding = elementwise_cost(tokens * shape.hidden_size, 0, 2, dtype_bytes)
     final_norm = norm_cost(batch_size, shape.hidden_size, dtype_bytes)
-    lm_head = linear_cost(batch_size, shape.hidden_size, shape.vocab_size, dtype_bytes)
+    lm_head = linear_cost(batch_size, shape.hidden_size, shape.vocab_size, dtype_bytes, shape.weight_bytes)
     return embedding + layers + final_norm + lm_head
 
 

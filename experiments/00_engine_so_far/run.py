@@ -8,7 +8,6 @@ The result goes to experiments/00_engine_so_far/results/<device>.json, below DIR
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from book.contiguous import ContiguousKVCache
-from book.experiment import command_line, predicted, record
+from book.experiment import command_line, predicted, rate_row, record, seconds_in_turns
 from book.static_batching import generate_steps, make_requests
 from book.units import quantity
 from mini_engine import LLM
@@ -41,27 +40,6 @@ MODEL = "smollm2-135m-instruct"
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 3
 RESERVATIONS = 8
 CHAPTERS, KERNELS, PEERS = SECTIONS = ("chapters", "kernels", "peers")
-
-
-def seconds_in_turns(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Time functions in turns, after a warm-up, so a machine whose speed drifts favors none: all times of each."""
-    for run in runs:
-        run()
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for own, run in zip(seconds, runs, strict=True):
-            start = time.perf_counter()
-            run()
-            own.append(time.perf_counter() - start)
-    return seconds
-
-
-def rate_row(
-    figure: str, num_tokens: int, seconds: Sequence[float], bound: float, source: str, case: dict[str, results.Setting]
-) -> results.Row:
-    """Tokens/s: the median of several times, with the slowest and the fastest."""
-    spread = num_tokens / max(seconds), num_tokens / min(seconds)
-    return results.Row(figure, num_tokens / statistics.median(seconds), "tokens/s", bound, source, case, spread)
 
 
 def without_cache(llm: LLM, prompt: list[int]) -> list[int]:

@@ -138,7 +138,14 @@ def num_outputs(requests: Sequence[BenchRequest]) -> int:
 
 
 def least_seconds(
-    config: ModelConfig, machine: Machine, requests: Sequence[BenchRequest], dtype_bytes: int, shared: int = 0
+    config: ModelConfig,
+    machine: Machine,
+    requests: Sequence[BenchRequest],
+    dtype_bytes: int,
+    shared: int = 0,
+    *,
+    weight_bytes: float | None = None,
+    kv_bytes: float | None = None,
 ) -> float:
     """Return a lower bound on the time of a workload, from the measured rates of the machine.
 
@@ -152,12 +159,14 @@ def least_seconds(
         dtype_bytes: bytes of a number.
         shared: tokens that all prompts begin with: they are computed once, and each step reads their keys once, except
             in layers with a window, where they count as outside of it.
+        weight_bytes: bytes of a number of the weights; default `dtype_bytes`.
+        kv_bytes: bytes of a number of the KV cache; default `dtype_bytes`.
     """
-    shape = model_shape(config)
+    shape = replace(model_shape(config), weight_bytes=weight_bytes, kv_bytes=kv_bytes)
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
 
     def step(num_tokens: int, kv_len: int, running: int) -> float:
-        over_shared = attention_cost(running * num_tokens, shared, *heads, dtype_bytes, causal=False)
+        over_shared = attention_cost(running * num_tokens, shared, *heads, dtype_bytes, causal=False, kv_bytes=kv_bytes)
         own = model_step_cost(shape, num_tokens, kv_len, dtype_bytes, running)
         return (own + over_shared * (shape.num_layers - shape.windowed_layers)).seconds(machine)
 

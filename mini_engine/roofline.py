@@ -207,8 +207,7 @@ def decoder_layer_costs(
         # Each pair of components: 4 multiplications, 2 additions.
         "rope": elementwise_cost(tokens * (q_size + kv_size), 3, 2, dtype_bytes, other_bytes=sine_bytes),
         "kv_append": elementwise_cost(2 * tokens * kv_size, 0, 2, dtype_bytes),
-        "attention": attention_cost(num_tokens, kv_len, *heads, dtype_bytes, window=window, kv_bytes=kv_bytes)
-        * batch_size,
+        "attention": attention * batch_size,
         "o_proj": linear_cost(tokens, q_size, hidden, *widths),
         "attention_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
         "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),

@@ -124,7 +124,8 @@ def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec,
     """Return the model's layers with the options applied: the sliding window, and the dtype of the cache."""
     specs, window = model.attention_specs, config.sliding_window
     if config.kv_cache_dtype == "fp8_e4m3":
-        specs = tuple(replace(spec, kv_dtype=torch.float8_e4m3fn) for spec in specs)
+        scales = model.kv_scales
+        specs = tuple(replace(s, kv_dtype=torch.float8_e4m3fn, kv_scales=scales.get(s.layer)) for s in specs)
     if window is not None:
         specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
     return specs

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from mini_engine.quantization import Format
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -79,6 +81,16 @@ def sampling_kernels(logits: torch.Tensor) -> Any | None:
 def layer_parts(device: torch.device) -> dict[str, Any]:
     """Return the kernels that replace parts of the engine on a device, by the names of the parts."""
     return {name: load(path) for name, path in LAYER_PARTS.items()} if has_layer_kernels(device) else {}
+
+
+def multiplies(form: Format, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a kernel multiplies tokens of this dtype by matrices of this format.
+
+    Without one, a step would dequantize the matrix, which reads and writes more bytes than a dense matrix has.
+    """
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    return form.columns is None if form.kind == "int8" else form.kind == "int4" and form.columns in (32, 64, 128, 256)
 
 
 def quantized_kernel(weight: Any) -> Any | None:

@@ -8,9 +8,8 @@ A model folder contains only data. Pickles (`pytorch_model.bin`) are refused, an
 
 import os
 import warnings
-from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mini_engine import ops
 from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
 from mini_engine.loading.gguf import build_tokenizer, end_token_ids, hf_config, hf_tensors, read_gguf
+from mini_engine.loading.quantized import read_quantized
+from mini_engine.loading.stored import StoredTensors
 from mini_engine.loading.untrusted import REMEDY, check_header, check_token_ids, damaged, read_json
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig, token_ids
@@ -33,24 +35,6 @@ from mini_engine.quantization import Format, format_for
 from mini_engine.sampling_params import SamplingParams
 
 
-class StoredTensors(UserDict[str, Tensor]):
-    """The tensors of a checkpoint; each look-up reads one from its file, and nothing is kept.
-
-    So a model that copies one tensor at a time into its parameters never needs memory for a second copy of the model.
-
-    Attributes:
-        headers: for each name, a tensor on the meta device with the shape that the file's header states, and with its
-            dtype (float32 for GGUF, whose tensors are dequantized when they are read).
-    """
-
-    def __init__(self, headers: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        super().__init__(headers)
-        self.headers, self._read = headers, read
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read(name)
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A model on disk, opened and checked, its weights not yet read.
@@ -58,13 +42,15 @@ class Checkpoint:
     Attributes:
         path: the folder or the .gguf file.
         config: the shape of the model.
-        tensors: the weights under transformers' names.
-        dtype: the dtype of the stored weights; bfloat16 if they are quantized.
+        tensors: the weights under transformers' names; a QuantizedTensor for each module in `formats`.
+        dtype: the dtype of the stored weights. If they are quantized: the one that config.json states, or bfloat16.
         eos_token_ids: the tokens that end a text, from every file that names some; the tokenizer may name more.
         default_params: the sampling parameters that generation_config.json recommends; `do_sample: false` becomes
             temperature 0.
         build_tokenizer: builds the tokenizer; call `load_tokenizer`, which turns its failures into typed errors.
         has_tokenizer: False for a folder without a tokenizer, whose model takes and returns only token ids.
+        formats: the format of each quantized module, such as "model.layers.0.self_attn.q_proj"; others are dense.
+        kv_scales: for each layer, the factors of FP8 keys and values, if the checkpoint has them.
     """
 
     path: Path
@@ -75,6 +61,8 @@ class Checkpoint:
     default_params: SamplingParams
     build_tokenizer: Callable[[], PreTrainedTokenizerBase]
     has_tokenizer: bool = True
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -152,10 +140,13 @@ def load_model(
         ModelLoadError: if the weights do not match the configuration, the model does not fit into memory, or its
             weights are quantized already.
     """
-    config = checkpoint.config
+    config, formats = checkpoint.config, _kept(checkpoint, torch.device(device), dtype)
     if quantization is not None:
-        config = replace(config, formats=formats_for(quantization, build_model(config, parts, dtype, "meta")))
-    model = build_model(config, parts, dtype, device)
+        if checkpoint.formats:
+            raise ModelLoadError(f"{checkpoint.path} is quantized already: leave quantization={quantization!r} out.")
+        formats = formats_for(quantization, build_model(config, parts, dtype, "meta"))
+    model = build_model(replace(config, formats=formats), parts, dtype, device)
+    model.kv_scales = checkpoint.kv_scales
     if checkpoint.path.suffix == ".gguf":
         model.source = "metadata"
     try:
@@ -163,6 +154,20 @@ def load_model(
     except OSError as error:
         raise _unreadable(checkpoint.path, error) from error
     return model
+
+
+def _kept(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> dict[str, Format]:
+    """The formats of a checkpoint that a kernel of this device multiplies; the other matrices are dequantized."""
+    matrices = {name: form for name, form in checkpoint.formats.items() if name != "model.embed_tokens"}
+    kept = {name: form for name, form in matrices.items() if ops.multiplies(form, device, dtype)}
+    if len(kept) < len(matrices):
+        kinds = ", ".join(sorted({form.kind.upper() for name, form in matrices.items() if name not in kept}))
+        warnings.warn(
+            f"{checkpoint.path}: {len(matrices) - len(kept)} matrices in {kinds} are dequantized, because no kernel "
+            f"multiplies them in {str(dtype).removeprefix('torch.')} on {device.type}.",
+            stacklevel=4,
+        )
+    return kept
 
 
 def formats_for(quantization: str, model: CausalLM) -> dict[str, Format]:
@@ -193,13 +198,20 @@ def _open_folder(folder: Path) -> Checkpoint:
     if "auto_map" in hf:
         warnings.warn(f"{folder} contains its own code (auto_map), which is not run.", stacklevel=3)
     config, tensors = ModelConfig.from_hf(hf), _folder_tensors(folder)
-    generation = read_json(generation_file) if generation_file.is_file() else {}
-    eos = tuple(dict.fromkeys([*token_ids(generation.get("eos_token_id")), *config.eos_token_ids]))
     stored = max(tensors.headers.values(), key=Tensor.numel, default=torch.empty(0)).dtype
     dtype = stored if stored in (torch.float16, torch.float32, torch.float64) else torch.bfloat16
+    formats: Mapping[str, Format] = {}
+    kv_scales: Mapping[int, tuple[float, float]] = {}
+    if hf.get("quantization_config") is not None:
+        quantized = read_quantized(tensors, hf, folder)
+        tensors, formats, kv_scales = quantized.tensors, quantized.formats, quantized.kv_scales
+        stated = hf.get("dtype") or hf.get("torch_dtype")
+        dtype = {"float32": torch.float32, "float16": torch.float16}.get(str(stated), torch.bfloat16)
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    eos = tuple(dict.fromkeys([*token_ids(generation.get("eos_token_id")), *config.eos_token_ids]))
     params, tokenizer = _default_params(folder, generation), partial(_folder_tokenizer, folder, config.vocab_size)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-    return Checkpoint(folder, config, tensors, dtype, eos, params, tokenizer, has_tokenizer)
+    return Checkpoint(folder, config, tensors, dtype, eos, params, tokenizer, has_tokenizer, formats, kv_scales)
 
 
 def _folder_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +16,7 @@ from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ModelConfig, ModelLimits
 from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, with_prefix
 from mini_engine.models.weights import Destination, Linear, Projection, QuantizedLinear, empty_weight, projection
+from mini_engine.quantization import QuantizedTensor
 
 
 class LanguageModel(nn.Module):
@@ -24,11 +26,13 @@ class LanguageModel(nn.Module):
         config: the model's limits.
         attention_specs: one for each layer, in order.
         identity: digest of the layers and of the weights as they were loaded; empty before `transform.prepare_weights`.
+        kv_scales: (k, v) of layers for which the checkpoint has scales of FP8 keys and values.
     """
 
     config: ModelLimits
     attention_specs: tuple[AttentionSpec, ...]
     identity: str = ""
+    kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,7 +150,9 @@ class CausalLM(LanguageModel):
         for name in found:
             _check(name, headers[name], list(known[name].shape), f"{architecture} with this {self.source}", remedy)
         for name, destination in destinations.items():
-            destination.copy_(tensors[name])
+            stored = tensors[name]
+            dense = isinstance(stored, QuantizedTensor) and isinstance(destination, Tensor)
+            destination.copy_(stored.dequantize() if dense else stored)
         if self.config.tie_word_embeddings and not isinstance(self.lm_head, Linear):
             self.lm_head.destinations()["lm_head.weight"].copy_(self.embed_tokens)
         for name in found.keys() - destinations.keys():

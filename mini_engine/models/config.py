@@ -32,7 +32,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 _UNSUPPORTED = {
-    "quantization_config": "use a checkpoint in float32, float16 or bfloat16, or a GGUF file",
     "mlp_bias": "use a model whose MLP has no biases",
     "use_bidirectional_attention": "use a causal model",
     "add_cross_attention": "use a decoder-only model",

@@ -119,7 +119,6 @@ BAD = [
     ("llama", {"rms_norm_eps": 10**400}, "norm_eps"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
     ("llama", {"eos_token_id": 2**63}, "eos_token_id"),
     ("llama", {"rope_theta": -1.0}, "rope_theta = -1.0"),
@@ -178,7 +177,7 @@ def test_junk_in_any_value_is_read_or_refused_and_nothing_else(data: st.DataObje
     hf = transformers_config(family).to_dict()
     hf["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}
     where = data.draw(st.sampled_from([hf, hf["rope_parameters"]]))
-    others = ["architectures", "rope_theta", "rope_scaling", "partial_rotary_factor", "quantization_config", "mlp_bias"]
+    others = ["architectures", "rope_theta", "rope_scaling", "partial_rotary_factor", "mlp_bias"]
     for name in data.draw(st.lists(st.sampled_from(sorted(where) + others), min_size=1, max_size=3)):
         where[name] = data.draw(JUNK)
     try:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from mini_engine import ops
 from mini_engine.errors import ModelLoadError, RequestError, WeightFileError
 from mini_engine.loading import hub
-from mini_engine.loading.gguf import build_tokenizer, end_token_ids, hf_config, hf_tensors, read_gguf
+from mini_engine.loading.gguf import SPLIT, build_tokenizer, end_token_ids, hf_config, hf_formats, hf_tensors, read_gguf
 from mini_engine.loading.quantized import read_quantized
 from mini_engine.loading.stored import StoredTensors
 from mini_engine.loading.untrusted import REMEDY, check_header, check_token_ids, damaged, read_json
@@ -95,7 +95,7 @@ def _find(model: str | Path) -> Path:
     if os.path.isdir(path / "snapshots") and path.name.startswith("models--"):
         return hub.fetch(path.name.removeprefix("models--").replace("--", "/"), cache=path.parent)
     if os.path.isdir(path) and not os.path.isfile(path / "config.json"):
-        files = list(path.glob("*.gguf"))
+        files = [file for file in path.glob("*.gguf") if not (split := SPLIT.search(file.name)) or int(split[1]) == 1]
         return files[0] if len(files) == 1 else path
     if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return path
@@ -187,8 +187,9 @@ def _open_gguf(path: Path) -> Checkpoint:
     hf, tokenizer = hf_config(file), partial(build_tokenizer, file)
     largest = max(file.tensors.values(), key=lambda tensor: tensor.end - tensor.begin)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(largest.type, torch.bfloat16)
-    config, tensors = ModelConfig.from_hf(hf), StoredTensors(*hf_tensors(file, hf))
-    return Checkpoint(path, config, tensors, dtype, end_token_ids(file), SamplingParams(), tokenizer)
+    config, tensors = ModelConfig.from_hf(hf), StoredTensors(*hf_tensors(file, hf, keep_quantized=True))
+    ends, params, formats = end_token_ids(file), SamplingParams(), hf_formats(file)
+    return Checkpoint(path, config, tensors, dtype, ends, params, tokenizer, formats=formats)
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -4,8 +4,12 @@
 does not know, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it renamed every tensor, and for
 Llama it reordered the rows of the query and key weights, because llama.cpp rotates neighboring pairs (interleaved RoPE)
 and transformers rotates the two halves of a head.
+
+Matrices of the types Q4_0, Q4_1, Q8_0 and Q4_K can be kept quantized. A model may be split into several files.
 """
 
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -15,7 +19,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int8, UInt8
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from torch import Tensor
@@ -24,10 +28,17 @@ from transformers import PreTrainedTokenizerFast
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading.untrusted import damaged
 from mini_engine.models.config import ModelConfig
+from mini_engine.quantization import Format, QuantizedTensor
 from mini_engine.rope import Llama3, RopeConfig, inverse_frequencies
 
 # Names of GGMLQuantizationType. Other types are refused before anything is read.
 TENSOR_TYPES = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+
+# The types whose numbers are q * scale + offset for each 32 columns of a row, with q of 4 or 8 bits.
+FORMATS = {"Q8_0": Format("int8", 1, 32), "Q4_0": Format("int4", 1, 32)}
+FORMATS |= dict.fromkeys(("Q4_1", "Q4_K"), Format("int4", 1, 32, has_offsets=True))
+
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # the number of a part, from 1, and the number of all parts
 
 
 class BoundedReader(gguf.GGUFReader):
@@ -62,17 +73,30 @@ class GGUFTensor(NamedTuple):
         shape: outermost dimension first, as in PyTorch; the file has the opposite order.
         begin: offset of its first byte in the file.
         end: offset one past its last byte.
+        path: the file.
     """
 
     type: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    path: Path
+
+    @property
+    def format(self) -> Format | None:
+        """The format that a matrix keeps if it stays quantized; None if it is dequantized or never was quantized."""
+        return FORMATS.get(self.type) if len(self.shape) == 2 else None
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of a GGUF file: its metadata (numbers, strings, and lists of them) and its tensors."""
+    """The header of a GGUF file: its metadata (numbers, strings, and lists of them) and its tensors.
+
+    Attributes:
+        path: the file, or any part of a split one.
+        metadata: of the file, or of the first part.
+        tensors: of all parts.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -85,9 +109,9 @@ class GGUFFile:
             WeightFileError: if the file has shrunk since its header was read.
         """
         tensor = self.tensors[name]
-        raw = np.fromfile(self.path, np.uint8, tensor.end - tensor.begin, offset=tensor.begin)
+        raw = np.fromfile(tensor.path, np.uint8, tensor.end - tensor.begin, offset=tensor.begin)
         if len(raw) < tensor.end - tensor.begin:
-            raise WeightFileError(f"{self.path} shrank while it was read: download it again.")
+            raise WeightFileError(f"{tensor.path} shrank while it was read: download it again.")
         return torch.from_numpy(raw.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1]))
 
     def tensor(self, name: str) -> Float[Tensor, "*shape"]:
@@ -95,6 +119,15 @@ class GGUFFile:
         tensor = self.tensors[name]
         values = gguf.quants.dequantize(self.blocks(name).numpy(), gguf.GGMLQuantizationType[tensor.type])
         return torch.from_numpy(values).reshape(tensor.shape)
+
+    def quantized(self, name: str) -> QuantizedTensor:
+        """Read a matrix that has a format, without dequantizing it."""
+        tensor = self.tensors[name]
+        assert tensor.format is not None
+        q, scale, offset = unpack_blocks(self.blocks(name), tensor.type)
+        groups = (tensor.shape[0], -1)
+        offset = None if offset is None else offset.reshape(groups)
+        return QuantizedTensor(tensor.format, q.reshape(tensor.shape), scale.reshape(groups), offset)
 
     def value(self, key: str, kind: type, default: Any = None) -> Any:
         """Return a metadata value of the given type.
@@ -108,6 +141,44 @@ class GGUFFile:
         return value
 
 
+def unpack_blocks(
+    blocks: UInt8[Tensor, "blocks bytes"], kind: str
+) -> tuple[Int8[Tensor, "groups 32"], Float[Tensor, " groups"], Float[Tensor, " groups"] | None]:
+    """Unpack numbers, a scale and an offset for each group of 32 numbers.
+
+    The first half of a group is in the low four bits of its bytes, and the second half in the high four. In Q4_K, which
+    has 8 groups in a block, it is so for each two groups. q is stored unsigned in the types of four bits; 8 is
+    subtracted here, and 8 scales are added to the offset.
+
+    Args:
+        blocks: the stored bytes of a matrix.
+        kind: a type in `FORMATS`.
+    """
+
+    def halves(first: int, last: int) -> Float[Tensor, "blocks numbers"]:  # of 16 bits
+        return blocks[:, first:last].view(torch.float16).float()
+
+    def nibbles(octets: Tensor, size: int) -> Int8[Tensor, "groups 32"]:
+        octets = octets.unflatten(1, (-1, size))
+        return torch.cat((octets & 15, octets >> 4), dim=2).reshape(-1, 32).to(torch.int8) - 8
+
+    match kind:
+        case "Q8_0":
+            return blocks[:, 2:].view(torch.int8), halves(0, 2).flatten(), None
+        case "Q4_0":
+            return nibbles(blocks[:, 2:], 16), halves(0, 2).flatten(), None
+        case "Q4_1":
+            scale, low = halves(0, 4).unbind(1)
+            return nibbles(blocks[:, 4:], 16), scale, low + 8 * scale
+        case _:  # Q4_K: scales and minima of 6 bits in units of two numbers; the high bits of the last four lie apart
+            units, packed = halves(0, 4), blocks[:, 4:16]
+            first, second, low = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+            scales = torch.cat((first & 63, low & 15 | first >> 6 << 4), dim=1)
+            minima = torch.cat((second & 63, low >> 4 | second >> 6 << 4), dim=1)
+            scale, low = (units[:, :1] * scales).flatten(), (units[:, 1:] * minima).flatten()
+            return nibbles(blocks[:, 16:], 32), scale, 8 * scale - low
+
+
 def unsupported(path: Path, problem: str) -> ModelLoadError:
     """Return the error for a model that this module does not know."""
     return ModelLoadError(f"{path} {problem}: use the model's folder with safetensors files, with LLM or Inference.")
@@ -116,10 +187,39 @@ def unsupported(path: Path, problem: str) -> ModelLoadError:
 def read_gguf(path: Path) -> GGUFFile:
     """Read and check the metadata and the list of tensors of a GGUF file; no tensor is read.
 
+    Args:
+        path: the file, or any part of a split one (`name-00001-of-00003.gguf`), with all parts in its folder.
+
     Raises:
         WeightFileError: if the file is not a little-endian GGUF of version 2 or 3, is truncated, or contradicts itself.
-        ModelLoadError: if it holds tensors of an unsupported type, or is one part of a split file.
+        ModelLoadError: if it holds tensors of an unsupported type, or a part is missing.
     """
+    first = _read_header(path)
+    count, split = first.metadata.get("split.count", 1), SPLIT.search(path.name)
+    if count in (0, 1):
+        return first
+    if split is None or int(split[2]) != count:
+        name = f"name-00001-of-{repr(count)[:10]:0>5}.gguf"
+        raise ModelLoadError(f"{path} is one of {repr(count)[:80]} parts: give all parts their names, such as {name}.")
+    metadata: Mapping[str, Any] = {}
+    tensors: dict[str, GGUFTensor] = {}
+    for number in range(1, count + 1):
+        part_path = path.with_name(f"{path.name[: split.start()]}-{number:05}-of-{split[2]}.gguf")
+        if not part_path.is_file():
+            raise ModelLoadError(f"{path} needs its other parts, but there is no {part_path}: download all {count}.")
+        part = first if part_path == path else _read_header(part_path)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number - 1, count):
+            raise damaged(part_path, f"its metadata does not call it part {number} of {count}")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise damaged(part_path, f"another part has its tensor {min(twice)[:80]!r}, too")
+        metadata, tensors = metadata or part.metadata, tensors | dict(part.tensors)
+    if metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+        problem = f"all parts have {len(tensors)} tensors, not {repr(metadata['split.tensors.count'])[:80]}"
+        raise damaged(path, problem)
+    return GGUFFile(path, metadata, tensors)
+
+
+def _read_header(path: Path) -> GGUFFile:
     try:
         reader = BoundedReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
@@ -127,8 +227,6 @@ def read_gguf(path: Path) -> GGUFFile:
         raise
     except Exception as error:  # the library raises whatever numpy or an enumeration raises
         raise damaged(path, f"it cannot be parsed as GGUF of version 2 or 3 ({str(error)[:200]})") from error
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise ModelLoadError(f"{path} is one of {metadata['split.count']} parts: merge by `llama-gguf-split --merge`.")
     tensors: dict[str, GGUFTensor] = {}
     for found in reader.tensors:
         if (kind := found.tensor_type.name) not in TENSOR_TYPES:
@@ -136,7 +234,7 @@ def read_gguf(path: Path) -> GGUFFile:
         begin, shape = int(found.data_offset), tuple(found.shape.tolist()[::-1])
         if not shape or 0 in shape:
             raise damaged(path, f"tensor {found.name[:80]!r} has the shape {shape[:8]}")
-        tensors[found.name] = GGUFTensor(kind, shape, begin, begin + int(found.n_bytes))
+        tensors[found.name] = GGUFTensor(kind, shape, begin, begin + int(found.n_bytes), path)
     return GGUFFile(path, metadata, tensors)
 
 
@@ -237,15 +335,8 @@ def _rope_scaling(file: GGUFFile, given: Mapping[str, Any], rope: RopeConfig) ->
     raise unsupported(file.path, "has rope_freqs that are not those of Llama 3.1")
 
 
-def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Return the weights under transformers' names and in its layout.
-
-    Args:
-        file: the opened file.
-        config: `hf_config(file)`, accepted by `ModelConfig.from_hf`.
-
-    Returns:
-        For each name, a tensor of the right shape on the meta device; and a function that reads a tensor by name.
+def hf_names(file: GGUFFile) -> dict[str, str]:
+    """Return for each of transformers' names of the weights the name in the file.
 
     Raises:
         ModelLoadError: if a tensor has an unknown name.
@@ -257,12 +348,60 @@ def hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> tuple[dict[str, Ten
         if short in NAMES:
             stored[f"{layer}.{NAMES[short]}.{part}".removeprefix(".").replace("blk.", "model.layers.")] = name
         elif name != "rope_freqs.weight":  # which is part of the configuration
-            raise unsupported(file.path, f"has a tensor {name[:80]!r}, unknown in a {config['model_type']} model")
+            architecture = file.value("general.architecture", str)
+            raise unsupported(file.path, f"has a tensor {name[:80]!r}, unknown in a {architecture} model")
+    return stored
+
+
+def hf_formats(file: GGUFFile) -> dict[str, Format]:
+    """Return the format of each module whose matrix can stay quantized, by transformers' names.
+
+    Warns about matrices of other quantized types, which are dequantized.
+    """
+    formats, dense = {}, set()
+    for name, stored in hf_names(file).items():
+        tensor = file.tensors[stored]
+        if tensor.format is not None:
+            formats[name.removesuffix(".weight")] = tensor.format
+        elif tensor.type.startswith("Q"):
+            dense.add(tensor.type)
+    if dense:
+        kinds = f"{', '.join(sorted(dense))} are dequantized; {', '.join(sorted(FORMATS))} stay quantized"
+        warnings.warn(f"{file.path}: matrices of the types {kinds}.", stacklevel=4)
+    return formats
+
+
+def hf_tensors(
+    file: GGUFFile, config: Mapping[str, Any], *, keep_quantized: bool = False
+) -> tuple[dict[str, Tensor], Callable[[str], Any]]:
+    """Return the weights under transformers' names and in its layout.
+
+    Args:
+        file: the opened file.
+        config: `hf_config(file)`, accepted by `ModelConfig.from_hf`.
+        keep_quantized: the weights of `hf_formats(file)` are returned as QuantizedTensor.
+
+    Returns:
+        For each name, a tensor of the right shape on the meta device; and a function that reads a tensor by name.
+
+    Raises:
+        ModelLoadError: if a tensor has an unknown name.
+    """
+    stored = hf_names(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
-    def read(name: str) -> Tensor:
-        tensor, part = file.tensor(stored[name]), name.split(".")[-2]
-        return unpermute(tensor, heads[part]) if config["model_type"] == "llama" and part in heads else tensor
+    def read(name: str) -> Tensor | QuantizedTensor:
+        part = name.split(".")[-2]
+        num_heads = heads.get(part) if config["model_type"] == "llama" else None
+        if not keep_quantized or file.tensors[stored[name]].format is None:
+            tensor = file.tensor(stored[name])
+            return tensor if num_heads is None else unpermute(tensor, num_heads)
+        matrix = file.quantized(stored[name])
+        if num_heads is None:
+            return matrix
+        q, scale = (unpermute(rows, num_heads) for rows in (matrix.q, matrix.scale))
+        offset = None if matrix.offset is None else unpermute(matrix.offset, num_heads)
+        return replace(matrix, q=q, scale=scale, offset=offset)
 
     return {new: torch.empty(file.tensors[old].shape, device="meta") for new, old in stored.items()}, read
 

@@ -24,9 +24,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from mini_engine.errors import ModelLoadError, WeightFileError
 from mini_engine.loading import gguf as our_gguf
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
-from mini_engine.loading.gguf import TENSOR_TYPES, BoundedReader, build_tokenizer, read_gguf, unpermute
+from mini_engine.loading.gguf import (
+    FORMATS,
+    TENSOR_TYPES,
+    BoundedReader,
+    build_tokenizer,
+    hf_config,
+    hf_tensors,
+    read_gguf,
+    unpack_blocks,
+    unpermute,
+)
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
+from mini_engine.quantization import Format, QuantizedTensor
 from mini_engine.rope import Linear, Llama3, inverse_frequencies
 from mini_engine.sampling_params import SamplingParams
 from tests.models.families import transformers_model
@@ -313,7 +324,7 @@ def test_configuration_and_tensors_are_those_of_transformers(family: str, tied: 
     load_model(checkpoint, Parts(), torch.float32)
 
 
-@pytest.mark.parametrize("kind", [Q.Q4_1, Q.Q8_0, Q.F16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.F16], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_quantized_weights_are_those_that_transformers_reads(family: str, kind: Q, tmp_path: Path) -> None:
     # transformers 5 does not read the head size from a file and takes 128 for Qwen3.
@@ -325,8 +336,139 @@ def test_quantized_weights_are_those_that_transformers_reads(family: str, kind: 
     ).state_dict()
     checkpoint = open_checkpoint(path)
     assert checkpoint.dtype == (torch.float16 if kind is Q.F16 else torch.bfloat16)
-    for name, tensor in checkpoint.tensors.items():
-        assert torch.equal(tensor.float(), oracle[name]), name
+    assert checkpoint.formats.keys() == {
+        name.removesuffix(".weight") for name, weight in oracle.items() if weight.ndim == 2 and kind is not Q.F16
+    }
+    headers, dense = hf_tensors(read_gguf(path), hf_config(read_gguf(path)))
+    for name, header in headers.items():
+        assert torch.equal(dense(name).float(), oracle[name]) and header.shape == oracle[name].shape, name
+        kept = checkpoint.tensors[name]
+        assert isinstance(kept, QuantizedTensor) == (name.removesuffix(".weight") in checkpoint.formats)
+        # The offset of Q4_1 is rounded once more.
+        values = kept.dequantize() if isinstance(kept, QuantizedTensor) else kept.float()
+        torch.testing.assert_close(values, oracle[name], rtol=0, atol=2**-20 if kind is Q.Q4_1 else 0)
+
+
+# --- quantized matrices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacked_blocks_are_what_the_library_dequantizes(name: str, path: Path) -> None:
+    """All bytes random but the halves, which are finite, of either sign, and sometimes 0."""
+    elements, size = gguf.GGML_QUANT_SIZES[Q[name]]
+    rng = np.random.default_rng(3)
+    blocks = rng.integers(0, 256, (6, size), dtype=np.uint8)
+    halves = rng.normal(size=(6, 2)).astype(np.float16)
+    halves[0] = 0
+    stored = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4, "Q4_K": 4}[name]
+    blocks[:, :stored] = halves.view(np.uint8)[:, :stored]
+    wanted = torch.from_numpy(gguf.quants.dequantize(blocks, Q[name])).double()
+    file = read_gguf(write_file(path, {}, {"x": (blocks.reshape(3, -1), Q[name])}))
+    matrix = file.quantized("x")
+    assert matrix.format == FORMATS[name] == file.tensors["x"].format and matrix.shape == (3, 2 * elements)
+    assert matrix.q.dtype == torch.int8 and matrix.scale.shape == (3, elements // 16)
+    if matrix.format.kind == "int4":
+        assert int(matrix.q.min()) == -8 and int(matrix.q.max()) == 7
+    atol = 2**-13 if name == "Q4_K" else 2**-20 if name == "Q4_1" else 0  # their offsets are rounded
+    torch.testing.assert_close(matrix.dequantize(torch.float64).reshape(wanted.shape), wanted, rtol=0, atol=atol)
+
+
+def test_q4_0_keeps_halves_apart_and_the_sign_of_its_scale() -> None:
+    """Number i and number i + 16 share a byte; the number of largest magnitude is positive, so the scale is not."""
+    numbers = np.arange(32, dtype=np.float32) - 15  # 16 is the largest
+    blocks = torch.from_numpy(gguf.quants.quantize(numbers[None], Q.Q4_0))
+    q, scale, offset = unpack_blocks(blocks, "Q4_0")
+    assert scale.tolist() == [-2.0] and offset is None and q[0, 31] == -8 and q[0, 0] == 7
+    assert q[0].tolist() == sorted(q[0].tolist(), reverse=True)
+    assert int(blocks[0, 2]) == (q[0, 0] + 8) + 16 * (q[0, 16] + 8)
+
+
+def pack_q4_k(q: list[int], scales: list[int], minima: list[int], d: float, dmin: float) -> bytes:
+    """One block of Q4_K, as ggml's source describes it: 256 numbers, and 6-bit scales and minima of 8 groups."""
+    packed = [0] * 12
+    for group in range(4):
+        packed[group] = scales[group] + (scales[group + 4] // 16) * 64
+        packed[group + 4] = minima[group] + (minima[group + 4] // 16) * 64
+        packed[group + 8] = scales[group + 4] % 16 + minima[group + 4] % 16 * 16
+    octets = [q[64 * pair + i] + 16 * q[64 * pair + 32 + i] for pair in range(4) for i in range(32)]
+    return struct.pack("<ee", d, dmin) + bytes(packed) + bytes(octets)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_q4_k_has_two_levels_of_scales(data: st.DataObject) -> None:
+    draws = [st.lists(st.integers(0, top), min_size=n, max_size=n) for top, n in ((15, 256), (63, 8), (63, 8))]
+    q, scales, minima = (data.draw(draw) for draw in draws)
+    block = torch.tensor(list(pack_q4_k(q, scales, minima, 0.5, 0.25)), dtype=torch.uint8)[None]
+    found, scale, offset = unpack_blocks(block, "Q4_K")
+    assert offset is not None
+    wanted = [0.5 * scales[k // 32] * q[k] - 0.25 * minima[k // 32] for k in range(256)]
+    assert (found * scale[:, None] + offset[:, None]).flatten().tolist() == wanted
+    assert gguf.quants.dequantize(block.numpy(), Q.Q4_K)[0].tolist() == wanted
+
+
+def test_types_that_are_dequantized_are_named_once(path: Path) -> None:
+    theirs = transformers_model("llama", hidden_size=64, intermediate_size=64, vocab_size=64)
+    with pytest.warns(UserWarning, match=r"Q5_0 are dequantized; Q4_0, Q4_1, Q4_K, Q8_0 stay") as caught:
+        checkpoint = open_checkpoint(write_gguf(theirs, "llama", path, Q.Q5_0))
+    assert len(caught) == 1 and checkpoint.formats == {}
+    load_model(checkpoint, Parts(), torch.float32)
+
+
+def test_a_quantized_file_runs_as_its_dequantized_weights(path: Path) -> None:
+    theirs = transformers_model("llama", hidden_size=64, intermediate_size=64, vocab_size=64)
+    checkpoint = open_checkpoint(write_gguf(theirs, "llama", path, Q.Q8_0))
+    assert set(checkpoint.formats.values()) == {Format("int8", 1, 32)} and checkpoint.kv_scales == {}
+    for name, parameter in load_model(checkpoint, Parts(), torch.float32).destinations().items():
+        torch.testing.assert_close(parameter, theirs.state_dict()[name], rtol=0, atol=0.005)
+
+
+# --- split files -----------------------------------------------------------------------------------------------------
+
+
+def split(path: Path, count: int) -> list[Path]:
+    """Distribute the tensors of a file; only the first part keeps the metadata, as llama-gguf-split does."""
+    whole = read_gguf(path)
+    parts = [path.with_name(f"model-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    names = list(whole.tensors)
+    for number, part in enumerate(parts):
+        metadata = dict(whole.metadata) if number == 0 else {}
+        metadata |= {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        metadata.pop("general.architecture", None)
+        tensors = {name: whole.tensor(name).numpy() for name in names[number::count]}
+        write_file(part, metadata, tensors)
+    path.unlink()
+    return parts
+
+
+def test_any_part_of_a_split_file_opens_the_model(path: Path) -> None:
+    theirs = transformers_model("llama")
+    parts = split(write_gguf(theirs, "llama", path), 3)
+    for model in (*parts, path.parent):
+        checkpoint = open_checkpoint(model)
+        assert checkpoint.tensors.keys() == theirs.state_dict().keys()
+        for name, weight in theirs.state_dict().items():
+            assert torch.equal(checkpoint.tensors[name], weight)
+    load_model(open_checkpoint(parts[1]), Parts(), torch.float32)
+
+
+def test_parts_that_do_not_belong_together_are_refused(path: Path) -> None:
+    theirs = transformers_model("llama")
+    parts = split(write_gguf(theirs, "llama", path), 3)
+    content = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(WeightFileError, match="part 2 of 3"):
+        open_checkpoint(parts[0])
+    parts[1].unlink()
+    with pytest.raises(ModelLoadError, match=r"no .*00002-of-00003.gguf: download all 3"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(content)
+    write_file(parts[1], {"split.no": 1, "split.count": 3}, {"token_embd.weight": np.zeros((2, 2), np.float32)})
+    with pytest.raises(WeightFileError, match=r"has its tensor 'token_embd.weight', too"):
+        open_checkpoint(parts[0])
+    write_file(parts[1], {"split.no": 1, "split.count": 3}, {"blk.0.attn_q.weight": np.zeros((2, 2), np.float32)})
+    with pytest.raises(WeightFileError, match="tensors, not 30"):
+        open_checkpoint(parts[0])
 
 
 @settings(max_examples=20, deadline=None)
@@ -391,13 +533,17 @@ def test_metadata_that_may_change_the_computation_is_refused(
 
 
 def test_what_is_not_known_is_not_called_damaged(path: Path) -> None:
-    """Experts, a part of a split file, and a file that lacks tensors: nothing says damaged, nothing names a folder's
-    files."""
+    """Experts, a part of a split file under a wrong name, and a file that lacks tensors: nothing says damaged, nothing
+    names a folder's files."""
     theirs = transformers_model("llama")
     write_gguf(theirs, "llama", path, extra="blk.0.ffn_gate_exps.weight")
     split = write_gguf(theirs, "llama", path.with_name("split.gguf"), uint16=("split.count", 3))
     partial = write_gguf(theirs, "llama", path.with_name("partial.gguf"), block_count=5)
-    for file, message in ((path, "ffn_gate_exps.*Inference"), (split, "gguf-split"), (partial, "no tensor")):
+    for file, message in (
+        (path, "ffn_gate_exps.*Inference"),
+        (split, r"3 parts.*name-00001-of-00003\.gguf"),
+        (partial, "no tensor"),
+    ):
         with pytest.raises(ModelLoadError, match=message) as caught:
             load_model(open_checkpoint(file), Parts(), torch.float32)
         assert "damaged" not in str(caught.value) and "config.json" not in str(caught.value)

@@ -160,7 +160,7 @@ def _kept(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> d
     """The formats of a checkpoint that a kernel of this device multiplies; the other matrices are dequantized."""
     matrices = {name: form for name, form in checkpoint.formats.items() if name != "model.embed_tokens"}
     kept = {name: form for name, form in matrices.items() if ops.multiplies(form, device, dtype)}
-    if len(kept) < len(matrices):
+    if len(kept) < len(matrices) and dtype.itemsize == 2:  # with a wider dtype, more bytes are what was asked for
         kinds = ", ".join(sorted({form.kind.upper() for name, form in matrices.items() if name not in kept}))
         warnings.warn(
             f"{checkpoint.path}: {len(matrices) - len(kept)} matrices in {kinds} are dequantized, because no kernel "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,8 @@ from mini_engine.models.config import ModelConfig, ModelLimits
 from mini_engine.models.layers import DecoderLayer, ModelParts, attention_spec, with_prefix
 from mini_engine.models.weights import Destination, Linear, Projection, QuantizedLinear, empty_weight, projection
 from mini_engine.quantization import QuantizedTensor
+
+Stored = Tensor | QuantizedTensor
 
 
 class LanguageModel(nn.Module):
@@ -121,11 +124,12 @@ class CausalLM(LanguageModel):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
+    def load_weights(self, tensors: Mapping[str, Stored], headers: Mapping[str, Tensor] | None = None) -> None:
         """Fill every parameter from a checkpoint, one tensor at a time.
 
         Args:
-            tensors: the checkpoint under transformers' names; each look-up may read a tensor from a file.
+            tensors: the checkpoint under transformers' names, its matrices quantized or not; each look-up may read a
+                tensor from a file.
             headers: tensors with the same names, shapes and dtypes that cost nothing to look up, such as tensors on
                 the meta device; default `tensors`. All of them are checked before the first tensor is read.
 
@@ -133,10 +137,11 @@ class CausalLM(LanguageModel):
             ModelLoadError: if a tensor is missing or unknown, or has the wrong shape or no floating-point dtype.
         """
         self.identity = ""
-        headers, destinations = tensors if headers is None else headers, self.destinations()
+        shapes: Mapping[str, Any] = tensors if headers is None else headers
+        destinations = self.destinations()
         architecture, remedy = self.config.architecture, f"check that {self.source} and the weights belong together"
         # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
-        found = dict.fromkeys(name for name in headers if not name.endswith(".rotary_emb.inv_freq"))
+        found = dict.fromkeys(name for name in shapes if not name.endswith(".rotary_emb.inv_freq"))
         if missing := [name for name in destinations if name not in found]:
             need = f"{architecture} needs with shape {list(destinations[missing[0]].shape)}"
             has = ", ".join(repr(name[:80]) for name in list(found)[:3])
@@ -148,19 +153,25 @@ class CausalLM(LanguageModel):
                 f"{unexpected[0][:80]!r}: {remedy} (num_hidden_layers, attention_bias, tie_word_embeddings)"
             )
         for name in found:
-            _check(name, headers[name], list(known[name].shape), f"{architecture} with this {self.source}", remedy)
+            _check(name, shapes[name], list(known[name].shape), f"{architecture} with this {self.source}", remedy)
         for name, destination in destinations.items():
-            stored = tensors[name]
-            dense = isinstance(stored, QuantizedTensor) and isinstance(destination, Tensor)
-            destination.copy_(stored.dequantize() if dense else stored)
+            _fill(destination, tensors[name])
         if self.config.tie_word_embeddings and not isinstance(self.lm_head, Linear):
             self.lm_head.destinations()["lm_head.weight"].copy_(self.embed_tokens)
         for name in found.keys() - destinations.keys():
-            if not torch.equal(tensors[name].to(self.embed_tokens), self.embed_tokens):
+            if not torch.equal(_dense(tensors[name]).to(self.embed_tokens), self.embed_tokens):
                 raise ModelLoadError(
                     f"{self.source} ties the LM head to the embeddings, but {name!r} differs from "
                     f"{self.embedding_name!r}: set tie_word_embeddings to false in {self.source}"
                 )
+
+
+def _fill(destination: Destination, stored: Stored) -> None:
+    destination.copy_(_dense(stored) if isinstance(destination, Tensor) else stored)
+
+
+def _dense(stored: Stored) -> Tensor:
+    return stored.dequantize() if isinstance(stored, QuantizedTensor) else stored
 
 
 def _check(name: str, tensor: Tensor, shape: list[int], model: str, remedy: str) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mini_engine.attention.spec import Attend, AttentionSpec
+from mini_engine.models.base import Stored
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, with_prefix
 from mini_engine.models.llama import LlamaForCausalLM
@@ -75,7 +76,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
+    def load_weights(self, tensors: Mapping[str, Stored], headers: Mapping[str, Tensor] | None = None) -> None:
         """Load as in the base class, then add the 1 of 1 + w to the norms, once instead of in every step."""
         super().load_weights(tensors, headers)
         for name, weight in self.named_parameters():

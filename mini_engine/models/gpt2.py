@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
-from mini_engine.models.base import CausalLM
+from mini_engine.models.base import CausalLM, Stored
 from mini_engine.models.config import ACTIVATIONS, ModelConfig
 from mini_engine.models.layers import DecoderLayer, ModelParts, split_qkv
 from mini_engine.models.weights import Destination, empty_weight, projection
@@ -100,7 +100,7 @@ class GPT2LMHeadModel(CausalLM):
             x = layer(x, attend)
         return F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.config.norm_eps)
 
-    def load_weights(self, tensors: Mapping[str, Tensor], headers: Mapping[str, Tensor] | None = None) -> None:
+    def load_weights(self, tensors: Mapping[str, Stored], headers: Mapping[str, Tensor] | None = None) -> None:
         """Load a checkpoint as the base class does, after `parts.gpt2_weights` has converted it to the common form."""
         rename = self.parts.gpt2_weights
         super().load_weights(rename(tensors), None if headers is None else rename(headers))

@@ -300,7 +300,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if given.get("rope.dimension_count", shape.head_dim) != shape.head_dim:
         raise unsupported(file.path, "rotates only part of each head")
     config |= {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
-    return config | {"rope_scaling": _rope_scaling(file, given, RopeConfig(config["rope_theta"], shape.head_dim))}
+    theta = float(config["rope_theta"])  # which a file may store as a whole number
+    return config | {"rope_scaling": _rope_scaling(file, given, RopeConfig(theta, shape.head_dim))}
 
 
 def _shortest(value: Any) -> Any:

@@ -244,7 +244,9 @@ def _flash_decoding_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | 
     return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 
-TORCH = BackendInfo("mini_engine.attention.torch:TorchBackend")
+TORCH = BackendInfo(
+    "mini_engine.attention.torch:TorchBackend", kv_dtypes=(*WIDE, torch.float8_e4m3fn), features=FEATURES
+)
 # Prompts and decodes on FlashInfer. The backends made from it differ in the decode kernel, and in whether they have
 # levels. A decode kernel may compute only some layers; FlashInfer computes the others.
 FLASHINFER = BackendInfo(

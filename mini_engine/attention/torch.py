@@ -20,6 +20,7 @@ from mini_engine.attention.naive import alibi_bias, fused_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState, chunked_attention
 from mini_engine.batch import StepBatch
+from mini_engine.kv_cache.paged import round_kv
 from mini_engine.transfer import to_device
 
 
@@ -66,8 +67,13 @@ class TorchBackend(AttentionBackend):
         self._sequences = self._plan_sequences(batch, range(batch.num_sequences))
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        k_cache, v_cache = (pages.flatten(0, 1) for pages in self.cache.layers[layer])
-        self.parts.append_kv(k_cache, v_cache, k.to(k_cache.dtype), v.to(v_cache.dtype), self._slot_mapping)
+        spec, slots = self.specs[layer], tuple(pages.flatten(0, 1) for pages in self.cache.layers[layer])
+        if spec.kv_dtype is not None:
+            scales = spec.kv_scales or (1.0, 1.0)
+            k, v = (round_kv(x, scale, spec.kv_dtype) for x, scale in zip((k, v), scales, strict=True))
+        if k.dtype.itemsize == 1:  # on a CPU, PyTorch copies rows of bytes, but none of float8
+            slots, k, v = tuple(x.view(torch.uint8) for x in slots), k.view(torch.uint8), v.view(torch.uint8)
+        self.parts.append_kv(*slots, k, v, self._slot_mapping)
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         spec = self.specs[layer]
@@ -92,8 +98,8 @@ class TorchBackend(AttentionBackend):
         self, spec: AttentionSpec, sequence: SequencePlan, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk D"]]:
         """Read a sequence's keys and values from their pages."""
-        k, v = (pages.flatten(0, 1)[sequence.slots].to(dtype) for pages in self.cache.layers[spec.layer])
-        return k, v
+        k, v = (pages.flatten(0, 1)[sequence.slots] for pages in self.cache.layers[spec.layer])
+        return widened(spec, k, v, dtype)
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
         """Plan some sequences of a step, one at a time."""
@@ -238,11 +244,18 @@ class PaddedDecodes:
         """Compute attention; the heads of a group are the rows of their KV head, as in `sdpa_attention`."""
         mask = self.visible[spec.window]
         keys = slice(mask.shape[-1])  # a page may be longer than every sequence (chapter 04)
-        k, v = (x[:, keys][self.pages].flatten(1, 2)[:, keys].to(q.dtype) for x in (k_pages, v_pages))
+        k, v = (x[:, keys][self.pages].flatten(1, 2)[:, keys] for x in (k_pages, v_pages))
+        k, v = widened(spec, k, v, q.dtype)
         for x in (k, v):
             x[self.padding] = 0
         queries = q.unflatten(1, (spec.num_kv_heads, -1))
         return fused_attention(queries, k.transpose(1, 2), v.transpose(1, 2), scale=spec.scale, mask=mask).flatten(1, 2)
+
+
+def widened(spec: AttentionSpec, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Convert stored keys and values to the dtype of the queries, and multiply them by their scales."""
+    k, v = k.to(dtype), v.to(dtype)
+    return (k * spec.kv_scales[0], v * spec.kv_scales[1]) if spec.kv_scales else (k, v)
 
 
 def _options(spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]) -> dict[str, Any]:

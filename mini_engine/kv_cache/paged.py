@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import psutil
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from mini_engine.attention.spec import AttentionSpec
@@ -75,10 +75,10 @@ class PagedKVCache:
 
 
 def append_kv(
-    k_cache: Float[Tensor, "slots Hk D"],
-    v_cache: Float[Tensor, "slots Hk D"],
-    k: Float[Tensor, "T Hk D"],
-    v: Float[Tensor, "T Hk D"],
+    k_cache: Shaped[Tensor, "slots Hk D"],
+    v_cache: Shaped[Tensor, "slots Hk D"],
+    k: Shaped[Tensor, "T Hk D"],
+    v: Shaped[Tensor, "T Hk D"],
     slot_mapping: Int[Tensor, " T"],
 ) -> None:
     """Store each token's key and value in its slot, in place.

@@ -126,5 +126,5 @@ def _quantized(dense: Linear, hessian: Tensor, form: Format) -> QuantizedLinear:
         own = QuantizedTensor(form, stored.q[rows], stored.scale[rows], offset)
         made.destinations()[f"{name}.weight"].copy_(own)
         first += size
-    made.prepare()
+    made.prepare(dense.weight.dtype)
     return made

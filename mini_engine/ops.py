@@ -56,7 +56,10 @@ LAYER_PARTS = {
     "gated_mlp": "mini_engine.kernels.fused_ops:gated_mlp",
 }
 # Products of a few tokens with a quantized weight, by the type of its device.
-QUANTIZED = {"cpu": "mini_engine.kernels.quantized_cpu:kernel_for"}
+QUANTIZED = {
+    "cpu": "mini_engine.kernels.quantized_cpu:kernel_for",
+    "cuda": "mini_engine.kernels.quantized_matmul:kernel_for",
+}
 FUSED_LAYER = "mini_engine.kernels.fused_layer:FusedLayer"
 
 
@@ -88,15 +91,17 @@ def multiplies(form: Format, device: torch.device, dtype: torch.dtype) -> bool:
 
     Without one, a step would dequantize the matrix, which reads and writes more bytes than a dense matrix has.
     """
-    if device.type != "cpu" or dtype != torch.bfloat16:
+    if device.type == "cuda":
+        return HAS_TRITON and dtype.itemsize == 2 and form.columns in (None, 32, 64, 128)
+    if dtype != torch.bfloat16:
         return False
     return form.columns is None if form.kind == "int8" else form.kind == "int4" and form.columns in (32, 64, 128, 256)
 
 
-def quantized_kernel(weight: Any) -> Any | None:
-    """Return the kernel that multiplies a few tokens by a loaded `QuantizedLinear`; None where there is none."""
-    path = QUANTIZED.get(weight.numbers.device.type)
-    return load(path)(weight) if path else None
+def quantized_kernel(weight: Any, dtype: torch.dtype) -> Any | None:
+    """Return the kernel that multiplies tokens of a dtype by a loaded `QuantizedLinear`; None where there is none."""
+    device = weight.numbers.device
+    return load(QUANTIZED[device.type])(weight) if multiplies(weight.format, device, dtype) else None
 
 
 def has_layer_kernels(device: torch.device) -> bool:

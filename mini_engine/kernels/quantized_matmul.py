@@ -5,6 +5,7 @@ bound by arithmetic. `dequantize` writes the matrix as bfloat16, for the many to
 matrix as it is, quantizes the tokens, and multiplies in FP8. Explained in chapter 13.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import no_type_check
 
@@ -12,11 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Float32, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mini_engine.kernels import quantized_gemv as gemv
 from mini_engine.kernels.quantized_gemv import PackedWeight, cut_out, first_column, load_items, load_of_tiles
+from mini_engine.models.weights import QuantizedLinear
 from mini_engine.quantization import FP8, LARGEST
 
 # For each kind, the largest numbers of tokens for the GEMV and for tiles. Neither has been measured yet.
@@ -40,6 +42,33 @@ def linear(x: Float[Tensor, "T In"], weight: PackedWeight) -> Float[Tensor, "T O
     if len(x) <= most_gemv:
         return gemv.quantized_linear(x, weight)
     return multiply_tiles(x, weight) if len(x) <= most_tiles else F.linear(x, dequantize(weight, x.dtype))
+
+
+class GPUKernel:
+    """Multiplies any number of tokens by a `QuantizedLinear`, whose numbers and scales it packs anew."""
+
+    def __init__(self, weight: QuantizedLinear) -> None:
+        self._packed = gemv.pack(replace(weight.quantized(), order=None))
+        weight.numbers, weight.scale = nn.Buffer(self._packed.data), nn.Buffer(self._packed.scale)
+        if self._packed.offset is not None:
+            weight.offset = nn.Buffer(self._packed.offset)
+
+    def accepts(self, x: Tensor) -> bool:
+        """Return whether the tokens have 16 bits."""
+        return x.dtype.itemsize == 2
+
+    def __call__(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:
+        return linear(x.contiguous(), self._packed)
+
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "Out In"]:
+        """Return the matrix, its columns in the order in which they are stored."""
+        return dequantize(self._packed, dtype)
+
+
+def kernel_for(weight: QuantizedLinear) -> GPUKernel | None:
+    """Return the kernel for a loaded matrix, or None for sizes that `pack` refuses."""
+    multiple = 32 if weight.format.kind == "int4" else 16
+    return None if weight.in_features % multiple else GPUKernel(weight)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Float[Tensor, "Out In"]:

@@ -36,7 +36,7 @@ def prepare_weights(model: LanguageModel) -> None:
                 layer.fold_norms()
     for each in model.modules():
         if isinstance(each, Projection):
-            each.prepare()
+            each.prepare(model.dtype)
 
 
 def bind_layers(model: LanguageModel, backend: AttentionBackend) -> Forward:

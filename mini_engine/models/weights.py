@@ -71,8 +71,12 @@ class Projection(nn.Module):
     def destinations(self) -> dict[str, Destination]:
         """Map the checkpoint name of each tensor to what it fills."""
 
-    def prepare(self) -> None:
-        """Change the form of the weights for the kernels of their device, once, after loading."""
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Change the form of the weights for the kernels of their device, once, after loading.
+
+        Args:
+            dtype: the model's.
+        """
 
 
 class Linear(Projection):
@@ -124,7 +128,8 @@ class QuantizedLinear(Projection):
         num_rows, groups = sum(rows.values()), form.tiles(1, in_features)[1]
         if form.kind == "int4" and in_features % 2:
             raise ModelLoadError(f"{', '.join(rows)} has {in_features} columns, but INT4 stores pairs: use INT8 or FP8")
-        self.format, self._kernel = form, None
+        self.format = form
+        self._kernel: QuantizedKernel | None = None
         self.order: Tensor | None = None
         # A scale for a whole row costs nothing. Those of groups do, so they have 16 bits if the model has.
         model_dtype = torch.get_default_dtype()
@@ -154,8 +159,8 @@ class QuantizedLinear(Projection):
                 found[f"{name}.bias"] = self.bias[first:last]
         return found
 
-    def prepare(self) -> None:
-        self._kernel = ops.quantized_kernel(self)
+    def prepare(self, dtype: torch.dtype) -> None:
+        self._kernel = ops.quantized_kernel(self, dtype)
 
     @property
     def num_numbers(self) -> int:
@@ -171,8 +176,23 @@ class QuantizedLinear(Projection):
 
     def _in_order(self, dtype: torch.dtype) -> Float[Tensor, "Out In"]:
         """The matrix, its columns in the order in which they are stored."""
+        if self._kernel is not None:
+            return self._kernel.dense(dtype)
         own = self.quantized()
         return QuantizedTensor(own.format, own.q, own.scale, own.offset).dequantize(dtype)
+
+
+class QuantizedKernel(Protocol):
+    """Multiplies tokens by a loaded `QuantizedLinear`. It may have changed how the matrix is stored."""
+
+    def accepts(self, x: Tensor) -> bool:
+        """Return whether the kernel multiplies these tokens; if not, a dense copy of the matrix does."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute `x @ weight.T`; columns are in the order in which they are stored."""
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix, columns in that order."""
 
 
 class QuantizedRows:

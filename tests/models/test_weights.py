@@ -50,7 +50,7 @@ def filled(form: Format | None, dtype: torch.dtype, bias: bool = False) -> tuple
     tensors = {name: random(*to.shape, seed=len(name) + i) for i, (name, to) in enumerate(own.destinations().items())}
     for name, to in own.destinations().items():
         to.copy_(tensors[name])
-    own.prepare()
+    own.prepare(dtype)
     return own, tensors
 
 
@@ -229,3 +229,14 @@ def test_the_option(tmp_path) -> None:
     llm = LLM(tmp_path)
     with pytest.raises(ConfigError, match="load the model again"):
         llm.with_options(quantization="int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 100, 300])
+def test_the_product_on_a_gpu(form: Format, num_tokens: int) -> None:
+    with torch.device("cuda"):
+        own, _ = filled(form, torch.bfloat16)
+        matrix = own.dense(torch.float32).double()
+        x = random(num_tokens, 64, seed=9, dtype=torch.bfloat16).cuda()
+        torch.testing.assert_close(own(x).double(), x.double() @ matrix.T, rtol=0.02, atol=0.1)

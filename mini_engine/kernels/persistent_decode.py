@@ -109,7 +109,7 @@ class PersistentDecode:
     def accepts(
         model: LanguageModel, specs: Sequence[AttentionSpec], kv_cache: CacheFormat
     ) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16 on Hopper, of suitable sizes.
+        """Whether the kernel supports the model: a Llama or Qwen3, all in bfloat16, on Hopper, of suitable sizes.
 
         Args:
             model: the model.
@@ -130,6 +130,7 @@ class PersistentDecode:
             and config.head_dim in (64, 128)
             and config.num_attention_heads // config.num_key_value_heads <= 8
             and not config.attention_bias
+            and not config.formats
             and config.hidden_act == "silu"
             and not any(spec.window or spec.softcap or spec.kv_dtype for spec in specs)
         )

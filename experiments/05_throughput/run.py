@@ -36,7 +36,7 @@ from mini_engine.bench.workloads import CPU, GPU, BenchRequest, Workload, least_
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
 from mini_engine.loading.checkpoint import load_model, open_checkpoint
-from mini_engine.models import layers
+from mini_engine.models import weights
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.parts import Parts
@@ -104,7 +104,7 @@ def with_f_linear(serve: Serve) -> Serve:
     """The same engine with the matrix product of `F.linear`, which transformers calls."""
 
     def run(requests: Sequence[BenchRequest]) -> list[list[int]]:
-        with mock.patch.object(layers, "linear", F.linear):
+        with mock.patch.object(weights, "linear", F.linear):
             return serve(requests)
 
     return run

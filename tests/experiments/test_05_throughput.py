@@ -31,9 +31,9 @@ def test_engines_and_peers_give_the_same_tokens(requests):
     assert all(own.equal == len(requests) and own.rate > 0 for own in measured)
 
 
-def test_f_linear_replaces_every_product_of_a_layer_and_nothing_else(requests, monkeypatch):
+def test_f_linear_replaces_every_product(requests, monkeypatch):
     ours, calls = our_model(transformers_model("qwen3", seed=1)), []
-    monkeypatch.setattr(run.layers, "linear", lambda *args: calls.append(args) or F.linear(*args))
+    monkeypatch.setattr(run.weights, "linear", lambda *args: calls.append(args) or F.linear(*args))
     engine = partial(run.serve_mini_engine, run.make_engine(ours, "torch", requests))
     expected, own_calls = engine(requests), len(calls)
     assert run.with_f_linear(engine)(requests) == expected

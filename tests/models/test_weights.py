@@ -29,7 +29,9 @@ FORMATS = [
     Format("fp8", None, None), Format("fp8"), Format("fp8", 16, 32), Format("int8"), Format("int8", 1, 32),
     Format("int4"), Format("int4", 1, 32), Format("int4", 1, 32, has_offsets=True),
 ]  # fmt: skip
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+# Of the largest number of a result. In bfloat16, the scale, the product, the scaled product and the sum with the bias
+# are each rounded by at most 2^-9.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -66,7 +68,8 @@ def test_the_product_is_that_of_the_stored_matrix(form: Format | None, dtype: to
     want = x.double() @ matrix.T + bias
     got = own(x)
     assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[dtype] * 10)
+    largest = want.abs().max().item() if num_tokens else 1.0
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

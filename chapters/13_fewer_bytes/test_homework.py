@@ -93,8 +93,8 @@ EXERCISES = [
         difficulty=3,
         challenge=True,
         hints=(
-            "Make a table first: the loss with one matrix at 2, 3, 4 or 8 bits, and all others at 8. That takes 3 calls "
-            "for each matrix, and one. The rest is a choice of one column in each row of the table.",
+            "Make a table first: the loss with one matrix at 2, 3, 4 or 8 bits, and all others at 8. That takes 3 "
+            "calls for each matrix, and one. The rest is a choice of one column in each row of the table.",
             "A greedy choice starts with 2 bits everywhere and buys, again and again, the largest gain per bit. It "
             "comes close. To do better, go through the matrices and keep a list of (size, loss, bits) of plans.",
             "Extend each plan by each of the four choices, sort by size, and drop a plan if a smaller one has less "
@@ -196,7 +196,9 @@ def test_one_group(hw: Homework) -> None:
     assert_groups(hw, torch.tensor([[-3.1, 0.7, 1.5, 2.9]]), 4)
 
 
-@check("quantize_groups", mistake="a group is neighboring columns of one row, and has a scale and zero point of its own")
+@check(
+    "quantize_groups", mistake="a group is neighboring columns of one row, and has a scale and zero point of its own"
+)
 def test_several_groups(hw: Homework) -> None:
     sizes = torch.logspace(-2, 2, 24).view(3, 8).T.flip(0).repeat_interleave(4, dim=1)
     assert_groups(hw, torch.tensor([-1.0, 0.33, 1.55, 2.0]).repeat(8, 3) * sizes, 4)
@@ -208,7 +210,9 @@ def test_numbers_of_one_sign(hw: Homework) -> None:
     assert_groups(hw, -randn(4, 16, seed=5).abs() - 1, 8)
 
 
-@check("quantize_groups", mistake="the zero point and the largest number may both be rounded up, to 16: clamp q to 0..15")
+@check(
+    "quantize_groups", mistake="the zero point and the largest number may both be rounded up, to 16: clamp q to 0..15"
+)
 def test_the_ends_of_the_range(hw: Homework) -> None:
     assert_groups(hw, torch.tensor([[-1.5, 13.5, 3.0, 0.0]]), 4)
     assert_groups(hw, randn(64, 64, seed=6), 16)
@@ -251,17 +255,24 @@ def numbers(rows: int, columns: int, seed: int, most: int = 16) -> Tensor:
     return torch.randint(most, (rows, columns), generator=torch.Generator().manual_seed(seed))
 
 
-@check("unpack_awq", mistake="you read the order backwards: nibble i goes to column order[i]. Or the transpose is missing")
+@check(
+    "unpack_awq", mistake="you read the order backwards: nibble i goes to column order[i]. Or the transpose is missing"
+)
 def test_one_word(hw: Homework) -> None:
     assert_awq(hw, torch.arange(8)[None], torch.zeros(1, 8).long(), torch.ones(1, 8).half())
 
 
-@check("unpack_awq", mistake="the highest bit of a word is part of a nibble; a shift of an int32 repeats it: mask with 15")
+@check(
+    "unpack_awq", mistake="the highest bit of a word is part of a nibble; a shift of an int32 repeats it: mask with 15"
+)
 def test_the_sign_bit(hw: Homework) -> None:
     assert_awq(hw, torch.arange(8, 16)[None], torch.zeros(1, 8).long(), torch.ones(1, 8).half())
 
 
-@check("unpack_awq", mistake="words are in the order of the columns, and each row is one input: the result is [outputs, inputs]")
+@check(
+    "unpack_awq",
+    mistake="words are in the order of the columns, and each row is one input: the result is [outputs, inputs]",
+)
 def test_several_words(hw: Homework) -> None:
     assert_awq(hw, numbers(6, 32, 8), torch.zeros(1, 32).long(), torch.ones(1, 32).half())
 
@@ -315,7 +326,10 @@ def test_ties(hw: Homework) -> None:
     assert_e4m3(hw, torch.cat((middles, -middles)))
 
 
-@check("e4m3", mistake="below 2 ** -6 the numbers are 2 ** -9 apart, down to 0: the exponent ends at -6. And log2(0) is -inf")
+@check(
+    "e4m3",
+    mistake="below 2 ** -6 the numbers are 2 ** -9 apart, down to 0: the exponent ends at -6. And log2(0) is -inf",
+)
 def test_subnormals(hw: Homework) -> None:
     assert_e4m3(hw, FINITE[FINITE < 2**-6])
     assert_e4m3(hw, torch.linspace(-(2**-6), 2**-6, 301))
@@ -395,7 +409,9 @@ def assert_gptq(
     want = by_definition(matrix, hessian, scale, damping)
     same = float((q == want).double().mean())
     # A number near the middle of two steps may be rounded the other way, and those after it then differ.
-    assert same >= share, f"{1 - same:.0%} of q differ from the definition, such as {q[0, :8].tolist()} in the first row"
+    assert same >= share, (
+        f"{1 - same:.0%} of q differ from the definition, such as {q[0, :8].tolist()} in the first row"
+    )
 
 
 @check("gptq_columns", mistake="without interaction (a diagonal Hessian) each number is rounded to nearest, in -7..7")
@@ -431,7 +447,10 @@ def test_groups_of_columns(hw: Homework) -> None:
         assert_gptq(hw, matrix, x.T @ x, group_scales(matrix, 8))
 
 
-@check("gptq_columns", mistake="add damping times the mean of the diagonal to the diagonal: an unused column has no inverse")
+@check(
+    "gptq_columns",
+    mistake="add damping times the mean of the diagonal to the diagonal: an unused column has no inverse",
+)
 def test_damping(hw: Homework) -> None:
     x, matrix = tokens_like(100, 16, 80), randn(6, 16, seed=81)
     x[:, 5] = 0
@@ -505,7 +524,9 @@ class Toy:
         require(len(bits) == len(self.sizes), f"measure takes the bits of {len(self.sizes)} matrices, not {bits}")
         require(set(bits) <= {2, 3, 4, 8}, f"measure takes 2, 3, 4 or 8 bits, not {bits}")
         self.calls += 1
-        require(self.calls <= 4 * len(self.sizes), f"measure is called more than 4 times for each of {len(bits)} matrices")
+        require(
+            self.calls <= 4 * len(self.sizes), f"measure is called more than 4 times for each of {len(bits)} matrices"
+        )
         return self.loss(bits)
 
 
@@ -518,7 +539,9 @@ def score(hw: Homework, count: int, seed: int, bits_each: float) -> float:
     toy = Toy(count, seed)
     budget = int(bits_each * sum(toy.sizes))
     got = hw.choose_bits(list(toy.sizes), toy.measure, budget)
-    require(isinstance(got, list) and len(got) == count, f"return a list with the bits of {count} matrices, not {got!r}")
+    require(
+        isinstance(got, list) and len(got) == count, f"return a list with the bits of {count} matrices, not {got!r}"
+    )
     require(set(got) <= {2, 3, 4, 8}, f"bits are 2, 3, 4 or 8, not {sorted(set(got) - {2, 3, 4, 8})}")
     used = size_of(toy.sizes, got)
     require(used <= budget, f"your choice takes {used:,} bits, and the budget is {budget:,}")
@@ -572,7 +595,11 @@ def test_most_of_the_gain(hw: Homework) -> None:
     assert got >= 0.65, f"your mean score is {got:.2f}; what each matrix costs alone is worth more than 0.9"
 
 
-@check("choose_bits", mistake="measure every number of bits of every matrix: the loss does not fall by the same factor from 2 to 3 as from 4 to 8", costs=0.3)
+@check(
+    "choose_bits",
+    mistake="measure each matrix with each number of bits: how the loss falls from 2 to 8 bits differs",
+    costs=0.3,
+)
 def test_all_of_the_gain(hw: Homework) -> None:
     got = mean_score(hw)
     assert got >= 0.95, f"your mean score is {got:.2f}; the reference scores 1"

@@ -140,10 +140,12 @@ def load_model(
         ModelLoadError: if the weights do not match the configuration, the model does not fit into memory, or its
             weights are quantized already.
     """
-    config, formats = checkpoint.config, _kept(checkpoint, torch.device(device), dtype)
-    if quantization is not None:
-        if checkpoint.formats:
-            raise ModelLoadError(f"{checkpoint.path} is quantized already: leave quantization={quantization!r} out.")
+    config = checkpoint.config
+    if quantization is None:
+        formats = _kept(checkpoint, torch.device(device), dtype)
+    elif checkpoint.formats:
+        raise ModelLoadError(f"{checkpoint.path} is quantized already: leave quantization={quantization!r} out.")
+    else:
         formats = formats_for(quantization, build_model(config, parts, dtype, "meta"))
     model = build_model(replace(config, formats=formats), parts, dtype, device)
     model.kv_scales = checkpoint.kv_scales

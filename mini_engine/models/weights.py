@@ -196,10 +196,17 @@ class QuantizedKernel(Protocol):
 
 
 class QuantizedRows:
-    """The rows of a `QuantizedLinear` that one matrix of a checkpoint fills."""
+    """The rows of a `QuantizedLinear` that one matrix of a checkpoint fills.
 
-    def __init__(self, to: QuantizedLinear, first: int, last: int) -> None:
-        self._to, self._rows, self.shape = to, slice(first, last), torch.Size((last - first, to.in_features))
+    Attributes:
+        linear: the projection.
+        rows: its rows.
+        shape: shape of the matrix.
+    """
+
+    def __init__(self, linear: QuantizedLinear, first: int, last: int) -> None:
+        self.linear, self.rows = linear, slice(first, last)
+        self.shape = torch.Size((last - first, linear.in_features))
 
     def copy_(self, matrix: Float[Tensor, "R In"] | QuantizedTensor) -> None:
         """Store a matrix. One that is not quantized yet is rounded to nearest.
@@ -207,18 +214,18 @@ class QuantizedRows:
         Raises:
             ModelLoadError: if the columns of fused projections have different orders.
         """
-        to, form = self._to, self._to.format
+        to, form = self.linear, self.linear.format
         if isinstance(matrix, QuantizedTensor):
             assert matrix.format == form, "the projection was built for the format of its tensors"
-            self._store(matrix, self._rows.start)
+            self._store(matrix, self.rows.start)
             return
         # A few rows at a time, because rounding needs several copies; a tile without end needs them all.
         at_once = max(1, CHUNK // form.rows) * form.rows if form.rows else len(matrix)
-        for first, rows in zip(range(self._rows.start, self._rows.stop, at_once), matrix.split(at_once), strict=True):
+        for first, rows in zip(range(self.rows.start, self.rows.stop, at_once), matrix.split(at_once), strict=True):
             self._store(quantize(rows.to(to.scale.device), form, to.scale.dtype), first)
 
     def _store(self, matrix: QuantizedTensor, first: int) -> None:
-        to, form, device = self._to, self._to.format, self._to.scale.device
+        to, form, device = self.linear, self.linear.format, self.linear.scale.device
         order = None if matrix.order is None else matrix.order.to(device)
         if first == 0:
             to.order = order

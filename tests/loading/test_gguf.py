@@ -36,6 +36,7 @@ from mini_engine.loading.gguf import (
     unpermute,
 )
 from mini_engine.models.config import ModelConfig
+from mini_engine.models.weights import QuantizedLinear, QuantizedRows
 from mini_engine.parts import Parts
 from mini_engine.quantization import Format, QuantizedTensor
 from mini_engine.rope import Linear, Llama3, inverse_frequencies
@@ -767,3 +768,31 @@ def test_a_llama_3_file_without_the_key_begins_with_bos_as_in_llama_cpp(tmp_path
             token_merges=["a b"], bos_token_id=0,
         )  # fmt: skip
         assert our_tokenizer(path).convert_ids_to_tokens(our_tokenizer(path)("ab").input_ids) == tokens
+
+
+# --- kept quantized --------------------------------------------------------------------------------------------------
+
+
+def test_a_kernels_format_is_kept_and_another_is_dequantized_with_a_warning(path: Path) -> None:
+    """On a CPU in bfloat16: INT4 in groups of 32 has a kernel, INT8 in groups of 32 has none."""
+    theirs = transformers_model("llama", hidden_size=64, intermediate_size=64, vocab_size=64)
+    kept = open_checkpoint(write_gguf(theirs, "llama", path, Q.Q4_1))
+    model = load_model(kept, Parts(), torch.bfloat16)
+    matrices = {name: own for name, own in model.named_modules() if isinstance(own, QuantizedLinear)}
+    assert len(matrices) == 1 + 4 * 3 and model.config.formats.keys() == kept.formats.keys() - {"model.embed_tokens"}
+    for name, to in model.destinations().items():
+        if isinstance(to, QuantizedRows):
+            want = kept.tensors[name].dequantize()
+            first = to.rows.start
+            got = to.linear.dense(torch.float32)[first : first + len(want)]
+            torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)  # scales are rounded to bfloat16
+    with pytest.warns(UserWarning, match="INT8 are dequantized"):
+        model = load_model(open_checkpoint(write_gguf(theirs, "llama", path, Q.Q8_0)), Parts(), torch.bfloat16)
+    assert not any(isinstance(own, QuantizedLinear) for own in model.modules())
+
+
+def test_a_quantized_file_is_not_quantized_again(path: Path) -> None:
+    theirs = transformers_model("llama", hidden_size=64, intermediate_size=64, vocab_size=64)
+    checkpoint = open_checkpoint(write_gguf(theirs, "llama", path, Q.Q8_0))
+    with pytest.raises(ModelLoadError, match="quantization='int4'"):
+        load_model(checkpoint, Parts(), torch.bfloat16, quantization="int4")

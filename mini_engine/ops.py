@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from mini_engine.kernels.nvcc import has_nvcc
 from mini_engine.quantization import Format
 
 P = ParamSpec("P")
@@ -61,6 +62,8 @@ QUANTIZED = {
     "cuda": "mini_engine.kernels.quantized_matmul:kernel_for",
 }
 FUSED_LAYER = "mini_engine.kernels.fused_layer:FusedLayer"
+QUANTIZED_LAYER = "mini_engine.kernels.quantized_layer:QuantizedLayer"
+PACKED_LAYERS = "mini_engine.kernels.quantized_layer:computes"
 
 
 def with_kernel(reference: Callable[P, T]) -> Callable[P, T]:
@@ -92,7 +95,7 @@ def multiplies(form: Format, device: torch.device, dtype: torch.dtype) -> bool:
     Without one, a step would dequantize the matrix, which reads and writes more bytes than a dense matrix has.
     """
     if device.type == "cuda":
-        return HAS_TRITON and dtype.itemsize == 2 and form.columns in (None, 32, 64, 128)
+        return dtype == torch.bfloat16 and (form.columns or 16) % 16 == 0 and runs_hopper_kernels(device)
     if dtype != torch.bfloat16:
         return False
     return form.columns is None if form.kind == "int8" else form.kind == "int4" and form.columns in (32, 64, 128, 256)
@@ -102,6 +105,11 @@ def quantized_kernel(weight: Any, dtype: torch.dtype) -> Any | None:
     """Return the kernel that multiplies tokens of a dtype by a loaded `QuantizedLinear`; None where there is none."""
     device = weight.numbers.device
     return load(QUANTIZED[device.type])(weight) if multiplies(weight.format, device, dtype) else None
+
+
+def runs_hopper_kernels(device: torch.device) -> bool:
+    """Return whether the project's CUDA kernels compile for a device: a GPU of compute capability 9 and nvcc."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and has_nvcc()
 
 
 def has_layer_kernels(device: torch.device) -> bool:

@@ -45,20 +45,29 @@ def bind_layers(model: LanguageModel, backend: AttentionBackend) -> Forward:
     The model is unchanged, apart from `prepare_weights`: engines with different backends may share it.
     """
     prepare_weights(model)
-    if not has_fused_layers(model) or not backend.takes_stored_keys or any(spec.kv_dtype for spec in backend.specs):
+    if not backend.takes_stored_keys or any(spec.kv_dtype for spec in backend.specs):
         return partial(model, attend=backend)
-    return partial(model, attend=backend, compute=ops.load(ops.FUSED_LAYER)(model))
+    if has_fused_layers(model):
+        return partial(model, attend=backend, compute=ops.load(ops.FUSED_LAYER)(model))
+    if has_plain_layers(model) and ops.load(ops.PACKED_LAYERS)(model):
+        return partial(model, attend=backend, compute=ops.load(ops.QUANTIZED_LAYER)(model))
+    return partial(model, attend=backend)
 
 
 def has_fused_layers(model: LanguageModel) -> bool:
-    """Return whether `FusedLayer` computes the same as the model's layers, and none of their parts has been replaced.
+    """Return whether `FusedLayer` computes the same as the model's layers."""
+    matrices = (own for own in model.modules() if isinstance(own, Projection))
+    return has_plain_layers(model) and all(isinstance(own, Linear) for own in matrices)
+
+
+def has_plain_layers(model: LanguageModel) -> bool:
+    """Return whether the model's layers are Llama's or Qwen3's, without biases, and no part of them has been replaced.
 
     In float16 the products of tokens that have not been normalized could overflow.
     """
     return (
         isinstance(model, LlamaForCausalLM)
         and all(isinstance(layer, LlamaLayer) for layer in model.layers)  # Gemma 2 has others
-        and all(isinstance(own, Linear) for own in model.modules() if isinstance(own, Projection))
         and ops.has_layer_kernels(model.device)
         and model.dtype == torch.bfloat16
         and not model.config.attention_bias

@@ -121,6 +121,7 @@ class QuantizedLinear(Projection):
         scale: [Out, groups]; one group unless the format has several along a row.
         offset: like `scale`, or None.
         order: [In] see `QuantizedTensor.order`; None if columns have their own order.
+        kernel: multiplies tokens; None before `prepare`, and where there is none.
     """
 
     def __init__(self, in_features: int, rows: Mapping[str, int], form: Format, bias: bool = False) -> None:
@@ -129,7 +130,7 @@ class QuantizedLinear(Projection):
         if form.kind == "int4" and in_features % 2:
             raise ModelLoadError(f"{', '.join(rows)} has {in_features} columns, but INT4 stores pairs: use INT8 or FP8")
         self.format = form
-        self._kernel: QuantizedKernel | None = None
+        self.kernel: QuantizedKernel | None = None
         self.order: Tensor | None = None
         # A scale for a whole row costs nothing. Those of groups do, so they have 16 bits if the model has.
         model_dtype = torch.get_default_dtype()
@@ -141,8 +142,8 @@ class QuantizedLinear(Projection):
 
     def __call__(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:
         x = x if self.order is None else x[:, self.order]
-        if self._kernel is not None and self._kernel.accepts(x):
-            out = self._kernel(x)
+        if self.kernel is not None and self.kernel.accepts(x):
+            out = self.kernel(x)
             return out if self.bias is None else out + self.bias
         return linear(x, self._in_order(x.dtype), self.bias)
 
@@ -160,12 +161,12 @@ class QuantizedLinear(Projection):
         return found
 
     def prepare(self, dtype: torch.dtype) -> None:
-        self._kernel = ops.quantized_kernel(self, dtype)
+        self.kernel = ops.quantized_kernel(self, dtype)
 
     @property
     def num_numbers(self) -> int:
         """Numbers of the matrix."""
-        return len(self.numbers) * self.in_features
+        return sum(self.rows.values()) * self.in_features
 
     def quantized(self) -> QuantizedTensor:
         """Return the matrix in the common form, with a scale for each row."""
@@ -176,8 +177,8 @@ class QuantizedLinear(Projection):
 
     def _in_order(self, dtype: torch.dtype) -> Float[Tensor, "Out In"]:
         """The matrix, its columns in the order in which they are stored."""
-        if self._kernel is not None:
-            return self._kernel.dense(dtype)
+        if self.kernel is not None:
+            return self.kernel.dense(dtype)
         own = self.quantized()
         return QuantizedTensor(own.format, own.q, own.scale, own.offset).dequantize(dtype)
 

@@ -1,35 +1,37 @@
 // Products of a few tokens with a quantized matrix, each with the work after it, for Hopper.
 //
-// For few tokens, a product is a read of its weight. So the warps of a block read different columns of the same rows, straight
-// into registers, each two stages ahead of what it multiplies, and go on to the block's next rows without a pause. Each stage
-// is converted to bfloat16 and multiplied on the tensor cores, weight times tokens, because they take 16 rows of the first
-// operand and only 8 columns of the second, and tokens are few. The warps' sums are added up in shared memory.
+// For few tokens, a product is a read of its weight. So the warps of a block read different columns of the same rows, each into
+// a ring of its own in shared memory (bulk copies), which it fills as far ahead as there is room, even with the block's next
+// rows. A warp converts the numbers to bfloat16 and multiplies them on the tensor cores, weight times tokens, because these
+// take 16 rows of the first operand and only 8 columns of the second, and tokens are few. The sums of all warps are added up
+// in shared memory.
 //
-// A scale for a row is applied to sums, one for a group of columns to the weight's numbers. The tensor cores also compute the
-// sum of squares that a norm needs: the diagonal of tokens times tokens.
+// Scales are applied to sums: those of rows at the end, those of groups of columns after each tile. If a group is narrower than
+// a tile, they are applied to numbers. The tensor cores also compute the sum of the tokens' numbers, by which the offset of a
+// group is multiplied, and the sum of squares that a norm needs: the diagonal of tokens times tokens.
 //
-// The kernel may start while the previous one still runs. Then it loads its first weights, which no kernel of a step writes.
+// The kernel may start while the previous one still runs. Then it fills its rings with weights, which no kernel of a step
+// writes.
 #include "hopper.cuh"
 #include "quantized.cuh"
 
 constexpr Kind KIND = static_cast<Kind>(WEIGHT_KIND);
-constexpr bool GROUPED = IS_GROUPED;  // a scale and an offset for groups of columns, not a scale for each row
-constexpr int WARPS = 8, THREADS = WARPS * 32;
-constexpr bool SHIFTS = KIND == FP8 && !GROUPED;  // whether tokens and sums make up for FP8_FACTOR
-constexpr uint32_t TOKEN_FACTOR = 0x73807380u;    // a pair of 2^104: neither a token nor a number is too large or too small
-constexpr float SUM_FACTOR = SHIFTS ? FP8_FACTOR * 0x1p-104f : 1.0f;
+// A scale for each row, or a scale and an offset for groups of columns: narrow ones, or as wide as one tile or several.
+enum Groups { NONE, NARROW, WIDE };
+constexpr Groups GROUPS = static_cast<Groups>(WEIGHT_GROUPS);
+constexpr int WARPS = 8, THREADS = WARPS * 32, TILE_BYTES = 32 * Tile<KIND>::BYTES;
 
 enum Work { STORE, ADD, SWIGLU };
 
 struct Arguments {
     const uint16_t* tokens;       // [num_tokens, num_columns]
     const uint16_t* norm_weight;  // [num_columns], or null
-    const uint4* weight;
+    const unsigned char* weight;
     const void* scales;           // float [num_rows], or with groups uint32_t [strips, groups, TILE_ROWS]: pairs of scale and offset
     uint16_t* out;                // [num_tokens, rows of the result]
     int num_tokens, num_rows, num_columns;
     int half_rows;                // from a row of a tile's first half to the same row of its second half
-    int group_columns, work;
+    int log2_group, work;         // base-2 logarithm of the columns of a group
     float eps;                    // of the norm; negative: the tokens are not normalized
 };
 
@@ -42,11 +44,16 @@ __device__ inline void multiply_accumulate(float (&c)[4], const uint32_t (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ inline uint4 load_once(const uint4* from) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
+// The policy under which the L2 cache gives up these lines first: a step reads each weight once.
+__device__ inline uint64_t read_once() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ inline void copy(uint32_t to, const void* from, int bytes, uint64_t* barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
 }
 
 __device__ inline float to_float(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
@@ -76,50 +83,55 @@ struct Weight {
         return strip / strips * 2 * a.half_rows + r / 8 * a.half_rows + strip % strips * 8 + r % 8;
     }
 
-    __device__ Tile<KIND> load(int strip, int tile) const {
-        Tile<KIND> loaded;
-        if constexpr (KIND == FP8) {
-            const int column = tile * TILE_COLUMNS + lane % 4 * 16;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int64_t at = min(row(strip, lane / 4 + 8 * half), a.num_rows - 1);
-                loaded.vectors[half] = column < a.num_columns ? load_once(a.weight + (at * a.num_columns + column) / 16) : uint4{};
-            }
-        } else {
-            constexpr int VECTORS = Tile<KIND>::VECTORS;
-            const uint4* from = a.weight + ((static_cast<int64_t>(strip) * num_tiles + tile) * 32 + lane) * VECTORS;
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) loaded.vectors[i] = load_once(from + i);
-        }
-        return loaded;
+    __device__ const unsigned char* at(int strip, int tile) const {
+        return a.weight + (static_cast<int64_t>(strip) * num_tiles + tile) * TILE_BYTES;
     }
 
     // The pairs of scale and offset of rows g and g + 8 for this lane's columns of a tile.
     __device__ uint2 load_scales(int strip, int tile) const {
-        const int groups = (a.num_columns + a.group_columns - 1) / a.group_columns;
-        const int group = min((tile * TILE_COLUMNS + lane % 4 * 16) / a.group_columns, groups - 1);
+        const int groups = ((a.num_columns - 1) >> a.log2_group) + 1;
+        const int group = min((tile * TILE_COLUMNS + lane % 4 * 16) >> a.log2_group, groups - 1);
         const uint32_t* from = static_cast<const uint32_t*>(a.scales) + (strip * groups + group) * TILE_ROWS + lane / 4;
         return {__ldg(from), __ldg(from + 8)};
     }
 };
 
-// What a warp holds of some strips: AHEAD tiles of each, WARPS tiles apart, because the warps take turns.
-template <int STRIPS, int AHEAD> struct Stage {
-    Tile<KIND> tiles[AHEAD][STRIPS];
-    uint2 scales[AHEAD][STRIPS];
+// A warp's ring. A stage has a chunk of TILES neighboring tiles of each strip; the warps take turns with chunks.
+template <int STRIPS, int BYTES> struct Ring {
+    static constexpr int TILES = STRIPS * TILE_BYTES < 1024 ? 1024 / (STRIPS * TILE_BYTES) : 1;
+    static constexpr int STAGE_BYTES = STRIPS * TILES * TILE_BYTES, STAGES = BYTES / WARPS / STAGE_BYTES;
+    static_assert(STAGES > 0);
 
-    __device__ void load(const Weight& weight, int strip, int first_tile) {
+    const Weight& weight;
+    unsigned char* memory;
+    uint64_t* full;  // [STAGES]
+    uint64_t policy = read_once();
+    int strip, chunk, num_chunks;  // what is copied next; chunks of a strip
+
+    __device__ Ring(const Weight& weight, unsigned char* memory, uint64_t* full)
+        : weight(weight), memory(memory), full(full), strip(blockIdx.x * STRIPS), chunk(threadIdx.x / 32),
+          num_chunks((weight.num_tiles + TILES - 1) / TILES) {}
+
+    // Copy the next chunk (one thread).
+    __device__ void fill(int stage) {
+        if (strip >= weight.num_strips || chunk >= num_chunks) return;
+        const int bytes = min(TILES, weight.num_tiles - chunk * TILES) * TILE_BYTES;
+        expect(full + stage, STRIPS * bytes);
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const int tile = first_tile + i * WARPS;
-            if (tile >= weight.num_tiles) continue;
-#pragma unroll
-            for (int j = 0; j < STRIPS; j++) {
-                const int own = min(strip + j, weight.num_strips - 1);
-                tiles[i][j] = weight.load(own, tile);
-                if constexpr (GROUPED) scales[i][j] = weight.load_scales(own, tile);
-            }
+        for (int i = 0; i < STRIPS; i++) {  // beyond the last strip, it is copied again
+            const unsigned char* from = weight.at(min(strip + i, weight.num_strips - 1), chunk * TILES);
+            copy(shared_address(memory + stage * STAGE_BYTES + i * TILES * TILE_BYTES), from, bytes, full + stage, policy);
         }
+        chunk += WARPS;
+        if (chunk >= num_chunks) chunk = threadIdx.x / 32, strip += gridDim.x * STRIPS;
+    }
+
+    __device__ Tile<KIND> tile(int stage, int strip, int i) const {
+        const auto* from = reinterpret_cast<const uint4*>(memory + stage * STAGE_BYTES + (strip * TILES + i) * TILE_BYTES);
+        Tile<KIND> tile;
+#pragma unroll
+        for (int j = 0; j < Tile<KIND>::VECTORS; j++) tile.vectors[j] = from[threadIdx.x % 32 * Tile<KIND>::VECTORS + j];
+        return tile;
     }
 };
 
@@ -135,12 +147,23 @@ template <int EIGHTS> struct Tokens {
         for (int i = 0; i < EIGHTS; i++) {
             const int token = i * 8 + lane / 4;
             const bool exists = token < a.num_tokens && column < a.num_columns;
-            const uint4* from = reinterpret_cast<const uint4*>(a.tokens + static_cast<int64_t>(token) * a.num_columns + column);
+            const uint4* from = reinterpret_cast<const uint4*>(a.tokens + (token * a.num_columns + column));
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const uint4 v = exists ? __ldcg(from + half) : uint4{};
                 pairs[i][half * 4] = v.x, pairs[i][half * 4 + 1] = v.y, pairs[i][half * 4 + 2] = v.z, pairs[i][half * 4 + 3] = v.w;
             }
+        }
+    }
+
+    // Add up the numbers of each token: products with a matrix of ones.
+    __device__ void add_numbers(float (&sums)[EIGHTS][4]) const {
+        constexpr uint32_t ONES = 0x3f803f80u;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++) {
+#pragma unroll
+            for (int step = 0; step < STEPS_OF_TILE; step++)
+                multiply_accumulate(sums[i], {ONES, ONES, ONES, ONES}, pairs[i][2 * step], pairs[i][2 * step + 1]);
         }
     }
 
@@ -156,43 +179,38 @@ template <int EIGHTS> struct Tokens {
         }
     }
 
-    // Apply the norm's weight, and what FP8 needs: another order, and a factor.
-    __device__ void prepare(const Arguments& a, int tile) {
+    __device__ void apply_norm_weight(const Arguments& a, int tile) {
         const int column = tile * TILE_COLUMNS + threadIdx.x % 4 * 16;
-        if (a.norm_weight && column < a.num_columns) {
-            const uint4* from = reinterpret_cast<const uint4*>(a.norm_weight + column);
-            const uint4 first = __ldg(from), second = __ldg(from + 1);
-            const uint32_t weights[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        if (column >= a.num_columns) return;
+        const uint4* from = reinterpret_cast<const uint4*>(a.norm_weight + column);
+        const uint4 first = __ldg(from), second = __ldg(from + 1);
+        const uint32_t weights[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
-            for (int i = 0; i < EIGHTS; i++) {
+        for (int i = 0; i < EIGHTS; i++) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) pairs[i][j] = multiply_pairs(pairs[i][j], weights[j]);
-            }
-        }
-        if constexpr (KIND == FP8) {
-#pragma unroll
-            for (int i = 0; i < EIGHTS; i++) {
-#pragma unroll
-                for (int j = 0; j < 8; j += 2) {
-                    const uint32_t low = __byte_perm(pairs[i][j], pairs[i][j + 1], 0x5410);
-                    const uint32_t high = __byte_perm(pairs[i][j], pairs[i][j + 1], 0x7632);
-                    pairs[i][j] = SHIFTS ? multiply_pairs(low, TOKEN_FACTOR) : low;
-                    pairs[i][j + 1] = SHIFTS ? multiply_pairs(high, TOKEN_FACTOR) : high;
-                }
-            }
+            for (int j = 0; j < 8; j++) pairs[i][j] = multiply_pairs(pairs[i][j], weights[j]);
         }
     }
 };
 
+__device__ inline float scale_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float offset_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
 // Scale this lane's part of a step: rows g, g + 8, g, g + 8.
-__device__ inline void scale_groups(uint32_t (&numbers)[4], uint2 scales) {
+__device__ inline void scale_numbers(uint32_t (&numbers)[4], uint2 scales) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t pair = i % 2 ? scales.y : scales.x;
-        const uint32_t scale = __byte_perm(pair, pair, 0x1010), offset = __byte_perm(pair, pair, 0x3232);
-        if constexpr (KIND == FP8) numbers[i] = multiply_pairs(numbers[i], 0x7b807b80u);  // 2^120
-        numbers[i] = multiply_add_pairs(numbers[i], scale, offset);
+        numbers[i] = multiply_add_pairs(numbers[i], __byte_perm(pair, pair, 0x1010), __byte_perm(pair, pair, 0x3232));
     }
+}
+
+// Convert this lane's part of a step, as far as the sums do not make up for it.
+__device__ inline void convert(const Tile<KIND>& tile, int step, uint2 scales, uint32_t (&numbers)[4]) {
+    tile.convert<GROUPS == WIDE>(step, numbers);
+#pragma unroll
+    for (int i = 0; KIND == FP8 && i < 4; i++) numbers[i] = multiply_pairs(numbers[i], FP8_FACTOR);
+    if constexpr (GROUPS == NARROW) scale_numbers(numbers, scales);
 }
 
 template <int STRIPS, int EIGHTS> struct Sums {
@@ -236,10 +254,10 @@ __device__ inline void finish(const Arguments& a, const Weight& weight, const Su
         if (own >= weight.num_strips || row >= a.num_rows) continue;
         float2 product = sums.of_rows(token, i / 8 % STRIPS * TILE_ROWS + i % 8);
         const bool has_other = other < a.num_rows;
-        const float factor = a.eps < 0 ? SUM_FACTOR : SUM_FACTOR * sums.norm_factor(a, token);
+        const float factor = a.eps < 0 ? 1.0f : sums.norm_factor(a, token);
         const float* scales = static_cast<const float*>(a.scales);
-        product.x *= GROUPED ? factor : factor * __ldg(scales + row);
-        product.y *= GROUPED || !has_other ? factor : factor * __ldg(scales + other);
+        product.x *= GROUPS != NONE ? factor : factor * __ldg(scales + row);
+        product.y *= GROUPS != NONE || !has_other ? factor : factor * __ldg(scales + other);
         if (a.work == SWIGLU) {
             const float activated = __fdividef(product.x, 1 + __expf(-product.x)) * product.y;
             a.out[static_cast<int64_t>(token) * (a.num_rows / 2) + row] = to_bf16(activated);
@@ -252,54 +270,118 @@ __device__ inline void finish(const Arguments& a, const Weight& weight, const Su
     }
 }
 
-constexpr int blocks_per_sm(int eights) { return eights > 4 ? 1 : 2; }  // many tokens need many registers
+// Add the product of a tile of numbers, times their scale, and their offset times the sum of the tokens' numbers.
+template <int EIGHTS>
+__device__ inline void add_tile(float (&to)[EIGHTS][4], const float (&of_tile)[EIGHTS][4], const float (&sums)[EIGHTS][4], uint2 scales) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t pair = half ? scales.y : scales.x;
+        const float scale = scale_of(pair), offset = offset_of(pair) - (KIND == INT4 ? INT4_BIAS * scale : 0);
+#pragma unroll
+        for (int l = 0; l < EIGHTS; l++) {
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; i++) to[l][i] += scale * of_tile[l][i] + offset * sums[l][i];
+        }
+    }
+}
 
-template <int STRIPS, int EIGHTS, int AHEAD>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product(const __grid_constant__ Arguments a) {
-    extern __shared__ unsigned char memory[];
-    auto& sums = *reinterpret_cast<Sums<STRIPS, EIGHTS>*>(memory);
+// What else a chunk needs, loaded one chunk ahead: the tokens, and the scales of groups.
+template <int STRIPS, int EIGHTS, int TILES> struct Operands {
+    Tokens<EIGHTS> tokens[TILES];
+    uint2 scales[TILES][STRIPS];
+
+    __device__ void load_scales(const Weight& weight, int strip, int chunk) {
+#pragma unroll
+        for (int i = 0; GROUPS != NONE && i < TILES; i++) {
+#pragma unroll
+            for (int j = 0; j < STRIPS; j++) scales[i][j] = weight.load_scales(min(strip + j, weight.num_strips - 1), chunk * TILES + i);
+        }
+    }
+    __device__ void load_tokens(const Arguments& a, int chunk) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) tokens[i].load(a, chunk * TILES + i);  // zeros beyond the last column
+    }
+};
+
+// More strips and tokens need more registers.
+constexpr int blocks_per_sm(int strips, int eights) { return eights > 2 ? 1 : strips * eights > 2 ? 2 : 3; }
+
+// An SM of Hopper has 228 KiB of shared memory, and 1 KiB of it is reserved for each block.
+constexpr int shared_bytes(int strips, int eights) { return (228 / blocks_per_sm(strips, eights) - 1) * 1024; }
+
+template <int STRIPS, int EIGHTS> struct Shared {
+    using OwnRing = Ring<STRIPS, shared_bytes(STRIPS, EIGHTS) - static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) - 2048>;  // 2 KiB for barriers
+    unsigned char rings[WARPS][OwnRing::STAGES * OwnRing::STAGE_BYTES];
+    Sums<STRIPS, EIGHTS> sums;
+    uint64_t full[WARPS][OwnRing::STAGES];
+};
+
+template <int STRIPS, int EIGHTS>
+static __global__ void __launch_bounds__(THREADS, blocks_per_sm(STRIPS, EIGHTS)) product(const __grid_constant__ Arguments a) {
+    using OwnRing = typename Shared<STRIPS, EIGHTS>::OwnRing;
+    constexpr int TILES = OwnRing::TILES, STAGES = OwnRing::STAGES;
+    constexpr bool AHEAD = EIGHTS < 8;  // whether the registers suffice for the tokens of two chunks
+    extern __shared__ __align__(128) unsigned char memory[];
+    auto& shared = *reinterpret_cast<Shared<STRIPS, EIGHTS>*>(memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * STRIPS;
     const Weight weight(a);
-    const int warp = threadIdx.x / 32, step = gridDim.x * STRIPS;
-    int strip = blockIdx.x * STRIPS;
-    Stage<STRIPS, AHEAD> stage, next;
-    stage.load(weight, strip, warp);
+    OwnRing ring(weight, shared.rings[warp], shared.full[warp]);
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; i++) initialize(ring.full + i);
+        publish_barriers();
+        for (int i = 0; i < STAGES; i++) ring.fill(i);
+    }
+    __syncwarp();
+    const int num_chunks = ring.num_chunks;
+    int position = 0;  // of the ring
+    Operands<STRIPS, EIGHTS, TILES> own, next;
+    own.load_scales(weight, blockIdx.x * STRIPS, min(warp, num_chunks - 1));
     let_next_kernel_start();
     wait_for_previous_kernel();
+    if (AHEAD) own.load_tokens(a, warp);
 #pragma unroll 1
-    for (; strip < weight.num_strips; strip += step) {
+    for (int strip = blockIdx.x * STRIPS; strip < weight.num_strips; strip += step) {
         float products[STRIPS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
-#pragma unroll 1
-        for (int first = 0; first < weight.num_tiles; first += AHEAD * WARPS) {
-            const bool ends = first + AHEAD * WARPS >= weight.num_tiles;
-            if (!ends) next.load(weight, strip, first + AHEAD * WARPS + warp);
-            else if (strip + step < weight.num_strips) next.load(weight, strip + step, warp);
-            Tokens<EIGHTS> tokens[AHEAD];
+#pragma unroll 2
+        for (int chunk = warp; chunk < num_chunks; chunk += WARPS, position++) {
+            const bool ends = chunk + WARPS >= num_chunks;
+            if (AHEAD) next.load_tokens(a, ends ? warp : chunk + WARPS);
+            else own.load_tokens(a, chunk);
+            next.load_scales(weight, ends ? strip + step : strip, ends ? warp : chunk + WARPS);
+            const int stage = position % STAGES;
+            wait(ring.full + stage, position / STAGES & 1);
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) tokens[i].load(a, first + warp + i * WARPS);  // zeros beyond the last tile
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const int tile = first + warp + i * WARPS;
+            for (int i = 0; i < TILES; i++) {
+                const int tile = chunk * TILES + i;
                 if (tile >= weight.num_tiles) continue;
-                if (a.eps >= 0) tokens[i].add_squares(squares);
-                tokens[i].prepare(a, tile);
+                if (a.eps >= 0) own.tokens[i].add_squares(squares);
+                if (a.norm_weight) own.tokens[i].apply_norm_weight(a, tile);
+                float sums[EIGHTS][4] = {};
+                if constexpr (GROUPS == WIDE) own.tokens[i].add_numbers(sums);
 #pragma unroll
                 for (int j = 0; j < STRIPS; j++) {
+                    const Tile<KIND> numbers = ring.tile(stage, j, i);
+                    float of_tile[EIGHTS][4] = {};
+                    auto& to = GROUPS == WIDE ? of_tile : products[j];
 #pragma unroll
                     for (int k = 0; k < STEPS_OF_TILE; k++) {
-                        uint32_t numbers[4];
-                        stage.tiles[i][j].convert(k, numbers);
-                        if constexpr (GROUPED) scale_groups(numbers, stage.scales[i][j]);
+                        uint32_t converted[4];
+                        convert(numbers, k, own.scales[i][j], converted);
 #pragma unroll
                         for (int l = 0; l < EIGHTS; l++)
-                            multiply_accumulate(products[j][l], numbers, tokens[i].pairs[l][2 * k], tokens[i].pairs[l][2 * k + 1]);
+                            multiply_accumulate(to[l], converted, own.tokens[i].pairs[l][2 * k], own.tokens[i].pairs[l][2 * k + 1]);
                     }
+                    if constexpr (GROUPS == WIDE) add_tile(products[j], of_tile, sums, own.scales[i][j]);
                 }
             }
-            stage = next;
+            __syncwarp();  // all lanes have read the stage
+            if (lane == 0) ring.fill(stage);
+            if (AHEAD) own = next;
+            else memcpy(own.scales, next.scales, sizeof own.scales);
         }
-        sums.store(products, squares);
+        shared.sums.store(products, squares);
         __syncthreads();
-        finish(a, weight, sums, strip);
+        finish(a, weight, shared.sums, strip);
         __syncthreads();  // before the next sums
     }
 }
@@ -312,26 +394,29 @@ static __global__ void __launch_bounds__(THREADS) dequantize(const __grid_consta
     const int lane = threadIdx.x % 32, index = blockIdx.x * WARPS + threadIdx.x / 32;
     const int strip = index / weight.num_tiles, tile = index % weight.num_tiles, column = tile * TILE_COLUMNS + lane % 4 * 16;
     if (strip >= weight.num_strips || column >= a.num_columns) return;
-    const Tile<KIND> own = weight.load(strip, tile);
+    Tile<KIND> own;
+#pragma unroll
+    for (int i = 0; i < Tile<KIND>::VECTORS; i++)
+        own.vectors[i] = __ldg(reinterpret_cast<const uint4*>(weight.at(strip, tile)) + lane * Tile<KIND>::VECTORS + i);
     uint32_t pairs[2][8];
 #pragma unroll
     for (int step = 0; step < STEPS_OF_TILE; step++) {
         uint32_t numbers[4];
         own.convert(step, numbers);
-        if constexpr (GROUPED) scale_groups(numbers, weight.load_scales(strip, tile));
+#pragma unroll
+        for (int i = 0; KIND == FP8 && i < 4; i++) numbers[i] = multiply_pairs(numbers[i], FP8_FACTOR);
+        if constexpr (GROUPS != NONE) scale_numbers(numbers, weight.load_scales(strip, tile));
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint32_t first = numbers[half], second = numbers[half + 2];
-            pairs[half][2 * step] = KIND == FP8 ? __byte_perm(first, second, 0x5410) : first;
-            pairs[half][2 * step + 1] = KIND == FP8 ? __byte_perm(first, second, 0x7632) : second;
+            pairs[half][2 * step] = numbers[half], pairs[half][2 * step + 1] = numbers[half + 2];
         }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = weight.row(strip, lane / 4 + 8 * half);
         if (row >= a.num_rows) continue;
-        if constexpr (!GROUPED) {
-            const float scale = __ldg(static_cast<const float*>(a.scales) + row) * (SHIFTS ? FP8_FACTOR : 1.0f);
+        if constexpr (GROUPS == NONE) {
+            const float scale = __ldg(static_cast<const float*>(a.scales) + row);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const float low = to_float(pairs[half][i] & 0xffff) * scale, high = to_float(pairs[half][i] >> 16) * scale;
@@ -347,25 +432,27 @@ static __global__ void __launch_bounds__(THREADS) dequantize(const __grid_consta
 // --- the host -----------------------------------------------------------------------------------------------------------
 
 template <int STRIPS, int EIGHTS> static int launch(const Arguments& a, int num_strips, int num_sms, void* stream) {
-    constexpr int TILES = 64 / Tile<KIND>::BYTES / STRIPS / (EIGHTS > 2 ? 2 : 1);  // 64 bytes for each lane, if it has the registers
-    const auto kernel = product<STRIPS, EIGHTS, TILES ? TILES : 1>;
-    constexpr int SHARED_BYTES = sizeof(Sums<STRIPS, EIGHTS>);
+    constexpr int SHARED_BYTES = sizeof(Shared<STRIPS, EIGHTS>);
+    static_assert(SHARED_BYTES <= shared_bytes(STRIPS, EIGHTS));
+    const auto kernel = product<STRIPS, EIGHTS>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)) return error;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    const int blocks = (num_strips + STRIPS - 1) / STRIPS, most = blocks_per_sm(EIGHTS) * num_sms;
+    const int blocks = (num_strips + STRIPS - 1) / STRIPS, most = blocks_per_sm(STRIPS, EIGHTS) * num_sms;
     config.gridDim = dim3(blocks < most ? blocks : most), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = SHARED_BYTES;
     config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+// Blocks of more strips read the tokens fewer times, if there are enough strips for all SMs.
 extern "C" int launch_quantized_product(const Arguments* a, int num_strips, int num_sms, void* stream) {
+    const bool is_tall = num_strips >= 4 * num_sms;
     if (a->num_tokens <= 4) return launch<1, 1>(*a, num_strips, num_sms, stream);
-    if (a->num_tokens <= 8) return launch<2, 1>(*a, num_strips, num_sms, stream);
-    if (a->num_tokens <= 16) return launch<2, 2>(*a, num_strips, num_sms, stream);
-    if (a->num_tokens <= 32) return launch<2, 4>(*a, num_strips, num_sms, stream);
+    if (a->num_tokens <= 8) return (is_tall ? launch<4, 1> : launch<2, 1>)(*a, num_strips, num_sms, stream);
+    if (a->num_tokens <= 16) return (is_tall ? launch<4, 2> : launch<2, 2>)(*a, num_strips, num_sms, stream);
+    if (a->num_tokens <= 32) return (is_tall ? launch<4, 4> : launch<2, 4>)(*a, num_strips, num_sms, stream);
     return launch<2, 8>(*a, num_strips, num_sms, stream);
 }
 

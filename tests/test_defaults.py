@@ -57,7 +57,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Machine], None]]:
         (Machine(), [QWEN3, WINDOW], {}, "flash_decoding+cascade"),  # FlashInfer computes the window
         (Machine(), [replace(QWEN3, num_kv_heads=1)], {}, "cascade"),  # 16 query heads for a KV head
         (Machine(), [GEMMA2], {}, "cascade"),
-        (Machine(), [replace(QWEN3, kv_dtype=torch.float8_e4m3fn)], {}, "cascade"),
+        (Machine(), [replace(QWEN3, kv_dtype=torch.float8_e4m3fn)], {}, "flash_decoding+cascade"),
         (Machine(), [QWEN3], {"page_size": 8}, "cascade"),
         (Machine(), [QWEN3], {"layout": "HND"}, "flash_decoding+cascade"),
         (Machine(has_nvcc=False), [QWEN3], {}, "cascade"),

@@ -1,7 +1,7 @@
 """Decodes on the project's own kernel for Hopper, for `PagedBackend`.
 
 The kernel supports plain layers: heads of size 64 or 128, up to 8 query heads for each KV head, keys in the model's
-dtype, and no window, soft-cap or ALiBi. Explained in chapter 12.
+dtype or in e4m3, and no window, soft-cap or ALiBi. Explained in chapter 12.
 """
 
 from collections.abc import Sequence
@@ -61,10 +61,12 @@ class FlashDecodes(Decodes):
     def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
         super().__init__(kinds, wrappers)
         cache = wrappers.cache
-        self._kernels = {
-            sizes: FlashDecoding(*sizes, cache.page_size, cache.layout, cache.dtype, cache.device)
-            for sizes in {kind[:3] for kind in kinds}
-        }
+        self._kernels: dict[tuple[Any, ...], FlashDecoding] = {}
+        for kind in kinds:
+            if _variant(kind) not in self._kernels:
+                self._kernels[_variant(kind)] = FlashDecoding(
+                    *kind[:3], cache.page_size, cache.layout, cache.dtype, cache.device, kind.kv_dtype
+                )
         self._work: dict[tuple[int, bool], DecodeWork] = {}
         self._graph_memory: dict[tuple[int, int, bool], UInt8[Tensor, " bytes"]] = {}
         self._being_copied: list[UInt8[Tensor, " bytes"]] = []
@@ -75,7 +77,7 @@ class FlashDecodes(Decodes):
         return (
             spec.head_dim in (64, 128)
             and spec.group <= 8
-            and spec.kv_dtype in (None, cache.dtype)
+            and spec.kv_dtype in (None, cache.dtype, torch.float8_e4m3fn)
             and spec.window is None
             and spec.softcap is None
             and spec.alibi_slopes is None
@@ -87,7 +89,7 @@ class FlashDecodes(Decodes):
 
     def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:
         """Share the keys of the first `count` sequences among the kernel's thread blocks."""
-        kernel = self._kernels[kind[:3]]
+        kernel = self._kernels[_variant(kind)]
         key = kernel.num_ranges, has_levels
         if key not in self._work:  # shared by kinds of layers with the same number of ranges
             self._work[key] = self._upload(batch, count, kernel.num_ranges, has_levels)
@@ -118,3 +120,8 @@ class FlashDecodes(Decodes):
         copy_pinned(memory, packed)
         self._being_copied.append(packed)
         return DecodeWork(**{"pages": batch.kv_page_indices} | unpack(memory, arrays))
+
+
+def _variant(kind: LayerKind) -> tuple[Any, ...]:
+    """Return what a kernel is compiled for. Layers that differ in their scales share a kernel."""
+    return (*kind[:3], kind.kv_dtype)

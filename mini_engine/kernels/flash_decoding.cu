@@ -11,6 +11,10 @@
 // as the ring has room, even into the next item, so the memory never waits for the computation. The other warps take
 // turns: each computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
 //
+// Keys and values may be stored in e4m3, queries and outputs in bfloat16 or float16. Hopper converts two numbers of e4m3 to
+// float16 with one instruction, without rounding, so the products are then computed in float16. Queries in bfloat16 are
+// converted, too: without rounding from 2^-14 to 65,504, and smaller ones are rounded to multiples of 2^-24.
+//
 // A range can start or end inside a request's keys. The block that has the first tile of such a request waits for the
 // blocks that continue the request, and merges their results with its own. The wait always ends, because no block has to end
 // before another can start: `FlashDecoding` launches at most BLOCKS_PER_SM blocks for each SM, and their registers (the
@@ -26,16 +30,26 @@
 #else
 #define DTYPE "f16"
 #endif
+#if IS_E4M3
+#define PRODUCT_DTYPE "f16"
+#else
+#define PRODUCT_DTYPE DTYPE
+#endif
 
 constexpr int TILE = 16, TILES_PER_PAGE = PAGE_SIZE / TILE, K_STEPS = HEAD_DIM / 16;
-constexpr int HALVES = HEAD_DIM / 64, HALF_BYTES = TILE * 128;  // a buffer holds 64 elements of each key, then the next 64
-constexpr int MATRIX_BYTES = HALVES * HALF_BYTES, STAGE_BYTES = 2 * MATRIX_BYTES;  // keys, then values
-constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, MOST_STAGES = 64;
+constexpr int KV_BYTES = IS_E4M3 ? 1 : 2, LOADS = HEAD_DIM * KV_BYTES / 32;  // bytes of a number; load_matrices for a tile's keys
+constexpr int ROW_BYTES = HEAD_DIM * KV_BYTES < 128 ? HEAD_DIM * KV_BYTES : 128, SLICE_BYTES = TILE * ROW_BYTES;
+constexpr int SLICES = HEAD_DIM * KV_BYTES / ROW_BYTES;  // a buffer holds the first ROW_BYTES of each key, then the next ones
+constexpr int MATRIX_BYTES = SLICES * SLICE_BYTES, STAGE_BYTES = 2 * MATRIX_BYTES;  // keys, then values
+// Tiles in e4m3 have half the bytes, so there are twice as many copies in the same time, and two warps take turns at them.
+constexpr int PRODUCERS = IS_E4M3 ? 2 : 1;
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32, MOST_STAGES = 64;
 constexpr int ROW = GROUP * HEAD_DIM;  // queries or outputs of one KV head
 constexpr float INF = __builtin_huge_valf();
 static_assert(PAGE_SIZE % TILE == 0 && HEAD_DIM % 64 == 0 && GROUP <= 8 && (WARPS & WARPS - 1) == 0, "not supported");
+static_assert(WARPS % PRODUCERS == 0, "one producer fills all tiles of a buffer");
 
-// Maps of one layer's keys and values: [page, head, half, token, 64 elements].
+// Maps of one layer's keys and values: [page, head, slice, token, ROW_BYTES].
 struct Cache {
     CUtensorMap keys, values;
 };
@@ -108,15 +122,28 @@ __device__ inline uint32_t transpose(uint32_t pair) {
 
 __device__ inline void multiply_accumulate(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32." DTYPE "." DTYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32." PRODUCT_DTYPE "." PRODUCT_DTYPE
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 __device__ inline uint32_t pack(float low, float high) {
     uint32_t pair;
-    asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm("cvt.rn." PRODUCT_DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+__device__ inline uint16_t round_output(float x) {
+    uint16_t y;
+    asm("cvt.rn." DTYPE ".f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+// Convert four numbers of e4m3 to two pairs of float16.
+__device__ inline void widen(uint32_t& low, uint32_t& high, uint32_t four) {
+    asm("{\n.reg .b16 two, others;\nmov.b32 {two, others}, %2;\ncvt.rn.f16x2.e4m3x2 %0, two;\ncvt.rn.f16x2.e4m3x2 %1, others;\n}\n"
+        : "=r"(low), "=r"(high) : "r"(four));
 }
 
 __device__ inline float exp2_of(float x) {
@@ -183,30 +210,31 @@ struct Stage {
     __device__ explicit Stage(int position) : index(position % STAGES), phase(position / STAGES & 1) {}
 };
 
-// Copy all tiles of the range to the ring. The warp loads 32 page numbers at a time, and one thread starts the copies.
+// Copy all tiles of the range to the ring; if there are two such warps, each copies every second tile. A warp loads 32 page
+// numbers at a time, and one thread starts the copies.
 // It can copy tiles of earlier steps while the previous kernel still computes this step's queries and keys.
-// After the last copy, that thread waits for the ranges that continue the last item, while the other warps still compute.
+// After the last copy, one thread waits for the ranges that continue the last item, while the other warps still compute.
 __device__ inline void produce(const Arguments& a, const Cache& cache, const Block& block, uint32_t ring, Shared& shared) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - WARPS;
     const uint64_t policy = read_once();
-    int position = 0;
+    int position = 0;  // of the item's first tile in the range
     bool has_waited = false;
     const auto wait_once = [&] {
         if (!has_waited) wait_for_inputs(), has_waited = true;
     };
 #pragma unroll 1
     for (Item item(block.range); item.left; item.advance(a)) {
-        const int count = item.tiles();
+        const int count = item.tiles(), skipped = warp - position & PRODUCERS - 1;
 #pragma unroll 1
         for (int first = 0; first < count; first += 32) {
             const int own = item.tile + first + lane;
             const int own_page = first + lane < count ? a.pages[item.first_page + own / TILES_PER_PAGE] : 0;
 #pragma unroll 1
-            for (int i = 0; i < min(32, count - first); i++, position++) {
+            for (int i = skipped; i < min(32, count - first); i += PRODUCERS) {
                 if (!block.range.last_is_new || first + i + 1 == item.to_end()) wait_once();
                 const int page = __shfl_sync(~0u, own_page, i), token = (item.tile + first + i) % TILES_PER_PAGE * TILE;
                 if (lane) continue;
-                const Stage stage(position);
+                const Stage stage(position + first + i);
                 const uint32_t to = ring + stage.index * STAGE_BYTES;
                 wait(shared.empty + stage.index, stage.phase ^ 1);
                 expect(shared.full + stage.index, STAGE_BYTES);
@@ -214,7 +242,8 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
                 copy_tile(to + MATRIX_BYTES, &cache.values, page, block.head, token, shared.full + stage.index, policy);
             }
         }
-        if (item.is_continued() && lane == 0) {
+        position += count;
+        if (item.is_continued() && lane == 0 && warp == 0) {
             wait_once();
             uint32_t* arrived = a.arrived + block.at(block.index);
             while (load_acquire(arrived) != block.range.last - block.index) {}
@@ -227,20 +256,47 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
 // --- attention ----------------------------------------------------------------------------------------------------------
 
 // A thread's part of an item's queries, as second operands of multiply_accumulate: columns are queries, and rows are
-// dimensions. Columns beyond the group repeat its last query, and their results are not read.
+// dimensions. Columns beyond the group repeat its last query, and their results are not read. With keys in e4m3, the order of
+// every 16 dimensions is that of the keys: four adjacent ones take the place of two and of the two that are eight further on.
 struct Queries {
     uint32_t parts[K_STEPS][2];
 
     __device__ void load(const Arguments& a, int row, int head) {
         const int lane = threadIdx.x % 32, query = min(lane / 4, GROUP - 1);
-        const auto* from = reinterpret_cast<const uint32_t*>(a.q + row * a.q_stride + head * ROW + query * HEAD_DIM) + lane % 4;
+        const auto* from = reinterpret_cast<const uint32_t*>(a.q + row * a.q_stride + head * ROW + query * HEAD_DIM);
 #pragma unroll
-        for (int i = 0; i < 2 * K_STEPS; i++) parts[i / 2][i % 2] = from[4 * i];
+        for (int i = 0; i < K_STEPS; i++) {
+            if (IS_E4M3) {
+                const uint2 four = reinterpret_cast<const uint2*>(from)[4 * i + lane % 4];
+                parts[i][0] = four.x, parts[i][1] = four.y;
+            } else {
+                parts[i][0] = from[8 * i + lane % 4], parts[i][1] = from[8 * i + 4 + lane % 4];
+            }
+        }
+    }
+
+    // Convert the loaded queries to the dtype of the products. Separate from `load`, which does not wait for the memory.
+    __device__ void convert() {
+        if constexpr (IS_BF16 && IS_E4M3) {
+#pragma unroll
+            for (int i = 0; i < 2 * K_STEPS; i++) {
+                uint32_t& pair = parts[i / 2][i % 2];
+                pair = pack(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+            }
+        }
     }
 };
 
+// Where TMA stores part i (16 bytes) of a key in a buffer. In rows of 128 bytes, part i of row r is at position i ^ r % 8, and
+// in rows of 64 bytes at position i ^ r / 2 % 4. So the same part of eight keys is in different banks.
+__device__ inline uint32_t offset_of(int key, int i) {
+    constexpr int PARTS = ROW_BYTES / 16;
+    return i / PARTS * SLICE_BYTES + key * ROW_BYTES + (i % PARTS ^ key * ROW_BYTES / 128 % PARTS) * 16;
+}
+
 // A warp's online softmax over its tiles of an item. A thread holds two queries, 2 * (lane % 4) and the next
-// one. Of every 16 keys or dimensions of each, it holds numbers lane / 4 and lane / 4 + 8.
+// one. Of every 16 keys or dimensions of each, it holds numbers lane / 4 and lane / 4 + 8; but with values in e4m3, dimensions
+// lane / 4 * 2 and the next one.
 struct State {
     float out[K_STEPS][4] = {};  // transposed: rows are dimensions, columns are queries
     float best[2] = {-INF, -INF}, sum[2] = {};
@@ -248,14 +304,21 @@ struct State {
     // Add the first `num_keys` keys of the tile at the shared address `keys`.
     __device__ void attend(const Queries& queries, uint32_t keys, int num_keys, float scale) {
         const int lane = threadIdx.x % 32;
-        // A row of a buffer has 128 bytes. TMA stores part i (16 bytes) of row r at position i ^ r % 8.
-        const uint32_t key_row = keys + lane % 16 * 128, value_row = keys + MATRIX_BYTES + (lane % 8 + lane / 16 * 8) * 128;
         float two[2][4] = {};  // two sums, each over every second step
 #pragma unroll
-        for (int i = 0; i < K_STEPS; i++) {
-            uint32_t a[4];
-            load_matrices(a, key_row + i / 4 * HALF_BYTES + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
-            multiply_accumulate(two[i % 2], a, queries.parts[i]);
+        for (int i = 0; i < LOADS; i++) {
+            uint32_t loaded[4];
+            load_matrices(loaded, keys + offset_of(lane % 16, 2 * i + lane / 16));
+            if constexpr (IS_E4M3) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {  // 16 dimensions
+                    uint32_t a[4];
+                    widen(a[0], a[2], loaded[2 * j]), widen(a[1], a[3], loaded[2 * j + 1]);
+                    multiply_accumulate(two[j], a, queries.parts[2 * i + j]);
+                }
+            } else {
+                multiply_accumulate(two[i % 2], loaded, queries.parts[i]);
+            }
         }
         float scores[2][2], shrink[2];  // by key and query; by query
 #pragma unroll
@@ -273,20 +336,40 @@ struct State {
         }
         // Transpose the weights, whose rows are keys and columns are queries, for the product with the values.
         const uint32_t weights[2] = {transpose(pack(scores[0][0], scores[0][1])), transpose(pack(scores[1][0], scores[1][1]))};
-        uint32_t exists[2];  // masks the values of two keys each: missing keys have weight 0, but their values may be NaN
+        // Masks the values of two keys each: missing keys have weight 0, but their values may be NaN. With e4m3, four bytes hold
+        // two dimensions of one key and then of the next. `exists` sorts them by dimension, and takes 0 (byte 4) for missing keys.
+        uint32_t exists[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int from_here = num_keys - lane % 4 * 2 - i * 8;
-            exists[i] = from_here > 1 ? ~0u : from_here == 1 ? 0xffffu : 0;
+            if (IS_E4M3) exists[i] = from_here > 1 ? 0x3120 : from_here == 1 ? 0x4140 : 0x4444;
+            else exists[i] = from_here > 1 ? ~0u : from_here == 1 ? 0xffffu : 0;
         }
 #pragma unroll
-        for (int i = 0; i < K_STEPS; i++) {
-            uint32_t a[4];
-            load_transposed(a, value_row + i / 4 * HALF_BYTES + ((i % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16);
+        for (int i = 0; i < LOADS; i++) {
+            uint32_t loaded[4];
+            load_transposed(loaded, keys + MATRIX_BYTES + offset_of(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+            if constexpr (IS_E4M3) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) a[j] &= exists[j / 2], out[i][j] *= shrink[j % 2];
-            multiply_accumulate(out[i], a, weights);
+                for (int j = 0; j < 2; j++) {  // 16 dimensions
+                    uint32_t a[4];
+                    widen(a[0], a[1], __byte_perm(loaded[j], 0, exists[0]));
+                    widen(a[2], a[3], __byte_perm(loaded[j + 2], 0, exists[1]));
+                    accumulate(2 * i + j, a, weights, shrink);
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++) loaded[j] &= exists[j / 2];
+                accumulate(i, loaded, weights, shrink);
+            }
         }
+    }
+
+    // Add the weighted values of 16 dimensions to the rescaled sums.
+    __device__ void accumulate(int i, const uint32_t (&values)[4], const uint32_t (&weights)[2], const float (&shrink)[2]) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) out[i][j] *= shrink[j % 2];
+        multiply_accumulate(out[i], values, weights);
     }
 
     // Write the state to shared memory for the merge.
@@ -299,7 +382,10 @@ struct State {
             for (int mask = 4; mask < 32; mask *= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], mask);
             if (query >= GROUP) continue;
 #pragma unroll
-            for (int i = 0; i < 2 * K_STEPS; i++) shared.states[buffer][warp][query][i * 8 + lane / 4] = out[i / 2][i % 2 * 2 + j];
+            for (int i = 0; i < 2 * K_STEPS; i++) {
+                const int dimension = i / 2 * 16 + (IS_E4M3 ? lane / 4 * 2 + i % 2 : i % 2 * 8 + lane / 4);
+                shared.states[buffer][warp][query][dimension] = out[i / 2][i % 2 * 2 + j];
+            }
             if (lane < 4) shared.maxima[buffer][warp][query] = best[j], shared.sums[buffer][warp][query] = sum[j];
         }
     }
@@ -360,7 +446,7 @@ __device__ inline void finish(const Arguments& a, const Block& block, const Item
         const Result own = merge_warps(shared, buffer, query, i % HEAD_DIM, a.scale);
         if (starts) {
             const Result result = is_continued ? merge_ranges(a, block, own, i) : own;
-            out[i] = static_cast<uint16_t>(pack(result.value * a.v_scale, 0));
+            out[i] = round_output(result.value * a.v_scale);
             if (a.out_lse && i % HEAD_DIM == 0)
                 a.out_lse[(static_cast<int64_t>(item.row) * block.heads + block.head) * GROUP + query] = result.lse;
         } else {
@@ -387,6 +473,7 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
         Queries next_queries;
         next.advance(a);
         if (next.left) next_queries.load(a, next.row, block.head);  // loads while this item is computed
+        queries.convert();
         State state;
         const int end = position + item.tiles();
 #pragma unroll 1
@@ -425,16 +512,18 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 static CUresult encode(CUtensorMap* map, void* pages, const int64_t (&sizes)[2], const int64_t (&strides)[3]) {
     const auto encoder = tensor_map_encoder();
     if (!encoder) return CUDA_ERROR_NOT_FOUND;
-    // The axes are elements, tokens, halves, heads and pages; strides are in bytes, for all axes but the first.
-    const cuuint64_t shape[5] = {64, PAGE_SIZE, HALVES, static_cast<cuuint64_t>(sizes[1]), static_cast<cuuint64_t>(sizes[0])};
-    const cuuint64_t steps[4] = {static_cast<cuuint64_t>(strides[1] * 2), 128, static_cast<cuuint64_t>(strides[2] * 2),
-                                 static_cast<cuuint64_t>(strides[0] * 2)};
-    const cuuint32_t box[5] = {64, TILE, HALVES, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+    // The axes are elements, tokens, slices, heads and pages; strides are in bytes, for all axes but the first.
+    const cuuint64_t shape[5] = {ROW_BYTES / KV_BYTES, PAGE_SIZE, SLICES, static_cast<cuuint64_t>(sizes[1]),
+                                 static_cast<cuuint64_t>(sizes[0])};
+    const cuuint64_t steps[4] = {static_cast<cuuint64_t>(strides[1] * KV_BYTES), ROW_BYTES,
+                                 static_cast<cuuint64_t>(strides[2] * KV_BYTES), static_cast<cuuint64_t>(strides[0] * KV_BYTES)};
+    const cuuint32_t box[5] = {ROW_BYTES / KV_BYTES, TILE, SLICES, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+    const auto dtype = IS_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                       : IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     // No L2 promotion: with it, copying the first half of a row also fetched the second half, and the kernel was slower.
-    return encoder(
-        map, IS_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, pages, shape, steps, box, ones,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encoder(map, dtype, 5, pages, shape, steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   ROW_BYTES == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // Create the maps of one layer, and raise the kernel's shared memory limit.

@@ -130,8 +130,9 @@ class FlashDecoding:
         head_dim: 64 or 128.
         page_size: keys per page, a multiple of 16.
         layout: order of a page's axes, "NHD" or "HND".
-        dtype: dtype of queries, keys and values: bfloat16 or float16.
+        dtype: dtype of queries and outputs: bfloat16 or float16.
         device: a GPU of compute capability 9.
+        kv_dtype: dtype of keys and values: `dtype` (or None) or float8_e4m3fn.
 
     Attributes:
         num_ranges: number of ranges for `share_tiles`; each range has one thread block for each KV head.
@@ -146,11 +147,12 @@ class FlashDecoding:
         layout: str,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         group = num_qo_heads // num_kv_heads
         sizes = {
             "HEAD_DIM": head_dim, "GROUP": group, "PAGE_SIZE": page_size, "IS_BF16": int(dtype == torch.bfloat16),
-            "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM,
+            "IS_E4M3": int(kv_dtype == torch.float8_e4m3fn), "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM,
         }  # fmt: skip
         library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
         self._prepare, self._launch = library.prepare_flash_decoding, library.launch_flash_decoding

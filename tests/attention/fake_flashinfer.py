@@ -134,15 +134,16 @@ class Kernel(FlashDecoding):
 
     def __init__(
         self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.num_ranges = 3
+        self.num_ranges, self.kv_dtype = 3, kv_dtype or dtype
         self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
 
     def __call__(
         self, q: Tensor, pages: tuple[Tensor, Tensor], work: DecodeWork, out: Tensor, scale: float, v_scale: float,
         lse: Tensor | None = None,
     ) -> None:  # fmt: skip
+        assert pages[0].dtype == pages[1].dtype == self.kv_dtype
         for head in range(self.kv_heads):
             self._attend(head, q, pages, work, out, scale, v_scale, lse)
 
@@ -159,7 +160,7 @@ class Kernel(FlashDecoding):
                 used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
                 stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
                 keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
-                k, v = (x.flatten(0, 1)[keys, head : head + 1] for x in stored)
+                k, v = (x.flatten(0, 1)[keys, head : head + 1].to(q.dtype) for x in stored)
                 state = attention_state(q[row : row + 1, heads], k, v, scale=scale)
                 if tile:
                     parts.setdefault(owner, []).append(state)

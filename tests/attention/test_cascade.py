@@ -455,7 +455,7 @@ def test_kernels_with_levels_equal_the_reference(name: str, layout: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cascade", "flashinfer_trtllm+cascade"])  # our own kernel reads no narrow keys
+@pytest.mark.parametrize("name", COMPOSED)
 def test_narrow_keys_with_levels(name: str) -> None:
     pytest.importorskip("flashinfer")
     wide, step = GPU_SPECS[:3], mixed_tree()

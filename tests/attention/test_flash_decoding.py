@@ -25,7 +25,15 @@ from mini_engine.kernels.flash_decoding import FEWEST_TILES, TILE, last_keys_are
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from tests.attention.greedy import check_greedy
-from tests.attention.stepping import check_equal, decodes, full_cache, recorded, run_in_steps
+from tests.attention.stepping import (
+    check_equal,
+    decodes,
+    error_of_narrow_keys,
+    full_cache,
+    narrow,
+    recorded,
+    run_in_steps,
+)
 
 QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 
@@ -169,6 +177,57 @@ def test_the_kernel_equals_the_reference(
         check_kernel(spec, kv_lens, layout=layout, dtype=dtype)
 
 
+def check_narrow(
+    spec: AttentionSpec,
+    kv_lens: list[int],
+    *,
+    page_size: int = 16,
+    layout: str = "HND",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Compare one step over keys in e4m3 with the torch backend in float64 over the same keys.
+
+    The error is that of the softmax weights in float16 and of the rounded output, because e4m3 fits into float16.
+    """
+    device = torch.device("cuda")
+    num_pages = sum(-(-n // page_size) for n in kv_lens) + 1
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(len(kv_lens))).tolist()
+    batch, specs = decodes(kv_lens, pages, page_size, device="cuda"), narrow([spec])
+    mine = PagedKVCache(specs, num_pages, page_size, dtype, device, layout)
+    theirs = PagedKVCache([spec], num_pages, page_size, torch.float64, device)
+    backend = create_backend("flash_decoding", specs, mine, Parts())
+    for _ in range(2):
+        assert error_of_narrow_keys(batch, backend, TorchBackend([spec], theirs, Parts())) < 5e-3
+    assert all(isinstance(wrapper, PlannedDecode) for wrapper in backend.wrappers.made.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 4), (64, 8), (128, 1), (128, 2), (128, 8)])
+def test_keys_in_e4m3(gpu: torch.device, head_dim: int, group: int, layout: str, dtype: torch.dtype) -> None:
+    spec = replace(QWEN3, num_qo_heads=3 * group, num_kv_heads=3, head_dim=head_dim, scale=head_dim**-0.5)
+    for kv_lens in ([1], [16], [17, 1, 64, 65], [300, 15, 31, 32, 33, 2, 900]):
+        check_narrow(spec, kv_lens, layout=layout, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+@settings(max_examples=12)
+@given(layout=st.sampled_from(["NHD", "HND"]), kv_lens=st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_any_mix_of_lengths_in_e4m3(gpu: torch.device, page_size: int, layout: str, kv_lens: list[int]) -> None:
+    check_narrow(QWEN3, kv_lens, page_size=page_size, layout=layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kv_lens", [[20_000], [9000, 70, 5003], [140] * 256, list(range(1, 301)), [1] * 299 + [8000]],
+    ids=["one", "three", "equal", "rising", "skewed"],
+)  # fmt: skip
+def test_many_requests_and_long_ones_in_e4m3(gpu: torch.device, kv_lens: list[int]) -> None:
+    check_narrow(QWEN3, kv_lens)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @settings(max_examples=12)
@@ -219,6 +278,16 @@ def test_slots_that_were_never_written_do_not_matter(gpu: torch.device) -> None:
     runs = run_in_steps(backend, specs, [90, 1, 140, 33], [40, 1, 139, 8], range(40), 16, torch.bfloat16, "cuda")
     for _, got, want in runs:
         torch.testing.assert_close(got, want, atol=BF16, rtol=BF16)
+
+
+@pytest.mark.gpu
+def test_unwritten_slots_in_e4m3_do_not_matter(gpu: torch.device) -> None:
+    """Their bytes are NaN. The tolerance is that of keys and values with four significant bits."""
+    specs = narrow((QWEN3, replace(QWEN3, layer=1, head_dim=64, num_qo_heads=24)))
+    cache = full_cache(specs, 10, 16, torch.bfloat16, device="cuda")
+    backend = create_backend("flash_decoding", specs, cache, Parts())
+    for _, got, want in run_in_steps(backend, specs, [40, 1, 33, 18], [1] * 4, range(10), 16, torch.bfloat16, "cuda"):
+        torch.testing.assert_close(got, want, atol=0.15, rtol=0.15)
 
 
 @pytest.mark.gpu

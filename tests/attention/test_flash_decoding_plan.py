@@ -23,7 +23,15 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
 from tests.attention import fake_flashinfer
-from tests.attention.stepping import check_equal, decodes, full_cache, random_step, run_in_steps
+from tests.attention.stepping import (
+    check_equal,
+    decodes,
+    error_of_narrow_keys,
+    full_cache,
+    narrow,
+    random_step,
+    run_in_steps,
+)
 from tests.helpers import alone, double_model, make_engine, serve
 
 PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=64, scale=0.1)
@@ -122,6 +130,16 @@ def test_flashinfer_decodes_the_layers_that_the_kernel_does_not_compute(fake: No
     check_equal(decodes([50, 40], range(7), 16), backend, TorchBackend(specs, theirs, Parts()), 1e-6)
     [[(_, first)], [(_, second)]] = backend._planned.values()
     assert isinstance(first, PlannedDecode) and not isinstance(second, PlannedDecode)
+
+
+def test_the_kernel_computes_layers_with_keys_in_e4m3(fake: None) -> None:
+    specs = narrow((PLAIN, replace(PLAIN, layer=1, num_qo_heads=4)))
+    wide = tuple(replace(spec, kv_dtype=None, kv_scales=None) for spec in specs)
+    mine, theirs = (PagedKVCache(own, 7, 16, torch.float64) for own in (specs, wide))
+    backend = own_decodes(specs, mine, Parts())
+    batch = decodes([50, 40], range(7), 16)
+    assert error_of_narrow_keys(batch, backend, TorchBackend(wide, theirs, Parts())) < 1e-12
+    assert all(isinstance(decode, PlannedDecode) for [(_, decode)] in backend._planned.values())
 
 
 def test_drafted_tokens_are_computed_like_prompts(fake: None) -> None:

@@ -54,9 +54,9 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Machine], None]]:
     ("machine", "specs", "options", "name"),
     [
         (Machine(), [QWEN3], {}, "flash_decoding+cascade"),
-        (Machine(), [QWEN3, WINDOW], {}, "flash_decoding+cascade"),  # FlashInfer computes the window
+        (Machine(), [QWEN3, WINDOW], {}, "flash_decoding+cascade"),
         (Machine(), [replace(QWEN3, num_kv_heads=1)], {}, "cascade"),  # 16 query heads for a KV head
-        (Machine(), [GEMMA2], {}, "cascade"),
+        (Machine(), [GEMMA2], {}, "flash_decoding+cascade"),
         (Machine(), [replace(QWEN3, kv_dtype=torch.float8_e4m3fn)], {}, "flash_decoding+cascade"),
         (Machine(), [QWEN3], {"page_size": 8}, "cascade"),
         (Machine(), [QWEN3], {"layout": "HND"}, "flash_decoding+cascade"),

@@ -1,7 +1,8 @@
 """Decodes on the project's own kernel for Hopper, for `PagedBackend`.
 
-The kernel supports plain layers: heads of size 64 or 128, up to 8 query heads for each KV head, keys in the model's
-dtype or in e4m3, and no window, soft-cap or ALiBi. Explained in chapter 12.
+The kernel supports heads of size 64, 128 or 256, up to 8 query heads for each KV head, keys in the model's dtype or in
+e4m3, sliding windows, and soft-cap, but no ALiBi. It is compiled for each combination that a model needs. Explained in
+chapter 12.
 """
 
 from collections.abc import Sequence
@@ -65,21 +66,20 @@ class FlashDecodes(Decodes):
         for kind in kinds:
             if _variant(kind) not in self._kernels:
                 self._kernels[_variant(kind)] = FlashDecoding(
-                    *kind[:3], cache.page_size, cache.layout, cache.dtype, cache.device, kind.kv_dtype
-                )
-        self._work: dict[tuple[int, bool], DecodeWork] = {}
-        self._graph_memory: dict[tuple[int, int, bool], UInt8[Tensor, " bytes"]] = {}
+                    *kind[:3], cache.page_size, cache.layout, cache.dtype, cache.device, kind.kv_dtype, kind.window,
+                    kind.softcap,
+                )  # fmt: skip
+        self._work: dict[tuple[int, int | None, bool], DecodeWork] = {}
+        self._graph_memory: dict[tuple[int, int, int | None, bool], UInt8[Tensor, " bytes"]] = {}
         self._being_copied: list[UInt8[Tensor, " bytes"]] = []
 
     @staticmethod
     def computes(spec: AttentionSpec, cache: CacheFormat) -> bool:
         """Return whether the kernel supports a layer."""
         return (
-            spec.head_dim in (64, 128)
+            spec.head_dim in (64, 128, 256)
             and spec.group <= 8
             and spec.kv_dtype in (None, cache.dtype, torch.float8_e4m3fn)
-            and spec.window is None
-            and spec.softcap is None
             and spec.alibi_slopes is None
         )
 
@@ -90,29 +90,31 @@ class FlashDecodes(Decodes):
     def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:
         """Share the keys of the first `count` sequences among the kernel's thread blocks."""
         kernel = self._kernels[_variant(kind)]
-        key = kernel.num_ranges, has_levels
-        if key not in self._work:  # shared by kinds of layers with the same number of ranges
-            self._work[key] = self._upload(batch, count, kernel.num_ranges, has_levels)
+        key = kernel.num_ranges, kind.window, has_levels
+        if key not in self._work:  # shared by kinds of layers with the same number of ranges and the same window
+            self._work[key] = self._upload(batch, count, *key)
         work = self._work[key]
         name = "flash decoding" if batch.page_capacity is None else f"flash decoding, graph of {count}"
         decode = self._wrappers.get(kind, name, lambda: PlannedDecode(kernel, kind, work))
         decode.work = work
         return decode
 
-    def _upload(self, batch: StepBatch, count: int, num_ranges: int, has_levels: bool) -> DecodeWork:
+    def _upload(
+        self, batch: StepBatch, count: int, num_ranges: int, window: int | None, has_levels: bool
+    ) -> DecodeWork:
         """Divide the first sequences of the step into ranges; in a CUDA graph, always at the same addresses."""
         cache, indptr = self._wrappers.cache, batch.kv_page_indptr[: count + 1].numpy()
         last_is_new = count == batch.num_sequences and last_keys_are_new(
             batch.host_page_indices.numpy(), indptr, cache.layers[0][0].shape[0]
         )
-        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, last_is_new)
+        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, last_is_new, window)
         if batch.page_capacity is None:
             return DecodeWork(**to_device(arrays, cache.device), pages=batch.kv_page_indices)
         # The pages of a graph's steps are at the same address, too (`StepBuffers`), except those that levels leave.
         if has_levels:
             arrays["pages"] = batch.host_page_indices.numpy()
         packed = pack(arrays, pin_memory=cache.device.type == "cuda")
-        key = count, num_ranges, has_levels
+        key = count, num_ranges, window, has_levels
         if key not in self._graph_memory:
             room = 4 * batch.page_capacity if has_levels else 0
             self._graph_memory[key] = torch.empty(len(packed) + room, dtype=torch.uint8, device=cache.device)
@@ -123,5 +125,5 @@ class FlashDecodes(Decodes):
 
 
 def _variant(kind: LayerKind) -> tuple[Any, ...]:
-    """Return what a kernel is compiled for. Layers that differ in their scales share a kernel."""
-    return (*kind[:3], kind.kv_dtype)
+    """Return what a kernel is built for. Layers that differ only in their scales share a kernel."""
+    return (*kind[:3], kind.kv_dtype, kind.window, kind.softcap)

@@ -11,6 +11,8 @@
 // as the ring has room, even into the next item, so the memory never waits for the computation. The other warps take
 // turns: each computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
 //
+// With a sliding window, the first tile of a request is the first one that the window reaches; earlier ones are not read.
+//
 // Keys and values may be stored in e4m3, queries and outputs in bfloat16 or float16. Hopper converts two numbers of e4m3 to
 // float16 with one instruction, without rounding, so the products are then computed in float16. Queries in bfloat16 are
 // converted, too: without rounding from 2^-14 to 65,504, and smaller ones are rounded to multiples of 2^-24.
@@ -65,6 +67,7 @@ struct Arguments {
     float* out_lse;          // [requests, heads, GROUP] base-2 logarithms of the sums of the weights; null: not wanted
     int64_t q_stride;        // between requests, in elements
     float scale, v_scale;    // of the scores, times log2(e); of the values
+    float cap_scale;         // with a soft-cap: factor on the products, see `capped`; `scale` is then the cap, times log2(e)
     int kv_heads;
 };
 
@@ -152,6 +155,13 @@ __device__ inline float exp2_of(float x) {
     return y;
 }
 
+// tanh(x / (2 log2(e))), with an error of about 2^-22. That of tanh.approx is 2^-11, and the cap would multiply it.
+__device__ inline float capped(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + exp2_of(x)));
+    return 1 - 2 * inverse;
+}
+
 __device__ inline void add_release(uint32_t* to) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(to) : "memory"); }
 
 __device__ inline uint32_t load_acquire(const uint32_t* from) {
@@ -172,6 +182,12 @@ struct alignas(16) Range {
     int first_page, owner, last;        // of that request, in `pages`; range with its first tile; range with the last request's last tile
     int last_is_new;                    // whether only the last key of each request is of this step
 };
+
+// Whether a request's query attends to a key; both arguments are counted from the same key.
+__device__ inline bool is_attended(int key, int num_keys) { return key < num_keys && (WINDOW == 0 || key >= num_keys - WINDOW); }
+
+// The first tile of a request that has such keys.
+__device__ inline int first_tile(int num_keys) { return WINDOW ? max(num_keys - WINDOW, 0) / TILE : 0; }
 
 // The work of a block: one range for one KV head.
 struct Block {
@@ -195,12 +211,13 @@ struct Item {
         : row(range.row), tile(range.tile), left(range.tiles), num_keys(range.num_keys), first_page(range.first_page) {}
     __device__ int to_end() const { return (num_keys + TILE - 1) / TILE - tile; }
     __device__ int tiles() const { return min(left, to_end()); }
-    __device__ bool is_continued() const { return tile == 0 && to_end() > left; }  // by other ranges
+    __device__ bool starts() const { return tile == first_tile(num_keys); }       // the request
+    __device__ bool is_continued() const { return starts() && to_end() > left; }  // by other ranges
     __device__ void advance(const Arguments& a) {
-        left -= tiles(), tile = 0, row++;
+        left -= tiles(), row++;
         if (!left) return;
         const int2 request = a.requests[row];
-        num_keys = request.x, first_page = request.y;
+        num_keys = request.x, first_page = request.y, tile = first_tile(num_keys);
     }
 };
 
@@ -301,8 +318,8 @@ struct State {
     float out[K_STEPS][4] = {};  // transposed: rows are dimensions, columns are queries
     float best[2] = {-INF, -INF}, sum[2] = {};
 
-    // Add the first `num_keys` keys of the tile at the shared address `keys`.
-    __device__ void attend(const Queries& queries, uint32_t keys, int num_keys, float scale) {
+    // Add the tile at the shared address `keys`; `num_keys` is the request's number of keys, counted from the tile's first one.
+    __device__ void attend(const Arguments& a, const Queries& queries, uint32_t keys, int num_keys) {
         const int lane = threadIdx.x % 32;
         float two[2][4] = {};  // two sums, each over every second step
 #pragma unroll
@@ -312,9 +329,9 @@ struct State {
             if constexpr (IS_E4M3) {
 #pragma unroll
                 for (int j = 0; j < 2; j++) {  // 16 dimensions
-                    uint32_t a[4];
-                    widen(a[0], a[2], loaded[2 * j]), widen(a[1], a[3], loaded[2 * j + 1]);
-                    multiply_accumulate(two[j], a, queries.parts[2 * i + j]);
+                    uint32_t wide[4];
+                    widen(wide[0], wide[2], loaded[2 * j]), widen(wide[1], wide[3], loaded[2 * j + 1]);
+                    multiply_accumulate(two[j], wide, queries.parts[2 * i + j]);
                 }
             } else {
                 multiply_accumulate(two[i % 2], loaded, queries.parts[i]);
@@ -322,22 +339,26 @@ struct State {
         }
         float scores[2][2], shrink[2];  // by key and query; by query
 #pragma unroll
-        for (int i = 0; i < 4; i++) scores[i / 2][i % 2] = lane / 4 + i / 2 * 8 < num_keys ? two[0][i] + two[1][i] : -INF;
+        for (int i = 0; i < 4; i++) {
+            const float score = two[0][i] + two[1][i];
+            scores[i / 2][i % 2] = !is_attended(lane / 4 + i / 2 * 8, num_keys) ? -INF : SOFTCAP ? capped(score * a.cap_scale) : score;
+        }
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             float most = fmaxf(scores[0][j], scores[1][j]);
 #pragma unroll
             for (int mask = 4; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
             most = fmaxf(most, best[j]);
-            shrink[j] = exp2_of((best[j] - most) * scale), best[j] = most;
+            shrink[j] = exp2_of((best[j] - most) * a.scale), best[j] = most;
 #pragma unroll
-            for (int i = 0; i < 2; i++) scores[i][j] = exp2_of((scores[i][j] - most) * scale);
+            for (int i = 0; i < 2; i++) scores[i][j] = exp2_of((scores[i][j] - most) * a.scale);
             sum[j] = sum[j] * shrink[j] + scores[0][j] + scores[1][j];
         }
         // Transpose the weights, whose rows are keys and columns are queries, for the product with the values.
         const uint32_t weights[2] = {transpose(pack(scores[0][0], scores[0][1])), transpose(pack(scores[1][0], scores[1][1]))};
-        // Masks the values of two keys each: missing keys have weight 0, but their values may be NaN. With e4m3, four bytes hold
-        // two dimensions of one key and then of the next. `exists` sorts them by dimension, and takes 0 (byte 4) for missing keys.
+        // Masks the values of two keys each: missing keys have weight 0, but their values may be NaN. (Those before a window were
+        // written and are finite.) With e4m3, four bytes hold two dimensions of one key, then of the next one: `exists` sorts the
+        // bytes by dimension, and takes 0 (byte 4) for missing keys.
         uint32_t exists[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -352,10 +373,10 @@ struct State {
             if constexpr (IS_E4M3) {
 #pragma unroll
                 for (int j = 0; j < 2; j++) {  // 16 dimensions
-                    uint32_t a[4];
-                    widen(a[0], a[1], __byte_perm(loaded[j], 0, exists[0]));
-                    widen(a[2], a[3], __byte_perm(loaded[j + 2], 0, exists[1]));
-                    accumulate(2 * i + j, a, weights, shrink);
+                    uint32_t wide[4];
+                    widen(wide[0], wide[1], __byte_perm(loaded[j], 0, exists[0]));
+                    widen(wide[2], wide[3], __byte_perm(loaded[j + 2], 0, exists[1]));
+                    accumulate(2 * i + j, wide, weights, shrink);
                 }
             } else {
 #pragma unroll
@@ -437,7 +458,7 @@ __device__ inline Result merge_ranges(const Arguments& a, const Block& block, Re
 // Merge the states of the warps. If this range has the request's first tile, also merge the results of the ranges that
 // continue the item; otherwise store the result for the range that has the first tile.
 __device__ inline void finish(const Arguments& a, const Block& block, const Item& item, Shared& shared, int buffer) {
-    const bool starts = item.tile == 0, is_continued = item.is_continued();
+    const bool starts = item.starts(), is_continued = item.is_continued();
     if (is_continued) wait(&shared.continued, 0);
     const int place = block.at(block.index);
     uint16_t* out = a.out + (static_cast<int64_t>(item.row) * block.heads + block.head) * ROW;
@@ -480,7 +501,7 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
         for (int i = position + (warp - position & WARPS - 1); i < end; i += WARPS) {
             const Stage stage(i);
             wait(shared.full + stage.index, stage.phase);
-            state.attend(queries, ring + stage.index * STAGE_BYTES, item.num_keys - (item.tile + i - position) * TILE, a.scale);
+            state.attend(a, queries, ring + stage.index * STAGE_BYTES, item.num_keys - (item.tile + i - position) * TILE);
             __syncwarp();
             if (lane == 0) arrive(shared.empty + stage.index);
         }

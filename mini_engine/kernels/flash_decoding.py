@@ -51,6 +51,7 @@ def share_tiles(
     page_indptr: Int32[np.ndarray, " offsets"],
     num_ranges: int,
     last_is_new: bool = False,
+    window: int | None = None,
 ) -> dict[str, np.ndarray]:
     """Divide the keys of a step into equal ranges, without a loop over requests or ranges.
 
@@ -62,6 +63,7 @@ def share_tiles(
         num_ranges: the most ranges.
         last_is_new: whether all keys but the last one of each request were stored in earlier steps, so that the kernel
             can copy them before the previous kernel has ended.
+        window: number of keys, the last ones, that are attended to; None: all. Tiles before the window are in no range.
 
     Returns:
         `requests`: [B, 2] see `DecodeWork`. `ranges`: [num_ranges, 8] for each range
@@ -69,21 +71,23 @@ def share_tiles(
         - request and tile of its first tile, and its number of tiles, which differs by at most one between ranges with
           tiles; a range without tiles has zeros;
         - keys and first page of that request;
-        - the range that has the first tile of that request;
+        - the range that has the first tile of that request, or of its window;
         - the range that has the last tile of the request that this range ends with;
         - `last_is_new`.
     """
     requests = np.stack((kv_lens, page_indptr[:-1]), axis=1).astype(np.int32)
-    tiles = -(-kv_lens.astype(np.int64) // TILE)
+    skipped = np.maximum(kv_lens.astype(np.int64) - window, 0) // TILE if window else np.zeros(len(kv_lens), np.int64)
+    tiles = -(-kv_lens.astype(np.int64) // TILE) - skipped
     ends = np.cumsum(tiles)
     total = int(ends[-1])
     count = min(num_ranges, max(total // FEWEST_TILES, 1))
     bounds = np.arange(count + 1) * total // count
     first, last = bounds[:-1], bounds[1:] - 1
     row, last_row = (np.searchsorted(ends, tile, side="right") for tile in (first, last))
-    tile = first - (ends - tiles)[row]
-    owner, final = (np.searchsorted(bounds, tile, side="right") - 1 for tile in (first - tile, ends[last_row] - 1))
+    begin = (ends - tiles)[row]
+    owner, final = (np.searchsorted(bounds, tile, side="right") - 1 for tile in (begin, ends[last_row] - 1))
     ranges = np.zeros((num_ranges, 8), dtype=np.int32)
+    tile = first - begin + skipped[row]
     ranges[:count, :7] = np.stack((row, tile, last + 1 - first, *requests[row].T, owner, final), axis=1)
     ranges[:count, 7] = last_is_new
     return {"ranges": ranges, "requests": requests}
@@ -117,6 +121,7 @@ class _Arguments(ctypes.Structure):
         ("q_stride", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("v_scale", ctypes.c_float),
+        ("cap_scale", ctypes.c_float),
         ("kv_heads", ctypes.c_int),
     ]
 
@@ -127,12 +132,14 @@ class FlashDecoding:
     Args:
         num_qo_heads: query heads, up to 8 for each KV head.
         num_kv_heads: KV heads.
-        head_dim: 64 or 128.
+        head_dim: 64, 128 or 256.
         page_size: keys per page, a multiple of 16.
         layout: order of a page's axes, "NHD" or "HND".
         dtype: dtype of queries and outputs: bfloat16 or float16.
         device: a GPU of compute capability 9.
         kv_dtype: dtype of keys and values: `dtype` (or None) or float8_e4m3fn.
+        window: see `AttentionSpec`, as is `softcap`. The work of each step must have the same window.
+        softcap: see above.
 
     Attributes:
         num_ranges: number of ranges for `share_tiles`; each range has one thread block for each KV head.
@@ -148,18 +155,24 @@ class FlashDecoding:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         group = num_qo_heads // num_kv_heads
+        # The states of more queries leave no room for a second block.
+        blocks_per_sm = BLOCKS_PER_SM if group * head_dim <= 1024 else 1
         sizes = {
             "HEAD_DIM": head_dim, "GROUP": group, "PAGE_SIZE": page_size, "IS_BF16": int(dtype == torch.bfloat16),
-            "IS_E4M3": int(kv_dtype == torch.float8_e4m3fn), "WARPS": WARPS, "BLOCKS_PER_SM": BLOCKS_PER_SM,
+            "IS_E4M3": int(kv_dtype == torch.float8_e4m3fn), "WINDOW": window or 0, "SOFTCAP": int(softcap is not None),
+            "WARPS": WARPS, "BLOCKS_PER_SM": blocks_per_sm,
         }  # fmt: skip
         library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
         self._prepare, self._launch = library.prepare_flash_decoding, library.launch_flash_decoding
-        num_blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        num_blocks = blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         # Blocks wait for others that have later ranges of the same head, so all must fit on the GPU at the same time.
         self.num_ranges = max(num_blocks // num_kv_heads, 1)
         rows = self.num_ranges * num_kv_heads
+        self._softcap = softcap
         self._axes = (0, 1, 2) if layout == "NHD" else (0, 2, 1)  # pages, tokens, heads
         self._partials = torch.empty(rows, group * (head_dim + 1), device=device)
         self._arrived = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -199,7 +212,9 @@ class FlashDecoding:
         arguments.q, arguments.q_stride, arguments.out = q.data_ptr(), q.stride(0), out.data_ptr()
         arguments.ranges, arguments.requests = work.ranges.data_ptr(), work.requests.data_ptr()
         arguments.pages, arguments.out_lse = work.pages.data_ptr(), None if lse is None else lse.data_ptr()
-        arguments.scale, arguments.v_scale = scale * math.log2(math.e), v_scale
+        arguments.scale, arguments.v_scale = (self._softcap or scale) * math.log2(math.e), v_scale
+        if self._softcap:
+            arguments.cap_scale = 2 * math.log2(math.e) * scale / self._softcap
         stream = ctypes.c_void_p(torch.cuda.current_stream(q.device).cuda_stream)
         if error := self._launch(self._maps_of(*pages), ctypes.byref(arguments), self.num_ranges, stream):
             raise RuntimeError(f"launching the flash-decoding kernel failed with CUDA error {error}")

@@ -134,9 +134,10 @@ class Kernel(FlashDecoding):
 
     def __init__(
         self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
-        device: torch.device, kv_dtype: torch.dtype | None = None,
+        device: torch.device, kv_dtype: torch.dtype | None = None, window: int | None = None,
+        softcap: float | None = None,
     ) -> None:  # fmt: skip
-        self.num_ranges, self.kv_dtype = 3, kv_dtype or dtype
+        self.num_ranges, self.kv_dtype, self.window, self.softcap = 3, kv_dtype or dtype, window, softcap
         self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
 
     def __call__(
@@ -156,23 +157,27 @@ class Kernel(FlashDecoding):
         for index in reversed(range(self.num_ranges)):
             row, tile, left, num_keys, first_page, owner, *_ = work.ranges[index].tolist()
             while left:
+                first = max(num_keys - (self.window or num_keys), 0) // TILE
                 count = min(left, -(-num_keys // TILE) - tile)
                 used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
                 stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
                 keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
                 k, v = (x.flatten(0, 1)[keys, head : head + 1].to(q.dtype) for x in stored)
-                state = attention_state(q[row : row + 1, heads], k, v, scale=scale)
-                if tile:
+                positions = torch.arange(keys.start, keys.stop)
+                mask = attention_mask(torch.tensor([num_keys - 1]), positions, self.window)
+                state = attention_state(q[row : row + 1, heads], k, v, scale=scale, mask=mask, softcap=self.softcap)
+                if tile > first:
                     parts.setdefault(owner, []).append(state)
                 else:
-                    is_continued = count < -(-num_keys // TILE)
+                    is_continued = count < -(-num_keys // TILE) - first
                     merged = merge_all([state, *(parts.pop(index) if is_continued else ())])
                     out[row, heads] = merged.out[0] * v_scale
                     if lse is not None:
                         lse[row, heads] = (merged.lse[0] / math.log(2)).to(lse.dtype)
-                left, row, tile = left - count, row + 1, 0
+                left, row = left - count, row + 1
                 if left:
                     num_keys, first_page = work.requests[row].tolist()
+                    tile = max(num_keys - (self.window or num_keys), 0) // TILE
         assert not parts
 
 

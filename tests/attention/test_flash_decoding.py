@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mini_engine.attention import backend as backend_module
 from mini_engine.attention.backend import create_backend
 from mini_engine.attention.flash_decoding import PlannedDecode
+from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import attention_state
 from mini_engine.attention.torch import TorchBackend
@@ -43,17 +44,20 @@ QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=12
 
 @settings(max_examples=300)
 @given(
-    st.lists(st.integers(1, 400), min_size=1, max_size=20), st.sampled_from([16, 32, 128]), st.integers(1, 150)
+    st.lists(st.integers(1, 400), min_size=1, max_size=20), st.sampled_from([16, 32, 128]), st.integers(1, 150),
+    st.none() | st.integers(1, 420),
 )  # fmt: skip
 def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
-    lens: list[int], page_size: int, num_ranges: int
+    lens: list[int], page_size: int, num_ranges: int, window: int | None
 ) -> None:
+    """With a window, every tile that it reaches."""
     kv_lens = np.array(lens, dtype=np.int32)
     indptr = np.cumsum([0, *-(-kv_lens // page_size)], dtype=np.int32)
-    work = share_tiles(kv_lens, indptr, num_ranges)
+    work = share_tiles(kv_lens, indptr, num_ranges, window=window)
     assert work["ranges"].dtype == work["requests"].dtype == np.int32 and work["ranges"].shape == (num_ranges, 8)
     assert work["requests"].tolist() == [[n, first] for n, first in zip(lens, indptr[:-1].tolist(), strict=True)]
-    tiles = [(row, tile) for row, n in enumerate(lens) for tile in range(-(-n // TILE))]
+    begins = [0 if window is None else max(n - window, 0) // TILE for n in lens]
+    tiles = [(row, tile) for row, n in enumerate(lens) for tile in range(begins[row], -(-n // TILE))]
     shares = work["ranges"][:, 2]
     used = shares[shares > 0]
     assert used.sum() == len(tiles) and used.max() - used.min() <= 1
@@ -68,7 +72,7 @@ def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
         row, tile, count, num_keys, first_page, owner, final, _ = values
         assert (row, tile) == tiles[position]
         assert (num_keys, first_page) == (lens[row], indptr[row])
-        assert owner == range_of[row, 0]
+        assert owner == range_of[row, begins[row]]
         position += count
         row, _ = tiles[position - 1]
         assert final == range_of[row, -(-lens[row] // TILE) - 1]
@@ -90,11 +94,11 @@ def test_a_step_whose_requests_read_a_page_that_another_one_fills_is_found(
     assert (ranges[ranges[:, 2] > 0, 7] == last_is_new).all()
 
 
-@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50))
-def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int]) -> None:
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.none() | st.integers(1, 2000))
+def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int], window: int | None) -> None:
     """One counter for each range is then enough, and one place for the results of an item that it continues."""
     kv_lens = np.array(lens, dtype=np.int32)
-    ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), 33)["ranges"]
+    ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), 33, window=window)["ranges"]
     used = ranges[ranges[:, 2] > 0, 5:7].tolist()
     continues = Counter(owner for index, (owner, _) in enumerate(used) if owner != index)
     for index, (owner, final) in enumerate(used):
@@ -112,7 +116,7 @@ def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: li
         (QWEN3, {"page_size": 8}, "needs a page_size that is a multiple of 16, not 8; set page_size=16 or use"),
         (replace(QWEN3, head_dim=96), {}, "needs heads of size 64, 128 or 256, not 96; use attn_backend="),
         (QWEN3, {"has_nvcc": False}, "needs nvcc of the CUDA toolkit to compile its kernel; use attn_backend="),
-        (replace(QWEN3, head_dim=256), {}, "has a decode kernel that supports none of the model's layers; use"),
+        (replace(QWEN3, num_kv_heads=1), {}, "has a decode kernel that supports none of the model's layers; use"),
         (QWEN3, {"dtype": torch.float32}, "does not read keys in torch.float32; set dtype='bfloat16' or use"),
         (QWEN3, {"architecture": 10}, "needs a GPU of compute capability 9 (Hopper), not 10; use attn_backend="),
     ],
@@ -246,6 +250,65 @@ def test_many_requests_and_long_ones(gpu: torch.device, kv_lens: list[int]) -> N
     check_kernel(QWEN3, kv_lens, dtype=torch.bfloat16, times=3)
 
 
+# The layers of Gemma 2, and others with one of its features. The soft-cap is so low that it changes the scores a lot.
+GEMMA = replace(QWEN3, num_qo_heads=8, num_kv_heads=4, head_dim=256, scale=256**-0.5, softcap=1.5)
+SPECIAL = {
+    "window": replace(QWEN3, window=100),
+    "window of one key": replace(QWEN3, window=1),
+    "soft-cap": replace(QWEN3, softcap=1.5),
+    "heads of 256": replace(GEMMA, softcap=None),
+    "heads of 256, group of 4": replace(GEMMA, num_qo_heads=16),
+    "heads of 256, group of 8": replace(GEMMA, num_qo_heads=32, window=70),
+    "Gemma 2": replace(GEMMA, window=300),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["bfloat16", "e4m3"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_windows_soft_caps_and_large_heads(gpu: torch.device, name: str, layout: str, is_narrow: bool) -> None:
+    for kv_lens in ([1], [17, 1, 64, 65], [300, 15, 99, 100, 101, 33, 2, 900], [9000, 70, 5003], [140] * 256):
+        if is_narrow:
+            check_narrow(SPECIAL[name], kv_lens, layout=layout)
+        else:
+            check_kernel(SPECIAL[name], kv_lens, layout=layout, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@settings(max_examples=25)
+@given(
+    st.sampled_from([1, 16, 33, 100, 128]), st.sampled_from([16, 32, 128]),
+    st.lists(st.integers(1, 300), min_size=1, max_size=60),
+)  # fmt: skip
+def test_any_mix_of_lengths_with_a_window(gpu: torch.device, window: int, page_size: int, kv_lens: list[int]) -> None:
+    check_kernel(replace(QWEN3, window=window), kv_lens, page_size=page_size, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_keys_before_the_window_are_not_read(gpu: torch.device) -> None:
+    """Tiles before it may hold anything, as in pages that another request has overwritten."""
+    spec, kv_lens = replace(QWEN3, window=40), [300, 33, 170]
+    outputs = []
+    for value in (0.0, torch.nan):
+        cache = full_cache([spec], 40, 16, torch.bfloat16, value, "cuda")
+        batch, first = decodes(kv_lens, range(40), 16, device="cuda"), 0
+        for n in kv_lens:
+            begin = max(n - 40, 0) // 16  # pages have the size of tiles
+            for x, seed in zip(cache.layers[0], (1, 2), strict=True):
+                pages = x[first + begin : first + -(-n // 16)]
+                pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(seed + n)))
+            first += -(-n // 16)
+        backend = create_backend("flash_decoding", [spec], cache, Parts())
+        backend.plan(batch)
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (
+            torch.randn(3, heads, 128, generator=generator, device=gpu).bfloat16() for heads in (16, 8, 8)
+        )  # fmt: skip
+        outputs.append(backend(0, q, k, v))
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_lens", [[1], [17, 1, 64, 65], [9000, 70, 5003], [140] * 256], ids=len)
 def test_the_lse_is_the_reference(gpu: torch.device, kv_lens: list[int]) -> None:
@@ -293,16 +356,25 @@ def test_unwritten_slots_in_e4m3_do_not_matter(gpu: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_graph_replays_with_new_lengths(gpu: torch.device, layout: str) -> None:
-    """Captured over padding, then replayed over steps of other lengths and pages; the second layer is FlashInfer's."""
-    specs, num_pages, page_size = (QWEN3, replace(QWEN3, layer=1, window=33)), 200, 16
+    """Captured over padding, then replayed over steps of other lengths and pages.
+
+    One layer has a window, one has its keys in e4m3, and one has slopes, so it is FlashInfer's.
+    """
+    slopes = tuple(alibi_slopes(16).tolist())
+    specs = (
+        QWEN3, replace(QWEN3, layer=1, window=33), replace(QWEN3, layer=2, softcap=2.0, kv_dtype=torch.float8_e4m3fn),
+        replace(QWEN3, layer=3, alibi_slopes=slopes),
+    )  # fmt: skip
+    num_pages, page_size = 200, 16
     mine = PagedKVCache(specs, num_pages, page_size, torch.bfloat16, gpu, layout)
-    theirs = PagedKVCache(specs, num_pages, page_size, torch.float64, gpu)
+    theirs = PagedKVCache([replace(spec, kv_dtype=None) for spec in specs], num_pages, page_size, torch.float64, gpu)
     for pairs in zip(mine.layers, theirs.layers, strict=True):
         for stored, wide in zip(*pairs, strict=True):
-            values = torch.randn_like(wide).bfloat16()
+            values = torch.randn(wide.shape, device=gpu).to(stored.dtype)
             wide.copy_(values)
             stored.copy_(values if layout == "NHD" else values.transpose(1, 2))
-    backend, oracle = create_backend("flash_decoding", specs, mine, Parts()), TorchBackend(specs, theirs, Parts())
+    backend = create_backend("flash_decoding", specs, mine, Parts())
+    oracle = TorchBackend([replace(spec, kv_dtype=None) for spec in specs], theirs, Parts())
     heads = (QWEN3.num_qo_heads, QWEN3.num_kv_heads, QWEN3.num_kv_heads)
     inputs = [[torch.zeros(3, n, 128, device=gpu, dtype=torch.bfloat16) for n in heads] for _ in specs]
     buffers, capacity = StepBuffers(gpu, step_memory(3, 3 * 64, gpu)), 3 * 64
@@ -318,7 +390,9 @@ def test_a_graph_replays_with_new_lengths(gpu: torch.device, layout: str) -> Non
         graph.replay()
         oracle.plan(batch)
         for layer, qkv in enumerate(inputs):
-            want = oracle(layer, *(x.double() for x in qkv))
+            q, *kv = qkv
+            stored = (x.to(mine.layers[layer][0].dtype).double() for x in kv)  # 448 is far away
+            want = oracle(layer, q.double(), *stored)
             torch.testing.assert_close(outputs[layer].double(), want, atol=BF16, rtol=BF16, msg=f"lengths {kv_lens}")
 
 

@@ -15,6 +15,7 @@ from mini_engine.attention import flash_decoding as module
 from mini_engine.attention import flashinfer as flashinfer_module
 from mini_engine.attention.backend import BACKENDS, create_backend
 from mini_engine.attention.flash_decoding import FlashDecodes, PlannedDecode
+from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
@@ -34,8 +35,14 @@ from tests.attention.stepping import (
 )
 from tests.helpers import alone, double_model, make_engine, serve
 
-PLAIN = AttentionSpec(0, num_qo_heads=6, num_kv_heads=2, head_dim=64, scale=0.1)
-SPECS = (PLAIN, replace(PLAIN, layer=1, window=5), replace(PLAIN, layer=2, scale=0.2))
+PLAIN = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+SLOPES = tuple(alibi_slopes(4).tolist())
+SPECS = (
+    PLAIN,
+    replace(PLAIN, layer=1, alibi_slopes=SLOPES),
+    replace(PLAIN, layer=2, scale=0.2),
+    replace(PLAIN, layer=3, window=21, softcap=2.0),
+)
 
 
 own_decodes = partial(PagedBackend, decodes=FlashDecodes)
@@ -81,18 +88,20 @@ def test_pages_may_be_evicted_in_front(fake: None, data: st.DataObject) -> None:
 
 
 def test_what_a_graph_has_recorded_reads_the_work_of_each_step(fake: None) -> None:
-    """It is at the same addresses, whatever the lengths, and layers with the same number of KV heads share it."""
+    """It is at the same addresses, whatever the lengths. Layers with the same KV heads and the same window share it."""
     backend = own_decodes(SPECS, PagedKVCache(SPECS, 12, 16, torch.float64), Parts())
     seen, steps = set(), StepBuffers("cpu", step_memory(2, 10, "cpu"))
     for kv_lens, pages in (([1, 1], [11, 11]), ([33, 16], [3, 0, 7, 1]), ([20, 70], [0, 1, 5, 4, 3, 2, 6])):
         backend.plan(decodes(kv_lens, pages, 16, page_capacity=10, into=steps))
-        [[(_, first)], [(_, windows)], [(_, third)]] = backend._planned.values()
-        assert isinstance(first, PlannedDecode) and not isinstance(windows, PlannedDecode)
-        assert first.work is third.work
-        seen.add(tuple(x.data_ptr() for x in (first.work.ranges, first.work.requests, first.work.pages)))
+        [[(_, first)], [(_, slopes)], [(_, third)], [(_, window)]] = backend._planned.values()
+        assert isinstance(first, PlannedDecode) and not isinstance(slopes, PlannedDecode)
+        assert first.work is third.work and first.kernel is third.kernel
+        works = first.work, window.work
+        seen.add(tuple(x.data_ptr() for work in works for x in (work.ranges, work.requests, work.pages)))
         assert first.work.requests[:, 0].tolist() == kv_lens
         assert first.work.pages.tolist() == pages
         assert first.work.ranges[:, 2].sum() == sum(-(-n // 16) for n in kv_lens)
+        assert window.work.ranges[:, 2].sum() == sum(-(-n // 16) - max(n - 21, 0) // 16 for n in kv_lens)
     assert len(seen) == 1
 
 
@@ -118,8 +127,7 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(
 @pytest.mark.parametrize(
     "other",
     [
-        {"window": 7}, {"softcap": 3.0}, {"alibi_slopes": tuple(2.0**-n for n in range(2, 9, 2)), "num_qo_heads": 4},
-        {"head_dim": 256}, {"num_qo_heads": 18}, {"kv_dtype": torch.float32},
+        {"alibi_slopes": SLOPES}, {"head_dim": 32}, {"num_qo_heads": 18}, {"kv_dtype": torch.float32},
     ],
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
@@ -130,6 +138,18 @@ def test_flashinfer_decodes_the_layers_that_the_kernel_does_not_compute(fake: No
     check_equal(decodes([50, 40], range(7), 16), backend, TorchBackend(specs, theirs, Parts()), 1e-6)
     [[(_, first)], [(_, second)]] = backend._planned.values()
     assert isinstance(first, PlannedDecode) and not isinstance(second, PlannedDecode)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.integers(1, 95), st.none() | st.just(2.0))
+def test_the_kernel_computes_windows_soft_caps_and_heads_of_256(
+    fake: None, kv_lens: list[int], window: int, softcap: float | None
+) -> None:
+    specs = (replace(PLAIN, window=window, softcap=softcap), replace(PLAIN, layer=1, softcap=softcap, head_dim=256))
+    mine, theirs = (PagedKVCache(specs, 24, 16, torch.float64) for _ in range(2))
+    backend = own_decodes(specs, mine, Parts())
+    check_equal(decodes(kv_lens, range(24), 16), backend, TorchBackend(specs, theirs, Parts()), 1e-12)
+    assert all(isinstance(decode, PlannedDecode) for [(_, decode)] in backend._planned.values())
 
 
 def test_the_kernel_computes_layers_with_keys_in_e4m3(fake: None) -> None:

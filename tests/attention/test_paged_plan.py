@@ -111,7 +111,7 @@ def test_padding_behind_a_step_changes_nothing(fake: None, decodes: type[Decodes
     [
         (FlashInferDecodes, ("decode", "decode"), ("decode on CUDA cores", "decode")),
         (TRTLLMDecodes, ("xqa", "xqa"), ("decode on CUDA cores", "xqa")),
-        (FlashDecodes, ("flash decoding", "decode"), ("flash decoding", "decode")),
+        (FlashDecodes, ("flash decoding", "flash decoding"), ("flash decoding", "flash decoding")),
     ],
 )
 def test_each_layer_runs_on_the_first_kernel_that_supports_it(

@@ -55,11 +55,12 @@ class FusedLayer:
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
         norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
         pages, layout = attend.cache.layers[index], attend.cache.layout
+        kv_scales = attend.specs[index].kv_scales
         if len(x) <= gemv.MOST_TOKENS:
             pdl = self._pdl
             q = rotate_and_append(
                 gemv.project(x, attention.qkv.weight, eps, pdl=pdl), norms, eps, cos, sin, pages, layout,
-                attend.slot_mapping, pdl=pdl, next_waits=attend.waits_for_keys,
+                attend.slot_mapping, kv_scales=kv_scales, pdl=pdl, next_waits=attend.waits_for_keys,
             )  # fmt: skip
             gemv.add_product(x, attend.run(index, q).flatten(1), attention.o.weight, pdl=pdl)
             inner = gemv.gate_up_swiglu(x, mlp.gate_up.weight, eps, pdl=pdl)
@@ -67,13 +68,13 @@ class FusedLayer:
         if len(x) <= self._most_tokens:
             q = qkv_append(
                 x, attention.qkv.weight, norms, eps, cos, sin, pages, layout, attend.slot_mapping,
-                next_waits=attend.waits_for_keys,
+                kv_scales=kv_scales, next_waits=attend.waits_for_keys,
             )  # fmt: skip
             add_product(x, attend.run(index, q).flatten(1), attention.o.weight)
             return add_product(x, gate_up_swiglu(x, mlp.gate_up.weight, eps), mlp.down.weight)
         q = rotate_and_append(
             linear(x, attention.qkv.weight), norms, eps, cos, sin, pages, layout, attend.slot_mapping,
-            tokens=x, pdl=self._pdl, next_waits=attend.waits_for_keys,
+            kv_scales=kv_scales, tokens=x, pdl=self._pdl, next_waits=attend.waits_for_keys,
         )  # fmt: skip
         x.addmm_(attend.run(index, q).flatten(1), attention.o.weight.T)
         inner = swiglu(linear(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)

@@ -120,6 +120,13 @@ __device__ inline uint32_t pack(float low, float high) {
     return pair;
 }
 
+// Two numbers rounded to e4m3. Those beyond its range become its largest ones.
+__device__ inline uint16_t pack_e4m3(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // --- the work after a product -------------------------------------------------------------------------------------------
 
 // A lane's part of one token: two adjacent rows, and two rows that are SECOND rows further on.
@@ -143,6 +150,7 @@ template <int HEAD_DIM> struct QkvAppend {
     uint16_t *q, *keys, *values;      // [tokens, q_heads, HEAD_DIM]; the layer's KV cache
     int64_t page_stride, slot_stride, head_stride;
     int page_size, q_heads, kv_heads;
+    float k_factor, v_factor;  // 1 / the scales of a cache in e4m3; 0: the cache is in bfloat16
 
     struct Loaded {
         float2 cos, sin;
@@ -182,15 +190,21 @@ template <int HEAD_DIM> struct QkvAppend {
             part.first = {old.first.x * c.x - old.second.x * s.x, old.first.y * c.y - old.second.y * s.y};
             part.second = {old.second.x * c.x + old.first.x * s.x, old.second.y * c.y + old.first.y * s.y};
         }
-        uint16_t* to;
-        if (is_q) {
-            to = q + (static_cast<int64_t>(token) * q_heads + head) * HEAD_DIM;
-        } else {
+        uint16_t* to = is_q ? q : is_v ? values : keys;
+        int64_t at = (static_cast<int64_t>(token) * q_heads + head) * HEAD_DIM + lane_row();
+        if (!is_q) {
             const int kv_head = is_v ? head - q_heads - kv_heads : head - q_heads;
-            to = (is_v ? values : keys) + loaded.slot / page_size * page_stride + loaded.slot % page_size * slot_stride + kv_head * head_stride;
+            at = loaded.slot / page_size * page_stride + loaded.slot % page_size * slot_stride + kv_head * head_stride + lane_row();
+            if (k_factor != 0) {
+                part.scale(is_v ? v_factor : k_factor);
+                uint8_t* bytes = reinterpret_cast<uint8_t*>(to) + at;
+                *reinterpret_cast<uint16_t*>(bytes) = pack_e4m3(part.first.x, part.first.y);
+                *reinterpret_cast<uint16_t*>(bytes + SECOND) = pack_e4m3(part.second.x, part.second.y);
+                return;
+            }
         }
-        *reinterpret_cast<uint32_t*>(to + lane_row()) = pack(part.first.x, part.first.y);
-        *reinterpret_cast<uint32_t*>(to + lane_row() + SECOND) = pack(part.second.x, part.second.y);
+        *reinterpret_cast<uint32_t*>(to + at) = pack(part.first.x, part.first.y);
+        *reinterpret_cast<uint32_t*>(to + at + SECOND) = pack(part.second.x, part.second.y);
     }
 };
 

@@ -45,6 +45,7 @@ def qkv_append(
     layout: str,
     slot_mapping: Int64[Tensor, " T"],
     *,
+    kv_scales: tuple[float, float] | None = None,
     next_waits: bool = True,
 ) -> Float[Tensor, "T Hq D"]:
     """Compute queries, keys and values of tokens, rotate them, store keys and values, and return the queries.
@@ -54,7 +55,7 @@ def qkv_append(
     Args:
         x: contiguous bfloat16, not normalized; `hidden` is a multiple of 8.
         weight: contiguous; rows of the queries, keys and values, head by head, with heads of 64 or 128 rows.
-        norm_weights: as for `rotate_and_append`, as are `eps`, `pages`, `layout` and `slot_mapping`.
+        norm_weights: as for `rotate_and_append`, as are `eps`, `pages`, `layout`, `slot_mapping` and `kv_scales`.
         cos: contiguous float32, as is `sin`.
         next_waits: let the next kernel start early, because it reads no key of this step before it waits for this one.
     """
@@ -64,10 +65,11 @@ def qkv_append(
     num_q_heads = len(weight) // head_dim - 2 * num_kv_heads
     q = x.new_empty(len(x), num_q_heads, head_dim)
     q_norm, k_norm = (norm.data_ptr() for norm in norm_weights) if norm_weights else (None, None)
+    factors = tuple(1 / scale for scale in kv_scales or (1, 1)) if keys.dtype == torch.float8_e4m3fn else (0, 0)
     finish = _QkvAppend(
         q_norm, k_norm, cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr(), q.data_ptr(), keys.data_ptr(),
         values.data_ptr(), keys.stride(0), keys.stride(token_axis), keys.stride(head_axis), page_size, num_q_heads,
-        num_kv_heads,
+        num_kv_heads, *factors,
     )  # fmt: skip
     _launch(f"launch_qkv_append_{head_dim}", x, weight, finish, eps=eps, next_waits=next_waits)
     return q
@@ -216,6 +218,7 @@ class _QkvAppend(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _pointers),
         *((name, ctypes.c_int64) for name in ("page_stride", "slot_stride", "head_stride")),
         *((name, ctypes.c_int) for name in ("page_size", "q_heads", "kv_heads")),
+        *((name, ctypes.c_float) for name in ("k_factor", "v_factor")),
     ]
 
 

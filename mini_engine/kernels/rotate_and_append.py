@@ -4,12 +4,16 @@ Without fusion these are five kernels that read and write the same few kilobytes
 queries and keys, a store of keys and a store of values. Here a program loads heads of one token, writes queries to the
 tensor that attention reads, and writes keys and values to their slot.
 
+A cache in e4m3 stores keys and values divided by their scales. They are rounded once, from float32; the append without
+fusion (`PagedBackend.append`) rounds them to the model's dtype first.
+
 The program can also complete the norm before the projection. That norm multiplies a token by 1 / rms, a factor that can
 be applied to the product instead (chapter 11 explains why). The program reads the token again to compute it.
 """
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
@@ -19,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Heads of one program: with many tokens more of them, because each program computes the token's norm.
 HEADS, HEADS_OF_MANY = 8, 32
 MANY_TOKENS = 1024
+LARGEST_E4M3 = tl.constexpr(448.0)
 
 
 def rotate_and_append(
@@ -31,6 +36,7 @@ def rotate_and_append(
     layout: str,
     slot_mapping: Int[Tensor, " T"],
     *,
+    kv_scales: tuple[float, float] | None = None,
     tokens: Float[Tensor, "T hidden"] | None = None,
     pdl: bool = False,
     next_waits: bool = False,
@@ -46,6 +52,7 @@ def rotate_and_append(
         pages: the layer's keys and values in the cache, changed in place.
         layout: "NHD" or "HND".
         slot_mapping: slot of each token's key and value.
+        kv_scales: see `AttentionSpec`; only for a cache in e4m3.
         tokens: the contiguous inputs of the projection if they have not been normalized; None if they have been.
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
         next_waits: with `pdl`, let the next kernel start early, because it reads no key of this step before it waits
@@ -58,6 +65,7 @@ def rotate_and_append(
     q = qkv.new_empty(num_tokens, num_heads - 2 * num_kv_heads, head_dim)
     q_weight, k_weight = norm_weights or (qkv, qkv)  # pointers that are not read
     hidden_size = tokens.shape[1] if tokens is not None else 0
+    k_scale, v_scale = kv_scales or (1.0, 1.0)
     heads = HEADS if num_tokens < MANY_TOKENS else HEADS_OF_MANY
     _kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         tokens if tokens is not None else qkv,
@@ -78,10 +86,13 @@ def rotate_and_append(
         page_size,
         q.shape[1],
         num_kv_heads,
+        1 / k_scale,
+        1 / v_scale,
         HAS_NORM=norm_weights is not None,
         HALF=head_dim // 2,
         HEADS=heads,
         HIDDEN=hidden_size,
+        IS_E4M3=keys.dtype == torch.float8_e4m3fn,
         PDL=pdl,
         NEXT_WAITS=next_waits,
         **({"launch_pdl": True} if pdl else {}),
@@ -93,8 +104,8 @@ def rotate_and_append(
 @triton.jit
 def _kernel(
     tokens, qkv, token_stride, q_weight, k_weight, eps, cos, sin, slots, q, keys, values, page_stride, slot_stride,
-    head_stride, page_size, num_q, num_kv, HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HIDDEN: tl.constexpr, PDL: tl.constexpr, NEXT_WAITS: tl.constexpr,
+    head_stride, page_size, num_q, num_kv, k_factor, v_factor, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HIDDEN: tl.constexpr, IS_E4M3: tl.constexpr, PDL: tl.constexpr, NEXT_WAITS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -135,10 +146,21 @@ def _kernel(
     kv_head = (head - num_q) % num_kv
     at = to_slot + kv_head[:, None] * head_stride + column[None, :]
     is_k = ~is_q & ~is_v
-    tl.store(keys + at, first.to(dtype), mask=is_k)
-    tl.store(keys + at + HALF, second.to(dtype), mask=is_k)
-    tl.store(values + at, first.to(dtype), mask=is_v & exists)
-    tl.store(values + at + HALF, second.to(dtype), mask=is_v & exists)
+    if IS_E4M3:
+        factor = tl.where(is_v, v_factor, k_factor)
+        first, second = saturated(first * factor), saturated(second * factor)
+    stored = keys.dtype.element_ty
+    tl.store(keys + at, first.to(stored), mask=is_k)
+    tl.store(keys + at + HALF, second.to(stored), mask=is_k)
+    tl.store(values + at, first.to(stored), mask=is_v & exists)
+    tl.store(values + at + HALF, second.to(stored), mask=is_v & exists)
+
+
+@no_type_check
+@triton.jit
+def saturated(x):
+    """Limit numbers to the range of e4m3, except NaN."""
+    return tl.clamp(x, -LARGEST_E4M3, LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
 
 
 @no_type_check

@@ -45,7 +45,7 @@ def bind_layers(model: LanguageModel, backend: AttentionBackend) -> Forward:
     The model is unchanged, apart from `prepare_weights`: engines with different backends may share it.
     """
     prepare_weights(model)
-    if not backend.takes_stored_keys or any(spec.kv_dtype for spec in backend.specs):
+    if not backend.takes_stored_keys:
         return partial(model, attend=backend)
     if has_fused_layers(model):
         return partial(model, attend=backend, compute=ops.load(ops.FUSED_LAYER)(model))

@@ -14,6 +14,7 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
 from mini_engine.models.transform import bind_layers
 from mini_engine.parts import Parts, default_parts
+from tests.attention.stepping import KV_SCALES, narrow
 from tests.models.families import our_model, transformers_model, whole
 
 PAGE = 16
@@ -33,12 +34,19 @@ def test_folding_the_norms_changes_no_layer(family: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("backend", ["flashinfer", "cascade"])
+@pytest.mark.parametrize(
+    ("backend", "is_narrow"), [("flashinfer", False), ("cascade", False), ("cascade", True), ("flash_decoding", True)]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 # On Hopper: six launches, five, whose thread blocks have all tokens or 64 of them, and seven.
 @pytest.mark.parametrize("chunk", [0, 20, 60, 130], ids=["3 tokens", "31 tokens", "71 tokens", "141 tokens"])
-def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, layout: str, chunk: int) -> None:
-    """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64."""
+def test_fused_layers_are_as_exact_as_their_parts(
+    family: str, backend: str, is_narrow: bool, layout: str, chunk: int
+) -> None:
+    """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64.
+
+    The keys and values of both may be in e4m3.
+    """
     num_new, kv_lens = ([1, 1, 9, chunk], [33, 16, 9, 30 + chunk]) if chunk else ([1, 1, 1], [33, 16, 9])
     pytest.importorskip("flashinfer")
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
@@ -56,12 +64,16 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
     for name, (source, parts, attention, kv_layout) in ways.items():
         model = our_model(source, parts=parts).to("cuda")
         assert isinstance(model, LlamaForCausalLM)
-        cache = PagedKVCache(model.attention_specs, 20, PAGE, model.dtype, "cuda", kv_layout)
+        specs, scales = model.attention_specs, (1.0, 1.0)
+        if is_narrow and name != "exact":
+            specs, scales = narrow(specs), KV_SCALES
+        cache = PagedKVCache(specs, 20, PAGE, model.dtype, "cuda", kv_layout)
         generator = torch.Generator("cuda").manual_seed(0)
         in_order = [x if kv_layout == "NHD" else x.transpose(1, 2) for pair in cache.layers for x in pair]
-        for pages in in_order:
-            pages.copy_(torch.randn(pages.shape, generator=generator, device="cuda", dtype=torch.bfloat16))
-        attend = create_backend(attention, model.attention_specs, cache, parts)
+        for pages, scale in zip(in_order, scales * len(specs), strict=True):
+            values = torch.randn(pages.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+            pages.copy_((values / scale).to(pages.dtype))
+        attend = create_backend(attention, specs, cache, parts)
         batch = StepBatch.build(
             token_ids=[2 + i % 50 for i in range(sum(num_new))],
             num_new=num_new,
@@ -73,7 +85,7 @@ def test_fused_layers_are_as_exact_as_their_parts(family: str, backend: str, lay
         attend.plan(batch)
         with torch.inference_mode():
             hidden = bind_layers(model, attend)(batch.token_ids, batch.positions)
-        outputs[name] = [hidden, *in_order]
+        outputs[name] = [hidden, *(x.double() * n for x, n in zip(in_order, scales * len(specs), strict=True))]
     for got, other, want in zip(*outputs.values(), strict=True):
         error, usual = ((x.double() - want).norm() / want.norm() for x in (got, other))
         assert error < 1.5 * usual < 0.2

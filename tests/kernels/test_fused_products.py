@@ -115,6 +115,39 @@ def test_queries_and_cache_are_those_of_the_parts(
 
 @pytest.mark.gpu
 @ON_HOPPER
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_scales", [None, (0.5, 2.0), (0.001, 1.5)], ids=["none", "two", "too small"])
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (5, 1, 64), (9, 3, 64)])
+@pytest.mark.parametrize("num_tokens", [5, 64, 128])
+def test_a_cache_in_e4m3_gets_rounded_keys(layout, kv_scales, num_qo_heads, num_kv_heads, head_dim, num_tokens):
+    """The smallest scale makes most keys too large, and they become the largest number of e4m3."""
+    random, page_size, num_pages, hidden_size = Random(num_tokens), 4, 40, 192
+    weight = random((num_qo_heads + 2 * num_kv_heads) * head_dim, hidden_size) / hidden_size**0.5
+    x, scales = random.tokens(num_tokens, hidden_size), kv_scales or (1.0, 1.0)
+    angles = torch.rand(num_tokens, head_dim // 2, generator=random.generator).to("cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.randperm(num_pages * page_size, generator=random.generator)[:num_tokens].to("cuda")
+    page = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+    pages = tuple(random(num_pages, *page, head_dim).to(torch.float8_e4m3fn) for _ in range(2))
+    before = [cache.clone() for cache in pages]
+    got = qkv_append(x, weight, None, EPS, cos, sin, pages, layout, slots, kv_scales=kv_scales)
+
+    heads = linear(normalized(x), weight.double()).view(num_tokens, -1, head_dim)
+    q_and_k, v = heads[:, : num_qo_heads + num_kv_heads], heads[:, num_qo_heads + num_kv_heads :]
+    q_and_k = apply_rope(q_and_k, cos.double(), sin.double())
+    assert_close(got, q_and_k[:, :num_qo_heads])
+    for cache, old, new, scale in zip(pages, before, (q_and_k[:, num_qo_heads:], v), scales, strict=True):
+        by_slot, want = (stored if layout == "NHD" else stored.transpose(1, 2) for stored in (cache, old))
+        by_slot, want = (stored.double().flatten(0, 1) for stored in (by_slot, want))
+        want[slots] = (new / scale).clamp(-448, 448)
+        # Half a step between neighbors is at most 2^-4 of a number, and the product has an error of its own.
+        torch.testing.assert_close(by_slot, want, atol=2e-2 / scale, rtol=2**-4 + 1e-2)
+        others = torch.ones(len(want), dtype=torch.bool, device="cuda").index_fill(0, slots, False)
+        assert torch.equal(by_slot[others], want[others])
+
+
+@pytest.mark.gpu
+@ON_HOPPER
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize(("size", "hidden_size", "scale"), [(3072, 1024, 1), (192, 128, 100), (100, 72, 1)])
 def test_the_activation_is_that_of_the_product(num_tokens: int, size: int, hidden_size: int, scale: int) -> None:

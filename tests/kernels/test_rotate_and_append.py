@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_engine.kv_cache.paged import round_kv
 from mini_engine.models.layers import qk_norm, rms_norm
 from mini_engine.rope import apply_rope
 
@@ -62,3 +63,29 @@ def test_queries_and_cache_are_those_of_the_parts(
         want = want.clone().flatten(0, 1)
         want[slots] = new
         torch.testing.assert_close(by_slot.flatten(0, 1), want, **close)
+
+
+@pytest.mark.gpu  # the interpreter does not round to e4m3 like the GPU
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_scales", [None, (0.5, 2.0), (2.0**-9, 0.25)], ids=["none", "two", "too small"])
+def test_a_cache_in_e4m3_gets_the_rounded_float32_numbers(layout, kv_scales):
+    """They are those of a cache in float32, divided by the scales; the smallest scale makes most keys too large."""
+    from mini_engine.kernels.rotate_and_append import rotate_and_append
+
+    generator = torch.Generator().manual_seed(1)
+    num_tokens, num_kv_heads, head_dim, page_size = 33, 3, 64, 16
+    qkv = torch.randn(num_tokens, 10 * head_dim, generator=generator).to("cuda", torch.bfloat16)
+    qkv[4, -1] = torch.nan
+    angles = torch.rand(num_tokens, head_dim // 2, generator=generator).to("cuda") * 6
+    slots = torch.randperm(7 * page_size, generator=generator)[:num_tokens].to("cuda")
+    page = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+    stored = []
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        stored.append([torch.zeros(7, *page, head_dim, device="cuda").to(dtype) for _ in range(2)])
+        rotate_and_append(
+            qkv, None, 1e-6, angles.cos(), angles.sin(), tuple(stored[-1]), layout, slots, kv_scales=kv_scales
+        )
+    for wide, narrow, scale in zip(*stored, kv_scales or (1.0, 1.0), strict=True):
+        want = round_kv(wide, scale, torch.float8_e4m3fn)
+        torch.testing.assert_close(narrow.float(), want.float(), atol=0, rtol=0, equal_nan=True)
+        assert wide.any()

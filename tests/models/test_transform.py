@@ -91,9 +91,8 @@ def test_no_other_layer_is_fused_or_folded(family: str) -> None:
 def test_a_backend_that_cannot_take_stored_keys_gets_them_from_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are folded all the same, and engines with different backends share the model."""
     model = bfloat16_model()
-    narrow = backend_of(model, torch.float32)
-    assert "compute" in bind_layers(model, backend_of(model)).keywords
-    assert "compute" not in bind_layers(model, narrow).keywords
+    for kv_dtype in (None, torch.float8_e4m3fn):
+        assert "compute" in bind_layers(model, backend_of(model, kv_dtype)).keywords
     monkeypatch.setattr(TorchBackend, "takes_stored_keys", False)
     assert "compute" not in bind_layers(model, backend_of(model)).keywords
 

@@ -12,6 +12,8 @@
 // together, in one 8-byte store. The tag says which layer of which step wrote the value. A reader repeats its load until the
 // tag is right (NCCL's "LL" protocol works in this way). Every layer uses the same buffers. Overwriting them is safe: before a
 // block writes to a buffer again, it has received values that all other blocks published after they had read the buffer.
+// This needs some rows of QKV and of gate and up for each block. With quantized weights, O and DOWN may have too few strips of 16
+// rows for all blocks. A block without a strip still receives the phase's vector.
 //
 // Waiting. A product cannot start before its vector has arrived. So a warp first loads the weights that it will multiply first
 // from shared memory into registers, and waits after that. Every lane repeats the load of its own values until they are there.
@@ -22,11 +24,17 @@
 // Attention. The keys of each KV head are split among several blocks. If a head has few splits, every block receives the
 // results of all splits and merges them itself. If it has many, each block merges its share of the dimensions, and the blocks
 // exchange the merged shares.
+//
+// Quantized weights. The ring holds them as they are stored. When a warp loads them into registers, it converts them to bf16,
+// and the tensor cores multiply bf16 in any case. So the first rows of a phase are converted before its vector arrives.
 #include <cuda_bf16.h>
 #include <cstdint>
+#include <type_traits>
+#include "quantized.cuh"
 
 // The host compiles this file with the sizes of a model: LAYERS, HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, PAGE_SIZE,
-// and BLOCKS, the number of thread blocks.
+// and BLOCKS, the number of thread blocks; and with the format of the layers' weights and of the LM head's: LAYER_KIND and
+// HEAD_KIND are a `Kind` or DENSE, and LAYER_GROUP and HEAD_GROUP the number of columns that share a scale (0: the whole row).
 
 using bf16 = __nv_bfloat16;
 
@@ -35,12 +43,68 @@ constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int GROUP = Q_HEADS / KV_HEADS, Q_SIZE = Q_HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE, VECTOR = LARGEST > HIDDEN ? LARGEST : HIDDEN;
 
-// A buffer (stage) of the ring holds 1,024 columns of eight rows. The padding after a row shifts the next row to other banks.
-constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTES = ROWS * ROW_BYTES;
+// A buffer (stage) of the ring holds 1,024 columns of eight rows in bf16, or of a strip of 16 quantized rows. A strip of gate and
+// up has eight rows of each. The padding after a row shifts the next row to other banks.
+constexpr int ROWS = 8, COLUMNS = 1024, PADDING = 64, STRIP = TILE_ROWS;
 constexpr int FLUSH = 6 * ROWS;  // rows whose sums `partial` holds at a time
 static_assert(FLUSH / ROWS % 2 == 0, "pairs of buffers");
 constexpr int IN_FLIGHT = 6;     // most buffers being copied at a time; more could delay exchanges
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "whole buffers in each row");
+
+// Round two floats to bf16, and pack them into 32 bits.
+__device__ inline uint32_t pack(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// The formats of weights, and how a buffer of the ring holds them.
+constexpr int DENSE = 3;
+
+struct Dense {
+    static constexpr int ROW_BYTES = COLUMNS * 2 + PADDING, STAGE_BYTES = ROWS * ROW_BYTES;
+};
+
+// INT4 and INT8 are stored tile by tile, and FP8 row by row. The scales of the rows follow.
+template <Kind KIND, int GROUP> struct Quantized {
+    static constexpr int ROW_BYTES = COLUMNS + PADDING, TILES = COLUMNS / TILE_COLUMNS;
+    static constexpr int NUMBER_BYTES = KIND == FP8 ? STRIP * ROW_BYTES : TILES * 32 * Tile<KIND>::BYTES;
+    static constexpr int SCALE_BYTES = STRIP * 4 * (GROUP ? COLUMNS / GROUP : 1), STAGE_BYTES = NUMBER_BYTES + SCALE_BYTES;
+    static constexpr int COPIED = (KIND == FP8 ? STRIP * COLUMNS : NUMBER_BYTES) + SCALE_BYTES;  // without padding
+    // Of the 128 columns that a warp multiplies: the number of scales. Pairs of columns of the tensor cores' result are enough
+    // for four.
+    static constexpr int GROUPS = GROUP && GROUP < COLUMNS / WARPS ? COLUMNS / WARPS / GROUP : 1;
+    static constexpr bool HAS_OFFSETS = GROUP && KIND != FP8;
+    // With offsets, the sum of the vector is needed anyway. Then it also corrects for what INT4 numbers are too large.
+    static constexpr bool BIASED = HAS_OFFSETS && KIND == INT4;
+    static_assert(GROUPS <= 4 && COLUMNS % (GROUP ? GROUP : 1) == 0, "groups of 32 to 1,024 columns");
+
+    // Arrange the vector as `convert` does the numbers. FP8 numbers are 2^-120 times too small. The vector is multiplied by 2^104,
+    // and sums by 2^16. So neither is too large or too small for its format.
+    __device__ static uint4 arrange(uint4 x) {
+        if constexpr (KIND != FP8) return x;
+        const auto pair = [](uint32_t a, uint32_t b, int order) { return multiply_pairs(__byte_perm(a, b, order), 0x73807380u); };
+        return make_uint4(pair(x.x, x.y, 0x5410), pair(x.x, x.y, 0x7632), pair(x.z, x.w, 0x5410), pair(x.z, x.w, 0x7632));
+    }
+    // What the columns of a group add to a row's product. `product` is the product of the numbers, and `all` the sum of the vector.
+    __device__ static float scaled(uint32_t scale, float product, float all) {
+        if constexpr (KIND == FP8) product *= 0x1p16f;
+        if constexpr (!GROUP) return __uint_as_float(scale) * product;
+        if constexpr (BIASED) product -= INT4_BIAS * all;
+        return low_of(scale) * product + (HAS_OFFSETS ? high_of(scale) * all : 0);
+    }
+};
+
+template <int KIND, int GROUP> using FormatOf = std::conditional_t<KIND == DENSE, Dense, Quantized<static_cast<Kind>(KIND), GROUP>>;
+using OfLayers = FormatOf<LAYER_KIND, LAYER_GROUP>;
+using OfHead = FormatOf<HEAD_KIND, HEAD_GROUP>;
+constexpr int LARGER = OfLayers::STAGE_BYTES > OfHead::STAGE_BYTES ? OfLayers::STAGE_BYTES : OfHead::STAGE_BYTES;
+constexpr int STAGE_BYTES = (LARGER + 127) / 128 * 128;  // `Shared` follows the ring, and attention needs its tiles aligned
+static_assert(LAYER_KIND == DENSE || (QKV_SIZE >= STRIP * BLOCKS && INTERMEDIATE >= ROWS * BLOCKS), "strips for all blocks");
+constexpr int RESIDUAL_ROWS = LAYER_KIND == DENSE ? HIDDEN / BLOCKS + 2 : (HIDDEN / STRIP + BLOCKS - 1) / BLOCKS * STRIP;  // of a block
 
 constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * 2;           // keys in a tile
 constexpr int CHUNKS = HEAD_DIM / 8;                                 // number of 16-byte chunks in a key
@@ -51,7 +115,7 @@ static_assert(GROUP <= 8, "queries are the columns of one tile of the tensor cor
 
 // The addresses of a layer's weights and cache. `_pointers` in persistent_decode.py fills it.
 struct Layer {
-    const bf16* weights[4];  // of the phases QKV, O, GATE_UP and DOWN
+    const void *weights[4], *scales[4];  // of the phases QKV, O, GATE_UP and DOWN
     const bf16 *input_norm, *mlp_norm, *q_norm, *k_norm;
     bf16 *k_cache, *v_cache;
 };
@@ -62,7 +126,8 @@ using Tagged = unsigned long long;
 // The arguments of the kernel. `_Step` in persistent_decode.py has the same fields.
 struct Step {
     const Layer* layers;
-    const bf16 *embedding, *final_norm, *lm_head;
+    const bf16 *embedding, *final_norm;
+    const void *lm_head, *lm_head_scales;
     const float* inv_freq;    // [HEAD_DIM / 2]
     const int64_t *token_id, *token_source, *last_token;  // last_token[token_source], or token_id if that is -1
     const int64_t* position;
@@ -87,7 +152,7 @@ struct Shared {
     float maxima[GROUP][WARPS], sums[GROUP][WARPS];      // of the warps' attention states
     __align__(16) Sums partial[2][FLUSH];                // two, so that one is written while the other is read
     __align__(16) float squares[WARPS];                  // sum of squares of each warp's part of the residual stream
-    float residual[HIDDEN / BLOCKS + 2];   // the block's rows of the residual stream, in float32
+    float residual[RESIDUAL_ROWS];         // the block's rows of the residual stream, in float32
     float cosine[HEAD_DIM / 2], sine[HEAD_DIM / 2];  // of the position's angles, for the rotation
     Layer layers[LAYERS];
     uint64_t full[16], empty[16];  // mbarriers of each buffer: it has been filled; all warps have read it
@@ -96,6 +161,7 @@ struct Shared {
 constexpr int STAGES_THAT_FIT = (227 * 1024 - static_cast<int>(sizeof(Shared))) / STAGE_BYTES;
 constexpr int STAGES = STAGES_THAT_FIT < 16 ? STAGES_THAT_FIT : 16;
 static_assert(STAGES >= IN_FLIGHT, "too large");
+static_assert(STAGES * STAGE_BYTES % alignof(Shared) == 0 && alignof(Shared) == 128, "aligned tiles");
 
 extern __shared__ __align__(128) unsigned char memory[];  // the ring, followed by what the threads share
 
@@ -115,29 +181,44 @@ struct Share {
     __device__ explicit Share(int all) : first(all * blockIdx.x / BLOCKS), end(all * (blockIdx.x + 1) / BLOCKS) {}
 };
 
-// The rows of a matrix that belong to this block. Pairs of rows are never divided, because two bf16 are published together.
+// The rows of a matrix that belong to this block. `unit` neighbors are never divided.
 struct Rows {
     int first, end;
-    __device__ explicit Rows(int all) : first(Share((all + 1) / 2).first * 2), end(min(Share((all + 1) / 2).end * 2, all)) {}
+    __device__ Rows(int all, int unit)
+        : first(Share((all + unit - 1) / unit).first * unit), end(min(Share((all + unit - 1) / unit).end * unit, all)) {}
 };
 
 // The four phases of a layer, and the last phase of a step. Each multiplies the rows of one matrix by a vector.
 enum Phase { QKV, O, GATE_UP, DOWN, LM_HEAD };
 
+// Call a function with the format of a phase's matrix.
+template <class Function> __device__ inline void with_format(int phase, const Function& function) {
+    if constexpr (std::is_same_v<OfLayers, OfHead>) function(OfLayers{});
+    else if (phase == LM_HEAD) function(OfHead{});
+    else function(OfLayers{});
+}
+
 // The size of a phase's matrix. `parts` matrices of this size are stacked: two for gate and up.
 struct Matrix {
     int rows, columns, parts;
+    bool is_dense;
+    int unit;  // pairs, because two bf16 are published together; or the rows of a part in a strip
 
     __device__ Matrix(int phase, const Step& step)
         : rows(phase == QKV ? QKV_SIZE : phase == GATE_UP ? INTERMEDIATE : phase == LM_HEAD ? step.vocab_size : HIDDEN),
           columns(phase == O ? Q_SIZE : phase == DOWN ? INTERMEDIATE : HIDDEN),
-          parts(phase == GATE_UP ? 2 : 1) {}
+          parts(phase == GATE_UP ? 2 : 1),
+          is_dense(phase == LM_HEAD ? HEAD_KIND == DENSE : LAYER_KIND == DENSE),
+          unit(is_dense ? 2 : STRIP / parts) {}
+    __device__ Rows own() const { return Rows(rows, unit); }
+    // Number of buffers that hold 1,024 columns of some rows.
+    __device__ int buffers(int rows) const { return is_dense ? (rows + ROWS - 1) / ROWS * parts : (rows + unit - 1) / unit; }
     // Number of buffers that hold this block's rows.
-    __device__ int buffers() const {
-        const Rows own(rows);
-        return (own.end - own.first + ROWS - 1) / ROWS * parts * (columns / COLUMNS);
-    }
+    __device__ int buffers() const { return buffers(own().end - own().first) * (columns / COLUMNS); }
 };
+
+// The block's rows of the residual stream.
+__device__ inline Rows residual_rows() { return Rows(HIDDEN, LAYER_KIND == DENSE ? 2 : STRIP); }
 
 // --- the ring of weights -----------------------------------------------------------------------------------------------
 
@@ -165,85 +246,165 @@ __device__ inline void release(int position) {
 struct Producer {
     int position = 0;  // of the next buffer to fill
 
-    // Copy `rows` rows of 1,024 columns into the next buffer, once it is empty. `full` completes when all bytes have arrived.
-    __device__ void copy(const bf16* from, int64_t row_stride, int rows) {
-        const uint32_t full = shared_address(shared().full + position % STAGES), to = shared_address(stage(position));
+    // Begin to fill the next buffer, once it is empty. The barrier `full` completes when so many bytes have arrived.
+    __device__ uint32_t begin(int bytes) {
+        const uint32_t full = shared_address(shared().full + position % STAGES);
         const int earlier = position - IN_FLIGHT;
         if (earlier >= 0) wait(shared().full + earlier % STAGES, earlier / STAGES & 1);
         wait(shared().empty + position % STAGES, position / STAGES & 1 ^ 1);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(rows * COLUMNS * 2) : "memory");
-#pragma unroll
-        for (int row = 0; row < ROWS; row++)
-            if (row < rows) asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    to + row * ROW_BYTES),
-                "l"(from + row * row_stride), "r"(COLUMNS * 2), "r"(full) : "memory");
-        position++;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+        return full;
+    }
+    __device__ void copy(uint32_t to, const void* from, int bytes, uint32_t full) {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                     "r"(bytes), "r"(full) : "memory");
     }
 
     // Copy the block's share of a matrix: eight rows of each part, then the next eight rows of each part.
-    __device__ void stream(const bf16* weights, const Matrix& matrix) {
-        const Rows own(matrix.rows);
+    __device__ void stream(Dense, const void* weights, const void*, const Matrix& matrix) {
+        const Rows own = matrix.own();
 #pragma unroll 1
         for (int row = own.first; row < own.end; row += ROWS)
 #pragma unroll 1
             for (int part = 0; part < matrix.parts; part++)
 #pragma unroll 1
                 for (int column = 0; column < matrix.columns; column += COLUMNS) {
-                    const bf16* from = weights + static_cast<int64_t>(part * matrix.rows + row) * matrix.columns + column;
-                    copy(from, matrix.columns, min(ROWS, own.end - row));
+                    const int64_t first = static_cast<int64_t>(part * matrix.rows + row) * matrix.columns + column;
+                    const bf16* from = static_cast<const bf16*>(weights) + first;
+                    const int rows = min(ROWS, own.end - row);
+                    const uint32_t full = begin(rows * COLUMNS * 2), to = shared_address(stage(position));
+#pragma unroll
+                    for (int i = 0; i < ROWS; i++)
+                        if (i < rows) copy(to + i * Dense::ROW_BYTES, from + i * matrix.columns, COLUMNS * 2, full);
+                    position++;
                 }
+    }
+
+    // Copy the block's strips of a matrix, with their scales.
+    template <Kind KIND, int GROUP>
+    __device__ void stream(Quantized<KIND, GROUP>, const void* weights, const void* scales, const Matrix& matrix) {
+        using Format = Quantized<KIND, GROUP>;
+        const Rows own = matrix.own();
+        const int half = matrix.parts == 2 ? matrix.rows : ROWS;  // from a row of a strip's first half to that of its second half
+        const auto* numbers = static_cast<const unsigned char*>(weights);
+#pragma unroll 1
+        for (int row = own.first; row < own.end; row += matrix.unit)
+#pragma unroll 1
+            for (int column = 0; column < matrix.columns; column += COLUMNS) {
+                const int strip = row / matrix.unit;
+                const uint32_t full = begin(Format::COPIED), to = shared_address(stage(position));
+                if constexpr (KIND == FP8) {
+#pragma unroll 1
+                    for (int i = 0; i < STRIP; i++) {  // rows after the last one are not used
+                        const int from = min(row + i / ROWS * half + i % ROWS, matrix.parts * matrix.rows - 1);
+                        copy(to + i * Format::ROW_BYTES, numbers + static_cast<int64_t>(from) * matrix.columns + column, COLUMNS, full);
+                    }
+                } else {
+                    const int64_t tile = (static_cast<int64_t>(strip) * matrix.columns + column) / TILE_COLUMNS;
+                    copy(to, numbers + tile * 32 * Tile<KIND>::BYTES, Format::NUMBER_BYTES, full);
+                }
+                const auto* of_rows = static_cast<const float*>(scales) + row;  // or of groups: 16 rows for each group
+                if constexpr (GROUP) {
+                    const int group = (strip * matrix.columns + column) / GROUP;
+                    copy(to + Format::NUMBER_BYTES, static_cast<const float*>(scales) + group * STRIP, Format::SCALE_BYTES, full);
+                } else {
+                    copy(to + Format::NUMBER_BYTES, of_rows, ROWS * 4, full);
+                    copy(to + Format::NUMBER_BYTES + ROWS * 4, of_rows + half, ROWS * 4, full);
+                }
+                position++;
+            }
     }
 };
 
 // Add the product of a 16 x 16 matrix (a) and a 16 x 8 matrix (b) to a 16 x 8 matrix, on tensor cores.
-__device__ inline void multiply_accumulate(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ inline void multiply_accumulate(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Multiplies the rows in the ring by the vector. A warp has 128 of every 1,024 columns.
 //
-// One `mma` takes a tile of 16 rows, which are the eight rows of one buffer followed by the eight rows of the next buffer. The
-// two buffers may hold different columns, and then each needs a different part of the vector. The other operand has eight
-// columns: the even ones hold the part for the first buffer, and the odd ones the part for the second. The products of a buffer
-// with the other buffer's part are ignored.
+// One `mma` takes a tile of 16 rows: a strip, or in bf16 the eight rows of one buffer followed by the eight rows of the next
+// buffer. These two buffers may hold different columns, and then each needs a different part of the vector. The other operand has
+// eight columns: the even ones hold the part for the first buffer, and the odd ones the part for the second. The products of a
+// buffer with the other buffer's part are ignored.
 //
-// A thread loads eight adjacent elements at once. The instruction assigns other columns to the thread, but the order of the
+// A thread loads several adjacent elements at once. The instruction assigns other columns to the thread, but the order of the
 // columns does not change a sum, as long as it is the same in the rows and in the vector.
 //
-// The next two buffers are always loaded into registers ahead of time. For a phase's first two, this is done before its vector
-// has arrived.
+// The next tiles are always loaded into registers ahead of time. For a phase's first ones, this is done before its vector has
+// arrived.
 struct Product {
     static constexpr int LOADS = COLUMNS / WARPS / 32;
     int position = 0, end = 0;            // of the first buffer in registers; the end of the matrix
     int buffer = 0;                       // which half of `partial` is written
-    uint4 first[LOADS], second[LOADS];    // the thread's elements of the next two buffers
+    uint32_t rows[2 * LOADS][4];          // the thread's elements of the next 16 rows
+    uint32_t scales[2][4];                // quantized: the scales of two of the rows, for each of the warp's groups
 
-    // Load the first two buffers of a matrix.
-    __device__ void begin(const Matrix& matrix) {
-        end = position + matrix.buffers();
-        load();
+    // Load the first rows of a phase's matrix.
+    __device__ void begin(int phase, const Step& step) {
+        end = position + Matrix(phase, step).buffers();
+        with_format(phase, [&](auto format) { load(format); });
     }
     // Load the buffers at `position` and `position + 1` into registers, and release them.
-    __device__ void load() {
+    __device__ void load(Dense) {
         if (position >= end) return;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int other = min(position + 1, end - 1);  // at the end of a matrix, the last buffer may be loaded twice
-        const int offset = lane / 4 * ROW_BYTES + warp * (COLUMNS / WARPS) * 2 + lane % 4 * 16;
+        const int offset = lane / 4 * Dense::ROW_BYTES + warp * (COLUMNS / WARPS) * 2 + lane % 4 * 16;
         wait_for_both(shared().full + position % STAGES, position / STAGES & 1, shared().full + other % STAGES, other / STAGES & 1);
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
-            first[i] = reinterpret_cast<const uint4*>(stage(position) + offset)[i * 4];
-            second[i] = reinterpret_cast<const uint4*>(stage(other) + offset)[i * 4];
+            const uint4 first = reinterpret_cast<const uint4*>(stage(position) + offset)[i * 4];
+            const uint4 second = reinterpret_cast<const uint4*>(stage(other) + offset)[i * 4];
+            uint32_t(&low)[4] = rows[2 * i], (&high)[4] = rows[2 * i + 1];
+            low[0] = first.x, low[1] = second.x, low[2] = first.y, low[3] = second.y;
+            high[0] = first.z, high[1] = second.z, high[2] = first.w, high[3] = second.w;
         }
         __syncwarp();
         if (lane < 2 && position + lane < end) release(position + lane);
     }
+    // Load the buffer at `position`, release it, and convert its numbers.
+    template <Kind KIND, int GROUP> __device__ void load(Quantized<KIND, GROUP>) {
+        using Format = Quantized<KIND, GROUP>;
+        if (position >= end) return;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const unsigned char* from = stage(position);
+        const int group = GROUP ? warp * (COLUMNS / WARPS) / (GROUP ? GROUP : 1) : 0;  // the warp's first
+        const auto* of_warp = reinterpret_cast<const uint32_t*>(from + Format::NUMBER_BYTES) + group * STRIP;
+        Tile<KIND> tiles[2];
+        wait(shared().full + position % STAGES, position / STAGES & 1);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < Tile<KIND>::VECTORS; j++) {
+                const int tile = 2 * warp + i;
+                const int at = KIND == FP8 ? (lane / 4 + j * ROWS) * Format::ROW_BYTES + tile * TILE_COLUMNS + lane % 4 * 16
+                                           : (tile * 32 + lane) * Tile<KIND>::BYTES + j * 16;
+                tiles[i].vectors[j] = *reinterpret_cast<const uint4*>(from + at);
+            }
+#pragma unroll
+        for (int i = 0; i < Format::GROUPS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) scales[half][i] = of_warp[i * STRIP + half * ROWS + lane / 4];
+        __syncwarp();
+        if (lane == 0) release(position);
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS_OF_TILE; i++) tiles[i / STEPS_OF_TILE].template convert<Format::BIASED>(i % STEPS_OF_TILE, rows[i]);
+    }
+
+    // Multiply 16 rows by the thread's part of the vector.
+    __device__ static void multiply(float (&sums)[LOADS][4], const uint32_t (&rows)[2 * LOADS][4], const uint4 (&x)[LOADS]) {
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            multiply_accumulate(sums[i], rows[2 * i], x[i].x, x[i].y);
+            multiply_accumulate(sums[i], rows[2 * i + 1], x[i].z, x[i].w);
+        }
+    }
 
     // Multiply the next `row_blocks` blocks of eight rows. Write the warp's sum of each row to `partial[buffer]`.
-    __device__ void accumulate(int columns, int row_blocks) {
+    __device__ void accumulate(Dense, int columns, int row_blocks) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int per_row = columns / COLUMNS, stop = position + row_blocks * per_row;
         const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 8;
@@ -265,19 +426,72 @@ struct Product {
                 for (int i = 0; i < LOADS; i++) x[i] = reinterpret_cast<const uint4*>(mine + own * COLUMNS)[i * 4];
             }
             float sums[LOADS][4] = {};
-#pragma unroll
-            for (int i = 0; i < LOADS; i++) {
-                multiply_accumulate(sums[i], first[i].x, second[i].x, first[i].y, second[i].y, x[i].x, x[i].y);
-                multiply_accumulate(sums[i], first[i].z, second[i].z, first[i].w, second[i].w, x[i].z, x[i].w);
-            }
+            multiply(sums, rows, x);
             const bool two = position + 1 < stop;
             position += two ? 2 : 1;
-            load();
+            load(Dense{});
             float of_first = 0, of_second = 0;
 #pragma unroll
             for (int i = 0; i < LOADS; i++) of_first += sums[i][0], of_second += sums[i][3];
             add(of_first);
             if (two) add(of_second);
+        }
+    }
+
+    // Multiply the next strips. All columns of the other operand hold the same part of the vector. With two groups in a tile, the
+    // even ones hold only what belongs to the first group, and the odd ones what belongs to the second.
+    template <Kind KIND, int GROUP> __device__ void accumulate(Quantized<KIND, GROUP> format, int columns, int strips) {
+        using Format = Quantized<KIND, GROUP>;
+        constexpr int GROUPS = Format::GROUPS;
+        constexpr uint32_t ONES = 0x3f803f80;  // a pair of 1
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int per_row = columns / COLUMNS, stop = position + strips * per_row;
+        const bool is_own = GROUPS < 4 || lane % 4 / 2 == lane / 4 % 2;
+        const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 16;
+        float* to = shared().partial[buffer][lane / 4] + warp;
+        float sum[2] = {};  // of two rows
+        int part = 0;       // number of the rows' buffers that are in `sum`
+        uint4 x[LOADS];
+        float of_x[LOADS][4];  // the sums of the vector, if there are offsets
+#pragma unroll 1
+        for (bool loaded = false; position < stop; loaded = true) {
+            if (!loaded || per_row > 1) {
+#pragma unroll
+                for (int i = 0; i < LOADS; i++) {
+                    x[i] = *reinterpret_cast<const uint4*>(mine + part * COLUMNS + i / 2 * TILE_COLUMNS + i % 2 * 8);
+                    x[i] = Format::arrange(is_own ? x[i] : uint4{});
+#pragma unroll
+                    for (int j = 0; j < 4; j++) of_x[i][j] = 0;
+                }
+#pragma unroll
+                for (int i = 0; Format::HAS_OFFSETS && i < LOADS; i++) {
+                    multiply_accumulate(of_x[i], {ONES, ONES, ONES, ONES}, x[i].x, x[i].y);
+                    multiply_accumulate(of_x[i], {ONES, ONES, ONES, ONES}, x[i].z, x[i].w);
+                }
+            }
+            float sums[LOADS][4] = {};
+            multiply(sums, rows, x);
+            uint32_t own[2][GROUPS];
+#pragma unroll
+            for (int i = 0; i < 2 * GROUPS; i++) own[i / GROUPS][i % GROUPS] = scales[i / GROUPS][i % GROUPS];
+            position++;
+            load(format);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    float product = 0, all = 0;  // of the group's columns: the product with the numbers, and the sum of the vector
+#pragma unroll
+                    for (int i = 0; i < LOADS; i++) {
+                        if (GROUPS > 1 && i / 2 != group * 2 / GROUPS) continue;  // another tile
+                        const int at = GROUPS == 4 ? group % 2 : 0;
+                        product += sums[i][2 * half + at], all += of_x[i][at];
+                    }
+                    sum[half] += Format::scaled(own[half][group], product, all);
+                }
+            if (++part < per_row) continue;
+            if (lane % 4 == 0) to[0] = sum[0], to[ROWS * WARPS] = sum[1];
+            to += STRIP * WARPS, sum[0] = sum[1] = 0, part = 0;
         }
     }
 };
@@ -297,16 +511,6 @@ __device__ inline void publish(Tagged* to, uint32_t bits, uint32_t tag) {
 }
 
 __device__ inline void publish(Tagged* to, float value, uint32_t tag) { publish(to, __float_as_uint(value), tag); }
-
-// Round two floats to bf16, and pack them into 32 bits.
-__device__ inline uint32_t pack(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ inline Tagged load_one(const Tagged* from) {
     Tagged got;
@@ -572,7 +776,7 @@ struct State {
         for (int i = 0; i < STEPS; i++) {
             uint32_t a[4];
             load_matrices(a, (keys ^ i % 4 * 32) + i / 4 * 128);
-            multiply_accumulate(two[i % 2], a[0], a[1], a[2], a[3], queries[i][0], queries[i][1]);
+            multiply_accumulate(two[i % 2], a, queries[i][0], queries[i][1]);
         }
         float scores[2][2], shrink[2];  // scores[key half][query]; factor of each query's earlier sums
 #pragma unroll
@@ -592,7 +796,7 @@ struct State {
             load_transposed(a, (values ^ i % 4 * 32) + i / 4 * 128);
 #pragma unroll
             for (int j = 0; j < 4; j++) out[i][j] *= shrink[j % 2];
-            multiply_accumulate(out[i], a[0], a[1], a[2], a[3], first, second);
+            multiply_accumulate(out[i], a, first, second);
         }
     }
     // Write the state to shared memory, over the warp's tile.
@@ -754,7 +958,7 @@ __device__ inline float swiglu(float gate, float up) { return __fdividef(gate, 1
 // SwiGLU), and publish the values or write the logit. `local` is the index of `row` in `sums`.
 __device__ inline void finish(const Step& step, int phase, int row, int local, const Sums* sums, uint32_t tag) {
     if (phase == O || phase == DOWN) {
-        float* own = shared().residual + row - Rows(HIDDEN).first;
+        float* own = shared().residual + row - residual_rows().first;
         own[0] += total(sums[local]), own[1] += total(sums[local + 1]);
         publish((phase == O ? step.after_attention : step.after_mlp) + row / 2, pack(own[0], own[1]), tag);
         return;
@@ -793,8 +997,11 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         if (threadIdx.x > CONSUMERS) return;
         Producer producer;
 #pragma unroll 1
-        for (int i = 0; i < 4 * LAYERS; i++) producer.stream(shared().layers[i / 4].weights[i % 4], Matrix(i % 4, step));
-        producer.stream(step.lm_head, Matrix(LM_HEAD, step));
+        for (int i = 0; i < 4 * LAYERS; i++) {
+            const Layer& layer = shared().layers[i / 4];
+            producer.stream(OfLayers{}, layer.weights[i % 4], layer.scales[i % 4], Matrix(i % 4, step));
+        }
+        producer.stream(OfHead{}, step.lm_head, step.lm_head_scales, Matrix(LM_HEAD, step));
         return;
     }
 
@@ -805,10 +1012,10 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         sincosf((num_keys - 1) * step.inv_freq[i], shared().sine + i, shared().cosine + i);
     const int64_t token = *step.token_source < 0 ? *step.token_id : step.last_token[*step.token_source];
     const bf16* embedded = step.embedding + token * HIDDEN;
-    const Rows held(HIDDEN);  // of the residual stream
+    const Rows held = residual_rows();
     for (int i = held.first + threadIdx.x; i < held.end; i += CONSUMERS) shared().residual[i - held.first] = __bfloat162float(embedded[i]);
     Product product;
-    product.begin(Matrix(QKV, step));
+    product.begin(QKV, step);
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
         const int phase = phase_of(i);
@@ -834,16 +1041,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             if (phase == QKV) split.load(layer, split.first, split.place);  // behind the loads that the product waits for
             residual.normalize();
         }
-        const Rows own(matrix.rows);
+        const Rows own = matrix.own();
 #pragma unroll 1
         for (int begin = own.first; begin < own.end; begin += FLUSH / matrix.parts) {
             const int rows = min(FLUSH / matrix.parts, own.end - begin), local = 2 * threadIdx.x;
-            product.accumulate(matrix.columns, (rows + ROWS - 1) / ROWS * matrix.parts);
+            with_format(phase, [&](auto format) { product.accumulate(format, matrix.columns, matrix.buffers(rows)); });
             sync_consumers();
             if (local < rows) finish(step, phase, begin + local, local, shared().partial[product.buffer], tag);
             product.buffer ^= 1;
         }
-        if (phase != LM_HEAD) product.begin(Matrix(phase_of(i + 1), step));  // before the wait for its vector
+        if (phase != LM_HEAD) product.begin(phase_of(i + 1), step);  // before the wait for its vector
     }
     // Every block has read the count by now, because this block has received values from all of them.
     if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;

@@ -6,6 +6,8 @@ weights are read while one kernel ends and the next one starts. Here at most one
 whole step. While it waits for other blocks, it reads ahead as many weights as its buffers hold (the idea of
 "megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").
 
+Weights may be quantized. Then a step reads fewer bytes, and the kernel converts the weights to bfloat16 in registers.
+
 The kernel is in `persistent_decode.cu`, which nvcc compiles when a model's sizes are first used. Its results must equal
 those of the model's own `forward` and `compute_logits`, except for rounding. Chapter 12 explains it.
 """
@@ -13,12 +15,14 @@ those of the model's own `forward` and `compute_logits`, except for rounding. Ch
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
+from mini_engine import ops
 from mini_engine.attention.backend import CacheFormat
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
@@ -27,17 +31,22 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
+from mini_engine.models.transform import prepare_weights
+from mini_engine.models.weights import Linear, Projection, QuantizedLinear
 
 COLUMNS = 1024  # columns of a weight in one buffer of the kernel's ring
 MAX_SPLITS = 16  # most thread blocks that share the keys of a KV head
+KINDS = ("fp8", "int8", "int4", "dense")  # `Kind` and DENSE in the `.cu` files
+GROUPS = (32, 64, 128)  # columns that may share a scale
+STRIP = 16  # rows of a quantized matrix that the kernel multiplies at once
 
 
 class _Step(ctypes.Structure):
     """The kernel's arguments: `Step` in the `.cu` file."""
 
     _pointers: ClassVar = [
-        "layers", "embedding", "final_norm", "lm_head", "inv_freq", "token_id", "token_source", "last_token",
-        "position", "pages",
+        "layers", "embedding", "final_norm", "lm_head", "lm_head_scales", "inv_freq", "token_id", "token_source",
+        "last_token", "position", "pages",
     ]  # fmt: skip
     _buffers: ClassVar = [
         "qkv", "splits", "lse", "attention", "after_attention", "activation", "after_mlp", "count", "logits",
@@ -63,12 +72,18 @@ class PersistentDecode:
     """
 
     def __init__(self, model: LlamaForCausalLM, kv_cache: PagedKVCache) -> None:
+        prepare_weights(model)
         self._model, device = model, model.device
         config, layers = model.config, [_pointers(layer, kv_cache) for layer in _layers_of(model)]
+        (layer_kind, layer_group), (head_kind, head_group) = _formats(model)
+        head, self._head_scales = _stored(model.lm_head)
+        if self._head_scales is not None and not head_group:  # the kernel reads the scales of whole strips
+            self._head_scales = F.pad(self._head_scales, (0, -len(self._head_scales) % STRIP))
         sizes = {
             "LAYERS": len(layers), "HIDDEN": config.hidden_size, "Q_HEADS": config.num_attention_heads,
             "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
             "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": kv_cache.page_size, "BLOCKS": _num_blocks(model),
+            "LAYER_KIND": layer_kind, "LAYER_GROUP": layer_group, "HEAD_KIND": head_kind, "HEAD_GROUP": head_group,
         }  # fmt: skip
         self._launch = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items())).launch_decode_step
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
@@ -94,7 +109,8 @@ class PersistentDecode:
             layers=self._layers.data_ptr(),
             embedding=model.embed_tokens.data_ptr(),
             final_norm=model.norm.data_ptr(),
-            lm_head=model.lm_head.weight.data_ptr(),
+            lm_head=head.data_ptr(),
+            lm_head_scales=_address(self._head_scales),
             inv_freq=model.inv_freq.data_ptr(),
             page_stride=keys.stride(0),
             token_stride=keys.stride(token_axis),
@@ -109,7 +125,9 @@ class PersistentDecode:
     def accepts(
         model: LanguageModel, specs: Sequence[AttentionSpec], kv_cache: CacheFormat
     ) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel supports the model: a Llama or Qwen3, all in bfloat16, on Hopper, of suitable sizes.
+        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16, on Hopper, of suitable sizes.
+
+        Matrices may be quantized: all matrices of the layers in the same format, and the LM head in any.
 
         Args:
             model: the model.
@@ -120,6 +138,7 @@ class PersistentDecode:
             return False
         config = model.config
         row_sizes = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
+        kv_size = 2 * config.num_key_value_heads * config.head_dim
         return (
             torch.cuda.get_device_capability(model.device)[0] == 9
             and len(_layers_of(model)) == len(model.layers)
@@ -130,7 +149,8 @@ class PersistentDecode:
             and config.head_dim in (64, 128)
             and config.num_attention_heads // config.num_key_value_heads <= 8
             and not config.attention_bias
-            and not config.formats
+            and None not in _formats(model)
+            and (not config.formats or row_sizes[1] + kv_size >= STRIP * _num_blocks(model))
             and config.hidden_act == "silu"
             and not any(spec.window or spec.softcap or spec.kv_dtype for spec in specs)
         )
@@ -164,14 +184,48 @@ def _layers_of(model: LlamaForCausalLM) -> list[LlamaLayer]:
     return [layer for layer in model.layers if isinstance(layer, LlamaLayer)]
 
 
+def _formats(model: LlamaForCausalLM) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """The formats of the layers and of the LM head; None for layers of several formats, too."""
+    of_layers = {_format_of(own) for layer in _layers_of(model) for own in _matrices(layer)}
+    return of_layers.pop() if len(of_layers) == 1 else None, _format_of(model.lm_head)
+
+
+def _format_of(matrix: Projection) -> tuple[int, int] | None:
+    """The kernel's constants for a format: its kind, and the columns that share a scale (0: a row); None if unknown."""
+    if isinstance(matrix, Linear):
+        return KINDS.index("dense"), 0
+    if not isinstance(matrix, QuantizedLinear) or matrix.bias is not None or matrix.order is not None:
+        return None
+    form = matrix.format
+    group = form.columns if form.tiles(1, matrix.in_features)[1] > 1 else 0
+    is_known = (group in GROUPS and form.kind != "fp8") or (group == 0 and not form.has_offsets)
+    if group is None or not is_known or matrix.in_features % STRIP or not ops.multiplies(form, matrix.numbers.device, torch.bfloat16):
+        return None
+    return KINDS.index(form.kind), group
+
+
+def _matrices(layer: LlamaLayer) -> tuple[Projection, ...]:
+    """A layer's matrices, in the order of the kernel's phases."""
+    return layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down
+
+
+def _stored(matrix: Projection) -> tuple[Tensor, Tensor | None]:
+    """The numbers of a matrix as the kernel reads them, and its scales if it is quantized."""
+    if isinstance(matrix, Linear):
+        return matrix.weight, None
+    assert isinstance(matrix, QuantizedLinear)
+    kernel: Any = matrix.kernel  # `accepts` has refused matrices without one
+    return kernel.packed.data, kernel.packed.scales
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache) -> list[int]:
     """`Layer` in the `.cu` file: the addresses of a layer's weights and of its pages."""
     attention = layer.attention
-    norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else ()
-    weights = (
-        attention.qkv.weight, attention.o.weight, layer.mlp.gate_up.weight, layer.mlp.down.weight,
-        layer.input_norm, layer.mlp_norm,
-    )  # fmt: skip
-    addresses = [tensor.data_ptr() for tensor in (*weights, *norms)]
-    pages = kv_cache.layers[layer.spec.layer]
-    return addresses + [0] * (2 - len(norms)) + [tensor.data_ptr() for tensor in pages]
+    norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else (None, None)
+    numbers, scales = zip(*map(_stored, _matrices(layer)), strict=True)
+    tensors = (*numbers, *scales, layer.input_norm, layer.mlp_norm, *norms, *kv_cache.layers[layer.spec.layer])
+    return [_address(tensor) for tensor in tensors]

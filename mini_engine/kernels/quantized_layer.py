@@ -67,7 +67,7 @@ class QuantizedLayer:
         def attend_to(product: Tensor) -> Tensor:
             q = rotate_and_append(
                 product, norms, eps, cos, sin, attend.cache.layers[index], attend.cache.layout, attend.slot_mapping,
-                pdl=pdl, next_waits=attend.waits_for_keys,
+                kv_scales=attend.specs[index].kv_scales, pdl=pdl, next_waits=attend.waits_for_keys,
             )  # fmt: skip
             return attend.run(index, q).flatten(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.paged import PagedKVCache
+from mini_engine.loading.checkpoint import formats_for
+from mini_engine.models.base import CausalLM
 from mini_engine.models.llama import LlamaForCausalLM
-from mini_engine.parts import Parts
+from mini_engine.models.registry import build_model
+from mini_engine.models.weights import Projection
+from mini_engine.parts import Parts, default_parts
+from mini_engine.quantization import Format
 from mini_engine.sampling_params import SamplingParams
 from tests.helpers import double_model, make_engine, serve
 
@@ -76,6 +82,70 @@ def test_a_step_equals_the_model(family: str, layout: str) -> None:
                 stored = (x if layout == "NHD" else x.transpose(1, 2)).flatten(0, 1)[slot]
                 expected = y.flatten(0, 1)[slot]
                 assert (stored - expected).norm() < 0.02 * expected.norm(), length
+
+
+def quantized(dense: LlamaForCausalLM, formats: dict[str, Format]) -> tuple[LlamaForCausalLM, CausalLM]:
+    """The model in these formats, and in float32 with exactly the numbers that the formats store."""
+    parts, tensors = default_parts(dense.device), dict(dense.destinations())
+    model = build_model(replace(dense.config, formats=formats), parts, torch.bfloat16, dense.device)
+    assert isinstance(model, LlamaForCausalLM)
+    model.load_weights(tensors)
+    untied = replace(dense.config, tie_word_embeddings=False)  # the embeddings are not quantized
+    exact = build_model(untied, Parts(), torch.float32, dense.device)
+    exact.load_weights(tensors | {"lm_head.weight": dense.embed_tokens})
+    matrices = ([own for own in each.modules() if isinstance(own, Projection)] for each in (model, exact))
+    with torch.no_grad():
+        for own, other in zip(*matrices, strict=True):
+            other.weight.copy_(own.dense(torch.float32))
+    return model, exact
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [None, 32, 64, 128])
+@pytest.mark.parametrize("method", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_step_with_quantized_weights_equals_the_dequantized_model(
+    family: str, method: str, group: int | None
+) -> None:
+    """With a scale for each row, or scales (and offsets, except in FP8) for groups; norms' weights are not one."""
+    dense = model_of(family)
+    form = Format(method, 1, group, has_offsets=group is not None and method != "fp8")
+    of_method = formats_for(method, dense)
+    formats = {name: own if name == "lm_head" else form for name, own in of_method.items()}
+    model, exact = quantized(dense, formats)
+    caches = [PagedKVCache(m.attention_specs, 400, PAGE, m.dtype, "cuda", "NHD") for m in (model, exact)]
+    generator = torch.Generator().manual_seed(0)
+    for own, reference in zip(*(cache.layers for cache in caches), strict=True):
+        for x, y in zip(own, reference, strict=True):
+            x.copy_(torch.randn(x.shape, generator=generator))
+            y.copy_(x)
+    assert PersistentDecode.accepts(model, model.attention_specs, caches[0])
+    decode = PersistentDecode(model, caches[0])
+    backend = create_backend("torch", exact.attention_specs, caches[1], Parts())
+    last_token = torch.randint(5001, (3,), generator=generator).cuda()
+    for step, length in enumerate((1, 17, 129, 640, 5000, 384)):
+        batch = StepBatch.build(
+            token_ids=[step], num_new=None, kv_lens=[length], page_size=PAGE, device="cuda",
+            pages=torch.randperm(400, generator=generator)[: -(-length // PAGE)].numpy(), token_source=[step % 4 - 1],
+        )  # fmt: skip
+        got = decode(batch, last_token)
+        backend.plan(batch)
+        want = exact.compute_logits(exact(batch.feed(last_token), batch.positions, backend))
+        assert (got - want).norm() < 0.02 * want.norm(), length
+        slot = batch.slot_mapping
+        for own, reference in zip(*(cache.layers for cache in caches), strict=True):
+            for x, y in zip(own, reference, strict=True):
+                stored, expected = (each.flatten(0, 1)[slot].float() for each in (x, y))
+                assert (stored - expected).norm() < 0.02 * expected.norm(), length
+
+
+@pytest.mark.gpu
+def test_layers_of_several_formats_are_refused() -> None:
+    dense = model_of("qwen3")
+    formats = formats_for("int4", dense) | {"model.layers.1.mlp.down_proj": Format("int8")}
+    model, _ = quantized(dense, formats)
+    cache = PagedKVCache(model.attention_specs, 40, PAGE, torch.bfloat16, "cuda", "NHD")
+    assert not PersistentDecode.accepts(model, model.attention_specs, cache)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Takes prompts and the sampling parameters of each, and returns the outputs.
@@ -19,14 +20,17 @@ Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[list[int]]]
 
 
 def load_mini_engine(options: dict[str, Any]) -> Generate:
-    """Our engine, with its own defaults."""
+    """Our engine, with its own defaults, or the options of a file."""
     from mini_engine.bench.peers import serve_mini_engine
     from mini_engine.bench.workloads import BenchRequest
+    from mini_engine.config import read_options
     from mini_engine.llm import LLM
     from mini_engine.sampling_params import SamplingParams
 
-    names = "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching"
-    llm = LLM(options["model"], **_given({name: options[name] for name in names}))
+    names = "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching", "quantization", "kv_cache_dtype"
+    of_file = {} if options["config"] is None else read_options(Path(options["config"]))
+    of_file.pop("model", None)
+    llm = LLM(options["model"], **of_file | _given({name: options[name] for name in names}))
 
     def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> list[list[int]]:
         requests = [
@@ -42,7 +46,7 @@ def load_vllm(options: dict[str, Any]) -> Generate:
     """vLLM with its own defaults, except for what the comparison fixes."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    names = "model", "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching"
+    names = "model", "dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching"
     llm = LLM(
         **_given(
             {name: options[name] for name in names}
@@ -74,6 +78,8 @@ def load_sglang(options: dict[str, Any]) -> Generate:
                 "context_length": longest and longest + 8,  # SGLang reserves a few tokens of every request
                 "disable_radix_cache": None if caches is None else not caches,
                 "max_total_tokens": options["cache_tokens"],
+                "quantization": options["quantization"],
+                "kv_cache_dtype": "fp8_e4m3" if options["kv_cache_dtype"] == "fp8" else options["kv_cache_dtype"],
             }
         ),
         sampling_defaults="openai",  # no sampling parameters of the checkpoint

@@ -38,6 +38,9 @@ class PeerOptions:
         cache_tokens: capacity of the KV cache, in tokens.
         cache_bytes: bytes of these tokens.
         memory_share: share of the device's memory that the engine may use.
+        quantization: round the weights while they are loaded: "fp8", or, in our engine, "int8" or "int4".
+        kv_cache_dtype: dtype of keys and values in the cache, if not the weights': "fp8".
+        config: YAML file of our engine's options; the other engines do not read it.
     """
 
     model: str
@@ -48,6 +51,9 @@ class PeerOptions:
     cache_tokens: int | None = None
     cache_bytes: int | None = None
     memory_share: float | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    config: str | None = None
 
 
 class PeerProcess:

@@ -201,7 +201,11 @@ def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
     num_bytes = num_tokens * llm.engine.cache.bytes_per_token
     dtype = str(llm.model.dtype).removeprefix("torch.")
     caches = config.enable_prefix_caching
-    return PeerOptions(folder, dtype, config.max_batch_size, longest, caches, num_tokens, num_bytes, share)
+    return PeerOptions(
+        folder, dtype, config.max_batch_size, longest, caches, num_tokens, num_bytes, share,
+        quantization=config.quantization,
+        kv_cache_dtype={"auto": None, "fp8_e4m3": "fp8"}[config.kv_cache_dtype],
+    )  # fmt: skip
 
 
 def measure(serve: Mapping[str, Serve], requests: Sequence[BenchRequest], rounds: int) -> list[Measurement]:

@@ -13,10 +13,12 @@ import pytest
 from rich.console import Console
 
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess
+from mini_engine.bench.peers import serve_mini_engine
 from mini_engine.bench.run import compare
 from mini_engine.bench.workloads import Workload
 from mini_engine.cli_options import EngineOptions
 from mini_engine.errors import ConfigError, PeerError
+from mini_engine.llm import LLM
 from tests.helpers import save_tiny_model
 
 FEW = Workload(3, (3, 9), (2, 7), shared=4)
@@ -118,6 +120,34 @@ def test_a_peer_serves_our_requests_from_our_folder(installed, model):
     asked = json.loads(Path(model, "asked.json").read_text())
     assert asked["max_model_len"] == FEW.longest and asked["enable_prefix_caching"] and asked["dtype"] == "float32"
     assert asked["kv_cache_memory_bytes"] > 0 and 0 < asked["gpu_memory_utilization"] <= 1
+
+
+def test_a_peer_stores_weights_and_keys_as_we_do(installed, model):
+    installed(FAKE)
+    given = {"attn_backend": "torch", "device": "cpu", "dtype": "float32"}
+    formats = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    _, theirs = compare(Console(file=io.StringIO()), EngineOptions(model, given | formats), [FEW], ["vllm"], rounds=1)
+    assert theirs["engine"] == "vllm"
+    asked = json.loads(Path(model, "asked.json").read_text())
+    assert formats.items() <= asked.items()
+
+
+def test_our_engine_in_its_own_process_takes_formats_and_a_file_of_options(model, tmp_path):
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: another\nattn_backend: torch\nmax_batch_size: 2\nmax_seq_len: 24\n")
+    options = PeerOptions(model, "float32", quantization="int8", kv_cache_dtype="fp8", config=str(file))
+    with closing(PeerProcess("mini_engine", options)) as peer:
+        outputs = peer(FEW.requests(61))
+        [cut_off] = peer(Workload(1, (20, 20), (8, 8)).requests(61))
+    assert len(cut_off) == 4  # max_seq_len is 24
+    ours = LLM(model, dtype="float32", device="cpu", attn_backend="torch", quantization="int8", kv_cache_dtype="fp8")
+    assert outputs == serve_mini_engine(ours.engine, FEW.requests(61))
+
+
+def test_an_option_of_the_file_is_not_given_twice(model, tmp_path):
+    (file := tmp_path / "engine.yaml").write_text("max_batch_size: 2\n")
+    with pytest.raises(PeerError, match="max_num_seqs is another name of max_batch_size"):
+        PeerProcess("mini_engine", PeerOptions(model, max_num_seqs=4, config=str(file)))
 
 
 def test_the_seconds_are_those_of_the_other_process(installed, model):

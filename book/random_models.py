@@ -1,5 +1,8 @@
 """Models of published shapes with random weights: speed does not depend on a weight's value."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from mini_engine.loading.checkpoint import open_checkpoint
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
@@ -116,3 +120,30 @@ def write_checkpoint(config: PretrainedConfig, dtype: torch.dtype, device: torch
     model.save_pretrained(folder)
     NO_WORDS.save_pretrained(folder)
     return ModelConfig.from_hf(model.config.to_dict())
+
+
+@contextmanager
+def checkpoint(
+    name: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, kept: Path | None = None
+) -> Iterator[tuple[Path, ModelConfig]]:
+    """Write a checkpoint as `write_checkpoint` does.
+
+    Args:
+        name: of the folder.
+        config: the shape, as transformers configures it.
+        dtype: of the weights.
+        device: where the weights are drawn.
+        kept: where the folder stays, and is found the next time; None: it is temporary.
+
+    Yields:
+        The folder, and the shape, as the engine reads it.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (kept or Path(temporary)) / name
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+            write_checkpoint(config, dtype, device, unfinished)
+            with suppress(OSError):  # another process has been faster
+                unfinished.rename(folder)
+        yield folder, open_checkpoint(folder).config

@@ -1,42 +1,58 @@
-"""Measure what quantized weights cost in quality and gain in speed, on the embedded model.
+"""Measure what quantized weights cost in quality, and what they and FP8 keys gain in speed.
 
     python experiments/14_fewer_bytes/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/14_fewer_bytes/run.py --only products speed [--formats ...] [--models ...] [--engines ...]
     python experiments/14_fewer_bytes/run.py --predict
 
-The result goes to experiments/14_fewer_bytes/results/<device>.json, below DIR where one is given.
+On a CPU: `quality` and `speed` of the embedded model. On a GPU: `products`, the time of a product with a matrix in each
+format, and `speed`, models of published shapes with random weights, served by our engine and by vLLM, each in a process
+of its own. vLLM has to be installed in this Python environment; `--engines mini_engine` does without.
+
+The result goes to experiments/14_fewer_bytes/results/<device>.json, below DIR where one is given. What is not measured
+again keeps its rows, so sections and models can be measured one at a time. `--checkpoints DIR` keeps the random weights
+for the next run.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, predicted, rate_row, record, seconds_in_turns
+from book.experiment import command_line, graph_of, predicted, rate_row, record, seconds_in_turns
 from book.prose import Packed, chunks, perplexity, text
+from book.random_models import LLAMA_3_1_8B, QWEN3_0_6B, checkpoint
+from book.serving import Measured, Stored, installed, matrices, serve_all, weight_bytes
+from book.timing import measure
 from book.units import quantity
 from mini_engine import LLM
+from mini_engine.bench.peer_process import PeerOptions, check_installed
 from mini_engine.bench.peers import serve_mini_engine
-from mini_engine.bench.workloads import CPU, batch_of, least_seconds, model_shape, num_outputs
+from mini_engine.bench.workloads import CPU, NAMED, batch_of, least_seconds, model_shape, num_outputs
+from mini_engine.errors import PeerError
 from mini_engine.gptq import quantize_layers
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.models.base import CausalLM
+from mini_engine.models.config import ModelConfig
 from mini_engine.models.llama import LlamaForCausalLM
-from mini_engine.models.weights import Linear
+from mini_engine.models.weights import Linear, Projection, projection
 from mini_engine.observe.metrics import weight_bytes_per_step
 from mini_engine.parts import Parts
 from mini_engine.quantization import Format, format_for, quantize
-from mini_engine.roofline import Machine, ModelShape, measure_machine
+from mini_engine.roofline import Machine, measure_machine
 
 EXPERIMENT, MODEL = "14_fewer_bytes", "smollm2-135m-instruct"
-QUALITY, SPEED = SECTIONS = ("quality", "speed")
+QUALITY, SPEED, PRODUCTS = SECTIONS = ("quality", "speed", "products")
+BY_DEFAULT = {"cpu": (QUALITY, SPEED), "cuda": (PRODUCTS, SPEED)}
 LENGTH = 512  # tokens of a sequence that perplexity is measured on
 PROMPT_TOKENS, MAX_TOKENS, ROUNDS = 64, 64, 5
 FORMATS = {
@@ -46,6 +62,33 @@ FORMATS = {
     "INT4, groups of 32, offsets": Format("int4", 1, 32, True),
 }  # fmt: skip
 CALIBRATED = [name for name in FORMATS if name.startswith("INT4")]
+# Rows and columns of the matrices of `products`, and bytes of the copies of one: several times an L2 cache.
+SHAPES = {"cpu": ((96, 64), (64, 128)), "cuda": ((8192, 8192), (4096, 14_336), (28_672, 4096), (6144, 4096))}
+BYTES_OF_COPIES, FEWEST_COPIES = {"cpu": 1e5, "cuda": 3e8}, 4
+METHODS = {"bfloat16": None, "FP8": "fp8", "INT8": "int8", "INT4": "int4"}
+TOKENS = (1, 8, 16, 64, 256)
+LARGEST_ERROR = 0.06  # of a product, relative; FP8 rounds a number by up to 6%, and tokens may be rounded, too
+READ = "the matrix with its scales, the tokens and the product, once, at the measured bandwidth"
+# What engines in processes of their own serve in `speed`.
+MODELS: dict[str, PretrainedConfig] = {
+    "Qwen3-0.6B": QWEN3_0_6B, "Llama-3.1-8B": LLAMA_3_1_8B,
+    "tiny": Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, architectures=["Qwen3ForCausalLM"],
+    ),
+}  # fmt: skip
+STORED = {
+    "bfloat16": Stored(), "FP8 keys": Stored(keys="fp8"), "FP8": Stored("fp8"), "INT8": Stored("int8"),
+    "INT4": Stored("int4"),
+}  # fmt: skip
+OF_VLLM = ("bfloat16", "FP8 keys", "FP8")
+# The larger model's throughput is experiment 15.
+ONE_REQUEST = {name: ("latency",) for name in METHODS}
+MANY = {"bfloat16": ("latency", "throughput"), "FP8 keys": ("throughput",)}
+SERVED: dict[str, dict[str, tuple[str, ...]]] = {
+    "Qwen3-0.6B": ONE_REQUEST | MANY, "Llama-3.1-8B": ONE_REQUEST, "tiny": ONE_REQUEST | MANY,
+}  # fmt: skip
+ENGINES, ROUNDS_OF_ENGINES, AT_ONCE = ("mini_engine", "vllm"), 2, 256  # ours has no other limit by default on a GPU
 NO_BOUND = "how well a model predicts a text has no bound that follows from bytes"
 
 
@@ -132,11 +175,90 @@ def so_far(rows: Sequence[results.Row]) -> list[results.Row]:
     return [replace(row, figure=names[row.figure], case=case) for row in rows if row.case["weights"] == "INT8"]
 
 
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def product_rows(
+    device: torch.device, machine: Machine, rows: int, columns: int, formats: Sequence[str]
+) -> tuple[list[results.Row], list[str]]:
+    """Time of a product with a matrix in each format, as the engine computes it: through `Projection`.
+
+    Returns:
+        A row for each product that is right, and a description of the others.
+    """
+    torch.manual_seed(0)
+    matrix = torch.randn(rows, columns, device=device) / columns**0.5
+    measured: list[results.Row] = []
+    wrong: list[str] = []
+    for name in METHODS:
+        if name not in formats:
+            continue
+        copies = copies_of(matrix, METHODS[name])
+        for num_tokens in TOKENS:
+            x = torch.randn(num_tokens, columns, device=device, dtype=torch.bfloat16)
+            wanted = x.float() @ copies[0].dense(torch.float32).T
+            error = ((copies[0](x).float() - wanted).norm() / wanted.norm()).item()
+            if not error < LARGEST_ERROR:
+                wrong.append(f"{name}, {rows} x {columns}, {num_tokens} tokens: the error is {error:.3f}")
+                continue
+            seconds = seconds_of([partial(copy, x) for copy in copies], device)
+            size = copies[0].num_bytes + 2 * num_tokens * (rows + columns)
+            case: dict[str, results.Setting] = {"matrix": f"{rows} x {columns}", "format": name, "tokens": num_tokens}
+            spread = min(seconds), max(seconds)
+            median = sorted(seconds)[len(seconds) // 2]
+            measured.append(results.Row("product", median, "s", size / machine.bandwidth, READ, case, spread))
+            print(measured[-1].cells()[:5], flush=True)
+    return measured, wrong
+
+
+def copies_of(matrix: torch.Tensor, method: str | None) -> list[Projection]:
+    """Return projections in bfloat16 or a format, all with this matrix, that do not fit in an L2 cache together."""
+    rows, columns = matrix.shape
+    formats = {} if method is None else {"matrix": format_for(method, columns)}
+    copies: list[Projection] = []
+    least = BYTES_OF_COPIES[matrix.device.type]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as a model is built
+    try:
+        while len(copies) < FEWEST_COPIES or sum(copy.num_bytes for copy in copies) < least:
+            with matrix.device:
+                copies.append(projection(formats, "", columns, {"matrix": rows}))
+            copies[-1].destinations()["matrix.weight"].copy_(matrix)
+            copies[-1].prepare(torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+    return copies
+
+
+def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of one of several calls, in a CUDA graph of all of them: the times of several runs."""
+    run = graph_of(calls) if device.type == "cuda" else lambda: [call() for call in calls]
+    return [seconds / len(calls) for seconds in measure(run, device=device.type).runs]
+
+
+def served(model: str, folder: Path, engines: Sequence[str], formats: Sequence[str], device: str) -> list[Measured]:
+    """The engines, formats and workloads of a model. vLLM does not round weights to INT8 and INT4."""
+    measured = []
+    for engine in engines:
+        options = PeerOptions(str(folder), max_num_seqs=None if engine == "mini_engine" else AT_ONCE)
+        for name in STORED:
+            names = SERVED[model].get(name, ())
+            if name in formats and names and (engine == "mini_engine" or name in OF_VLLM):
+                workloads = {workload: NAMED[workload][device] for workload in names}
+                measured.append(Measured(engine, options, STORED[name], workloads))
+    return measured
+
+
 # --- prediction ------------------------------------------------------------------------------------------------------
 
 
+ASSUMED = Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12)
+MEASURED = {"Qwen3-0.6B": 2049, "Llama-3.1-8B": 267}  # tokens/s of one request in bfloat16, from experiment 13
+
+
 def predictions() -> str:
-    """Derive the README's predictions from the shape of the embedded model."""
+    """Derive the README's predictions from the shapes of the models."""
     shape = model_shape(open_checkpoint(MODEL).config)
     layers = sum(rows * columns for rows, columns in matrices(shape)) * shape.num_layers
     head = shape.vocab_size * shape.hidden_size
@@ -146,33 +268,88 @@ def predictions() -> str:
         assert group is not None
         int4 += rows * columns * (4 + 2 * 16 / group) / 8 * shape.num_layers
     ways = {"bfloat16": 2 * (layers + head), "INT8": layers + head, "INT4, and the head in INT8": int4 + head}
-    return predicted(
-        {
-            f"{name}: weights of a token": (
-                f"{quantity(size, 'B')}, {ways['bfloat16'] / size:.2f} times fewer than bfloat16"
+    on_cpu = {
+        f"{name}: weights of a token": f"{quantity(size, 'B')}, {ways['bfloat16'] / size:.2f} times fewer than bfloat16"
+        for name, size in ways.items()
+    }
+    return predicted(on_cpu | of_gpu())
+
+
+def of_gpu() -> dict[str, str]:
+    """Derive the predictions for a GPU."""
+    values = {}
+    for name, bytes_of_number in {"bfloat16": 2.0, "FP8 or INT8": 1.0, "INT4": (4 + 2 * 16 / 128) / 8}.items():
+        tokens = ASSUMED.ridge * bytes_of_number / 2
+        values[f"{name}: tokens whose arithmetic takes as long as reading a matrix"] = f"{tokens:.0f}"
+    for model, rate in MEASURED.items():
+        shape = model_shape(ModelConfig.from_hf(MODELS[model].to_dict()))
+        numbers = sum(map(math.prod, matrices(shape))) * shape.num_layers + shape.vocab_size * shape.hidden_size
+        sizes = {name: weight_bytes(shape, method, 2) * numbers for name, method in METHODS.items()}
+        rest = 1 / rate - sizes["bfloat16"] / ASSUMED.bandwidth
+        for name, size in sizes.items():
+            gain = 1 / rate / (rest + size / ASSUMED.bandwidth)
+            values[f"{model}, {name}: weights of a token"] = (
+                f"{quantity(size, 'B')}; {gain:.2f} times as fast as bfloat16 with {quantity(rest, 's')} for the rest"
             )
-            for name, size in ways.items()
-        }
+    config, throughput = ModelConfig.from_hf(QWEN3_0_6B.to_dict()), NAMED["throughput"]["cuda"]
+    requests = throughput.requests(config.vocab_size)
+    wide, narrow = (least_seconds(config, ASSUMED, requests, 2, kv_bytes=size) for size in (2.0, 1.0))
+    values["throughput, FP8 keys"] = (
+        f"at most {num_outputs(requests) / narrow:,.0f} tokens/s, {wide / narrow:.2f} times as many as in bfloat16"
     )
-
-
-def matrices(shape: ModelShape) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices of a layer."""
-    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_qo_heads * shape.head_dim
-    qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
-    return [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
+    return values
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line(__doc__, predictions)
-    options.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="measure these sections only")
+    options.add_argument("--only", nargs="+", choices=SECTIONS, help="measure these sections only")
+    options.add_argument(
+        "--models", nargs="+", choices=list(MODELS), help="serve these, each engine in its own process"
+    )
+    options.add_argument("--formats", nargs="+", choices=list(STORED), default=list(STORED), help="these formats only")
+    options.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="with these engines")
+    options.add_argument("--rounds", type=int, default=ROUNDS_OF_ENGINES, help="how often an engine serves a workload")
+    options.add_argument("--checkpoints", type=Path, help="keep the random weights in this folder")
     chosen = options.parse_args(arguments)
-    rows = quality_rows() if QUALITY in chosen.only else []
-    if SPEED in chosen.only:
-        rows += speed_rows(chosen.device, measure_machine(chosen.device, torch.bfloat16))
-    parameters = {"model": MODEL, "length": LENGTH, "rounds": ROUNDS}
-    result = results.with_recorded(results.new_result(EXPERIMENT, rows, parameters, chosen.device), chosen.out)
-    record(result, chosen.out, {row.figure for row in result.rows})
+    device, on_gpu = torch.device(chosen.device), chosen.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32  # of the engines in processes of their own
+    sections = chosen.only or BY_DEFAULT[device.type]
+    models = chosen.models or ([name for name in MODELS if name != "tiny"] if on_gpu else [])
+    if models and SPEED in sections:
+        for engine in chosen.engines:
+            check_installed(engine)
+    parameters: dict[str, results.Setting] = {"model": MODEL, "length": LENGTH, "rounds": ROUNDS}
+    if on_gpu or models:
+        parameters = {"rounds": chosen.rounds, "requests at once": AT_ONCE, **installed("vllm")}
+
+    def save(rows: Sequence[results.Row]) -> None:
+        result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+        result = results.with_recorded(result, chosen.out, section="model")
+        record(result, chosen.out, {row.figure for row in result.rows})
+
+    wrong: list[str] = []
+    if QUALITY in sections:
+        save(quality_rows())
+    if PRODUCTS in sections:
+        machine, rows = measure_machine(device, torch.bfloat16), list[results.Row]()
+        for shape in SHAPES[device.type]:
+            right, of_shape = product_rows(device, machine, *shape, chosen.formats)
+            rows, wrong = rows + right, wrong + of_shape
+            if rows:
+                save(rows)
+    if SPEED in sections and not models:
+        save(speed_rows(chosen.device, measure_machine(device, torch.bfloat16)))
+    elif SPEED in sections:
+        machine = measure_machine(device, dtype)
+        for model in models:
+            with checkpoint(model, MODELS[model], dtype, device, chosen.checkpoints) as (folder, config):
+                engines = served(model, folder, chosen.engines, chosen.formats, device.type)
+                try:
+                    serve_all(engines, config, machine, device, chosen.rounds, {"model": model}, save)
+                except PeerError as error:  # the next model may do better
+                    wrong.append(f"{model}: {error}")
+    if wrong:
+        raise SystemExit(f"these have no rows: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":

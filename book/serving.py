@@ -165,7 +165,7 @@ def with_fp8_products(machine: Machine, device: torch.device) -> Machine:
     """Return the machine with the rate of its products in FP8, where it has them."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return machine
-    side, one = 8192, torch.ones((), device=device)
+    side, one = 8192, torch.ones(1, 1, device=device)
     a, b = (torch.randn(side, side, device=device).to(FP8) for _ in range(2))
 
     def product() -> torch.Tensor:

@@ -75,7 +75,8 @@ class PersistentDecode:
         prepare_weights(model)
         self._model, device = model, model.device
         config, layers = model.config, [_pointers(layer, kv_cache) for layer in _layers_of(model)]
-        (layer_kind, layer_group), (head_kind, head_group) = _formats(model)
+        formats = [own for own in _formats(model) if own is not None]  # `accepts` has refused other models
+        (layer_kind, layer_group), (head_kind, head_group) = formats
         head, self._head_scales = _stored(model.lm_head)
         if self._head_scales is not None and not head_group:  # the kernel reads the scales of whole strips
             self._head_scales = F.pad(self._head_scales, (0, -len(self._head_scales) % STRIP))
@@ -199,7 +200,8 @@ def _format_of(matrix: Projection) -> tuple[int, int] | None:
     form = matrix.format
     group = form.columns if form.tiles(1, matrix.in_features)[1] > 1 else 0
     is_known = (group in GROUPS and form.kind != "fp8") or (group == 0 and not form.has_offsets)
-    if group is None or not is_known or matrix.in_features % STRIP or not ops.multiplies(form, matrix.numbers.device, torch.bfloat16):
+    is_packed = matrix.in_features % STRIP == 0 and ops.multiplies(form, matrix.numbers.device, torch.bfloat16)
+    if group is None or not is_known or not is_packed:
         return None
     return KINDS.index(form.kind), group
 

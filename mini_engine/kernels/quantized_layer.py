@@ -1,8 +1,8 @@
 """A decoder layer with quantized weights, for Llama and Qwen3 over FlashInfer: what `fused_layer.py` is for dense ones.
 
-A norm's weight cannot be folded into integers, so the kernels before a product apply it. With few tokens, a layer is
-six launches: four products, attention, and what rotates and appends. With many tokens in FP8, kernels between the
-products also quantize tokens and apply scales. Explained in chapter 13.
+A norm's weight cannot be folded into integers, so the kernels that multiply apply it. With few tokens, a layer is six
+launches: four products, attention, and what rotates and appends. In FP8, the kernels between the products quantize
+tokens and apply scales. Explained in chapter 13.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mini_engine.attention.paged import PagedBackend
 from mini_engine.kernels.fp8_products import apply_scales, multiply, quantize_swiglu, quantize_tokens
-from mini_engine.kernels.quantized_matmul import GPUKernel, most_tokens, multiplies_in_fp8
-from mini_engine.kernels.quantized_products import PackedWeight, add_product, gate_up_swiglu, project
+from mini_engine.kernels.quantized_matmul import GPUKernel
+from mini_engine.kernels.quantized_products import MOST_TOKENS, PackedWeight, add_product, gate_up_swiglu, project
 from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
@@ -71,10 +71,11 @@ class QuantizedLayer:
             )  # fmt: skip
             return attend.run(index, q).flatten(1)
 
-        if len(x) <= min(map(most_tokens, (qkv, o, gate_up, down))):
+        in_rows = [own.in_rows for own in (qkv, o, gate_up, down)]
+        if not any(in_rows) and len(x) <= MOST_TOKENS:
             add_product(x, attend_to(project(x, qkv, eps, layer.input_norm)), o)
             return add_product(x, gate_up_swiglu(x, gate_up, eps, layer.mlp_norm), down)
-        if all(map(multiplies_in_fp8, (qkv, o, gate_up, down))):
+        if all(in_rows):
             product = multiply(quantize_tokens(x, layer.input_norm, eps, pdl=pdl), qkv.data, qkv.scales)
             out = quantize_tokens(attend_to(apply_scales(product, pdl=pdl)), pdl=pdl)
             product = multiply(out, o.data, o.scales)

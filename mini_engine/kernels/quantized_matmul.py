@@ -1,8 +1,9 @@
-"""The product of any number of tokens with a quantized matrix on a GPU: one dispatch by the number of tokens.
+"""The product of any number of tokens with a quantized matrix on a GPU: one dispatch by format and number of tokens.
 
 For few tokens, the kernels of `quantized_products.py` read the few bytes of the matrix and convert them in registers.
-For many, the product is bound by arithmetic. Then a matrix in FP8 is multiplied in FP8 (`fp8_products.py`), and one
-of integers is written as bfloat16 once, for all tokens of the step. Explained in chapter 13.
+For many, the product is bound by arithmetic, so the matrix is written as bfloat16 once, for all tokens of the step. A
+matrix in FP8 with a scale for each row is multiplied in FP8 instead, whatever the number of tokens
+(`fp8_products.py`). Explained in chapter 13.
 """
 
 from dataclasses import replace
@@ -16,19 +17,6 @@ from mini_engine.kernels import fp8_products, quantized_products
 from mini_engine.kernels.quantized_products import PackedWeight, pack
 from mini_engine.models.weights import QuantizedLinear
 
-# The largest number of tokens for which a product with the few bytes is the fastest.
-MOST_TOKENS = {"int4": 64, "int8": 64, "fp8": 16}
-
-
-def most_tokens(weight: PackedWeight) -> int:
-    """Return the largest number of tokens for the kernels of `quantized_products.py`."""
-    return MOST_TOKENS[weight.kind] if multiplies_in_fp8(weight) else quantized_products.MOST_TOKENS
-
-
-def multiplies_in_fp8(weight: PackedWeight) -> bool:
-    """Return whether many tokens are multiplied in FP8: cuBLAS has no scales for groups, and needs multiples of 16."""
-    return weight.kind == "fp8" and not weight.group_columns and weight.shape[0] % 16 == 0
-
 
 def linear(x: Float[Tensor, "T In"], weight: PackedWeight) -> Float[Tensor, "T Out"]:
     """Compute `x @ weight.T` for any number of tokens.
@@ -37,11 +25,11 @@ def linear(x: Float[Tensor, "T In"], weight: PackedWeight) -> Float[Tensor, "T O
         x: contiguous bfloat16.
         weight: [Out, In].
     """
-    if len(x) <= most_tokens(weight):
-        return quantized_products.quantized_linear(x, weight)
-    if multiplies_in_fp8(weight):
+    if weight.in_rows:
         product = fp8_products.multiply(fp8_products.quantize_tokens(x), weight.data, weight.scales)
         return fp8_products.apply_scales(product)
+    if len(x) <= quantized_products.MOST_TOKENS:
+        return quantized_products.quantized_linear(x, weight)
     return F.linear(x, quantized_products.dequantize(weight))
 
 

@@ -280,7 +280,7 @@ __device__ inline void add_tile(float (&to)[EIGHTS][4], const float (&of_tile)[E
 #pragma unroll
         for (int l = 0; l < EIGHTS; l++) {
 #pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; i++) to[l][i] += scale * of_tile[l][i] + offset * sums[l][i];
+            for (int i = 2 * half; i < 2 * half + 2; i++) to[l][i] = fmaf(scale, of_tile[l][i], fmaf(offset, sums[l][i], to[l][i]));
         }
     }
 }
@@ -304,7 +304,7 @@ template <int STRIPS, int EIGHTS, int TILES> struct Operands {
 };
 
 // More strips and tokens need more registers.
-constexpr int blocks_per_sm(int strips, int eights) { return eights > 2 ? 1 : strips * eights > 2 ? 2 : 3; }
+constexpr int blocks_per_sm(int strips, int eights) { return eights > 2 ? 1 : 2; }
 
 // An SM of Hopper has 228 KiB of shared memory, and 1 KiB of it is reserved for each block.
 constexpr int shared_bytes(int strips, int eights) { return (228 / blocks_per_sm(strips, eights) - 1) * 1024; }

@@ -98,7 +98,7 @@ struct Weight {
 
 // A warp's ring. A stage has a chunk of TILES neighboring tiles of each strip; the warps take turns with chunks.
 template <int STRIPS, int BYTES> struct Ring {
-    static constexpr int TILES = STRIPS * TILE_BYTES < 1024 ? 1024 / (STRIPS * TILE_BYTES) : 1;
+    static constexpr int TILES = STRIPS == 1 ? 1024 / TILE_BYTES : 1;
     static constexpr int STAGE_BYTES = STRIPS * TILES * TILE_BYTES, STAGES = BYTES / WARPS / STAGE_BYTES;
     static_assert(STAGES > 0);
 
@@ -150,7 +150,7 @@ template <int EIGHTS> struct Tokens {
             const uint4* from = reinterpret_cast<const uint4*>(a.tokens + (token * a.num_columns + column));
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const uint4 v = exists ? __ldcg(from + half) : uint4{};
+                const uint4 v = exists ? from[half] : uint4{};
                 pairs[i][half * 4] = v.x, pairs[i][half * 4 + 1] = v.y, pairs[i][half * 4 + 2] = v.z, pairs[i][half * 4 + 3] = v.w;
             }
         }
@@ -285,42 +285,23 @@ __device__ inline void add_tile(float (&to)[EIGHTS][4], const float (&of_tile)[E
     }
 }
 
-// What else a chunk needs, loaded one chunk ahead: the tokens, and the scales of groups.
-template <int STRIPS, int EIGHTS, int TILES> struct Operands {
-    Tokens<EIGHTS> tokens[TILES];
-    uint2 scales[TILES][STRIPS];
+constexpr int blocks_per_sm(int eights) { return eights > 2 ? 1 : 2; }  // many tokens need many registers
 
-    __device__ void load_scales(const Weight& weight, int strip, int chunk) {
-#pragma unroll
-        for (int i = 0; GROUPS != NONE && i < TILES; i++) {
-#pragma unroll
-            for (int j = 0; j < STRIPS; j++) scales[i][j] = weight.load_scales(min(strip + j, weight.num_strips - 1), chunk * TILES + i);
-        }
-    }
-    __device__ void load_tokens(const Arguments& a, int chunk) {
-#pragma unroll
-        for (int i = 0; i < TILES; i++) tokens[i].load(a, chunk * TILES + i);  // zeros beyond the last column
-    }
-};
-
-// More strips and tokens need more registers.
-constexpr int blocks_per_sm(int strips, int eights) { return eights > 2 ? 1 : 2; }
-
-// An SM of Hopper has 228 KiB of shared memory, and 1 KiB of it is reserved for each block.
-constexpr int shared_bytes(int strips, int eights) { return (228 / blocks_per_sm(strips, eights) - 1) * 1024; }
+// An SM of Hopper has 256 KiB for shared memory and its L1 cache, which keeps a few tokens for all strips. 1 KiB is reserved for
+// each block.
+constexpr int shared_bytes(int eights) { return (eights > 2 ? 195 : eights > 1 ? 97 : 81) * 1024; }
 
 template <int STRIPS, int EIGHTS> struct Shared {
-    using OwnRing = Ring<STRIPS, shared_bytes(STRIPS, EIGHTS) - static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) - 2048>;  // 2 KiB for barriers
+    using OwnRing = Ring<STRIPS, shared_bytes(EIGHTS) - static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) - 2048>;  // 2 KiB for barriers
     unsigned char rings[WARPS][OwnRing::STAGES * OwnRing::STAGE_BYTES];
     Sums<STRIPS, EIGHTS> sums;
     uint64_t full[WARPS][OwnRing::STAGES];
 };
 
 template <int STRIPS, int EIGHTS>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm(STRIPS, EIGHTS)) product(const __grid_constant__ Arguments a) {
+static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product(const __grid_constant__ Arguments a) {
     using OwnRing = typename Shared<STRIPS, EIGHTS>::OwnRing;
     constexpr int TILES = OwnRing::TILES, STAGES = OwnRing::STAGES;
-    constexpr bool AHEAD = EIGHTS < 8;  // whether the registers suffice for the tokens of two chunks
     extern __shared__ __align__(128) unsigned char memory[];
     auto& shared = *reinterpret_cast<Shared<STRIPS, EIGHTS>*>(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * STRIPS;
@@ -334,30 +315,39 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(STRIPS, EIGHTS))
     __syncwarp();
     const int num_chunks = ring.num_chunks;
     int position = 0;  // of the ring
-    Operands<STRIPS, EIGHTS, TILES> own, next;
-    own.load_scales(weight, blockIdx.x * STRIPS, min(warp, num_chunks - 1));
+    // The scales of a chunk are loaded while the chunk before it is multiplied. The tokens come from the L1 cache, or soon.
+    uint2 scales[TILES][STRIPS], next_scales[TILES][STRIPS];
+    const auto load_scales = [&](int strip, int chunk) {
+#pragma unroll
+        for (int i = 0; GROUPS != NONE && i < TILES; i++) {
+#pragma unroll
+            for (int j = 0; j < STRIPS; j++) next_scales[i][j] = weight.load_scales(min(strip + j, weight.num_strips - 1), chunk * TILES + i);
+        }
+    };
+    load_scales(blockIdx.x * STRIPS, warp);
     let_next_kernel_start();
     wait_for_previous_kernel();
-    if (AHEAD) own.load_tokens(a, warp);
 #pragma unroll 1
     for (int strip = blockIdx.x * STRIPS; strip < weight.num_strips; strip += step) {
         float products[STRIPS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
-#pragma unroll 2
+#pragma unroll 1
         for (int chunk = warp; chunk < num_chunks; chunk += WARPS, position++) {
-            const bool ends = chunk + WARPS >= num_chunks;
-            if (AHEAD) next.load_tokens(a, ends ? warp : chunk + WARPS);
-            else own.load_tokens(a, chunk);
-            next.load_scales(weight, ends ? strip + step : strip, ends ? warp : chunk + WARPS);
             const int stage = position % STAGES;
+            Tokens<EIGHTS> tokens[TILES];
+#pragma unroll
+            for (int i = 0; i < TILES; i++) tokens[i].load(a, chunk * TILES + i);  // zeros beyond the last column
+            memcpy(scales, next_scales, sizeof scales);
+            const bool ends = chunk + WARPS >= num_chunks;
+            load_scales(ends ? strip + step : strip, ends ? warp : chunk + WARPS);
             wait(ring.full + stage, position / STAGES & 1);
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 const int tile = chunk * TILES + i;
                 if (tile >= weight.num_tiles) continue;
-                if (a.eps >= 0) own.tokens[i].add_squares(squares);
-                if (a.norm_weight) own.tokens[i].apply_norm_weight(a, tile);
+                if (a.eps >= 0) tokens[i].add_squares(squares);
+                if (a.norm_weight) tokens[i].apply_norm_weight(a, tile);
                 float sums[EIGHTS][4] = {};
-                if constexpr (GROUPS == WIDE) own.tokens[i].add_numbers(sums);
+                if constexpr (GROUPS == WIDE) tokens[i].add_numbers(sums);
 #pragma unroll
                 for (int j = 0; j < STRIPS; j++) {
                     const Tile<KIND> numbers = ring.tile(stage, j, i);
@@ -366,18 +356,16 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(STRIPS, EIGHTS))
 #pragma unroll
                     for (int k = 0; k < STEPS_OF_TILE; k++) {
                         uint32_t converted[4];
-                        convert(numbers, k, own.scales[i][j], converted);
+                        convert(numbers, k, scales[i][j], converted);
 #pragma unroll
                         for (int l = 0; l < EIGHTS; l++)
-                            multiply_accumulate(to[l], converted, own.tokens[i].pairs[l][2 * k], own.tokens[i].pairs[l][2 * k + 1]);
+                            multiply_accumulate(to[l], converted, tokens[i].pairs[l][2 * k], tokens[i].pairs[l][2 * k + 1]);
                     }
-                    if constexpr (GROUPS == WIDE) add_tile(products[j], of_tile, sums, own.scales[i][j]);
+                    if constexpr (GROUPS == WIDE) add_tile(products[j], of_tile, sums, scales[i][j]);
                 }
             }
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) ring.fill(stage);
-            if (AHEAD) own = next;
-            else memcpy(own.scales, next.scales, sizeof own.scales);
         }
         shared.sums.store(products, squares);
         __syncthreads();
@@ -433,24 +421,23 @@ static __global__ void __launch_bounds__(THREADS) dequantize(const __grid_consta
 
 template <int STRIPS, int EIGHTS> static int launch(const Arguments& a, int num_strips, int num_sms, void* stream) {
     constexpr int SHARED_BYTES = sizeof(Shared<STRIPS, EIGHTS>);
-    static_assert(SHARED_BYTES <= shared_bytes(STRIPS, EIGHTS));
+    static_assert(SHARED_BYTES <= shared_bytes(EIGHTS));
     const auto kernel = product<STRIPS, EIGHTS>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)) return error;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    const int blocks = (num_strips + STRIPS - 1) / STRIPS, most = blocks_per_sm(STRIPS, EIGHTS) * num_sms;
+    const int blocks = (num_strips + STRIPS - 1) / STRIPS, most = blocks_per_sm(EIGHTS) * num_sms;
     config.gridDim = dim3(blocks < most ? blocks : most), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = SHARED_BYTES;
     config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// Blocks of more strips read the tokens fewer times, if there are enough strips for all SMs.
+// Blocks of more strips read the tokens fewer times. They need enough strips for all SMs.
 extern "C" int launch_quantized_product(const Arguments* a, int num_strips, int num_sms, void* stream) {
     const bool is_tall = num_strips >= 4 * num_sms;
-    if (a->num_tokens <= 4) return launch<1, 1>(*a, num_strips, num_sms, stream);
-    if (a->num_tokens <= 8) return (is_tall ? launch<4, 1> : launch<2, 1>)(*a, num_strips, num_sms, stream);
+    if (a->num_tokens <= 8) return (is_tall ? launch<4, 1> : launch<1, 1>)(*a, num_strips, num_sms, stream);
     if (a->num_tokens <= 16) return (is_tall ? launch<4, 2> : launch<2, 2>)(*a, num_strips, num_sms, stream);
     if (a->num_tokens <= 32) return (is_tall ? launch<4, 4> : launch<2, 4>)(*a, num_strips, num_sms, stream);
     return launch<2, 8>(*a, num_strips, num_sms, stream);

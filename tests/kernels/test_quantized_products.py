@@ -73,7 +73,8 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> None:
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, atol=2e-2 * want.abs().mean().item(), rtol=2e-2)
+    """Compare each token, whose numbers have errors relative to its largest ones."""
+    assert ((got.double() - want).norm(dim=1) <= 2.0**-7 * want.norm(dim=1)).all()
 
 
 @settings(max_examples=40)
@@ -271,8 +272,9 @@ def test_tokens_are_rounded_as_torch_rounds_them():
     assert (error <= x.double().abs() * 2**-4 * 1.001 + scale * 2**-10).all()
 
 
-def close_in_fp8(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert (got.double() - want).norm() <= 0.05 * want.norm()
+def close_in_fp8(got: torch.Tensor, want: torch.Tensor, roundings: int = 1) -> None:
+    """Rounding to e4m3 changes a number by 2^-4 at most, and by 2^-5.3 on average."""
+    assert (got.double() - want).norm() <= roundings**0.5 * 2.0**-4.5 * want.norm()
 
 
 @pytest.mark.gpu
@@ -295,7 +297,7 @@ def test_a_layer_in_fp8(num_tokens):
     gate_up = multiply(normed, second.q, second.scale.flatten())
     gate, up = (want_normed @ second.dequantize(torch.float64).T).chunk(2, dim=1)
     inner = quantize_swiglu(gate_up)
-    close_in_fp8(inner.q.double() * inner.scale.double()[:, None], F.silu(gate) * up)
+    close_in_fp8(inner.q.double() * inner.scale.double()[:, None], F.silu(gate) * up, roundings=3)
     close_in_fp8(apply_scales(gate_up), torch.cat((gate, up), 1))
 
 

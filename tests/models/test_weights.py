@@ -243,4 +243,6 @@ def test_the_product_on_a_gpu(form: Format, num_tokens: int) -> None:
         own, _ = filled(form, torch.bfloat16)
         matrix = own.dense(torch.float32).double()
         x = random(num_tokens, 64, seed=9, dtype=torch.bfloat16).cuda()
-        torch.testing.assert_close(own(x).double(), x.double() @ matrix.T, rtol=0.02, atol=0.1)
+        want = x.double() @ matrix.T
+        rounds_tokens = form.kind == "fp8" and form.columns is None  # to e4m3
+        assert (own(x).double() - want).norm() <= (2.0**-4.5 if rounds_tokens else 2.0**-8) * want.norm()

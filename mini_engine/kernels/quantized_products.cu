@@ -19,6 +19,8 @@ constexpr Kind KIND = static_cast<Kind>(WEIGHT_KIND);
 // A scale for each row, or a scale and an offset for groups of columns: narrow ones, or as wide as one tile or several.
 enum Groups { NONE, NARROW, WIDE };
 constexpr Groups GROUPS = static_cast<Groups>(WEIGHT_GROUPS);
+// Whether the sums of the tokens' numbers are needed: for offsets, and for what INT4 is too large.
+constexpr bool USES_SUMS = GROUPS == WIDE || (KIND == INT4 && GROUPS == NONE);
 constexpr int WARPS = 8, THREADS = WARPS * 32, TILE_BYTES = 32 * Tile<KIND>::BYTES;
 
 enum Work { STORE, ADD, SWIGLU };
@@ -98,7 +100,7 @@ struct Weight {
 
 // A warp's ring. A stage has a chunk of TILES neighboring tiles of each strip; the warps take turns with chunks.
 template <int STRIPS, int BYTES> struct Ring {
-    static constexpr int TILES = STRIPS == 1 ? 1024 / TILE_BYTES : 1;
+    static constexpr int TILES = STRIPS == 1 ? 2048 / TILE_BYTES : 1;
     static constexpr int STAGE_BYTES = STRIPS * TILES * TILE_BYTES, STAGES = BYTES / WARPS / STAGE_BYTES;
     static_assert(STAGES > 0);
 
@@ -207,7 +209,7 @@ __device__ inline void scale_numbers(uint32_t (&numbers)[4], uint2 scales) {
 
 // Convert this lane's part of a step, as far as the sums do not make up for it.
 __device__ inline void convert(const Tile<KIND>& tile, int step, uint2 scales, uint32_t (&numbers)[4]) {
-    tile.convert<GROUPS == WIDE>(step, numbers);
+    tile.convert<USES_SUMS>(step, numbers);
 #pragma unroll
     for (int i = 0; KIND == FP8 && i < 4; i++) numbers[i] = multiply_pairs(numbers[i], FP8_FACTOR);
     if constexpr (GROUPS == NARROW) scale_numbers(numbers, scales);
@@ -329,7 +331,7 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
     wait_for_previous_kernel();
 #pragma unroll 1
     for (int strip = blockIdx.x * STRIPS; strip < weight.num_strips; strip += step) {
-        float products[STRIPS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
+        float products[STRIPS][EIGHTS][4] = {}, squares[EIGHTS][4] = {}, sums[EIGHTS][4] = {};
 #pragma unroll 1
         for (int chunk = warp; chunk < num_chunks; chunk += WARPS, position++) {
             const int stage = position % STAGES;
@@ -346,8 +348,8 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
                 if (tile >= weight.num_tiles) continue;
                 if (a.eps >= 0) tokens[i].add_squares(squares);
                 if (a.norm_weight) tokens[i].apply_norm_weight(a, tile);
-                float sums[EIGHTS][4] = {};
-                if constexpr (GROUPS == WIDE) tokens[i].add_numbers(sums);
+                if constexpr (GROUPS == WIDE) memset(sums, 0, sizeof sums);
+                if constexpr (USES_SUMS) tokens[i].add_numbers(sums);
 #pragma unroll
                 for (int j = 0; j < STRIPS; j++) {
                     const Tile<KIND> numbers = ring.tile(stage, j, i);
@@ -366,6 +368,11 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
             }
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) ring.fill(stage);
+        }
+#pragma unroll
+        for (int i = 0; USES_SUMS && GROUPS == NONE && i < STRIPS; i++) {
+#pragma unroll
+            for (int j = 0; j < EIGHTS * 4; j++) products[i][j / 4][j % 4] -= INT4_BIAS * sums[j / 4][j % 4];
         }
         shared.sums.store(products, squares);
         __syncthreads();
@@ -437,8 +444,8 @@ template <int STRIPS, int EIGHTS> static int launch(const Arguments& a, int num_
 // Blocks of more strips read the tokens fewer times. They need enough strips for all SMs.
 extern "C" int launch_quantized_product(const Arguments* a, int num_strips, int num_sms, void* stream) {
     const bool is_tall = num_strips >= 4 * num_sms;
-    if (a->num_tokens <= 8) return (is_tall ? launch<4, 1> : launch<1, 1>)(*a, num_strips, num_sms, stream);
-    if (a->num_tokens <= 16) return (is_tall ? launch<4, 2> : launch<2, 2>)(*a, num_strips, num_sms, stream);
+    if (a->num_tokens <= 8) return launch<1, 1>(*a, num_strips, num_sms, stream);
+    if (a->num_tokens <= 16) return launch<2, 2>(*a, num_strips, num_sms, stream);
     if (a->num_tokens <= 32) return (is_tall ? launch<4, 4> : launch<2, 4>)(*a, num_strips, num_sms, stream);
     return launch<2, 8>(*a, num_strips, num_sms, stream);
 }

@@ -74,8 +74,8 @@ def pack(weight: QuantizedTensor, *, pairs: bool = False) -> PackedWeight:
     Scales and offsets of groups are rounded to bfloat16.
 
     Args:
-        weight: its columns are in the matrix's order. Their number is a multiple of 16, and all of a row share a scale, or
-            a power of two of them that is at least 16.
+        weight: its columns are in the matrix's order. Their number is a multiple of 16. All of a row share a scale, or a
+            power of two of them, at least 16.
         pairs: whether a strip has 8 rows of the first half of the matrix and 8 of its second half, as SwiGLU needs gate
             and up projection. A half is then a multiple of 8 rows.
 

@@ -6,8 +6,8 @@
 // take 16 rows of the first operand and only 8 columns of the second, and tokens are few. The sums of all warps are added up
 // in shared memory.
 //
-// Scales are applied to sums: those of rows at the end, those of groups of columns after each tile. If a group is narrower than
-// a tile, they are applied to numbers. The tensor cores also compute the sum of the tokens' numbers, by which the offset of a
+// Scales are applied to sums: those of rows at the end, those of groups of columns after two tiles. If a group is narrower than
+// that, they are applied to numbers. The tensor cores also compute the sum of the tokens' numbers, by which the offset of a
 // group is multiplied, and the sum of squares that a norm needs: the diagonal of tokens times tokens.
 //
 // The kernel may start while the previous one still runs. Then it fills its rings with weights, which no kernel of a step
@@ -16,7 +16,7 @@
 #include "quantized.cuh"
 
 constexpr Kind KIND = static_cast<Kind>(WEIGHT_KIND);
-// A scale for each row, or a scale and an offset for groups of columns: narrow ones, or as wide as one tile or several.
+// A scale for each row, or a scale and an offset for groups of columns: narrow ones, or as wide as two tiles or more.
 enum Groups { NONE, NARROW, WIDE };
 constexpr Groups GROUPS = static_cast<Groups>(WEIGHT_GROUPS);
 // Whether the sums of the tokens' numbers are needed: for offsets, and for what INT4 is too large.
@@ -99,9 +99,8 @@ struct Weight {
 };
 
 // A warp's ring. A stage has a chunk of TILES neighboring tiles of each strip; the warps take turns with chunks.
-template <int STRIPS, int BYTES> struct Ring {
-    static constexpr int TILES = STRIPS == 1 ? 2048 / TILE_BYTES : 1;
-    static constexpr int STAGE_BYTES = STRIPS * TILES * TILE_BYTES, STAGES = BYTES / WARPS / STAGE_BYTES;
+template <int STRIPS, int TILES, int BYTES> struct Ring {
+    static constexpr int CHUNK = TILES, STAGE_BYTES = STRIPS * TILES * TILE_BYTES, STAGES = BYTES / WARPS / STAGE_BYTES;
     static_assert(STAGES > 0);
 
     const Weight& weight;
@@ -272,9 +271,9 @@ __device__ inline void finish(const Arguments& a, const Weight& weight, const Su
     }
 }
 
-// Add the product of a tile of numbers, times their scale, and their offset times the sum of the tokens' numbers.
+// Add the product of a group's numbers, times their scale, and their offset times the sum of the tokens' numbers.
 template <int EIGHTS>
-__device__ inline void add_tile(float (&to)[EIGHTS][4], const float (&of_tile)[EIGHTS][4], const float (&sums)[EIGHTS][4], uint2 scales) {
+__device__ inline void add_group(float (&to)[EIGHTS][4], const float (&of_group)[EIGHTS][4], const float (&sums)[EIGHTS][4], uint2 scales) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint32_t pair = half ? scales.y : scales.x;
@@ -282,7 +281,7 @@ __device__ inline void add_tile(float (&to)[EIGHTS][4], const float (&of_tile)[E
 #pragma unroll
         for (int l = 0; l < EIGHTS; l++) {
 #pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; i++) to[l][i] = fmaf(scale, of_tile[l][i], fmaf(offset, sums[l][i], to[l][i]));
+            for (int i = 2 * half; i < 2 * half + 2; i++) to[l][i] = fmaf(scale, of_group[l][i], fmaf(offset, sums[l][i], to[l][i]));
         }
     }
 }
@@ -293,8 +292,11 @@ constexpr int blocks_per_sm(int eights) { return eights > 2 ? 1 : 2; }  // many 
 // each block.
 constexpr int shared_bytes(int eights) { return (eights > 2 ? 195 : eights > 1 ? 97 : 81) * 1024; }
 
+// Long chunks give a warp more independent work, but the tokens for them need registers.
+constexpr int tiles_of_chunk(int eights) { return eights > 2 ? 1 : (eights > 1 ? 1024 : 2048) / TILE_BYTES; }
+
 template <int STRIPS, int EIGHTS> struct Shared {
-    using OwnRing = Ring<STRIPS, shared_bytes(EIGHTS) - static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) - 2048>;  // 2 KiB for barriers
+    using OwnRing = Ring<STRIPS, tiles_of_chunk(EIGHTS), shared_bytes(EIGHTS) - static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) - 2048>;  // 2 KiB for barriers
     unsigned char rings[WARPS][OwnRing::STAGES * OwnRing::STAGE_BYTES];
     Sums<STRIPS, EIGHTS> sums;
     uint64_t full[WARPS][OwnRing::STAGES];
@@ -303,7 +305,7 @@ template <int STRIPS, int EIGHTS> struct Shared {
 template <int STRIPS, int EIGHTS>
 static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product(const __grid_constant__ Arguments a) {
     using OwnRing = typename Shared<STRIPS, EIGHTS>::OwnRing;
-    constexpr int TILES = OwnRing::TILES, STAGES = OwnRing::STAGES;
+    constexpr int TILES = OwnRing::CHUNK, STAGES = OwnRing::STAGES, AT_ONCE = GROUPS == WIDE && TILES > 1 ? 2 : 1;
     extern __shared__ __align__(128) unsigned char memory[];
     auto& shared = *reinterpret_cast<Shared<STRIPS, EIGHTS>*>(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * STRIPS;
@@ -321,7 +323,7 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
     uint2 scales[TILES][STRIPS], next_scales[TILES][STRIPS];
     const auto load_scales = [&](int strip, int chunk) {
 #pragma unroll
-        for (int i = 0; GROUPS != NONE && i < TILES; i++) {
+        for (int i = 0; GROUPS != NONE && i < TILES; i += AT_ONCE) {
 #pragma unroll
             for (int j = 0; j < STRIPS; j++) next_scales[i][j] = weight.load_scales(min(strip + j, weight.num_strips - 1), chunk * TILES + i);
         }
@@ -341,29 +343,34 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
             memcpy(scales, next_scales, sizeof scales);
             const bool ends = chunk + WARPS >= num_chunks;
             load_scales(ends ? strip + step : strip, ends ? warp : chunk + WARPS);
-            wait(ring.full + stage, position / STAGES & 1);
+            if (a.eps >= 0) {
 #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                const int tile = chunk * TILES + i;
-                if (tile >= weight.num_tiles) continue;
-                if (a.eps >= 0) tokens[i].add_squares(squares);
-                if (a.norm_weight) tokens[i].apply_norm_weight(a, tile);
+                for (int i = 0; i < TILES; i++) tokens[i].add_squares(squares), tokens[i].apply_norm_weight(a, chunk * TILES + i);
+            }
+            wait(ring.full + stage, position / STAGES & 1);
+            // A last chunk may have fewer tiles. In place of the others the stage has older numbers, and the tokens are zeros.
+#pragma unroll
+            for (int i = 0; i < TILES; i += AT_ONCE) {
                 if constexpr (GROUPS == WIDE) memset(sums, 0, sizeof sums);
-                if constexpr (USES_SUMS) tokens[i].add_numbers(sums);
+#pragma unroll
+                for (int h = i; USES_SUMS && h < i + AT_ONCE; h++) tokens[h].add_numbers(sums);
 #pragma unroll
                 for (int j = 0; j < STRIPS; j++) {
-                    const Tile<KIND> numbers = ring.tile(stage, j, i);
-                    float of_tile[EIGHTS][4] = {};
-                    auto& to = GROUPS == WIDE ? of_tile : products[j];
+                    float of_group[EIGHTS][4] = {};
+                    auto& to = GROUPS == WIDE ? of_group : products[j];
 #pragma unroll
-                    for (int k = 0; k < STEPS_OF_TILE; k++) {
-                        uint32_t converted[4];
-                        convert(numbers, k, scales[i][j], converted);
+                    for (int h = i; h < i + AT_ONCE; h++) {
+                        const Tile<KIND> numbers = ring.tile(stage, j, h);
 #pragma unroll
-                        for (int l = 0; l < EIGHTS; l++)
-                            multiply_accumulate(to[l], converted, tokens[i].pairs[l][2 * k], tokens[i].pairs[l][2 * k + 1]);
+                        for (int k = 0; k < STEPS_OF_TILE; k++) {
+                            uint32_t converted[4];
+                            convert(numbers, k, scales[h][j], converted);
+#pragma unroll
+                            for (int l = 0; l < EIGHTS; l++)
+                                multiply_accumulate(to[l], converted, tokens[h].pairs[l][2 * k], tokens[h].pairs[l][2 * k + 1]);
+                        }
                     }
-                    if constexpr (GROUPS == WIDE) add_tile(products[j], of_tile, sums, scales[i][j]);
+                    if constexpr (GROUPS == WIDE) add_group(products[j], of_group, sums, scales[i][j]);
                 }
             }
             __syncwarp();  // all lanes have read the stage

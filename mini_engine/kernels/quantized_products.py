@@ -58,10 +58,10 @@ class PackedWeight:
 
     @property
     def groups(self) -> int:
-        """`Groups` of the kernels: wide ones are one tile or several."""
+        """`Groups` of the kernels: wide ones are two tiles or more."""
         if not self.group_columns:
             return NONE
-        return NARROW if self.group_columns < min(TILE_COLUMNS, self.shape[1]) else WIDE
+        return NARROW if self.group_columns < min(2 * TILE_COLUMNS, self.shape[1]) else WIDE
 
     @property
     def num_strips(self) -> int:
@@ -74,8 +74,8 @@ def pack(weight: QuantizedTensor, *, pairs: bool = False) -> PackedWeight:
     Scales and offsets of groups are rounded to bfloat16.
 
     Args:
-        weight: its columns are in the matrix's order. Their number is a multiple of 16. All of a row share a scale, or a
-            power of two of them, at least 16.
+        weight: its columns are in the matrix's order. Their number is a multiple of 16. All of a row share a scale, or
+            16 or a larger power of two.
         pairs: whether a strip has 8 rows of the first half of the matrix and 8 of its second half, as SwiGLU needs gate
             and up projection. A half is then a multiple of 8 rows.
 

@@ -169,8 +169,6 @@ def planned_backends(
         for pages in pair:
             pages.copy_(torch.randn(pages.shape, device=device, dtype=setting.dtype))
     for name in setting.backends:
-        if stored and name == "flash_decoding":
-            continue  # it leaves narrow keys to FlashInfer
         backend = create_backend(name, specs, cache, Parts())
         backend.plan(batch)
         yield name, backend

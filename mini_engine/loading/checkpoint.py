@@ -147,6 +147,7 @@ def load_model(
         raise ModelLoadError(f"{checkpoint.path} is quantized already: leave quantization={quantization!r} out.")
     else:
         formats = formats_for(quantization, build_model(config, parts, dtype, "meta"))
+        _warn_of_slow_steps(formats, torch.device(device), dtype)
     model = build_model(replace(config, formats=formats), parts, dtype, device)
     model.kv_scales = checkpoint.kv_scales
     if checkpoint.path.suffix == ".gguf":
@@ -170,6 +171,16 @@ def _kept(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> d
             stacklevel=4,
         )
     return kept
+
+
+def _warn_of_slow_steps(formats: Mapping[str, Format], device: torch.device, dtype: torch.dtype) -> None:
+    kinds = {form.kind.upper() for form in formats.values() if not ops.multiplies(form, device, dtype)}
+    if kinds and dtype.itemsize == 2:  # with a wider dtype, speed is not what was asked for
+        warnings.warn(
+            f"every step dequantizes the matrices in {', '.join(sorted(kinds))}, because no kernel multiplies them in "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}: it will be slow.",
+            stacklevel=4,
+        )
 
 
 def formats_for(quantization: str, model: CausalLM) -> dict[str, Format]:

@@ -230,6 +230,8 @@ def test_the_option(tmp_path) -> None:
     assert all(len(own) == 1 for own in outputs.values())
     with pytest.raises(ConfigError, match="quantization"):
         LLM(tmp_path, quantization="int3")
+    with pytest.warns(UserWarning, match="every step dequantizes the matrices in FP8"):  # on a CPU
+        LLM(tmp_path, dtype="bfloat16", device="cpu", quantization="fp8")
     llm = LLM(tmp_path)
     with pytest.raises(ConfigError, match="load the model again"):
         llm.with_options(quantization="int8")

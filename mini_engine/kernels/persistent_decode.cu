@@ -25,6 +25,11 @@
 // results of all splits and merges them itself. If it has many, each block merges its share of the dimensions, and the blocks
 // exchange the merged shares.
 //
+// Keys in e4m3. The new key and value are rounded from float32, and attention uses them as they are stored. The tensor cores
+// multiply in float16, which holds every number of e4m3 exactly; queries and softmax weights are rounded to it. A tile has half
+// the bytes, so each warp keeps two tiles in flight. The scores are multiplied by the scale of the keys, and the outputs by that
+// of the values.
+//
 // Quantized weights. The ring holds them as they are stored. When a warp loads them into registers, it converts them to bf16,
 // and the tensor cores multiply bf16 in any case. So the first rows of a phase are converted before its vector arrives.
 #include <cuda_bf16.h>
@@ -35,6 +40,7 @@
 // The host compiles this file with the sizes of a model: LAYERS, HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, PAGE_SIZE,
 // and BLOCKS, the number of thread blocks; and with the format of the layers' weights and of the LM head's: LAYER_KIND and
 // HEAD_KIND are a `Kind` or DENSE, and LAYER_GROUP and HEAD_GROUP the number of columns that share a scale (0: the whole row).
+// KV_IS_E4M3 is 1 if keys and values are stored in e4m3, and 0 if they are stored in bf16.
 
 using bf16 = __nv_bfloat16;
 
@@ -106,18 +112,29 @@ constexpr int STAGE_BYTES = (LARGER + 127) / 128 * 128;  // `Shared` follows the
 static_assert(LAYER_KIND == DENSE || (QKV_SIZE >= STRIP * BLOCKS && INTERMEDIATE >= ROWS * BLOCKS), "strips for all blocks");
 constexpr int RESIDUAL_ROWS = LAYER_KIND == DENSE ? HIDDEN / BLOCKS + 2 : (HIDDEN / STRIP + BLOCKS - 1) / BLOCKS * STRIP;  // of a block
 
-constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * 2;           // keys in a tile
-constexpr int CHUNKS = HEAD_DIM / 8;                                 // number of 16-byte chunks in a key
+using Stored = std::conditional_t<KV_IS_E4M3, uint8_t, bf16>;                // a number of the cache
+constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * sizeof(Stored);      // keys in a tile
+constexpr int CHUNK = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / CHUNK;        // numbers in a 16-byte chunk; chunks in a key
+constexpr int BUFFERS = KV_IS_E4M3 ? 2 : 1;                                  // tiles of keys and values that a warp has in flight
 constexpr int QUERY_SIZE = HEAD_DIM + 8, STATE_SIZE = HEAD_DIM + 4;  // padded, so that rows start in different banks
 constexpr int MAX_SPLITS = 16;  // most splits of a KV head; a warp merges them, one lane for each
 constexpr int FEW_SPLITS = 8;   // up to this many splits, every block merges all of them
 static_assert(GROUP <= 8, "queries are the columns of one tile of the tensor cores");
+static_assert(GROUP * STATE_SIZE * 4 <= BUFFERS * 2 * TILE_BYTES, "a warp's state takes the place of its tiles");
+
+// The factors of stored keys and values, and their inverses. A cache in bf16 stores the numbers themselves.
+struct Scaled {
+    float k_scale, v_scale, k_inverse, v_inverse;
+};
+struct Unscaled {
+    static constexpr float k_scale = 1, v_scale = 1, k_inverse = 1, v_inverse = 1;
+};
 
 // The addresses of a layer's weights and cache. `_pointers` in persistent_decode.py fills it.
-struct Layer {
+struct Layer : std::conditional_t<KV_IS_E4M3, Scaled, Unscaled> {
     const void *weights[4], *scales[4];  // of the phases QKV, O, GATE_UP and DOWN
     const bf16 *input_norm, *mlp_norm, *q_norm, *k_norm;
-    bf16 *k_cache, *v_cache;
+    Stored *k_cache, *v_cache;
 };
 
 // What blocks exchange: two bf16 or one float in the lower 32 bits, and the tag in the upper 32 bits.
@@ -145,10 +162,10 @@ using Sums = float[WARPS];
 
 // What the threads of a block share, apart from the ring.
 struct Shared {
-    __align__(128) unsigned char tiles[WARPS][2 * TILE_BYTES];  // a warp's tile of keys and values; later its attention state
+    __align__(128) unsigned char tiles[WARPS][BUFFERS * 2 * TILE_BYTES];  // a warp's tiles of keys and values; later its attention state
     bf16 vector[VECTOR];                   // the vector that the phase multiplies
-    __align__(16) bf16 q[GROUP][QUERY_SIZE];             // the queries of the block's KV head
-    __align__(16) bf16 fresh[2][HEAD_DIM];               // the new key and value
+    __align__(16) bf16 q[GROUP][QUERY_SIZE];             // the queries of the block's KV head; in float16 if keys are in e4m3
+    __align__(16) Stored fresh[2][HEAD_DIM];             // the new key and value
     float maxima[GROUP][WARPS], sums[GROUP][WARPS];      // of the warps' attention states
     __align__(16) Sums partial[2][FLUSH];                // two, so that one is written while the other is read
     __align__(16) float squares[WARPS];                  // sum of squares of each warp's part of the residual stream
@@ -649,15 +666,45 @@ __device__ inline uint32_t transpose(uint32_t pair) {
     return transposed;
 }
 
+// The tensor cores' product of keys or values: `multiply_accumulate`, or the same in float16 if they are stored in e4m3.
+__device__ inline void multiply_stored(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (!KV_IS_E4M3) return multiply_accumulate(sums, a, b0, b1);
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Round two floats to the dtype of this product's second operand, and pack them into 32 bits.
+__device__ inline uint32_t pack_operand(float low, float high) {
+    if constexpr (!KV_IS_E4M3) return pack(low, high);
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// Round two floats to e4m3, and pack them into 16 bits. Those beyond its range become its largest numbers.
+__device__ inline uint16_t pack_e4m3(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// Convert four numbers of e4m3 to two pairs of float16, without rounding.
+__device__ inline void widen(uint32_t& low, uint32_t& high, uint32_t four) {
+    asm("{\n.reg .b16 two, others;\nmov.b32 {two, others}, %2;\ncvt.rn.f16x2.e4m3x2 %0, two;\ncvt.rn.f16x2.e4m3x2 %1, others;\n}\n"
+        : "=r"(low), "=r"(high) : "r"(four));
+}
+
 // The offset of a chunk of a key or value in its tile, in bytes. Chunks are swizzled: the same chunk of eight adjacent keys is
-// in different banks.
-__device__ inline int place_in_tile(int row, int chunk) { return (row * CHUNKS + (chunk ^ row % 8)) * 16; }
+// in different banks. With four chunks in a key, two adjacent keys fill all banks, so they need no different order.
+__device__ inline int place_in_tile(int row, int chunk) { return (row * CHUNKS + (chunk ^ (CHUNKS == 4 ? row / 2 % 4 : row % 8))) * 16; }
 
 // A block's share of the keys of one KV head, in tiles of 16 keys. It is the same in all layers. A warp has every eighth tile.
 struct Split {
     int head, index, count, last;  // KV head; index of the split, and number of splits; the new key
     int first, end, warps;         // the warp's first key; the split's end; number of warps that have keys
-    uint32_t place, last_place;    // in the cache: key `first + lane % 16`, and the new key
+    // In the cache: key `first + lane % 16`, the same key of the warp's second tile, and the new key.
+    uint32_t places[BUFFERS], last_place;
     bool has_work;
 
     __device__ Split(const Step& step, int num_keys) {
@@ -669,21 +716,27 @@ struct Split {
         const int begin = tiles * index / count, stop = tiles * (index + 1) / count;
         first = (begin + static_cast<int>(threadIdx.x) / 32) * TILE, end = has_work ? min(num_keys, stop * TILE) : 0;
         warps = min(WARPS, stop - begin);
-        const int own = first + threadIdx.x % TILE;
-        place = place_of(step, own, page_of(step, own)), last_place = place_of(step, last, page_of(step, last));
+        const int own = first + threadIdx.x % TILE, next = own + WARPS * TILE;
+        places[0] = place_of(step, own, page_of(step, own)), last_place = place_of(step, last, page_of(step, last));
+        if constexpr (BUFFERS > 1) places[BUFFERS - 1] = place_of(step, next, page_of(step, next));
     }
     // The page of a key; for keys after the last one, the last page.
     __device__ int page_of(const Step& step, int key) const { return step.pages[min(key, last) / PAGE_SIZE]; }
     // The offset of a key of the split's head in the cache, in chunks.
     __device__ uint32_t place_of(const Step& step, int key, int page) const {
-        return (page * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / 8;
+        return (page * step.page_stride + key % PAGE_SIZE * step.token_stride + head * step.head_stride) / CHUNK;
+    }
+    // Start loading the warp's first tiles.
+    __device__ void load_first(const Layer& layer) const {
+        load(layer, first, places[0], 0), end_of_load();
+        if constexpr (BUFFERS > 1) load(layer, first + WARPS * TILE, places[BUFFERS - 1], 1), end_of_load();
     }
     // Start loading the warp's tile that begins at key `begin`. `places` is the place of key `begin + lane % 16`. Keys that are
     // not in the cache become 0: those after the end, and the new key, which `attend` adds.
-    __device__ void load(const Layer& layer, int begin, uint32_t places) const {
+    __device__ void load(const Layer& layer, int begin, uint32_t places, int buffer) const {
         if (begin >= end) return;
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
-        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]);
+        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]) + buffer * 2 * TILE_BYTES;
         const auto *keys = reinterpret_cast<const uint4*>(layer.k_cache) + chunk, *values = reinterpret_cast<const uint4*>(layer.v_cache) + chunk;
 #pragma unroll 4
         for (int i = 0; i < TILE; i += 32 / CHUNKS) {
@@ -692,6 +745,15 @@ struct Split {
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(keys + from), "r"(bytes) : "memory");
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + TILE_BYTES), "l"(values + from), "r"(bytes) : "memory");
         }
+    }
+    // With several buffers, the copies of a tile form a group, which is empty for a tile after the end.
+    __device__ static void end_of_load() {
+        if constexpr (BUFFERS > 1) asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    // Wait for all tiles but the BUFFERS - 1 last ones.
+    __device__ static void wait_for_tile() {
+        if constexpr (BUFFERS > 1) asm volatile("cp.async.wait_group %0;" ::"n"(BUFFERS - 1) : "memory");
+        else asm volatile("cp.async.wait_all;" ::: "memory");
     }
 };
 
@@ -731,11 +793,20 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
             const float other = __shfl_xor_sync(~0u, x[j], 16);
             if (!is_value) x[j] = x[j] * shared().cosine[half + j] + (lane < 16 ? -other : other) * shared().sine[half + j];
         }
-        auto* to = reinterpret_cast<uint32_t*>((is_query ? shared().q[i] : shared().fresh[i - GROUP]) + at);
+        if (KV_IS_E4M3 && !is_query) {
+            const float inverse = is_value ? layer.v_inverse : layer.k_inverse;
+            auto* to = reinterpret_cast<uint16_t*>(shared().fresh[i - GROUP] + at);
+            Stored* cache = (is_value ? layer.v_cache : layer.k_cache) + static_cast<int64_t>(split.last_place) * CHUNK + at;
 #pragma unroll
-        for (int j = 0; j < EACH / 2; j++) to[j] = pack(x[2 * j], x[2 * j + 1]);
+            for (int j = 0; j < EACH / 2; j++)
+                reinterpret_cast<uint16_t*>(cache)[j] = to[j] = pack_e4m3(x[2 * j] * inverse, x[2 * j + 1] * inverse);
+            continue;
+        }
+        auto* to = reinterpret_cast<uint32_t*>((is_query ? shared().q[i] : reinterpret_cast<bf16*>(shared().fresh[i - GROUP])) + at);
+#pragma unroll
+        for (int j = 0; j < EACH / 2; j++) to[j] = pack_operand(x[2 * j], x[2 * j + 1]);
         if (!is_query) {
-            bf16* cache = (is_value ? layer.v_cache : layer.k_cache) + static_cast<int64_t>(split.last_place) * 8 + at;
+            Stored* cache = (is_value ? layer.v_cache : layer.k_cache) + static_cast<int64_t>(split.last_place) * CHUNK + at;
 #pragma unroll
             for (int j = 0; j < EACH / 2; j++) reinterpret_cast<uint32_t*>(cache)[j] = to[j];
         }
@@ -747,8 +818,12 @@ __device__ inline void receive_heads(const Step& step, const Layer& layer, const
 // the values. The columns are the queries of the group. If there are fewer than eight queries, the other columns repeat the
 // last one, and their results are ignored. A thread has the queries 2 * (lane % 4) and 2 * (lane % 4) + 1. Of each of them, it
 // has the rows lane / 4 and lane / 4 + 8 of every 16.
+//
+// With keys in e4m3, a thread gets four adjacent dimensions of a key from `load_matrices` instead of two. In the product they
+// take the place of two dimensions and of the two that are eight further on, in the keys as in the queries. Of the values, it
+// gets two adjacent dimensions of two keys from `load_transposed`, which become the rows lane / 4 and lane / 4 + 8.
 struct State {
-    static constexpr int STEPS = HEAD_DIM / 16;
+    static constexpr int STEPS = HEAD_DIM / 16, LOADS = HEAD_DIM / CHUNK / 2;  // of 16 dimensions; of two chunks
     uint32_t queries[STEPS][2];
     float out[STEPS][4] = {};  // rows are dimensions
     float best[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // running maximum of a query's scores; the thread's sum of weights
@@ -756,6 +831,12 @@ struct State {
     // Load the queries into registers.
     __device__ State() {
         const int lane = threadIdx.x % 32;
+        if constexpr (KV_IS_E4M3) {
+            const auto* own = reinterpret_cast<const uint2*>(shared().q[min(lane / 4, GROUP - 1)]) + lane % 4;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) queries[i][0] = own[4 * i].x, queries[i][1] = own[4 * i].y;
+            return;
+        }
         const uint32_t from = shared_address(shared().q[min(lane % 8, GROUP - 1)]) + lane / 8 * 16;
 #pragma unroll
         for (int i = 0; i < STEPS; i += 2) {
@@ -764,19 +845,28 @@ struct State {
             queries[i][0] = two[0], queries[i][1] = two[1], queries[i + 1][0] = two[2], queries[i + 1][1] = two[3];
         }
     }
-    // Attend to the first `num_keys` keys of the warp's tile.
-    __device__ void attend(int num_keys, float scale) {
+    // Attend to the first `num_keys` keys of the warp's tile in a buffer.
+    __device__ void attend(int buffer, int num_keys, float scale) {
         const int lane = threadIdx.x % 32;
-        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]);
-        // Step i needs chunks 2 * i and 2 * i + 1. Because of the swizzle, an exclusive or moves from chunks 0 and 1 to these.
+        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]) + buffer * 2 * TILE_BYTES;
+        // Load i needs chunks 2 * i and 2 * i + 1. Because of the swizzle, an exclusive or moves from chunks 0 and 1 to these.
         const uint32_t keys = tile + place_in_tile(lane % 16, lane / 16);
         const uint32_t values = tile + TILE_BYTES + place_in_tile(lane % 8 + lane / 16 * 8, lane / 8 % 2);
         float two[2][4] = {};  // even and odd steps have separate sums, so that they can overlap
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
+        for (int i = 0; i < LOADS; i++) {
             uint32_t a[4];
             load_matrices(a, (keys ^ i % 4 * 32) + i / 4 * 128);
-            multiply_accumulate(two[i % 2], a, queries[i][0], queries[i][1]);
+            if constexpr (KV_IS_E4M3) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    uint32_t wide[4];
+                    widen(wide[0], wide[2], a[2 * j]), widen(wide[1], wide[3], a[2 * j + 1]);
+                    multiply_stored(two[j], wide, queries[2 * i + j][0], queries[2 * i + j][1]);
+                }
+            } else {
+                multiply_stored(two[i % 2], a, queries[i][0], queries[i][1]);
+            }
         }
         float scores[2][2], shrink[2];  // scores[key half][query]; factor of each query's earlier sums
 #pragma unroll
@@ -789,17 +879,29 @@ struct State {
             sum[j] = sum[j] * shrink[j] + scores[0][j] + scores[1][j];
         }
         // The weights are in the layout of a result of `mma`. Transposing each 8 x 8 block gives that of its second operand.
-        const uint32_t first = transpose(pack(scores[0][0], scores[0][1])), second = transpose(pack(scores[1][0], scores[1][1]));
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            uint32_t a[4];
-            load_transposed(a, (values ^ i % 4 * 32) + i / 4 * 128);
+        const uint32_t first = transpose(pack_operand(scores[0][0], scores[0][1])), second = transpose(pack_operand(scores[1][0], scores[1][1]));
+        const auto accumulate = [&](int i, const uint32_t(&a)[4]) {
 #pragma unroll
             for (int j = 0; j < 4; j++) out[i][j] *= shrink[j % 2];
-            multiply_accumulate(out[i], a, first, second);
+            multiply_stored(out[i], a, first, second);
+        };
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            uint32_t a[4];
+            load_transposed(a, (values ^ i % 4 * 32) + i / 4 * 128);
+            if constexpr (KV_IS_E4M3) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {  // bytes 0 and 2 are one dimension of two keys, and bytes 1 and 3 the next dimension
+                    uint32_t wide[4];
+                    widen(wide[0], wide[1], __byte_perm(a[j], 0, 0x3120)), widen(wide[2], wide[3], __byte_perm(a[j + 2], 0, 0x3120));
+                    accumulate(2 * i + j, wide);
+                }
+            } else {
+                accumulate(i, a);
+            }
         }
     }
-    // Write the state to shared memory, over the warp's tile.
+    // Write the state to shared memory, over the warp's tiles.
     __device__ void store() {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         sum[0] = ::sum<16, 4>(sum[0]), sum[1] = ::sum<16, 4>(sum[1]);
@@ -808,8 +910,13 @@ struct State {
             const int query = lane % 4 * 2 + j;
             if (query >= GROUP) continue;
             float* to = of_warp(warp) + query * STATE_SIZE + lane / 4;
+            if constexpr (KV_IS_E4M3) {
 #pragma unroll
-            for (int i = 0; i < 2 * STEPS; i++) to[i * 8] = out[i / 2][i % 2 * 2 + j];
+                for (int i = 0; i < STEPS; i++) *reinterpret_cast<float2*>(to + lane / 4 + i * 16) = make_float2(out[i][j], out[i][2 + j]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2 * STEPS; i++) to[i * 8] = out[i / 2][i % 2 * 2 + j];
+            }
             if (lane < 4) shared().maxima[query][warp] = best[j], shared().sums[query][warp] = sum[j];
         }
     }
@@ -823,22 +930,24 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
     receive_heads(step, layer, split, tag);
     if (split.first < split.end) {
         State state;
+        int buffer = 0;
 #pragma unroll 1
         for (int key = split.first; key < split.end; key += WARPS * TILE) {
-            const int next = key + WARPS * TILE, of_lane = next + lane % TILE;
+            const int next = key + BUFFERS * WARPS * TILE, of_lane = next + lane % TILE;
             const int page = split.page_of(step, of_lane);  // this load overlaps with computing the current tile
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            split.wait_for_tile();
             __syncwarp();
             const int row = split.last - key, matrix = lane / CHUNKS;
             if (row < TILE) {  // the tile ends with the new key, which is not in the cache yet
                 if (matrix < 2)
-                    *reinterpret_cast<uint4*>(shared().tiles[warp] + matrix * TILE_BYTES + place_in_tile(row, lane % CHUNKS)) =
+                    *reinterpret_cast<uint4*>(shared().tiles[warp] + (2 * buffer + matrix) * TILE_BYTES + place_in_tile(row, lane % CHUNKS)) =
                         reinterpret_cast<const uint4*>(shared().fresh[matrix])[lane % CHUNKS];
                 __syncwarp();
             }
-            state.attend(row + 1, step.scale * 1.44269504f);  // log2(e), because the exponentials are to base 2
+            state.attend(buffer, row + 1, step.scale * layer.k_scale * 1.44269504f);  // log2(e), because the exponentials are to base 2
             __syncwarp();
-            split.load(layer, next, split.place_of(step, of_lane, page));
+            split.load(layer, next, split.place_of(step, of_lane, page), buffer), split.end_of_load();
+            buffer = (buffer + 1) % BUFFERS;
         }
         state.store();
     }
@@ -862,7 +971,7 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
             const float weight = w < split.warps ? exp2_of(weights[w] - most) : 0;
             all += weight * sums[w], low += weight * pairs[w].x, high += weight * pairs[w].y;
         }
-        const float scale = __fdividef(1, all);
+        const float scale = __fdividef(layer.v_scale, all);
         publish(step.splits + (split.index * Q_SIZE + head * HEAD_DIM + dimension) / 2, pack(low * scale, high * scale), tag);
         if (dimension == 0) publish(step.lse + split.index * Q_HEADS + head, most + __log2f(all), tag);
     }
@@ -1038,7 +1147,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             Residual residual(phase == QKV ? layer.input_norm : phase == GATE_UP ? layer.mlp_norm : step.final_norm);
             if (i == 0) residual.embed(embedded);
             else residual.gather(phase == GATE_UP ? step.after_attention : step.after_mlp, phase == GATE_UP ? tag : tag - 1);
-            if (phase == QKV) split.load(layer, split.first, split.place);  // behind the loads that the product waits for
+            if (phase == QKV) split.load_first(layer);  // behind the loads that the product waits for
             residual.normalize();
         }
         const Rows own = matrix.own();

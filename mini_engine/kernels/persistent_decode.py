@@ -7,12 +7,14 @@ whole step. While it waits for other blocks, it reads ahead as many weights as i
 "megakernels": Spector et al. 2025, "Look Ma, No Bubbles!").
 
 Weights may be quantized. Then a step reads fewer bytes, and the kernel converts the weights to bfloat16 in registers.
+Keys and values may be stored in e4m3, which the kernel converts to float16.
 
 The kernel is in `persistent_decode.cu`, which nvcc compiles when a model's sizes are first used. Its results must equal
 those of the model's own `forward` and `compute_logits`, except for rounding. Chapter 12 explains it.
 """
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
@@ -69,12 +71,16 @@ class PersistentDecode:
     Args:
         model: a model for which `accepts` is true.
         kv_cache: the model's KV cache.
+        specs: one for each layer, with the engine's options applied; None: the model's own.
     """
 
-    def __init__(self, model: LlamaForCausalLM, kv_cache: PagedKVCache) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, kv_cache: PagedKVCache, specs: Sequence[AttentionSpec] | None = None
+    ) -> None:
         prepare_weights(model)
         self._model, device = model, model.device
-        config, layers = model.config, [_pointers(layer, kv_cache) for layer in _layers_of(model)]
+        specs = specs or model.attention_specs
+        config, layers = model.config, [_pointers(layer, kv_cache, specs) for layer in _layers_of(model)]
         formats = [own for own in _formats(model) if own is not None]  # `accepts` has refused other models
         (layer_kind, layer_group), (head_kind, head_group) = formats
         head, self._head_scales = _stored(model.lm_head)
@@ -85,6 +91,7 @@ class PersistentDecode:
             "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
             "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": kv_cache.page_size, "BLOCKS": _num_blocks(model),
             "LAYER_KIND": layer_kind, "LAYER_GROUP": layer_group, "HEAD_KIND": head_kind, "HEAD_GROUP": head_group,
+            "KV_IS_E4M3": int(kv_cache.layers[0][0].dtype == torch.float8_e4m3fn),
         }  # fmt: skip
         self._launch = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items())).launch_decode_step
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
@@ -116,7 +123,7 @@ class PersistentDecode:
             page_stride=keys.stride(0),
             token_stride=keys.stride(token_axis),
             head_stride=keys.stride(head_axis),
-            scale=model.attention_specs[0].scale,
+            scale=specs[0].scale,
             eps=config.norm_eps,
             vocab_size=config.vocab_size,
             **{name: tensor.data_ptr() for name, tensor in self._memory.items()},
@@ -224,10 +231,20 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache) -> list[int]:
-    """`Layer` in the `.cu` file: the addresses of a layer's weights and of its pages."""
+def _pointers(layer: LlamaLayer, kv_cache: PagedKVCache, specs: Sequence[AttentionSpec]) -> list[int]:
+    """`Layer` in the `.cu` file: the scales of pages in e4m3, and the addresses of a layer's weights and pages."""
     attention = layer.attention
     norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else (None, None)
     numbers, scales = zip(*map(_stored, _matrices(layer)), strict=True)
-    tensors = (*numbers, *scales, layer.input_norm, layer.mlp_norm, *norms, *kv_cache.layers[layer.spec.layer])
-    return [_address(tensor) for tensor in tensors]
+    pages = kv_cache.layers[layer.spec.layer]
+    tensors = (*numbers, *scales, layer.input_norm, layer.mlp_norm, *norms, *pages)
+    return [
+        *(_packed_scales(specs[layer.spec.layer]) if pages[0].dtype == torch.float8_e4m3fn else ()),
+        *(_address(tensor) for tensor in tensors),
+    ]
+
+
+def _packed_scales(spec: AttentionSpec) -> tuple[int, ...]:
+    """`Scaled` in the `.cu` file: the bytes of four float32 numbers, as two integers."""
+    k, v = spec.kv_scales or (1.0, 1.0)
+    return struct.unpack("2q", struct.pack("4f", k, v, 1 / k, 1 / v))

@@ -84,8 +84,8 @@ class EngineConfig:
             `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
         enforce_eager: launch every step kernel by kernel, without CUDA graphs.
         persistent_decode: compute a decode step of a single request in one custom CUDA kernel, for Llama and Qwen3 in
-            bfloat16 on a Hopper GPU, with weights quantized or not. Of the engine's parts it calls only the sampler.
-            Default: where it is possible.
+            bfloat16 on a Hopper GPU, with weights quantized or not, and with either `kv_cache_dtype`. Of the engine's
+            parts it calls only the sampler. Default: where it is possible.
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile. Default on a GPU.
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.

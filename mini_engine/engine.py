@@ -313,16 +313,15 @@ class LLMEngine:
             return None
         if not PersistentDecode.accepts(self.model, specs, self.cache):
             raise ConfigError(
-                "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows, "
-                "soft-caps or an FP8 KV cache, and of sizes that its kernel supports (see PersistentDecode.accepts); "
-                "leave it out"
+                "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows or "
+                "soft-caps, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
             )
         if 1 not in self.config.cuda_graph_batch_sizes:
             raise ConfigError(
                 "persistent_decode takes the place of the CUDA graph of one request, but none is captured: leave it "
                 "out, or leave out enforce_eager and let cuda_graph_batch_sizes begin with 1"
             )
-        return PersistentDecode(self.model, self.cache)
+        return PersistentDecode(self.model, self.cache, specs)
 
     def _new_scheduler(self) -> Scheduler:
         config, windows = self.config, [spec.window for spec in self._specs]

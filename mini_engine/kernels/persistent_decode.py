@@ -135,7 +135,8 @@ class PersistentDecode:
     ) -> TypeGuard[LlamaForCausalLM]:
         """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16, on Hopper, of suitable sizes.
 
-        Matrices may be quantized: all matrices of the layers in the same format, and the LM head in any.
+        Matrices may be quantized: all matrices of the layers in the same format, and the LM head in any. Keys and
+        values are stored in bfloat16 in all layers, or in e4m3 in all layers.
 
         Args:
             model: the model.
@@ -160,7 +161,8 @@ class PersistentDecode:
             and None not in _formats(model)
             and (not config.formats or row_sizes[1] + kv_size >= STRIP * _num_blocks(model))
             and config.hidden_act == "silu"
-            and not any(spec.window or spec.softcap or spec.kv_dtype for spec in specs)
+            and {spec.kv_dtype for spec in specs} in ({None}, {torch.float8_e4m3fn})
+            and not any(spec.window or spec.softcap for spec in specs)
         )
 
     def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "1 V"]:

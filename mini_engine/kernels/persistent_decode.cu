@@ -31,7 +31,8 @@
 // of the values.
 //
 // Quantized weights. The ring holds them as they are stored. When a warp loads them into registers, it converts them to bf16,
-// and the tensor cores multiply bf16 in any case. So the first rows of a phase are converted before its vector arrives.
+// and the tensor cores multiply bf16 in any case. Converting takes longer than multiplying. So while a warp waits for a vector,
+// it converts as many of the phase's rows as its registers hold: two buffers, or all buffers of half a strip (`HALVES`).
 #include <cuda_bf16.h>
 #include <cstdint>
 #include <type_traits>
@@ -52,10 +53,21 @@ constexpr int LARGEST = INTERMEDIATE > Q_SIZE ? INTERMEDIATE : Q_SIZE, VECTOR = 
 // A buffer (stage) of the ring holds 1,024 columns of eight rows in bf16, or of a strip of 16 quantized rows. A strip of gate and
 // up has eight rows of each. The padding after a row shifts the next row to other banks.
 constexpr int ROWS = 8, COLUMNS = 1024, PADDING = 64, STRIP = TILE_ROWS;
-constexpr int FLUSH = 6 * ROWS;  // rows whose sums `partial` holds at a time
-static_assert(FLUSH / ROWS % 2 == 0, "pairs of buffers");
+constexpr int DENSE = 3;         // a format of weights, besides the kinds in quantized.cuh
+constexpr bool HAS_QUANTIZED = LAYER_KIND != DENSE || HEAD_KIND != DENSE;
+constexpr int FLUSH = HAS_QUANTIZED ? 4 * STRIP : 6 * ROWS;  // rows whose sums `partial` holds at a time
+static_assert(FLUSH / ROWS % 2 == 0 && (!HAS_QUANTIZED || FLUSH / STRIP % 2 == 0), "pairs of buffers");
 constexpr int IN_FLIGHT = 6;     // most buffers being copied at a time; more could delay exchanges
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "whole buffers in each row");
+
+// A number that the compiler takes for a new one. What is computed from it is computed again in every phase. Otherwise the
+// compiler would compute it once for the whole step and keep it in registers, which quantized rows need.
+__device__ __forceinline__ unsigned renewed(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ unsigned thread_index() { return HAS_QUANTIZED ? renewed(threadIdx.x) : threadIdx.x; }
 
 // Round two floats to bf16, and pack them into 32 bits.
 __device__ inline uint32_t pack(float low, float high) {
@@ -68,26 +80,51 @@ __device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 1
 __device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // The formats of weights, and how a buffer of the ring holds them.
-constexpr int DENSE = 3;
-
 struct Dense {
     static constexpr int ROW_BYTES = COLUMNS * 2 + PADDING, STAGE_BYTES = ROWS * ROW_BYTES;
 };
 
-// INT4 and INT8 are stored tile by tile, and FP8 row by row. The scales of the rows follow.
-template <Kind KIND, int GROUP> struct Quantized {
+// INT4 and INT8 are stored tile by tile, and FP8 row by row. The scales of the rows follow. If HALF, the block needs 8 rows of the
+// strip, and the tensor cores take them twice: as their rows 0 to 7 with the first 8 of a lane's 16 columns in a tile, and as
+// rows 8 to 15 with the last 8.
+template <Kind KIND, int GROUP, bool HALF = false> struct Quantized {
     static constexpr int ROW_BYTES = COLUMNS + PADDING, TILES = COLUMNS / TILE_COLUMNS;
     static constexpr int NUMBER_BYTES = KIND == FP8 ? STRIP * ROW_BYTES : TILES * 32 * Tile<KIND>::BYTES;
     static constexpr int SCALE_BYTES = STRIP * 4 * (GROUP ? COLUMNS / GROUP : 1), STAGE_BYTES = NUMBER_BYTES + SCALE_BYTES;
     static constexpr int COPIED = (KIND == FP8 ? STRIP * COLUMNS : NUMBER_BYTES) + SCALE_BYTES;  // without padding
-    // Of the 128 columns that a warp multiplies: the number of scales. Pairs of columns of the tensor cores' result are enough
-    // for four.
+    // Of a buffer: the number of `mma` of a warp, of vectors of eight columns that a lane multiplies, and of its rows.
+    static constexpr int MMAS = HALF ? STEPS_OF_TILE : 2 * STEPS_OF_TILE, LOADS = MMAS / 2, LANE_ROWS = HALF ? 1 : 2;
+    static constexpr int MOST = HALF ? LARGEST / COLUMNS : 2;  // buffers in registers at a time
+    // Of the 128 columns that a warp multiplies: the number of scales. Each lane has one: lane % 4 % GROUPS.
     static constexpr int GROUPS = GROUP && GROUP < COLUMNS / WARPS ? COLUMNS / WARPS / GROUP : 1;
-    static constexpr bool HAS_OFFSETS = GROUP && KIND != FP8;
-    // With offsets, the sum of the vector is needed anyway. Then it also corrects for what INT4 numbers are too large.
-    static constexpr bool BIASED = HAS_OFFSETS && KIND == INT4;
+    static constexpr bool BIASED = KIND == INT4;  // converted numbers are too large; this is corrected as offsets are added
+    static constexpr bool HAS_OFFSETS = BIASED || (GROUP && KIND != FP8);
     static_assert(GROUPS <= 4 && COLUMNS % (GROUP ? GROUP : 1) == 0, "groups of 32 to 1,024 columns");
 
+    // Load a lane's part of a tile. If HALF, the words of its first eight columns take the place of row g, and those of its last
+    // eight columns the place of row g + 8.
+    __device__ static Tile<KIND> load(const unsigned char* stage, int tile, int lane, int half) {
+        const unsigned char* from = stage + (KIND == FP8 ? lane / 4 * ROW_BYTES + tile * TILE_COLUMNS + lane % 4 * 16
+                                                         : (tile * 32 + lane) * Tile<KIND>::BYTES);
+        const int next_row = KIND == FP8 ? ROWS * ROW_BYTES : Tile<KIND>::BYTES / 2;  // from row g to row g + 8
+        Tile<KIND> own;
+        if constexpr (HALF && KIND == INT4) {
+            const uint2 row = *reinterpret_cast<const uint2*>(from + half * next_row);
+            own.vectors[0] = make_uint4(row.x, 0, row.y, 0);
+        } else if constexpr (HALF) {
+            const uint4 row = *reinterpret_cast<const uint4*>(from + half * next_row);
+            own.vectors[0] = make_uint4(row.x, row.y, 0, 0), own.vectors[1] = make_uint4(row.z, row.w, 0, 0);
+        } else {
+#pragma unroll
+            for (int i = 0; i < Tile<KIND>::VECTORS; i++) own.vectors[i] = *reinterpret_cast<const uint4*>(from + i * next_row);
+        }
+        return own;
+    }
+    // Convert a tile for the tensor cores.
+    __device__ static void convert(const Tile<KIND>& tile, uint32_t (*rows)[4]) {
+#pragma unroll
+        for (int i = 0; i < MMAS / 2; i++) tile.template convert<BIASED>(i, rows[i]);
+    }
     // Arrange the vector as `convert` does the numbers. FP8 numbers are 2^-120 times too small. The vector is multiplied by 2^104,
     // and sums by 2^16. So neither is too large or too small for its format.
     __device__ static uint4 arrange(uint4 x) {
@@ -95,22 +132,27 @@ template <Kind KIND, int GROUP> struct Quantized {
         const auto pair = [](uint32_t a, uint32_t b, int order) { return multiply_pairs(__byte_perm(a, b, order), 0x73807380u); };
         return make_uint4(pair(x.x, x.y, 0x5410), pair(x.x, x.y, 0x7632), pair(x.z, x.w, 0x5410), pair(x.z, x.w, 0x7632));
     }
-    // What the columns of a group add to a row's product. `product` is the product of the numbers, and `all` the sum of the vector.
-    __device__ static float scaled(uint32_t scale, float product, float all) {
-        if constexpr (KIND == FP8) product *= 0x1p16f;
-        if constexpr (!GROUP) return __uint_as_float(scale) * product;
-        if constexpr (BIASED) product -= INT4_BIAS * all;
-        return low_of(scale) * product + (HAS_OFFSETS ? high_of(scale) * all : 0);
+    // A row is its numbers times its scale, plus its offset. So its product with the vector is (x) the first factor times the
+    // product of the numbers, plus (y) the second factor times the sum of the vector.
+    __device__ static float2 factors(uint32_t scale) {
+        const float own = (GROUP ? low_of(scale) : __uint_as_float(scale)) * (KIND == FP8 ? 0x1p16f : 1);
+        return make_float2(own, (GROUP && HAS_OFFSETS ? high_of(scale) : 0) - (BIASED ? INT4_BIAS * own : 0));
     }
 };
 
-template <int KIND, int GROUP> using FormatOf = std::conditional_t<KIND == DENSE, Dense, Quantized<static_cast<Kind>(KIND), GROUP>>;
+template <int KIND, int GROUP, bool HALF = false>
+using FormatOf = std::conditional_t<KIND == DENSE, Dense, Quantized<static_cast<Kind>(KIND), GROUP, HALF>>;
 using OfLayers = FormatOf<LAYER_KIND, LAYER_GROUP>;
 using OfHead = FormatOf<HEAD_KIND, HEAD_GROUP>;
+// If O and DOWN have strips for only half of the blocks, two blocks share a strip. Both copy it, one of them from the L2 cache.
+// Then a block has at most half a strip, and its registers hold all columns.
+constexpr bool HALVES = LAYER_KIND != DENSE && HIDDEN / STRIP < BLOCKS && HIDDEN / ROWS <= BLOCKS && LARGEST <= 4 * COLUMNS;
+using OfHalves = FormatOf<LAYER_KIND, LAYER_GROUP, HALVES>;
 constexpr int LARGER = OfLayers::STAGE_BYTES > OfHead::STAGE_BYTES ? OfLayers::STAGE_BYTES : OfHead::STAGE_BYTES;
 constexpr int STAGE_BYTES = (LARGER + 127) / 128 * 128;  // `Shared` follows the ring, and attention needs its tiles aligned
 static_assert(LAYER_KIND == DENSE || (QKV_SIZE >= STRIP * BLOCKS && INTERMEDIATE >= ROWS * BLOCKS), "strips for all blocks");
-constexpr int RESIDUAL_ROWS = LAYER_KIND == DENSE ? HIDDEN / BLOCKS + 2 : (HIDDEN / STRIP + BLOCKS - 1) / BLOCKS * STRIP;  // of a block
+constexpr int RESIDUAL_UNIT = LAYER_KIND == DENSE ? 2 : HALVES ? ROWS : STRIP;  // neighbors that one block has
+constexpr int RESIDUAL_ROWS = LAYER_KIND == DENSE ? HIDDEN / BLOCKS + 2 : (HIDDEN / RESIDUAL_UNIT + BLOCKS - 1) / BLOCKS * RESIDUAL_UNIT;
 
 using Stored = std::conditional_t<KV_IS_E4M3, uint8_t, bf16>;                // a number of the cache
 constexpr int TILE = 16, TILE_BYTES = TILE * HEAD_DIM * sizeof(Stored);      // keys in a tile
@@ -195,7 +237,8 @@ __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(C
 // The part of `all` items that belongs to this block.
 struct Share {
     int first, end;
-    __device__ explicit Share(int all) : first(all * blockIdx.x / BLOCKS), end(all * (blockIdx.x + 1) / BLOCKS) {}
+    __device__ explicit Share(int all) : Share(all, HAS_QUANTIZED ? renewed(blockIdx.x) : blockIdx.x) {}
+    __device__ Share(int all, unsigned block) : first(all * block / BLOCKS), end(all * (block + 1) / BLOCKS) {}
 };
 
 // The rows of a matrix that belong to this block. `unit` neighbors are never divided.
@@ -210,7 +253,8 @@ enum Phase { QKV, O, GATE_UP, DOWN, LM_HEAD };
 
 // Call a function with the format of a phase's matrix.
 template <class Function> __device__ inline void with_format(int phase, const Function& function) {
-    if constexpr (std::is_same_v<OfLayers, OfHead>) function(OfLayers{});
+    if (HALVES && (phase == O || phase == DOWN)) function(OfHalves{});
+    else if constexpr (std::is_same_v<OfLayers, OfHead>) function(OfLayers{});
     else if (phase == LM_HEAD) function(OfHead{});
     else function(OfLayers{});
 }
@@ -219,14 +263,14 @@ template <class Function> __device__ inline void with_format(int phase, const Fu
 struct Matrix {
     int rows, columns, parts;
     bool is_dense;
-    int unit;  // pairs, because two bf16 are published together; or the rows of a part in a strip
+    int unit;  // pairs, because two bf16 are published together; or the rows of a part in a strip, or half of a strip
 
     __device__ Matrix(int phase, const Step& step)
         : rows(phase == QKV ? QKV_SIZE : phase == GATE_UP ? INTERMEDIATE : phase == LM_HEAD ? step.vocab_size : HIDDEN),
           columns(phase == O ? Q_SIZE : phase == DOWN ? INTERMEDIATE : HIDDEN),
           parts(phase == GATE_UP ? 2 : 1),
           is_dense(phase == LM_HEAD ? HEAD_KIND == DENSE : LAYER_KIND == DENSE),
-          unit(is_dense ? 2 : STRIP / parts) {}
+          unit(is_dense ? 2 : phase == O || phase == DOWN ? RESIDUAL_UNIT : STRIP / parts) {}
     __device__ Rows own() const { return Rows(rows, unit); }
     // Number of buffers that hold 1,024 columns of some rows.
     __device__ int buffers(int rows) const { return is_dense ? (rows + ROWS - 1) / ROWS * parts : (rows + unit - 1) / unit; }
@@ -235,7 +279,29 @@ struct Matrix {
 };
 
 // The block's rows of the residual stream.
-__device__ inline Rows residual_rows() { return Rows(HIDDEN, LAYER_KIND == DENSE ? 2 : STRIP); }
+__device__ inline Rows residual_rows() { return Rows(HIDDEN, RESIDUAL_UNIT); }
+
+// --- arithmetic ---------------------------------------------------------------------------------------------------------
+
+// 2 to the power of x, approximately.
+__device__ inline float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Sum, or maximum, over lanes of the warp. By default over all lanes; with <16, 4> over lanes with the same `lane % 4`.
+template <int FROM = 16, int TO = 1> __device__ inline float sum(float x) {
+#pragma unroll
+    for (int mask = FROM; mask >= TO; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
+    return x;
+}
+
+template <int FROM = 16, int TO = 1> __device__ inline float maximum(float x) {
+#pragma unroll
+    for (int mask = FROM; mask >= TO; mask >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+    return x;
+}
 
 // --- the ring of weights -----------------------------------------------------------------------------------------------
 
@@ -304,32 +370,32 @@ struct Producer {
         const Rows own = matrix.own();
         const int half = matrix.parts == 2 ? matrix.rows : ROWS;  // from a row of a strip's first half to that of its second half
         const auto* numbers = static_cast<const unsigned char*>(weights);
+        const auto* factors = static_cast<const float*>(scales);
 #pragma unroll 1
-        for (int row = own.first; row < own.end; row += matrix.unit)
+        for (int row = own.first; row < own.end; row += matrix.unit) {
+            const int strip = row * matrix.parts / STRIP, first = strip * STRIP / matrix.parts;
 #pragma unroll 1
             for (int column = 0; column < matrix.columns; column += COLUMNS) {
-                const int strip = row / matrix.unit;
                 const uint32_t full = begin(Format::COPIED), to = shared_address(stage(position));
+                const int64_t buffer = (static_cast<int64_t>(strip) * matrix.columns + column) / COLUMNS;  // buffers are adjacent
                 if constexpr (KIND == FP8) {
 #pragma unroll 1
                     for (int i = 0; i < STRIP; i++) {  // rows after the last one are not used
-                        const int from = min(row + i / ROWS * half + i % ROWS, matrix.parts * matrix.rows - 1);
+                        const int from = min(first + i / ROWS * half + i % ROWS, matrix.parts * matrix.rows - 1);
                         copy(to + i * Format::ROW_BYTES, numbers + static_cast<int64_t>(from) * matrix.columns + column, COLUMNS, full);
                     }
                 } else {
-                    const int64_t tile = (static_cast<int64_t>(strip) * matrix.columns + column) / TILE_COLUMNS;
-                    copy(to, numbers + tile * 32 * Tile<KIND>::BYTES, Format::NUMBER_BYTES, full);
+                    copy(to, numbers + buffer * Format::NUMBER_BYTES, Format::NUMBER_BYTES, full);
                 }
-                const auto* of_rows = static_cast<const float*>(scales) + row;  // or of groups: 16 rows for each group
                 if constexpr (GROUP) {
-                    const int group = (strip * matrix.columns + column) / GROUP;
-                    copy(to + Format::NUMBER_BYTES, static_cast<const float*>(scales) + group * STRIP, Format::SCALE_BYTES, full);
+                    copy(to + Format::NUMBER_BYTES, factors + buffer * (Format::SCALE_BYTES / 4), Format::SCALE_BYTES, full);
                 } else {
-                    copy(to + Format::NUMBER_BYTES, of_rows, ROWS * 4, full);
-                    copy(to + Format::NUMBER_BYTES + ROWS * 4, of_rows + half, ROWS * 4, full);
+                    copy(to + Format::NUMBER_BYTES, factors + first, ROWS * 4, full);
+                    copy(to + Format::NUMBER_BYTES + ROWS * 4, factors + first + half, ROWS * 4, full);
                 }
                 position++;
             }
+        }
     }
 };
 
@@ -356,13 +422,25 @@ struct Product {
     static constexpr int LOADS = COLUMNS / WARPS / 32;
     int position = 0, end = 0;            // of the first buffer in registers; the end of the matrix
     int buffer = 0;                       // which half of `partial` is written
-    uint32_t rows[2 * LOADS][4];          // the thread's elements of the next 16 rows
-    uint32_t scales[2][4];                // quantized: the scales of two of the rows, for each of the warp's groups
+    uint32_t rows[4 * LOADS][4];          // the thread's elements of the next 16 rows; quantized: of all buffers in registers
+    float2 factors[4];                    // quantized: of each of the thread's rows in these buffers
 
     // Load the first rows of a phase's matrix.
     __device__ void begin(int phase, const Step& step) {
         end = position + Matrix(phase, step).buffers();
+        if constexpr (HALVES)  // the same number, but so the compiler needs fewer registers
+            if (phase == O) end = position + min(Matrix(phase, step).buffers(), Q_SIZE / COLUMNS);
+        if (HAS_QUANTIZED) clear();
         with_format(phase, [&](auto format) { load(format); });
+    }
+    // Forget the rows. Then the compiler knows that no registers hold them until the next ones are loaded.
+    __device__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 4 * LOADS; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) rows[i][j] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) factors[i] = float2{};
     }
     // Load the buffers at `position` and `position + 1` into registers, and release them.
     __device__ void load(Dense) {
@@ -382,37 +460,49 @@ struct Product {
         __syncwarp();
         if (lane < 2 && position + lane < end) release(position + lane);
     }
-    // Load the buffer at `position`, release it, and convert its numbers.
-    template <Kind KIND, int GROUP> __device__ void load(Quantized<KIND, GROUP>) {
-        using Format = Quantized<KIND, GROUP>;
-        if (position >= end) return;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const unsigned char* from = stage(position);
-        const int group = GROUP ? warp * (COLUMNS / WARPS) / (GROUP ? GROUP : 1) : 0;  // the warp's first
-        const auto* of_warp = reinterpret_cast<const uint32_t*>(from + Format::NUMBER_BYTES) + group * STRIP;
-        Tile<KIND> tiles[2];
-        wait(shared().full + position % STAGES, position / STAGES & 1);
+    // Load as many buffers as the registers hold, from `position` on. Release them, and convert their numbers.
+    template <Kind KIND, int GROUP, bool HALF> __device__ void load(Quantized<KIND, GROUP, HALF>) {
+        using Format = Quantized<KIND, GROUP, HALF>;
+        constexpr int MOST = Format::MOST, LANE_ROWS = Format::LANE_ROWS;
+        const int count = min(MOST, end - position);
+        if (count <= 0) return;
+        const unsigned thread = thread_index();
+        const int lane = thread % 32, warp = thread / 32;
+        const int half = HALF ? residual_rows().first / ROWS % 2 : 0;  // which half of its strip the block has
+        const int group = (GROUP ? warp * (COLUMNS / WARPS) / (GROUP ? GROUP : 1) : 0) + lane % 4 % Format::GROUPS;
+        const int of_row = group * STRIP + half * ROWS + lane / 4;  // index of the first row's scale
+        // Numbers of 4 bits are all loaded before the first are converted. Those of 8 bits would take too many registers.
+        constexpr int AT_ONCE = KIND == INT4 ? MOST : 1;
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int begin = 0; begin < MOST; begin += AT_ONCE) {
+            Tile<KIND> tiles[AT_ONCE][2] = {};  // without values from the start, registers would be reserved in the whole kernel
+            uint32_t scales[AT_ONCE][LANE_ROWS] = {};
 #pragma unroll
-            for (int j = 0; j < Tile<KIND>::VECTORS; j++) {
-                const int tile = 2 * warp + i;
-                const int at = KIND == FP8 ? (lane / 4 + j * ROWS) * Format::ROW_BYTES + tile * TILE_COLUMNS + lane % 4 * 16
-                                           : (tile * 32 + lane) * Tile<KIND>::BYTES + j * 16;
-                tiles[i].vectors[j] = *reinterpret_cast<const uint4*>(from + at);
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int from = position + begin + i;
+                if (begin + i >= count) continue;
+                const auto* of_lane = reinterpret_cast<const uint32_t*>(stage(from) + Format::NUMBER_BYTES) + of_row;
+                wait(shared().full + from % STAGES, from / STAGES & 1);
+#pragma unroll
+                for (int j = 0; j < 2; j++) tiles[i][j] = Format::load(stage(from), 2 * warp + j, lane, half);
+#pragma unroll
+                for (int j = 0; j < LANE_ROWS; j++) scales[i][j] = of_lane[j * ROWS];
             }
+            __syncwarp();
+            if (lane < AT_ONCE && begin + lane < count) release(position + begin + lane);
 #pragma unroll
-        for (int i = 0; i < Format::GROUPS; i++)
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (begin + i >= count) continue;
 #pragma unroll
-            for (int half = 0; half < 2; half++) scales[half][i] = of_warp[i * STRIP + half * ROWS + lane / 4];
-        __syncwarp();
-        if (lane == 0) release(position);
+                for (int j = 0; j < 2; j++) Format::convert(tiles[i][j], rows + (begin + i) * Format::MMAS + j * Format::MMAS / 2);
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS_OF_TILE; i++) tiles[i / STEPS_OF_TILE].template convert<Format::BIASED>(i % STEPS_OF_TILE, rows[i]);
+                for (int j = 0; j < LANE_ROWS; j++) factors[(begin + i) * LANE_ROWS + j] = Format::factors(scales[i][j]);
+            }
+        }
     }
 
     // Multiply 16 rows by the thread's part of the vector.
-    __device__ static void multiply(float (&sums)[LOADS][4], const uint32_t (&rows)[2 * LOADS][4], const uint4 (&x)[LOADS]) {
+    __device__ static void multiply(float (&sums)[LOADS][4], const uint32_t (&rows)[4 * LOADS][4], const uint4 (&x)[LOADS]) {
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
             multiply_accumulate(sums[i], rows[2 * i], x[i].x, x[i].y);
@@ -421,7 +511,7 @@ struct Product {
     }
 
     // Multiply the next `row_blocks` blocks of eight rows. Write the warp's sum of each row to `partial[buffer]`.
-    __device__ void accumulate(Dense, int columns, int row_blocks) {
+    template <class Function> __device__ void accumulate(Dense, int columns, int row_blocks, const Function&) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int per_row = columns / COLUMNS, stop = position + row_blocks * per_row;
         const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 8;
@@ -455,60 +545,98 @@ struct Product {
         }
     }
 
-    // Multiply the next strips. All columns of the other operand hold the same part of the vector. With two groups in a tile, the
-    // even ones hold only what belongs to the first group, and the odd ones what belongs to the second.
-    template <Kind KIND, int GROUP> __device__ void accumulate(Quantized<KIND, GROUP> format, int columns, int strips) {
-        using Format = Quantized<KIND, GROUP>;
-        constexpr int GROUPS = Format::GROUPS;
+    // Sum the vector in the warp's 128 columns. `x` are these columns. The first operand is all ones, and each column of the second
+    // has eight of a lane's columns in one tile. So `sums` are those of one tile, or of one group of 32.
+    template <int GROUPS> __device__ static void add_up(float (&sums)[4], const bf16* x, int lane) {
         constexpr uint32_t ONES = 0x3f803f80;  // a pair of 1
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int t = lane % 4, n = lane / 4, tile = GROUPS == 4 ? n / 4 : n / 2 % 2;
+        uint4 own = *reinterpret_cast<const uint4*>(x + tile * TILE_COLUMNS + t * 16 + n % 2 * 8);
+        if (GROUPS == 4 && t / 2 != n / 2 % 2) own = uint4{};
+        multiply_accumulate(sums, {ONES, ONES, ONES, ONES}, own.x, own.y);
+        multiply_accumulate(sums, {ONES, ONES, ONES, ONES}, own.z, own.w);
+    }
+
+    // Multiply the next strips, or halves of strips, and call `meanwhile` once while the tensor cores are busy.
+    //
+    // The other operand has eight columns. With one group, all hold the same part of the vector. With several, columns 2 t and
+    // 2 t + 1 hold only what belongs to group t % GROUPS, and lanes t of the result have the sums of this group. With halves, the
+    // even columns hold the first 8 of a lane's 16 columns, and the odd ones the last 8.
+    template <Kind KIND, int GROUP, bool HALF, class Function>
+    __device__ void accumulate(Quantized<KIND, GROUP, HALF> format, int columns, int strips, const Function& meanwhile) {
+        using Format = Quantized<KIND, GROUP, HALF>;
+        constexpr int MOST = Format::MOST, LANE_ROWS = Format::LANE_ROWS, GROUPS = Format::GROUPS;
+        const unsigned thread = thread_index();
+        const int lane = thread % 32, warp = thread / 32;
         const int per_row = columns / COLUMNS, stop = position + strips * per_row;
-        const bool is_own = GROUPS < 4 || lane % 4 / 2 == lane / 4 % 2;
-        const bf16* mine = shared().vector + warp * (COLUMNS / WARPS) + lane % 4 * 16;
+        const bf16* of_warp = shared().vector + warp * (COLUMNS / WARPS);
+        const bf16* mine = of_warp + lane % 4 * 16 + (HALF ? lane / 4 % 2 * 8 : 0);
         float* to = shared().partial[buffer][lane / 4] + warp;
-        float sum[2] = {};  // of two rows
-        int part = 0;       // number of the rows' buffers that are in `sum`
-        uint4 x[LOADS];
-        float of_x[LOADS][4];  // the sums of the vector, if there are offsets
+        float sum[LANE_ROWS] = {};
+        int part = 0;  // number of the rows' buffers that are in `sum`
+        float all[MOST] = {};  // the sums of the vector in the columns that share the lane's scale, if there are offsets
 #pragma unroll 1
-        for (bool loaded = false; position < stop; loaded = true) {
-            if (!loaded || per_row > 1) {
+        for (bool is_first = true; position < stop; is_first = false) {
+            const int count = min(MOST, stop - position);
+            uint4 x[MOST][Format::LOADS] = {};
+            const bool sums_vector = Format::HAS_OFFSETS && (is_first || per_row > 1);
+            float sums[MOST][2][4] = {}, vector_sums[MOST][4] = {};
+            const auto load_vector = [&](int i, int part) {
 #pragma unroll
-                for (int i = 0; i < LOADS; i++) {
-                    x[i] = *reinterpret_cast<const uint4*>(mine + part * COLUMNS + i / 2 * TILE_COLUMNS + i % 2 * 8);
-                    x[i] = Format::arrange(is_own ? x[i] : uint4{});
-#pragma unroll
-                    for (int j = 0; j < 4; j++) of_x[i][j] = 0;
+                for (int j = 0; j < Format::LOADS; j++) {
+                    const int tile = j / (Format::LOADS / 2), group = GROUPS == 4 ? 2 * tile + lane % 4 / 2 : GROUPS == 2 ? tile : 0;
+                    const bf16* own = mine + part * COLUMNS + tile * TILE_COLUMNS + (HALF ? 0 : j % 2 * 8);
+                    if (group == lane / 8 % GROUPS) x[i][j] = Format::arrange(*reinterpret_cast<const uint4*>(own));
                 }
+            };
+            if (HALF) {  // this vector is short enough for the registers
 #pragma unroll
-                for (int i = 0; Format::HAS_OFFSETS && i < LOADS; i++) {
-                    multiply_accumulate(of_x[i], {ONES, ONES, ONES, ONES}, x[i].x, x[i].y);
-                    multiply_accumulate(of_x[i], {ONES, ONES, ONES, ONES}, x[i].z, x[i].w);
+                for (int i = 0; i < MOST; i++)
+                    if (i < count) load_vector(i, i);
+            }
+#pragma unroll
+            for (int i = 0, from = part; i < MOST; i++, from = from + 1 < per_row ? from + 1 : 0) {
+                if (i >= count) continue;
+                if (!HALF) load_vector(i, from);
+#pragma unroll
+                for (int j = 0; j < Format::LOADS; j++) {
+                    const uint32_t(*own)[4] = rows + i * Format::MMAS + 2 * j;
+                    multiply_accumulate(sums[i][0], own[0], x[i][j].x, x[i][j].y);
+                    multiply_accumulate(sums[i][1], own[1], x[i][j].z, x[i][j].w);
+                }
+                if (sums_vector) add_up<GROUPS>(vector_sums[i], of_warp + from * COLUMNS, lane);
+            }
+            if (is_first) meanwhile();
+            float2 own[MOST * LANE_ROWS];
+#pragma unroll
+            for (int i = 0; i < MOST * LANE_ROWS; i++) own[i] = factors[i];
+            position += count;
+            if (!HALF) load(format);  // all columns of a half strip are in registers
+            if (sums_vector) {
+#pragma unroll
+                for (int i = 0; i < MOST; i++) {
+                    all[i] = vector_sums[i][0] + vector_sums[i][1];
+                    if (GROUPS == 1) all[i] += __shfl_xor_sync(~0u, all[i], 1);  // the other tile
                 }
             }
-            float sums[LOADS][4] = {};
-            multiply(sums, rows, x);
-            uint32_t own[2][GROUPS];
 #pragma unroll
-            for (int i = 0; i < 2 * GROUPS; i++) own[i / GROUPS][i % GROUPS] = scales[i / GROUPS][i % GROUPS];
-            position++;
-            load(format);
+            for (int i = 0; i < MOST; i++) {
+                if (i >= count) continue;
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    float product = 0, all = 0;  // of the group's columns: the product with the numbers, and the sum of the vector
-#pragma unroll
-                    for (int i = 0; i < LOADS; i++) {
-                        if (GROUPS > 1 && i / 2 != group * 2 / GROUPS) continue;  // another tile
-                        const int at = GROUPS == 4 ? group % 2 : 0;
-                        product += sums[i][2 * half + at], all += of_x[i][at];
-                    }
-                    sum[half] += Format::scaled(own[half][group], product, all);
+                for (int j = 0; j < LANE_ROWS; j++) {
+                    float product = sums[i][0][2 * j] + sums[i][1][2 * j];
+                    if (HALF) product += sums[i][0][3] + sums[i][1][3];
+                    sum[j] += own[i * LANE_ROWS + j].x * product;
+                    if (Format::HAS_OFFSETS) sum[j] += own[i * LANE_ROWS + j].y * all[i];
                 }
-            if (++part < per_row) continue;
-            if (lane % 4 == 0) to[0] = sum[0], to[ROWS * WARPS] = sum[1];
-            to += STRIP * WARPS, sum[0] = sum[1] = 0, part = 0;
+                if (++part < per_row) continue;
+#pragma unroll
+                for (int j = 0; j < LANE_ROWS; j++) {
+                    if (GROUPS > 1) sum[j] = ::sum<GROUPS / 2, 1>(sum[j]);
+                    if (lane % 4 == 0) to[j * ROWS * WARPS] = sum[j];
+                    sum[j] = 0;
+                }
+                to += LANE_ROWS * ROWS * WARPS, part = 0;
+            }
         }
     }
 };
@@ -567,39 +695,21 @@ template <int N> __device__ inline void receive(const Tagged* from, int stride, 
 // not have to wait for the other warps.
 template <int N> __device__ inline void gather(const Tagged* from, uint32_t tag) {
     constexpr int EACH = N / (4 * CONSUMERS);
+    const unsigned thread = thread_index();
     uint32_t pairs[2 * EACH];
-    receive<EACH>(from + 2 * threadIdx.x, 2 * CONSUMERS, tag, pairs);
+    receive<EACH>(from + 2 * thread, 2 * CONSUMERS, tag, pairs);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        *reinterpret_cast<uint2*>(shared().vector + 4 * (threadIdx.x + i * CONSUMERS)) = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
+        *reinterpret_cast<uint2*>(shared().vector + 4 * (thread + i * CONSUMERS)) = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
     __syncwarp();
 }
 
-// --- arithmetic ---------------------------------------------------------------------------------------------------------
-
-// 2 to the power of x, approximately.
-__device__ inline float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Sum, or maximum, over lanes of the warp. By default over all lanes; with <16, 4> over lanes with the same `lane % 4`.
-template <int FROM = 16, int TO = 1> __device__ inline float sum(float x) {
-#pragma unroll
-    for (int mask = FROM; mask >= TO; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
-    return x;
-}
-
-template <int FROM = 16, int TO = 1> __device__ inline float maximum(float x) {
-#pragma unroll
-    for (int mask = FROM; mask >= TO; mask >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-    return x;
-}
+// --- RMSNorm ----------------------------------------------------------------------------------------------------------------
 
 // A thread's part of the residual stream, and of the weights of the RMSNorm that follows: four of every 1,024 dimensions.
 struct Residual {
     static constexpr int EACH = HIDDEN / (4 * CONSUMERS);
+    const unsigned thread = thread_index();
     uint2 weights[EACH];
     float x[4 * EACH];
 
@@ -607,39 +717,44 @@ struct Residual {
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
-                         : "=r"(weights[i].x), "=r"(weights[i].y) : "l"(norm + 4 * (threadIdx.x + i * CONSUMERS)));
+                         : "=r"(weights[i].x), "=r"(weights[i].y) : "l"(norm + 4 * (thread + i * CONSUMERS)));
     }
     // Take the embedding of the step's token, before the first layer.
     __device__ void embed(const bf16* embedding) {
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) x[4 * i + j] = __bfloat162float(embedding[4 * (threadIdx.x + i * CONSUMERS) + j]);
+            for (int j = 0; j < 4; j++) x[4 * i + j] = __bfloat162float(embedding[4 * (thread + i * CONSUMERS) + j]);
     }
     // Receive the residual stream from the other blocks.
     __device__ void gather(const Tagged* from, uint32_t tag) {
         uint32_t pairs[2 * EACH];
-        receive<EACH>(from + 2 * threadIdx.x, 2 * CONSUMERS, tag, pairs);
+        receive<EACH>(from + 2 * thread, 2 * CONSUMERS, tag, pairs);
 #pragma unroll
         for (int i = 0; i < 2 * EACH; i++) x[2 * i] = low_of(pairs[i]), x[2 * i + 1] = high_of(pairs[i]);
     }
-    // Write the vector, multiplied by the norm's weights, to shared memory. The other factor of RMSNorm is one number for the
-    // whole vector. It needs all warps' squares, so it is applied to the sums of the product (see `norm_factor`).
-    __device__ void normalize() const {
+    // Write the vector, multiplied by the norm's weights, to shared memory, and return the thread's sum of squares. The other factor
+    // of RMSNorm is one number for the whole vector. It needs all warps' squares, so it is applied to the sums of the product (see
+    // `norm_factor`).
+    __device__ float normalize() const {
         float squares = 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const float* own = x + 4 * i;
             const uint2 pairs = make_uint2(pack(own[0] * low_of(weights[i].x), own[1] * high_of(weights[i].x)),
                                            pack(own[2] * low_of(weights[i].y), own[3] * high_of(weights[i].y)));
-            *reinterpret_cast<uint2*>(shared().vector + 4 * (threadIdx.x + i * CONSUMERS)) = pairs;
+            *reinterpret_cast<uint2*>(shared().vector + 4 * (thread + i * CONSUMERS)) = pairs;
             squares += (own[0] * own[0] + own[1] * own[1]) + (own[2] * own[2] + own[3] * own[3]);
         }
-        squares = sum(squares);
-        if (threadIdx.x % 32 == 0) shared().squares[threadIdx.x / 32] = squares;
-        __syncwarp();
+        return squares;
     }
 };
+
+// Add the squares of a warp's threads, for `norm_factor`.
+__device__ inline void add_squares(float squares) {
+    squares = sum(squares);
+    if (threadIdx.x % 32 == 0) shared().squares[threadIdx.x / 32] = squares;
+}
 
 // The factor of RMSNorm: 1 / (root mean square of the vector). Valid after `sync_consumers`.
 __device__ inline float norm_factor(float eps) { return rsqrtf(total(shared().squares) / HIDDEN + eps); }
@@ -735,8 +850,8 @@ struct Split {
     // not in the cache become 0: those after the end, and the new key, which `attend` adds.
     __device__ void load(const Layer& layer, int begin, uint32_t places, int buffer) const {
         if (begin >= end) return;
-        const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
-        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]) + buffer * 2 * TILE_BYTES;
+        const int lane = thread_index() % 32, chunk = lane % CHUNKS;
+        const uint32_t tile = shared_address(shared().tiles[thread_index() / 32]) + buffer * 2 * TILE_BYTES;
         const auto *keys = reinterpret_cast<const uint4*>(layer.k_cache) + chunk, *values = reinterpret_cast<const uint4*>(layer.v_cache) + chunk;
 #pragma unroll 4
         for (int i = 0; i < TILE; i += 32 / CHUNKS) {
@@ -761,9 +876,9 @@ struct Split {
 // receives the new key and value, and stores them in the cache. Each warp takes one head at a time.
 __device__ inline void receive_heads(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
     constexpr int EACH = HEAD_DIM / 32;  // dimensions of a lane
-    const int lane = threadIdx.x % 32, at = lane * EACH, half = at % (HEAD_DIM / 2);
+    const int lane = thread_index() % 32, at = lane * EACH, half = at % (HEAD_DIM / 2);
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < (split.end > split.last ? GROUP + 2 : GROUP); i += WARPS) {
+    for (int i = thread_index() / 32; i < (split.end > split.last ? GROUP + 2 : GROUP); i += WARPS) {
         const bool is_query = i < GROUP, is_value = i == GROUP + 1;
         const int head = is_query ? split.head * GROUP + i : Q_HEADS + (i - GROUP) * KV_HEADS + split.head;
         const bf16* norm = is_value ? nullptr : is_query ? layer.q_norm : layer.k_norm;
@@ -830,7 +945,7 @@ struct State {
 
     // Load the queries into registers.
     __device__ State() {
-        const int lane = threadIdx.x % 32;
+        const int lane = thread_index() % 32;
         if constexpr (KV_IS_E4M3) {
             const auto* own = reinterpret_cast<const uint2*>(shared().q[min(lane / 4, GROUP - 1)]) + lane % 4;
 #pragma unroll
@@ -847,8 +962,8 @@ struct State {
     }
     // Attend to the first `num_keys` keys of the warp's tile in a buffer.
     __device__ void attend(int buffer, int num_keys, float scale) {
-        const int lane = threadIdx.x % 32;
-        const uint32_t tile = shared_address(shared().tiles[threadIdx.x / 32]) + buffer * 2 * TILE_BYTES;
+        const int lane = thread_index() % 32;
+        const uint32_t tile = shared_address(shared().tiles[thread_index() / 32]) + buffer * 2 * TILE_BYTES;
         // Load i needs chunks 2 * i and 2 * i + 1. Because of the swizzle, an exclusive or moves from chunks 0 and 1 to these.
         const uint32_t keys = tile + place_in_tile(lane % 16, lane / 16);
         const uint32_t values = tile + TILE_BYTES + place_in_tile(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -903,7 +1018,7 @@ struct State {
     }
     // Write the state to shared memory, over the warp's tiles.
     __device__ void store() {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int lane = thread_index() % 32, warp = thread_index() / 32;
         sum[0] = ::sum<16, 4>(sum[0]), sum[1] = ::sum<16, 4>(sum[1]);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -926,7 +1041,7 @@ struct State {
 
 // Attend to the keys of the block's split, and publish its outputs and log-sum-exps (to base 2).
 __device__ inline void attend(const Step& step, const Layer& layer, const Split& split, uint32_t tag) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = thread_index() % 32, warp = thread_index() / 32;
     receive_heads(step, layer, split, tag);
     if (split.first < split.end) {
         State state;
@@ -955,7 +1070,7 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
     // Merge the states of the warps that had keys. For a warp without keys, the state of the last warp that had some is read
     // and gets weight 0. This needs no branch, so the loads can overlap.
 #pragma unroll 1
-    for (int i = 2 * threadIdx.x; i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
+    for (int i = 2 * thread_index(); i < GROUP * HEAD_DIM; i += 2 * CONSUMERS) {
         const int g = i / HEAD_DIM, dimension = i % HEAD_DIM, head = split.head * GROUP + g;
         float weights[WARPS], sums[WARPS], most = -INFINITY, all = 0, low = 0, high = 0;
         float2 pairs[WARPS];
@@ -980,10 +1095,10 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
 // Merge many splits: each block merges its share of the dimensions and publishes them. A warp takes two dimensions at a time,
 // and each of its lanes has one split.
 __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_index() % 32;
     const Share pairs(Q_SIZE / 2);
 #pragma unroll 1
-    for (int i = pairs.first + static_cast<int>(threadIdx.x) / 32; i < pairs.end; i += WARPS) {
+    for (int i = pairs.first + static_cast<int>(thread_index()) / 32; i < pairs.end; i += WARPS) {
         uint32_t pair = 0;
         float lse = -INFINITY;
         if (lane < num_splits) {
@@ -1003,8 +1118,9 @@ __device__ inline void merge(const Step& step, int num_splits, uint32_t tag) {
 // every 1,024.
 template <int MOST> __device__ inline void gather_splits(const Step& step, int num_splits, uint32_t tag) {
     constexpr int EACH = Q_SIZE / (4 * CONSUMERS), AT_ONCE = EACH % 2 == 0 && MOST <= 4 ? 2 : 1;
-    if (threadIdx.x % 32 == 0) {  // only one lane waits for the warp's first value
-        const Tagged* first = step.splits + (threadIdx.x / 32 % num_splits * Q_SIZE + 4 * threadIdx.x) / 2;
+    const unsigned thread = thread_index();
+    if (thread % 32 == 0) {  // only one lane waits for the warp's first value
+        const Tagged* first = step.splits + (thread / 32 % num_splits * Q_SIZE + 4 * thread) / 2;
         while (load_one(first) >> 32 != tag) {}
     }
     __syncwarp();
@@ -1026,7 +1142,7 @@ template <int MOST> __device__ inline void gather_splits(const Step& step, int n
             for (int s = 0; s < MOST; s++)
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++) {
-                    const int at = 4 * (threadIdx.x + (begin + i) * CONSUMERS);
+                    const int at = 4 * (thread + (begin + i) * CONSUMERS);
                     load_missing(values[s][i], step.splits + (s * Q_SIZE + at) / 2, tag);
                     load_missing(lse[s][i], step.lse + s * Q_HEADS + at / HEAD_DIM, tag);
                 }
@@ -1053,7 +1169,7 @@ template <int MOST> __device__ inline void gather_splits(const Step& step, int n
                     x[2 * j] += weight * low_of(pair), x[2 * j + 1] += weight * high_of(pair);
                 }
             }
-            *reinterpret_cast<uint2*>(shared().vector + 4 * (threadIdx.x + (begin + i) * CONSUMERS)) = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
+            *reinterpret_cast<uint2*>(shared().vector + 4 * (thread + (begin + i) * CONSUMERS)) = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
         }
     }
     __syncwarp();
@@ -1124,15 +1240,17 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     const Rows held = residual_rows();
     for (int i = held.first + threadIdx.x; i < held.end; i += CONSUMERS) shared().residual[i - held.first] = __bfloat162float(embedded[i]);
     Product product;
-    product.begin(QKV, step);
+    if (LAYER_KIND == DENSE) product.begin(QKV, step);
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
         const int phase = phase_of(i);
         const Layer& layer = shared().layers[min(i / 4, LAYERS - 1)];
         const uint32_t tag = count * LAYERS + i / 4 + 1;
         const Matrix matrix(phase, step);
+        float squares = 0;
         if (phase == O) {
             if (split.has_work) attend(step, layer, split, tag);
+            if (LAYER_KIND != DENSE) product.begin(O, step);
             if (split.count <= FEW_SPLITS / 2) {  // fewer splits need fewer registers, so more loads are in flight at once
                 gather_splits<FEW_SPLITS / 2>(step, split.count, tag);
             } else if (split.count <= FEW_SPLITS) {
@@ -1142,24 +1260,34 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
                 gather<Q_SIZE>(step.attention, tag);
             }
         } else if (phase == DOWN) {
+            if (LAYER_KIND != DENSE) product.begin(DOWN, step);
             gather<INTERMEDIATE>(step.activation, tag);
         } else {
             Residual residual(phase == QKV ? layer.input_norm : phase == GATE_UP ? layer.mlp_norm : step.final_norm);
+            if (!matrix.is_dense) product.begin(phase, step);
             if (i == 0) residual.embed(embedded);
             else residual.gather(phase == GATE_UP ? step.after_attention : step.after_mlp, phase == GATE_UP ? tag : tag - 1);
             if (phase == QKV) split.load_first(layer);  // behind the loads that the product waits for
-            residual.normalize();
+            squares = residual.normalize();
+            if (matrix.is_dense) add_squares(squares);
+            __syncwarp();
         }
         const Rows own = matrix.own();
 #pragma unroll 1
         for (int begin = own.first; begin < own.end; begin += FLUSH / matrix.parts) {
-            const int rows = min(FLUSH / matrix.parts, own.end - begin), local = 2 * threadIdx.x;
-            with_format(phase, [&](auto format) { product.accumulate(format, matrix.columns, matrix.buffers(rows)); });
+            const int rows = min(FLUSH / matrix.parts, own.end - begin), local = 2 * thread_index();
+            with_format(phase, [&](auto format) {
+                product.accumulate(format, matrix.columns, matrix.buffers(rows), [&] {
+                    if (phase != O && phase != DOWN && begin == own.first) add_squares(squares);
+                });
+            });
             sync_consumers();
             if (local < rows) finish(step, phase, begin + local, local, shared().partial[product.buffer], tag);
             product.buffer ^= 1;
         }
-        if (phase != LM_HEAD) product.begin(phase_of(i + 1), step);  // before the wait for its vector
+        // Load the next rows before the wait for their vector. Quantized ones take many registers, so attention comes first.
+        if (phase != LM_HEAD && Matrix(phase_of(i + 1), step).is_dense) product.begin(phase_of(i + 1), step);
+        else if (HAS_QUANTIZED) product.clear();
     }
     // Every block has read the count by now, because this block has received values from all of them.
     if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;

@@ -480,7 +480,7 @@ struct Product {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int from = position + begin + i;
-                if (begin + i >= count) continue;
+                if (begin + i > 0 && begin + i >= count) continue;
                 const auto* of_lane = reinterpret_cast<const uint32_t*>(stage(from) + Format::NUMBER_BYTES) + of_row;
                 wait(shared().full + from % STAGES, from / STAGES & 1);
 #pragma unroll
@@ -492,7 +492,7 @@ struct Product {
             if (lane < AT_ONCE && begin + lane < count) release(position + begin + lane);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                if (begin + i >= count) continue;
+                if (begin + i > 0 && begin + i >= count) continue;
 #pragma unroll
                 for (int j = 0; j < 2; j++) Format::convert(tiles[i][j], rows + (begin + i) * Format::MMAS + j * Format::MMAS / 2);
 #pragma unroll
@@ -577,7 +577,7 @@ struct Product {
 #pragma unroll 1
         for (bool is_first = true; position < stop; is_first = false) {
             const int count = min(MOST, stop - position);
-            uint4 x[MOST][Format::LOADS] = {};
+            uint4 x[MOST][Format::LOADS];
             const bool sums_vector = Format::HAS_OFFSETS && (is_first || per_row > 1);
             float sums[MOST][2][4] = {}, vector_sums[MOST][4] = {};
             const auto load_vector = [&](int i, int part) {
@@ -585,17 +585,17 @@ struct Product {
                 for (int j = 0; j < Format::LOADS; j++) {
                     const int tile = j / (Format::LOADS / 2), group = GROUPS == 4 ? 2 * tile + lane % 4 / 2 : GROUPS == 2 ? tile : 0;
                     const bf16* own = mine + part * COLUMNS + tile * TILE_COLUMNS + (HALF ? 0 : j % 2 * 8);
+                    if (GROUPS > 1) x[i][j] = uint4{};
                     if (group == lane / 8 % GROUPS) x[i][j] = Format::arrange(*reinterpret_cast<const uint4*>(own));
                 }
             };
             if (HALF) {  // this vector is short enough for the registers
 #pragma unroll
-                for (int i = 0; i < MOST; i++)
-                    if (i < count) load_vector(i, i);
+                for (int i = 0; i < MOST; i++) load_vector(i, min(i, per_row - 1));
             }
 #pragma unroll
             for (int i = 0, from = part; i < MOST; i++, from = from + 1 < per_row ? from + 1 : 0) {
-                if (i >= count) continue;
+                if (i > 0 && i >= count) continue;
                 if (!HALF) load_vector(i, from);
 #pragma unroll
                 for (int j = 0; j < Format::LOADS; j++) {
@@ -620,7 +620,7 @@ struct Product {
             }
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                if (i >= count) continue;
+                if (i > 0 && i >= count) continue;
 #pragma unroll
                 for (int j = 0; j < LANE_ROWS; j++) {
                     float product = sums[i][0][2 * j] + sums[i][1][2 * j];

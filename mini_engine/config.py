@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from mini_engine.errors import ConfigError, check_positive
+from mini_engine.speculative.config import SpeculativeConfig
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16", "float64"),
@@ -92,6 +93,8 @@ class EngineConfig:
 
     Raises:
         ConfigError: for a value that is invalid whatever the model and the machine.
+        speculative_config: guess tokens and check several in one step, for example `{"method": "ngram",
+            "num_speculative_tokens": 4}`; see `SpeculativeConfig`. Default: do not.
     """
 
     dtype: str = "auto"
@@ -114,6 +117,7 @@ class EngineConfig:
     persistent_decode: bool | None = None
     warm_up: bool | None = None
     seed: int | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         from mini_engine.attention.backend import check_backend  # imports torch, which would slow down `--help`
@@ -138,6 +142,8 @@ class EngineConfig:
             object.__setattr__(self, "cuda_graph_batch_sizes", tuple(sorted(set(sizes))))
         if sizes and self.enforce_eager:
             raise ConfigError("enforce_eager and cuda_graph_batch_sizes contradict each other; give one of them")
+        if self.speculative_config and self.pipeline_depth:
+            raise ConfigError("speculative_config needs pipeline_depth=0: a guess follows tokens that the host knows")
         tokens, requests = self.max_num_batched_tokens, self.max_batch_size
         if tokens is not None and requests is not None and tokens < requests:
             raise ConfigError(
@@ -217,5 +223,7 @@ def _by_field(options: Mapping[str, Any]) -> dict[str, Any]:
         values = VALUES.get(given, {})
         if given in ALIASES and values and value not in list(values):
             raise ConfigError(f"{given} is {str(value)[:40]!r}; choose one of: {', '.join(values)}")
+        if name == "speculative_config" and not isinstance(value, SpeculativeConfig | None):
+            value = SpeculativeConfig.of(value)
         named[name] = values.get(value, value) if isinstance(value, str) else value
     return named

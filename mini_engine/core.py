@@ -20,6 +20,7 @@ from mini_engine.errors import RequestError, ScheduleError
 from mini_engine.logprobs import LogprobRows, keep_logprobs
 from mini_engine.request import FinishReason, PinnedPages, Request
 from mini_engine.scheduler import Schedule, Scheduler
+from mini_engine.speculative.drafter import Drafter, num_accepted
 from mini_engine.step_input import Executor, StepInput, build_step_input
 
 NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
@@ -67,6 +68,7 @@ class Core:
         executor: computes the steps.
         new_scheduler: builds a scheduler whose pages are all free.
         planner: finds the levels of a step; None if the executor's attention does not use levels.
+        drafter: guesses tokens, at pipeline depth 0; None: none are guessed.
 
     Attributes:
         scheduler: the queues, the columns of the running requests, and the page table.
@@ -78,9 +80,14 @@ class Core:
     """
 
     def __init__(
-        self, executor: Executor, new_scheduler: Callable[[], Scheduler], planner: LevelPlanner | None = None
+        self,
+        executor: Executor,
+        new_scheduler: Callable[[], Scheduler],
+        planner: LevelPlanner | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._executor, self._new_scheduler, self._planner = executor, new_scheduler, planner
+        self._drafter = drafter
         self.scheduler = new_scheduler()
         self.requests: dict[str, Request] = {}
         self.finished: list[Request] = []
@@ -188,6 +195,8 @@ class Core:
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
             )
+        if self._drafter is not None:
+            schedule = self._with_guesses(schedule, self._drafter)
         running, rows = self.scheduler.running, schedule.rows
         if self._planner is None or len(rows) < (1 if running.num_contexts else 2):
             return schedule
@@ -198,6 +207,24 @@ class Core:
             self.scheduler.page_table, rows, schedule.num_new, num_keys, running.admission[rows], contexts
         )
         return replace(schedule, rows=rows[order], num_new=schedule.num_new[order], levels=levels)
+
+    def _with_guesses(self, schedule: Schedule, drafter: Drafter) -> Schedule:
+        """Add guesses to the decodes of a step, as many as there are tokens and pages left."""
+        running, rows, left = self.scheduler.running, schedule.rows, self.scheduler.budget - schedule.num_tokens
+        decodes = (running.may_guess[rows] > 0) & (running.num_computed[rows] + 1 == running.num_known[rows])
+        own = rows[decodes]
+        if not len(own):
+            return schedule
+        token_ids, counts = drafter.propose(running, own)
+        room = running.max_len[own] - running.num_known[own] - 1  # a token is sampled after the last guess, too
+        counts = np.clip(counts, 0, np.minimum(room, left // len(own)))
+        if not np.count_nonzero(counts) or not self.scheduler.reserve(own, 1 + counts):
+            return schedule
+        running.guess(own, token_ids, counts)
+        num_new = schedule.num_new.astype(np.int64)
+        num_new[decodes] += counts
+        order = np.argsort(num_new > 1, kind="stable")
+        return replace(schedule, rows=rows[order], num_new=num_new[order], num_tokens=int(num_new.sum()))
 
     def _ask_scheduler(self) -> Schedule | None:
         try:
@@ -228,15 +255,21 @@ class Core:
         """
         launched, running = self._in_flight[0], self.scheduler.running
         sampled = self._executor.collect(launched.ticket)
-        rows, token_ids = launched.rows, sampled.tokens[:, 0]
+        rows, token_ids, counts = launched.rows, sampled.tokens, sampled.counts
         if launched.asked:  # stored before the tokens, so that a known token always has them
             keep_logprobs(launched.asked, sampled.logprobs)
         live = running.admission[rows] == launched.admissions
         if np.count_nonzero(live) < len(rows):
-            rows, token_ids = rows[live], token_ids[live]
+            rows, token_ids, counts = rows[live], token_ids[live], counts[live]
         self._in_flight.popleft()
         requests = running.requests_of(rows)
-        ended = running.append(rows, token_ids)
-        self.sampled.append((requests, token_ids))
+        if token_ids.shape[1] == 1:
+            ended = running.append(rows, token_ids[:, 0])
+            self.sampled.append((requests, token_ids[:, 0]))
+        else:
+            right = num_accepted(token_ids, running.guesses(rows, token_ids.shape[1] - 1), counts - 1)
+            counts, ended = running.append_several(rows, token_ids, right + 1)
+            for i in range(counts.max(initial=0)):
+                self.sampled.append(([requests[r] for r in np.flatnonzero(counts > i)], token_ids[counts > i, i]))
         for request in running.requests_of(ended):
             self.end(request, request.end_of(running.known_tokens(request)) or "length")

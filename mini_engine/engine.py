@@ -33,6 +33,7 @@ from mini_engine.recovery import Recovery
 from mini_engine.request import Context, FinishReason, Request, check_prompt, end_tokens
 from mini_engine.sampling_params import SamplingParams, check_tokens
 from mini_engine.scheduler import Scheduler
+from mini_engine.speculative.drafter import create_drafter
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -293,7 +294,9 @@ class LLMEngine:
             persistent=self._persistent_decode(self._specs),
             parts=self.parts,
         )
-        self.core = Core(self.executor, self._new_scheduler, self.backend.planner)
+        speculative = config.speculative_config
+        drafter = create_drafter(speculative) if speculative else None
+        self.core = Core(self.executor, self._new_scheduler, self.backend.planner, drafter)
         self._recovery = Recovery(self.core, config.pipeline_depth)
 
     def _run_longest(self, config: ResolvedConfig) -> None:

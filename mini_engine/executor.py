@@ -40,12 +40,14 @@ class Ticket:
     """A step that has been launched but not collected.
 
     Attributes:
-        tokens: [R] the sampled tokens on the host, valid after `done`.
+        tokens: [L] the sampled tokens on the host, valid after `done`.
+        counts: [R] number of tokens that each row samples.
         done: event recorded after the step on a GPU; None on a CPU, where the step has already ended.
         logprobs: for each of the step's `logprobs`, its log probabilities on the host, in parts, valid after `done`.
     """
 
-    tokens: Int[Tensor, " R"]
+    tokens: Int[Tensor, " L"]
+    counts: Int64[np.ndarray, " R"]
     done: torch.cuda.Event | None
     logprobs: list[list[Logprobs]]
 
@@ -103,7 +105,7 @@ class LocalExecutor:
         """Start a step; it reads nothing back from the device."""
         self.cache.copy_pages(step.copies.tolist())
         self._sampler.enter(step.admitted)
-        rows, size = self._rows_of(step.sampling_rows), self._graph_size(step)
+        rows, size = self._rows_of(step.logit_owners), self._graph_size(step)
         graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
         batch = self._build(step, size)
         if graph:
@@ -113,15 +115,19 @@ class LocalExecutor:
             hidden = self._forward(batch)
             tokens, logits = self._sample(hidden, batch, rows) if len(rows) else (self._last_token[:0], hidden)
         logprobs = [self._logprobs(wanted, tokens, logits, hidden) for wanted in step.logprobs]
-        return self._keep(tokens, rows, logprobs)
+        return self._keep(tokens, rows, step.num_logits[step.num_logits > 0], logprobs)
 
     def collect(self, ticket: Ticket) -> SampledTokens:
         """Wait for a step and return the tokens that it sampled, and their log probabilities."""
         if ticket.done is not None:
             ticket.done.synchronize()
-        tokens = ticket.tokens.numpy()
+        tokens, counts = ticket.tokens.numpy(), ticket.counts
         logprobs = tuple([LogprobArrays.joined(parts) for parts in ticket.logprobs])
-        return SampledTokens(tokens[:, None], np.ones(len(tokens), dtype=np.int64), logprobs)
+        if len(tokens) == len(counts):
+            return SampledTokens(tokens[:, None], counts, logprobs)
+        several = np.zeros((len(counts), int(counts.max())), dtype=np.int64)
+        several[np.arange(several.shape[1]) < counts[:, None]] = tokens
+        return SampledTokens(several, counts, logprobs)
 
     @torch.inference_mode()
     def hidden_states(self, step: StepInput) -> Float[Tensor, "T hidden"]:
@@ -153,7 +159,7 @@ class LocalExecutor:
         )
         return self._graphs.size_for(len(step.rows)) if can_run else None
 
-    def _rows_of(self, rows: Int64[np.ndarray, " R"]) -> Int[Tensor, " R"]:
+    def _rows_of(self, rows: Int64[np.ndarray, " L"]) -> Int[Tensor, " L"]:
         """Return rows on the device; the same tensor while they are the same rows."""
         if self._host_rows != rows.tobytes():
             # From pinned memory: a copy from other memory waits for the steps before it.
@@ -227,14 +233,20 @@ class LocalExecutor:
             parts.append(logprobs_of(rows, token_ids, wanted.num_top).on_host())
         return parts
 
-    def _keep(self, tokens: Int[Tensor, " R"], rows: Int[Tensor, " R"], logprobs: list[list[Logprobs]]) -> Ticket:
+    def _keep(
+        self,
+        tokens: Int[Tensor, " L"],
+        rows: Int[Tensor, " L"],
+        counts: Int64[np.ndarray, " R"],
+        logprobs: list[list[Logprobs]],
+    ) -> Ticket:
         """Write sampled tokens to `last_token`, and start copying them to the host."""
         on_gpu = tokens.is_cuda
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True) if on_gpu else tokens
         if tokens.shape[0]:
             keep_tokens(tokens, rows, self._last_token, host)
         if not on_gpu:
-            return Ticket(host, None, logprobs)
+            return Ticket(host, counts, None, logprobs)
         done = torch.cuda.Event()
         done.record()
-        return Ticket(host, done, logprobs)
+        return Ticket(host, counts, done, logprobs)

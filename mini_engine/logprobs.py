@@ -101,7 +101,8 @@ def rows_with_logprobs(
     for b, request in enumerate(requests):
         params, row, end = request.params, int(rows[b]), int(num_computed[b])
         if params.logprobs is not None and num_logits[b]:
-            groups[params.logprobs, False].append((row, end, int(samples[b]) - 1, 0))
+            last = int(samples[b]) - 1
+            groups[params.logprobs, False] += [(row, end - i, last - i, 0) for i in reversed(range(int(num_logits[b])))]
         if (num_top := params.prompt_logprobs) is not None and lacks_prompt_logprobs(request):
             first, prompt = max(end - int(num_new[b]), _num_placed(request)), request.prompt_token_ids
             groups[num_top, True] += [

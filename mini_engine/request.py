@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int, Int32, Int64
+from jaxtyping import Bool, Float, Int, Int32, Int64
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.sampling_params import SamplingParams
@@ -148,6 +148,8 @@ class Running:
             those that have left the window.
         has_evicted: whether any request has ever had such tokens.
         max_len: most tokens of each request.
+        may_guess: 1 if one step may sample several tokens, because the output changes the logits only through the model
+            (speculative decoding).
         end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
         admission: serial number of the admission that filled the row, to tell its request from earlier ones.
         requests: request of each row.
@@ -158,9 +160,9 @@ class Running:
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
-        columns = np.zeros((7, max_rows), dtype=np.int64)
+        columns = np.zeros((8, max_rows), dtype=np.int64)
         self.num_known, self.num_scheduled, self.num_computed, self.admission = columns[:4]
-        self.context_len, self.num_evicted, self.max_len = columns[4:]
+        self.context_len, self.num_evicted, self.max_len, self.may_guess = columns[4:]
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.requests: list[Request | None] = [None] * max_rows
@@ -181,7 +183,7 @@ class Running:
             self.num_contexts += 1
             self.has_evicted = True
         self.num_asking += request.asks_for_logprobs
-        self.max_len[row] = request.max_len
+        self.max_len[row], self.may_guess[row] = request.max_len, not request.params.depends_on_output
         self.end_tokens += [np.full_like(self.max_len, -1) for _ in range(len(ends) - len(self.end_tokens))]
         for i, of_rows in enumerate(self.end_tokens):
             of_rows[row] = ends[i] if i < len(ends) else -1
@@ -227,7 +229,7 @@ class Running:
     def count(self, rows: Int[np.ndarray, " B"], num_new: Int[np.ndarray, " B"]) -> None:
         """Count the tokens of a launched step as computed; a row whose tokens are all computed then has one more."""
         self.num_computed[rows] += num_new
-        self.num_scheduled[rows] += self.num_computed[rows] == self.num_scheduled[rows]
+        self.num_scheduled[rows] += self.num_computed[rows] >= self.num_scheduled[rows]  # more, if guesses are computed
 
     def append(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
         """Add one sampled token to each of some distinct rows.
@@ -238,10 +240,50 @@ class Running:
         known = self.num_known[rows]
         self.tokens[rows, known] = token_ids
         self.num_known[rows] = known = known + 1  # from here on the tokens are kept, whatever interrupts the step
-        ended = known >= self.max_len[rows]
+        return rows[(known >= self.max_len[rows]) | self._are_ends(rows, token_ids)]
+
+    def guess(
+        self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, "n K"], counts: Int[np.ndarray, " n"]
+    ) -> None:
+        """Write guesses after the known tokens of some rows, for one step: the first `counts` of each."""
+        for i in range(counts.max(initial=0)):
+            has = counts > i
+            self.tokens[rows[has], self.num_known[rows[has]] + i] = token_ids[has, i]
+
+    def guesses(self, rows: Int[np.ndarray, " n"], num_tokens: int) -> Int32[np.ndarray, "n K"]:
+        """Return what follows the known tokens of some rows."""
+        index = self.num_known[rows][:, None] + np.arange(num_tokens)
+        return self.tokens[rows[:, None], np.minimum(index, self.tokens.shape[1] - 1)]
+
+    def append_several(
+        self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, "n K"], counts: Int[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " m"]]:
+        """Add sampled tokens to each of some distinct rows, up to the first end token. Keys after them do not count.
+
+        Args:
+            rows: rows all of whose tokens are known.
+            token_ids: the tokens.
+            counts: how many of them count, at least 1, and no more than `max_len` allows.
+
+        Returns:
+            How many tokens each row has got, and the rows whose requests end with them.
+        """
+        index, known = np.arange(token_ids.shape[1]), self.num_known[rows]
+        ends = np.stack([self._are_ends(rows, own) for own in token_ids.T], axis=1)
+        first_end = np.where(ends.any(axis=1), ends.argmax(axis=1), len(index))
+        counts = np.minimum(counts, first_end + 1)
+        for i in index:
+            has = counts > i
+            self.tokens[rows[has], known[has] + i] = token_ids[has, i]
+        self.num_known[rows] = known = known + counts  # from here on the tokens are kept, whatever interrupts the step
+        self.num_scheduled[rows], self.num_computed[rows] = known, known - 1
+        return counts, rows[(known >= self.max_len[rows]) | (first_end < counts)]
+
+    def _are_ends(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        ended = np.zeros(len(rows), dtype=np.bool_)
         for of_rows in self.end_tokens:
             ended |= token_ids == of_rows[rows]
-        return rows[ended]
+        return ended
 
 
 def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, context_len: int = 0) -> None:

@@ -132,6 +132,12 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         self._check_combinations()
 
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether the output so far changes the logits: penalties, and bad words of several tokens."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties) or any(len(word) > 1 for word in self.bad_words_token_ids or ())
+
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens}); lower it")

@@ -60,6 +60,11 @@ class StepInput:
         return self.rows if np.count_nonzero(self.num_logits) == len(self.rows) else self.rows[self.num_logits > 0]
 
     @property
+    def logit_owners(self) -> Int64[np.ndarray, " L"]:
+        """The row of each sampled token: a row that checks guesses samples several."""
+        return self.sampling_rows if self.num_logits.max(initial=0) <= 1 else self.rows.repeat(self.num_logits)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every request computes one token and samples the next."""
         return len(self.token_ids) == len(self.rows) == int(np.count_nonzero(self.num_logits))
@@ -116,10 +121,12 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
     if running.has_evicted and np.count_nonzero(kv_lens < num_computed):
         index = np.arange(page_counts.sum()) - (page_counts.cumsum() - page_counts).repeat(page_counts)
         page_positions = (num_computed - kv_lens).repeat(page_counts) + index * size
-    on_device = positions >= running.num_known[token_rows]  # tokens that the host does not know yet
+    # Tokens that the host does not know yet; guesses come after those.
+    on_device = (positions >= running.num_known[token_rows]) & (positions < running.num_scheduled[token_rows])
     pages = page_table.pages_of(rows, page_counts)
-    # A request in the middle of its prompt has uncomputed tokens left, and samples none.
-    num_logits = (num_computed == running.num_scheduled[rows]).astype(np.int64)
+    # A request in the middle of its prompt has uncomputed tokens left, and samples none. Otherwise a token is sampled
+    # after the last one and after each guess.
+    num_logits = np.maximum(num_computed - running.num_scheduled[rows] + 1, 0)
     logprobs: tuple[LogprobRows, ...] = ()
     if running.num_asking:
         logprobs = rows_with_logprobs(running.requests_of(rows), rows, num_new, num_computed, num_logits)

@@ -50,9 +50,13 @@ class FakeExecutor:
             self.cache[own[index // self.page_size], index % self.page_size] = new
         keys = [self.cache[own].reshape(-1)[:kv_len] for own, kv_len in zip(pages, step.kv_lens, strict=True)]
         assert all((own >= 0).all() for own in keys), "a key that was never written"
-        tokens = [next_token(own) for own, num_logits in zip(keys, step.num_logits, strict=True) if num_logits]
-        sampled = np.array(tokens, dtype=np.int64)
-        self.last_token[step.sampling_rows] = sampled
+        # The keys before each token that is sampled: after the last one, and after each guess.
+        prefixes = [
+            own[: len(own) - i] for own, n in zip(keys, step.num_logits, strict=True) for i in reversed(range(n))
+        ]
+        sampled = np.array([next_token(own) for own in prefixes], dtype=np.int64)
+        counts = step.num_logits[step.num_logits > 0]
+        self.last_token[step.sampling_rows] = sampled[counts.cumsum() - 1]
         logprobs = []
         for wanted in step.logprobs:
             if wanted.is_prompt:
@@ -61,11 +65,13 @@ class FakeExecutor:
                 before = [own[: len(own) - i] for own, new in news for i in reversed(range(new))]
                 token_ids = wanted.token_ids
             else:
-                before = [own for own, num_logits in zip(keys, step.num_logits, strict=True) if num_logits]
+                before = prefixes
                 token_ids = sampled[wanted.index]
             found = [logprob_of([*before[i], token]) for i, token in zip(wanted.index, token_ids, strict=True)]
             logprobs.append(LogprobArrays(token_ids[:, None], np.array(found)[:, None], wanted.positions))
-        return SampledTokens(sampled[:, None], np.ones(len(sampled), dtype=np.int64), tuple(logprobs))
+        several = np.full((len(counts), counts.max(initial=1)), -1, dtype=np.int64)
+        several[np.arange(several.shape[1]) < counts[:, None]] = sampled
+        return SampledTokens(several, counts, tuple(logprobs))
 
     def collect(self, ticket: SampledTokens) -> SampledTokens:
         return ticket

@@ -1,8 +1,8 @@
 """Run the core on random schedules: `python -m tests.random_schedules NUMBER`.
 
 Random arrivals, aborts, ends, chunked prompts, shared prefixes, failed steps, and pools so small that requests are
-preempted, at pipeline depths 0 and 1. Each request must get the tokens and log probabilities that it gets alone, and no
-page may leak.
+preempted, at pipeline depths 0 and 1, and at depth 0 with guesses, right and wrong ones. Each request must get the
+tokens and log probabilities that it gets alone, and no page may leak.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import random
 import sys
 from dataclasses import dataclass
 
+import numpy as np
+
 from mini_engine.core import Core
 from mini_engine.parts import Parts
 from mini_engine.recovery import Recovery
-from mini_engine.request import Request
+from mini_engine.request import Request, Running
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
 from mini_engine.step_input import SampledTokens, StepInput
@@ -36,6 +38,22 @@ class Seen:
     preemptions: int = 0
     shared_tokens: int = 0
     late_ends: int = 0
+    right_guesses: int = 0
+
+
+class RandomDrafter:
+    """Knows the next tokens, and guesses some of them wrong."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def propose(self, running: Running, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        drafts = np.zeros((len(rows), 4), dtype=np.int32)
+        for row, own in zip(rows, drafts, strict=True):
+            tokens = running.tokens[row, : running.num_known[row]].tolist()
+            for i in range(4):
+                own[i] = next_token([*tokens, *own[:i].tolist()]) if self._rng.random() < 0.7 else 1
+        return drafts, np.array([self._rng.randint(0, 4) for _ in rows], dtype=np.int64)
 
 
 class FailingExecutor(FakeExecutor):
@@ -80,7 +98,7 @@ def check_logprobs(request: Request) -> None:
         assert (token_ids[0], logprobs[0], rank) == (tokens[p], logprob_of(tokens[: p + 1]), p)
 
 
-def check(seed: int, depth: int, seen: Seen) -> None:
+def check(seed: int, depth: int, seen: Seen, guesses: bool = False) -> None:
     """Serve random requests, and compare each with itself alone."""
     rng = random.Random(seed)
     page_size, max_len = rng.choice([1, 2, 4]), rng.randint(5, 12)
@@ -96,7 +114,8 @@ def check(seed: int, depth: int, seen: Seen) -> None:
         )  # fmt: skip
 
     budget, shares = rng.randint(MAX_ROWS, 16), rng.random() < 0.7
-    recovery = Recovery(Core(executor, new_scheduler), depth)
+    drafter = RandomDrafter(random.Random(seed)) if guesses else None
+    recovery = Recovery(Core(executor, new_scheduler, drafter=drafter), depth)
     core, requests, arrivals, aborts = recovery.core, [], [], {}
     for i in range(rng.randint(1, 5)):
         stem = list(rng.choice(requests).prompt_token_ids) if requests and rng.random() < 0.5 else []
@@ -122,6 +141,7 @@ def check(seed: int, depth: int, seen: Seen) -> None:
         launched = recovery.step()
         seen.preemptions += len(launched.schedule.preempted)
         seen.shared_tokens += launched.schedule.num_shared
+        seen.right_guesses += max(len(core.sampled) - 1, 0)
         for sampled_by, _ in core.sampled:
             for request in sampled_by:
                 collected[request] = collected.get(request, 0) + 1
@@ -148,11 +168,11 @@ def main(number: int) -> None:
     seen = Seen()
     for seed in range(number):
         try:
-            check(seed, seed % 2, seen)
+            check(seed, seed % 3 % 2, seen, guesses=seed % 3 == 2)
         except BaseException:
             print(f"schedule {seed}", file=sys.stderr)
             raise
-    print(number, seen.preemptions, seen.shared_tokens, seen.late_ends)
+    print(number, seen.preemptions, seen.shared_tokens, seen.late_ends, seen.right_guesses)
 
 
 if __name__ == "__main__":

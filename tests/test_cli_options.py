@@ -156,7 +156,7 @@ def test_every_option_has_help(name):
     arguments = cli.app[name].assemble_argument_collection(parse_docstring=True)
     options = [argument for argument in arguments if not argument.children]
     left_out = {field for cls, field in LEFT_OUT if cls is EngineConfig}
-    names = {option.name.removeprefix("--").replace("-", "_") for option in options}
+    names = {option.name.removeprefix("--").split(".")[0].replace("-", "_") for option in options}
     assert {field.name for field in fields(EngineConfig)} - left_out <= names
     for option in options:
         assert re.match(r"[A-Z\"\w].*\.$", option.parameter.help or "", re.DOTALL), f"{name} {option.name}"

@@ -78,6 +78,8 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
     page_size = data.draw(st.sampled_from([1, 2, 4, 16]))
     needed = max(-(-(len(prompt) + params.max_tokens) // page_size) for _, prompt, params in all_requests)
     max_batch_size = data.draw(st.integers(1, 4))
+    num_guesses = data.draw(st.integers(0, 5))
+    guesses = {"method": "ngram", "num_speculative_tokens": num_guesses, "prompt_lookup_min": 1}
     engine = make_engine(
         model,
         attn_backend=attn_backend,
@@ -87,7 +89,8 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
         max_num_batched_tokens=max_batch_size + data.draw(st.integers(0, 24)),
         sliding_window=window,
         enable_prefix_caching=data.draw(st.booleans()),
-        pipeline_depth=data.draw(st.sampled_from([0, 1])),
+        pipeline_depth=0 if num_guesses else data.draw(st.sampled_from([0, 1])),
+        speculative_config=guesses if num_guesses else None,
         cuda_graph_batch_sizes=data.draw(st.none() | st.lists(st.integers(1, 4))),  # on a CPU only the padding
     )
     got = serve(engine, arrivals, aborts)
@@ -99,7 +102,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
 @settings(max_examples=80)
 @given(st.data(), st.sampled_from(sorted(FAMILIES)), st.sampled_from(["torch", "torch_padded", "chunked"]))
 def test_tokens_do_not_depend_on_the_schedule(data, family, attn_backend):
-    """In float64, exactly: arrivals, chunks, pool, pages, prefixes, windows, depth, padding, aborts, end tokens."""
+    """In float64, exactly: arrivals, chunks, pool, pages, prefixes, windows, depth, guesses, padding, aborts, ends."""
     check_tokens(data, family, attn_backend, most=5, longest=24)
 
 

@@ -90,13 +90,6 @@ static_assert(BLOCKS_PER_SM * (LAUNCH_BYTES + 1024) <= 228 * 1024, "blocks that 
 
 // --- instructions -------------------------------------------------------------------------------------------------------
 
-// The policy under which the L2 cache gives up these lines first: a step reads each key and value once.
-__device__ inline uint64_t read_once() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // Copy a tile of one head to shared memory.
 __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int page, int head, int token, uint64_t* barrier, uint64_t policy) {
     asm volatile(

@@ -111,9 +111,6 @@ __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
-__device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
 __device__ inline uint32_t pack(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -1,4 +1,5 @@
-// What the kernels for Hopper share: barriers that count copied bytes, maps of tensors for TMA, and early launches.
+// What the kernels for Hopper share: barriers that count copied bytes, maps of tensors for TMA, early launches, and pairs of
+// bfloat16.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -26,6 +27,13 @@ __device__ inline void expect(uint64_t* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
+// The policy under which the L2 cache gives up these lines first, for what a step reads once.
+__device__ inline uint64_t read_once() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 __device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // A kernel may start before the previous one has ended (programmatic dependent launch). Before this wait it may read only what
@@ -36,6 +44,10 @@ __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol
 
 // Takes effect when all blocks of the grid have called it or ended.
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// The numbers of a pair of bfloat16.
+__device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // The driver's function that describes a tensor for TMA; null if the driver has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {

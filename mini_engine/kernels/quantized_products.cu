@@ -46,13 +46,6 @@ __device__ inline void multiply_accumulate(float (&c)[4], const uint32_t (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The policy under which the L2 cache gives up these lines first: a step reads each weight once.
-__device__ inline uint64_t read_once() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 __device__ inline void copy(uint32_t to, const void* from, int bytes, uint64_t* barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
@@ -194,9 +187,6 @@ template <int EIGHTS> struct Tokens {
     }
 };
 
-__device__ inline float scale_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float offset_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
 // Scale this lane's part of a step: rows g, g + 8, g, g + 8.
 __device__ inline void scale_numbers(uint32_t (&numbers)[4], uint2 scales) {
 #pragma unroll
@@ -277,7 +267,7 @@ __device__ inline void add_group(float (&to)[EIGHTS][4], const float (&of_group)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint32_t pair = half ? scales.y : scales.x;
-        const float scale = scale_of(pair), offset = offset_of(pair) - (KIND == INT4 ? INT4_BIAS * scale : 0);
+        const float scale = low_of(pair), offset = high_of(pair) - (KIND == INT4 ? INT4_BIAS * scale : 0);
 #pragma unroll
         for (int l = 0; l < EIGHTS; l++) {
 #pragma unroll

@@ -1,10 +1,10 @@
 """Products of a few tokens with a quantized matrix, each with the work after it, as CUDA kernels for Hopper.
 
 For few tokens a product is a read of its weight, and a quantized weight has a half or a quarter of the bytes. Then the
-instructions for each weight matter: an SM can execute about three for every two that it reads in INT4. So numbers are
-stored in the order in which the tensor cores take them, and one instruction or two make a bfloat16 of each. As in
-`gemv.py`, a kernel loads its first weights before it waits for the previous kernel, and applies norm, activation or
-residual itself.
+instructions for each weight matter: in the time in which an H200 reads a weight of INT4 it can execute about three. So
+numbers are stored in the order in which the tensor cores take them, and one instruction or two make a bfloat16 of each.
+As in `gemv.py`, a kernel loads its first weights before it waits for the previous kernel, and applies norm, activation
+or residual itself.
 
 The kernels are in `quantized_products.cu`, and the order of the numbers in `quantized.cuh`. `quantized_matmul.py` says
 which numbers of tokens they are used for. Explained in chapter 13.

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from mini_engine.models.layers import rms_norm
+from tests.kernels.random_tensors import Random
 
 pytest.importorskip("triton")
 # On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
@@ -25,21 +26,6 @@ DEVICES = pytest.mark.parametrize(
 TOKENS = pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
 SHAPES = pytest.mark.parametrize(("num_rows", "num_columns"), [(96, 1024), (74, 72), (37, 3072), (5, 9000)])
 EPS = 1e-6
-
-
-class Random:
-    """Tensors in the dtype that a device is tested in, the same for each seed."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.device, self.dtype = device, torch.bfloat16 if device == "cuda" else torch.float32
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
-
-    def tokens(self, num_tokens: int, size: int) -> torch.Tensor:
-        """Tokens of very different scales; the smallest need the epsilon of the norm."""
-        return self(num_tokens, size) * torch.logspace(-3, 2, num_tokens).to(self.device, self.dtype)[:, None]
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from mini_engine.models.layers import rms_norm
 from mini_engine.quantization import FP8, Format, QuantizedTensor, quantize
+from tests.kernels.random_tensors import Random
 
 pytest.importorskip("triton")
 # On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
@@ -36,19 +37,8 @@ SOME_FORMATS = pytest.mark.parametrize("form", [FORMATS[name] for name in NAMES]
 EPS = 1e-6
 
 
-class Random:
-    """Tensors in the dtype that a device is tested in, the same for each seed."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.device, self.dtype = device, torch.bfloat16 if device == "cuda" else torch.float32
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
-
-    def tokens(self, num_tokens: int, size: int) -> torch.Tensor:
-        """Tokens of very different scales."""
-        return self(num_tokens, size) * torch.logspace(-3, 2, num_tokens).to(self.device, self.dtype)[:, None]
+class RandomWeights(Random):
+    """Random tensors, and quantized matrices."""
 
     def weight(self, num_rows: int, num_columns: int, form: Format) -> QuantizedTensor:
         """A quantized matrix. Scales differ by row; those of groups, and offsets, are numbers that bfloat16 has."""
@@ -158,7 +148,7 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
 def test_the_product(form, num_tokens, num_rows, num_columns):
     from mini_engine.kernels.quantized_products import pack, quantized_linear
 
-    random = Random(num_columns, "cuda")
+    random = RandomWeights(num_columns, "cuda")
     x, weight = random.tokens(num_tokens, num_columns), random.weight(num_rows, num_columns, form)
     check(quantized_linear(x, pack(weight)), x, weight)
 
@@ -170,7 +160,7 @@ def test_blocks_of_many_strips(form, num_tokens):
     """A block goes on to other strips, and loads them ahead: 9,000 rows are more than all blocks have at first."""
     from mini_engine.kernels.quantized_products import pack, quantized_linear
 
-    random = Random(num_tokens, "cuda")
+    random = RandomWeights(num_tokens, "cuda")
     x, weight = random(num_tokens, 1088), random.weight(9000, 1088, form)
     check(quantized_linear(x, pack(weight)), x, weight)
 
@@ -181,7 +171,7 @@ def test_blocks_of_many_strips(form, num_tokens):
 def test_a_norm_and_the_activation(form, num_tokens):
     from mini_engine.kernels.quantized_products import gate_up_swiglu, pack, project
 
-    random = Random(num_tokens, "cuda")
+    random = RandomWeights(num_tokens, "cuda")
     x, weight, norm_weight = random.tokens(num_tokens, 768), random.weight(2 * 24, 768, form), random(768)
     normed = rms_norm(x.double(), norm_weight.double(), EPS)
     product = normed @ weight.dequantize(torch.float64).T
@@ -197,7 +187,7 @@ def test_a_norm_and_the_activation(form, num_tokens):
 def test_the_product_is_added_in_place(form, num_tokens):
     from mini_engine.kernels.quantized_products import add_product, pack
 
-    random = Random(num_tokens, "cuda")
+    random = RandomWeights(num_tokens, "cuda")
     x, weight, residual = random(num_tokens, 640), random.weight(9, 640, form), random(num_tokens, 9)
     want = residual.double() + x.double() @ weight.dequantize(torch.float64).T
     assert add_product(residual, x, pack(weight)) is residual
@@ -227,7 +217,7 @@ def test_every_number_of_each_format_is_converted_exactly():
 def test_the_matrix_is_that_of_the_format(form, num_rows, num_columns):
     from mini_engine.kernels.quantized_products import dequantize, pack
 
-    weight = Random(1, "cuda").weight(num_rows, num_columns, form)
+    weight = RandomWeights(1, "cuda").weight(num_rows, num_columns, form)
     got, want = dequantize(pack(weight)), weight.dequantize(torch.float64)
     assert ((got.double() - want).abs() <= want.abs() * 2.0**-8).all()
 
@@ -238,7 +228,7 @@ def test_every_number_of_tokens_has_a_path(form):
     from mini_engine.kernels.quantized_matmul import linear
     from mini_engine.kernels.quantized_products import pack
 
-    random = Random(2, "cuda")
+    random = RandomWeights(2, "cuda")
     weight = random.weight(64, 256, form)
     for num_tokens in (1, 2, 16, 17, 64, 65, 300):
         x, packed = random(num_tokens, 256), pack(weight)
@@ -254,7 +244,7 @@ def test_tokens_that_float8_has_keep_their_values(device):
 
     grid = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     grid = grid[grid.isfinite()].to(device)
-    x = torch.stack((grid, grid / 64, torch.zeros_like(grid))).to(Random(0, device).dtype)
+    x = torch.stack((grid, grid / 64, torch.zeros_like(grid))).to(RandomWeights(0, device).dtype)
     tokens = quantize_tokens(x)
     assert tokens.q.dtype == FP8 and torch.equal(tokens.scale, torch.tensor([1.0, 1 / 64, 1.0], device=device))
     assert torch.equal(tokens.q[:3].float() * tokens.scale[:, None], x.float())
@@ -264,7 +254,7 @@ def test_tokens_that_float8_has_keep_their_values(device):
 def test_tokens_are_rounded_as_torch_rounds_them():
     from mini_engine.kernels.fp8_products import quantize_tokens
 
-    x = Random(3, "cuda").tokens(7, 4224)
+    x = RandomWeights(3, "cuda").tokens(7, 4224)
     tokens = quantize_tokens(x)
     scale = tokens.scale[:, None].double()
     torch.testing.assert_close(scale, x.double().abs().amax(1, keepdim=True) / 448, atol=0, rtol=1e-6)
@@ -283,7 +273,7 @@ def test_a_layer_in_fp8(num_tokens):
     """The kernels around the products: norm, scales, residual, and activation."""
     from mini_engine.kernels.fp8_products import apply_scales, multiply, quantize_swiglu, quantize_tokens
 
-    random = Random(num_tokens, "cuda")
+    random = RandomWeights(num_tokens, "cuda")
     x, residual, norm_weight = random.tokens(num_tokens, 512), random(num_tokens, 256), random(256)
     first, second = (random.weight(size, columns, Format("fp8")) for size, columns in ((256, 512), (640, 256)))
     product = multiply(quantize_tokens(x), first.q, first.scale.flatten())
@@ -308,7 +298,7 @@ def test_a_graph_of_products_equals_the_parts_again_and_again(form, num_tokens):
     """Products that start before the one in front of them has ended still read its result."""
     from mini_engine.kernels.quantized_products import add_product, gate_up_swiglu, pack
 
-    random = Random(3, "cuda")
+    random = RandomWeights(3, "cuda")
     gate_ups = [pack(quantize(random(6144, 1024).float() / 32, form), pairs=True) for _ in range(6)]
     downs = [pack(quantize(random(1024, 3072).float() / 55, form)) for _ in range(6)]
     start, stream, norm = random(num_tokens, 1024), random(num_tokens, 1024), random(1024)

@@ -4,7 +4,7 @@
 // computes some of the rows of every product, but the next phase needs all of them. So the blocks exchange vectors between the
 // phases.
 //
-// Weights. One thread of each block, the producer, copies the block's rows of all weights into a ring of buffers in shared
+// Weights. One warp of each block, the producer, copies the block's rows of all weights into a ring of buffers in shared
 // memory. It copies them in the order in which they are needed, as far ahead as the ring has room. Eight other warps, the
 // consumers, multiply. While the consumers wait for other blocks, the producer keeps copying until the ring is full.
 //
@@ -325,17 +325,21 @@ __device__ inline void release(int position) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(shared().empty + position % STAGES)) : "memory");
 }
 
-// The state of the thread that fills the ring.
+// The state of the warp that fills the ring. Its lanes copy different rows.
 struct Producer {
     int position = 0;  // of the next buffer to fill
+    const int lane = threadIdx.x % 32;
 
     // Begin to fill the next buffer, once it is empty. The barrier `full` completes when so many bytes have arrived.
     __device__ uint32_t begin(int bytes) {
         const uint32_t full = shared_address(shared().full + position % STAGES);
         const int earlier = position - IN_FLIGHT;
-        if (earlier >= 0) wait(shared().full + earlier % STAGES, earlier / STAGES & 1);
-        wait(shared().empty + position % STAGES, position / STAGES & 1 ^ 1);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+        if (lane == 0) {
+            if (earlier >= 0) wait(shared().full + earlier % STAGES, earlier / STAGES & 1);
+            wait(shared().empty + position % STAGES, position / STAGES & 1 ^ 1);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+        }
+        __syncwarp();
         return full;
     }
     __device__ void copy(uint32_t to, const void* from, int bytes, uint32_t full) {
@@ -352,13 +356,10 @@ struct Producer {
             for (int part = 0; part < matrix.parts; part++)
 #pragma unroll 1
                 for (int column = 0; column < matrix.columns; column += COLUMNS) {
-                    const int64_t first = static_cast<int64_t>(part * matrix.rows + row) * matrix.columns + column;
-                    const bf16* from = static_cast<const bf16*>(weights) + first;
                     const int rows = min(ROWS, own.end - row);
                     const uint32_t full = begin(rows * COLUMNS * 2), to = shared_address(stage(position));
-#pragma unroll
-                    for (int i = 0; i < ROWS; i++)
-                        if (i < rows) copy(to + i * Dense::ROW_BYTES, from + i * matrix.columns, COLUMNS * 2, full);
+                    const int64_t first = static_cast<int64_t>(part * matrix.rows + row + lane) * matrix.columns + column;
+                    if (lane < rows) copy(to + lane * Dense::ROW_BYTES, static_cast<const bf16*>(weights) + first, COLUMNS * 2, full);
                     position++;
                 }
     }
@@ -379,19 +380,16 @@ struct Producer {
                 const uint32_t full = begin(Format::COPIED), to = shared_address(stage(position));
                 const int64_t buffer = (static_cast<int64_t>(strip) * matrix.columns + column) / COLUMNS;  // buffers are adjacent
                 if constexpr (KIND == FP8) {
-#pragma unroll 1
-                    for (int i = 0; i < STRIP; i++) {  // rows after the last one are not used
-                        const int from = min(first + i / ROWS * half + i % ROWS, matrix.parts * matrix.rows - 1);
-                        copy(to + i * Format::ROW_BYTES, numbers + static_cast<int64_t>(from) * matrix.columns + column, COLUMNS, full);
-                    }
-                } else {
+                    // Rows after the last one are not used.
+                    const int from = min(first + lane / ROWS * half + lane % ROWS, matrix.parts * matrix.rows - 1);
+                    if (lane < STRIP) copy(to + lane * Format::ROW_BYTES, numbers + static_cast<int64_t>(from) * matrix.columns + column, COLUMNS, full);
+                } else if (lane == 0) {
                     copy(to, numbers + buffer * Format::NUMBER_BYTES, Format::NUMBER_BYTES, full);
                 }
                 if constexpr (GROUP) {
-                    copy(to + Format::NUMBER_BYTES, factors + buffer * (Format::SCALE_BYTES / 4), Format::SCALE_BYTES, full);
-                } else {
-                    copy(to + Format::NUMBER_BYTES, factors + first, ROWS * 4, full);
-                    copy(to + Format::NUMBER_BYTES + ROWS * 4, factors + first + half, ROWS * 4, full);
+                    if (lane == 0) copy(to + Format::NUMBER_BYTES, factors + buffer * (Format::SCALE_BYTES / 4), Format::SCALE_BYTES, full);
+                } else if (lane < 2) {
+                    copy(to + Format::NUMBER_BYTES + lane * ROWS * 4, factors + first + lane * half, ROWS * 4, full);
                 }
                 position++;
             }
@@ -1218,8 +1216,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
     for (int i = threadIdx.x; i < LAYERS; i += THREADS) shared().layers[i] = step.layers[i];
     __syncthreads();
 
-    if (threadIdx.x >= CONSUMERS) {  // the ninth warp: its first thread is the producer
-        if (threadIdx.x > CONSUMERS) return;
+    if (threadIdx.x >= CONSUMERS) {
         Producer producer;
 #pragma unroll 1
         for (int i = 0; i < 4 * LAYERS; i++) {

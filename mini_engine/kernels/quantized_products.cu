@@ -10,8 +10,13 @@
 // that, they are applied to numbers. The tensor cores also compute the sum of the tokens' numbers, by which the offset of a
 // group is multiplied, and the sum of squares that a norm needs: the diagonal of tokens times tokens.
 //
+// With one token, instructions take longer than the bytes: with INT4, the kernel takes 1.4 times as long as one that only
+// copies. So what is the same for all strips, the sums of the tokens' numbers, is computed once and kept, and a chunk's tokens
+// are loaded into the registers of the chunk before it as soon as that has been multiplied.
+//
 // The kernel may start while the previous one still runs. Then it fills its rings with weights, which no kernel of a step
 // writes.
+#include <type_traits>
 #include "hopper.cuh"
 #include "quantized.cuh"
 
@@ -51,6 +56,15 @@ __device__ inline void copy(uint32_t to, const void* from, int bytes, uint64_t* 
                  "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
 }
 
+// Load eight registers, or leave them as they are.
+__device__ inline void load_eight_if(bool condition, uint32_t (&to)[8], const void* from) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %8, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%9];\n"
+        "@p ld.global.v4.u32 {%4, %5, %6, %7}, [%9 + 16];\n}\n"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3]), "+r"(to[4]), "+r"(to[5]), "+r"(to[6]), "+r"(to[7])
+        : "r"(static_cast<uint32_t>(condition)), "l"(from));
+}
+
 __device__ inline float to_float(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 
 __device__ inline uint16_t to_bf16(float x) {
@@ -85,7 +99,8 @@ struct Weight {
     // The pairs of scale and offset of rows g and g + 8 for this lane's columns of a tile.
     __device__ uint2 load_scales(int strip, int tile) const {
         const int groups = ((a.num_columns - 1) >> a.log2_group) + 1;
-        const int group = min((tile * TILE_COLUMNS + lane % 4 * 16) >> a.log2_group, groups - 1);
+        const int column = tile * TILE_COLUMNS + (GROUPS == WIDE ? 0 : lane % 4 * 16);
+        const int group = min(column >> a.log2_group, groups - 1);
         const uint32_t* from = static_cast<const uint32_t*>(a.scales) + (strip * groups + group) * TILE_ROWS + lane / 4;
         return {__ldg(from), __ldg(from + 8)};
     }
@@ -93,31 +108,35 @@ struct Weight {
 
 // A warp's ring. A stage has a chunk of TILES neighboring tiles of each strip; the warps take turns with chunks.
 template <int STRIPS, int TILES, int BYTES> struct Ring {
-    static constexpr int CHUNK = TILES, STAGE_BYTES = STRIPS * TILES * TILE_BYTES, STAGES = BYTES / WARPS / STAGE_BYTES;
+    static constexpr int CHUNK = TILES, CHUNK_BYTES = TILES * TILE_BYTES, STAGE_BYTES = STRIPS * CHUNK_BYTES;
+    static constexpr int STAGES = BYTES / WARPS / STAGE_BYTES;
     static_assert(STAGES > 0);
 
-    const Weight& weight;
     unsigned char* memory;
     uint64_t* full;  // [STAGES]
     uint64_t policy = read_once();
-    int strip, chunk, num_chunks;  // what is copied next; chunks of a strip
+    const unsigned char* from;                   // the strips that are copied next
+    int offset, strip_bytes, strip, num_strips;  // in them; size of a strip; number of the first one; of all
 
     __device__ Ring(const Weight& weight, unsigned char* memory, uint64_t* full)
-        : weight(weight), memory(memory), full(full), strip(blockIdx.x * STRIPS), chunk(threadIdx.x / 32),
-          num_chunks((weight.num_tiles + TILES - 1) / TILES) {}
+        : memory(memory), full(full), from(weight.at(blockIdx.x * STRIPS, 0)), offset(threadIdx.x / 32 * CHUNK_BYTES),
+          strip_bytes(weight.num_tiles * TILE_BYTES), strip(blockIdx.x * STRIPS), num_strips(weight.num_strips) {
+        if (offset >= strip_bytes) strip = num_strips;  // there is no chunk for this warp
+    }
 
     // Copy the next chunk (one thread).
     __device__ void fill(int stage) {
-        if (strip >= weight.num_strips || chunk >= num_chunks) return;
-        const int bytes = min(TILES, weight.num_tiles - chunk * TILES) * TILE_BYTES;
+        if (strip >= num_strips) return;
+        const int bytes = min(CHUNK_BYTES, strip_bytes - offset);
         expect(full + stage, STRIPS * bytes);
 #pragma unroll
-        for (int i = 0; i < STRIPS; i++) {  // beyond the last strip, it is copied again
-            const unsigned char* from = weight.at(min(strip + i, weight.num_strips - 1), chunk * TILES);
-            copy(shared_address(memory + stage * STAGE_BYTES + i * TILES * TILE_BYTES), from, bytes, full + stage, policy);
-        }
-        chunk += WARPS;
-        if (chunk >= num_chunks) chunk = threadIdx.x / 32, strip += gridDim.x * STRIPS;
+        for (int i = 0; i < STRIPS; i++)  // beyond the last strip, it is copied again
+            copy(shared_address(memory + stage * STAGE_BYTES + i * CHUNK_BYTES),
+                 from + (i == 0 ? 0 : min(i, num_strips - 1 - strip) * strip_bytes) + offset, bytes, full + stage, policy);
+        offset += WARPS * CHUNK_BYTES;
+        if (offset < strip_bytes) return;
+        const int step = gridDim.x * STRIPS;
+        offset = threadIdx.x / 32 * CHUNK_BYTES, strip += step, from += static_cast<int64_t>(step) * strip_bytes;
     }
 
     __device__ Tile<KIND> tile(int stage, int strip, int i) const {
@@ -131,22 +150,21 @@ template <int STRIPS, int TILES, int BYTES> struct Ring {
 
 // --- the product --------------------------------------------------------------------------------------------------------
 
+__device__ __align__(16) const uint16_t zeros[16] = {};
+
 // A lane's part of the tokens for a tile: token g of every eight, and 16 columns of it.
 template <int EIGHTS> struct Tokens {
     uint32_t pairs[EIGHTS][8];
 
-    __device__ void load(const Arguments& a, int tile) {
+    // Load a tile's part. Tokens that do not exist keep the zeros that they had at the start. If not IS_WHOLE, columns may not
+    // exist, and they are zeros, too.
+    template <bool IS_WHOLE> __device__ void load(const Arguments& a, int tile) {
         const int lane = threadIdx.x % 32, column = tile * TILE_COLUMNS + lane % 4 * 16;
 #pragma unroll
         for (int i = 0; i < EIGHTS; i++) {
             const int token = i * 8 + lane / 4;
-            const bool exists = token < a.num_tokens && column < a.num_columns;
-            const uint4* from = reinterpret_cast<const uint4*>(a.tokens + (token * a.num_columns + column));
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4 v = exists ? from[half] : uint4{};
-                pairs[i][half * 4] = v.x, pairs[i][half * 4 + 1] = v.y, pairs[i][half * 4 + 2] = v.z, pairs[i][half * 4 + 3] = v.w;
-            }
+            const void* from = IS_WHOLE || column < a.num_columns ? a.tokens + (token * a.num_columns + column) : zeros;
+            load_eight_if(token < a.num_tokens, pairs[i], from);
         }
     }
 
@@ -206,9 +224,9 @@ __device__ inline void convert(const Tile<KIND>& tile, int step, uint2 scales, u
 
 template <int STRIPS, int EIGHTS> struct Sums {
     static constexpr int ROWS = STRIPS * TILE_ROWS, GAP = ROWS + 4;  // the gap puts tokens in different banks
-    float products[WARPS][EIGHTS * 8][GAP], squares[WARPS][EIGHTS * 8];
+    float products[WARPS][EIGHTS * 8][GAP];
 
-    __device__ void store(const float (&own)[STRIPS][EIGHTS][4], const float (&own_squares)[EIGHTS][4]) {
+    __device__ void store(const float (&own)[STRIPS][EIGHTS][4]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < EIGHTS; i++) {
@@ -217,7 +235,6 @@ template <int STRIPS, int EIGHTS> struct Sums {
 #pragma unroll
                 for (int k = 0; k < 4; k++) products[warp][i * 8 + 2 * t + k % 2][j * TILE_ROWS + g + k / 2 * 8] = own[j][i][k];
             }
-            if (g / 2 == t) squares[warp][i * 8 + g] = g % 2 ? own_squares[i][1] : own_squares[i][0];
         }
     }
 
@@ -226,6 +243,18 @@ template <int STRIPS, int EIGHTS> struct Sums {
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) all.x += products[warp][token][row], all.y += products[warp][token][row + 8];
         return all;
+    }
+};
+
+// The sum of squares of each token, in the columns of each warp.
+template <int EIGHTS> struct Squares {
+    float squares[WARPS][EIGHTS * 8];
+
+    __device__ void store(const float (&own)[EIGHTS][4]) {
+        const int lane = threadIdx.x % 32, g = lane / 4;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++)
+            if (g / 2 == lane % 4) squares[threadIdx.x / 32][i * 8 + g] = g % 2 ? own[i][1] : own[i][0];
     }
 
     __device__ float norm_factor(const Arguments& a, int token) const {
@@ -238,14 +267,15 @@ template <int STRIPS, int EIGHTS> struct Sums {
 
 // The work after the product, for all tokens and pairs of rows of some strips.
 template <int STRIPS, int EIGHTS>
-__device__ inline void finish(const Arguments& a, const Weight& weight, const Sums<STRIPS, EIGHTS>& sums, int strip) {
+__device__ inline void finish(
+    const Arguments& a, const Weight& weight, const Sums<STRIPS, EIGHTS>& sums, const Squares<EIGHTS>& squares, int strip) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < a.num_tokens * STRIPS * 8; i += THREADS) {
         const int token = i / (STRIPS * 8), own = strip + i / 8 % STRIPS, row = weight.row(own, i % 8), other = row + a.half_rows;
         if (own >= weight.num_strips || row >= a.num_rows) continue;
         float2 product = sums.of_rows(token, i / 8 % STRIPS * TILE_ROWS + i % 8);
         const bool has_other = other < a.num_rows;
-        const float factor = a.eps < 0 ? 1.0f : sums.norm_factor(a, token);
+        const float factor = a.eps < 0 ? 1.0f : squares.norm_factor(a, token);
         const float* scales = static_cast<const float*>(a.scales);
         product.x *= GROUPS != NONE ? factor : factor * __ldg(scales + row);
         product.y *= GROUPS != NONE || !has_other ? factor : factor * __ldg(scales + other);
@@ -279,26 +309,49 @@ __device__ inline void add_group(float (&to)[EIGHTS][4], const float (&of_group)
 constexpr int blocks_per_sm(int eights) { return eights > 2 ? 1 : 2; }  // many tokens need many registers
 
 // An SM of Hopper has 256 KiB for shared memory and its L1 cache, which keeps a few tokens for all strips. 1 KiB is reserved for
-// each block.
-constexpr int shared_bytes(int eights) { return (eights > 2 ? 195 : eights > 1 ? 97 : 81) * 1024; }
+// each block. With a larger ring for one token, the L1 cache loses tokens, and the kernel is slower.
+constexpr int shared_bytes(int eights) { return (eights > 2 ? 195 : eights > 1 ? 97 : 65) * 1024; }
+
+constexpr int MOST_KEPT = 256;  // groups, of two tiles or more
 
 // Long chunks give a warp more independent work, but the tokens for them need registers.
 constexpr int tiles_of_chunk(int eights) { return eights > 2 ? 1 : (eights > 1 ? 1024 : 2048) / TILE_BYTES; }
 
 template <int STRIPS, int EIGHTS> struct Shared {
-    using OwnRing = Ring<STRIPS, tiles_of_chunk(EIGHTS), shared_bytes(EIGHTS) - static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) - 2048>;  // 2 KiB for barriers
+    // With few tokens, there are two buffers of sums: warps begin with the next strips while one of them finishes these. And the
+    // sums of the tokens' numbers in groups are kept for the next strips, if the kernel has so many groups at most.
+    static constexpr int BUFFERS = EIGHTS == 1 ? 2 : 1, KEPT = EIGHTS == 1 && GROUPS == WIDE ? MOST_KEPT : 0;
+    static constexpr int OTHER_BYTES = BUFFERS * static_cast<int>(sizeof(Sums<STRIPS, EIGHTS>)) + KEPT * EIGHTS * 32;
+    static constexpr int BARRIER_BYTES = 2048 * (1 + EIGHTS / 8);  // of the squares, too
+    using OwnRing = Ring<STRIPS, tiles_of_chunk(EIGHTS), shared_bytes(EIGHTS) - OTHER_BYTES - BARRIER_BYTES>;
     unsigned char rings[WARPS][OwnRing::STAGES * OwnRing::STAGE_BYTES];
-    Sums<STRIPS, EIGHTS> sums;
+    Sums<STRIPS, EIGHTS> sums[BUFFERS];
+    Squares<EIGHTS> squares;
+    float kept[KEPT + 1][EIGHTS * 8];
     uint64_t full[WARPS][OwnRing::STAGES];
+
+    __device__ void keep(int group, const float (&own)[EIGHTS][4]) {
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++)  // all rows are equal
+            if (threadIdx.x % 32 < 4) *reinterpret_cast<float2*>(&kept[group][i * 8 + threadIdx.x % 4 * 2]) = {own[i][0], own[i][1]};
+    }
+    __device__ void recall(int group, float (&own)[EIGHTS][4]) const {
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++) {
+            const float2 two = *reinterpret_cast<const float2*>(&kept[group][i * 8 + threadIdx.x % 4 * 2]);
+            own[i][0] = own[i][2] = two.x, own[i][1] = own[i][3] = two.y;
+        }
+    }
 };
 
-template <int STRIPS, int EIGHTS>
+template <int STRIPS, int EIGHTS, bool IS_WHOLE>
 static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product(const __grid_constant__ Arguments a) {
-    using OwnRing = typename Shared<STRIPS, EIGHTS>::OwnRing;
+    using OwnShared = Shared<STRIPS, EIGHTS>;
+    using OwnRing = typename OwnShared::OwnRing;
     constexpr int TILES = OwnRing::CHUNK, STAGES = OwnRing::STAGES, AT_ONCE = GROUPS == WIDE && TILES > 1 ? 2 : 1;
     extern __shared__ __align__(128) unsigned char memory[];
-    auto& shared = *reinterpret_cast<Shared<STRIPS, EIGHTS>*>(memory);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * STRIPS;
+    auto& shared = *reinterpret_cast<OwnShared*>(memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * STRIPS, begin = blockIdx.x * STRIPS;
     const Weight weight(a);
     OwnRing ring(weight, shared.rings[warp], shared.full[warp]);
     if (lane == 0) {
@@ -307,43 +360,56 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
         for (int i = 0; i < STAGES; i++) ring.fill(i);
     }
     __syncwarp();
-    const int num_chunks = ring.num_chunks;
-    int position = 0;  // of the ring
-    // The scales of a chunk are loaded while the chunk before it is multiplied. The tokens come from the L1 cache, or soon.
-    uint2 scales[TILES][STRIPS], next_scales[TILES][STRIPS];
-    const auto load_scales = [&](int strip, int chunk) {
+    const int num_chunks = (weight.num_tiles + TILES - 1) / TILES;
+    const int earliest = min(warp, num_chunks - 1);  // the warp's first chunk, if it has one
+    int stage = 0, phase = 0, buffer = 0;            // of the ring; of the sums
+    // Scales and tokens of a chunk are loaded as soon as the chunk before it has been multiplied; many tokens, as they are needed.
+    constexpr bool LOADS_AHEAD = EIGHTS <= 4;
+    uint2 scales[TILES][STRIPS];
+    Tokens<EIGHTS> tokens[TILES] = {};
+    float sums[EIGHTS][4] = {};
+    const auto load_scales = [&](int i, int strip, int chunk) {
 #pragma unroll
-        for (int i = 0; GROUPS != NONE && i < TILES; i += AT_ONCE) {
-#pragma unroll
-            for (int j = 0; j < STRIPS; j++) next_scales[i][j] = weight.load_scales(min(strip + j, weight.num_strips - 1), chunk * TILES + i);
-        }
+        for (int j = 0; GROUPS != NONE && j < STRIPS; j++)
+            scales[i][j] = weight.load_scales(min(strip + j, weight.num_strips - 1), chunk * TILES + i);
     };
-    load_scales(blockIdx.x * STRIPS, warp);
+#pragma unroll
+    for (int i = 0; i < TILES; i += AT_ONCE) load_scales(i, begin, earliest);
     let_next_kernel_start();
     wait_for_previous_kernel();
-#pragma unroll 1
-    for (int strip = blockIdx.x * STRIPS; strip < weight.num_strips; strip += step) {
-        float products[STRIPS][EIGHTS][4] = {}, squares[EIGHTS][4] = {}, sums[EIGHTS][4] = {};
-#pragma unroll 1
-        for (int chunk = warp; chunk < num_chunks; chunk += WARPS, position++) {
-            const int stage = position % STAGES;
-            Tokens<EIGHTS> tokens[TILES];
 #pragma unroll
-            for (int i = 0; i < TILES; i++) tokens[i].load(a, chunk * TILES + i);  // zeros beyond the last column
-            memcpy(scales, next_scales, sizeof scales);
+    for (int i = 0; LOADS_AHEAD && i < TILES; i++) tokens[i].template load<IS_WHOLE>(a, earliest * TILES + i);
+
+    // The sums of the tokens' numbers and squares are the same for all strips.
+    const auto multiply = [&](auto first, int strip) {
+        constexpr bool IS_FIRST = decltype(first)::value;
+        float products[STRIPS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
+#pragma unroll 1
+        for (int chunk = warp; chunk < num_chunks; chunk += WARPS) {
             const bool ends = chunk + WARPS >= num_chunks;
-            load_scales(ends ? strip + step : strip, ends ? warp : chunk + WARPS);
+            const int next = ends ? warp : chunk + WARPS, next_strip = ends ? strip + step : strip;
+#pragma unroll
+            for (int i = 0; !LOADS_AHEAD && i < TILES; i++) tokens[i].template load<IS_WHOLE>(a, chunk * TILES + i);
             if (a.eps >= 0) {
 #pragma unroll
-                for (int i = 0; i < TILES; i++) tokens[i].add_squares(squares), tokens[i].apply_norm_weight(a, chunk * TILES + i);
+                for (int i = 0; i < TILES; i++) {
+                    if constexpr (IS_FIRST) tokens[i].add_squares(squares);
+                    tokens[i].apply_norm_weight(a, chunk * TILES + i);
+                }
             }
-            wait(ring.full + stage, position / STAGES & 1);
+            wait(ring.full + stage, phase);
             // A last chunk may have fewer tiles. In place of the others the stage has older numbers, and the tokens are zeros.
 #pragma unroll
             for (int i = 0; i < TILES; i += AT_ONCE) {
-                if constexpr (GROUPS == WIDE) memset(sums, 0, sizeof sums);
+                const int group = (chunk * TILES + i) / AT_ONCE;
+                if constexpr (USES_SUMS && (IS_FIRST || GROUPS == WIDE && !OwnShared::KEPT)) {
+                    if constexpr (GROUPS == WIDE) memset(sums, 0, sizeof sums);
 #pragma unroll
-                for (int h = i; USES_SUMS && h < i + AT_ONCE; h++) tokens[h].add_numbers(sums);
+                    for (int h = i; h < i + AT_ONCE; h++) tokens[h].add_numbers(sums);
+                    if constexpr (OwnShared::KEPT) shared.keep(group, sums);
+                } else if constexpr (OwnShared::KEPT) {
+                    shared.recall(group, sums);
+                }
 #pragma unroll
                 for (int j = 0; j < STRIPS; j++) {
                     float of_group[EIGHTS][4] = {};
@@ -362,20 +428,31 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(EIGHTS)) product
                     }
                     if constexpr (GROUPS == WIDE) add_group(products[j], of_group, sums, scales[i][j]);
                 }
+                load_scales(i, next_strip, next);
+#pragma unroll
+                for (int h = i; LOADS_AHEAD && h < i + AT_ONCE; h++) tokens[h].template load<IS_WHOLE>(a, next * TILES + h);
             }
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) ring.fill(stage);
+            if (++stage == STAGES) stage = 0, phase ^= 1;
         }
+        if constexpr (USES_SUMS && GROUPS == NONE) {
 #pragma unroll
-        for (int i = 0; USES_SUMS && GROUPS == NONE && i < STRIPS; i++) {
+            for (int i = 0; i < STRIPS; i++) {
 #pragma unroll
-            for (int j = 0; j < EIGHTS * 4; j++) products[i][j / 4][j % 4] -= INT4_BIAS * sums[j / 4][j % 4];
+                for (int j = 0; j < EIGHTS * 4; j++) products[i][j / 4][j % 4] -= INT4_BIAS * sums[j / 4][j % 4];
+            }
         }
-        shared.sums.store(products, squares);
+        if constexpr (IS_FIRST) shared.squares.store(squares);
+        shared.sums[buffer].store(products);
         __syncthreads();
-        finish(a, weight, shared.sums, strip);
-        __syncthreads();  // before the next sums
-    }
+        finish(a, weight, shared.sums[buffer], shared.squares, strip);
+        if (OwnShared::BUFFERS == 1) __syncthreads();  // before the next sums
+        else buffer ^= 1;
+    };
+    if (begin < weight.num_strips) multiply(std::true_type{}, begin);
+#pragma unroll 1
+    for (int strip = begin + step; strip < weight.num_strips; strip += step) multiply(std::false_type{}, strip);
 }
 
 // --- the matrix as bfloat16 ---------------------------------------------------------------------------------------------
@@ -423,10 +500,12 @@ static __global__ void __launch_bounds__(THREADS) dequantize(const __grid_consta
 
 // --- the host -----------------------------------------------------------------------------------------------------------
 
-template <int STRIPS, int EIGHTS> static int launch(const Arguments& a, int num_strips, int num_sms, void* stream) {
+// IS_WHOLE: the columns are whole chunks.
+template <int STRIPS, int EIGHTS, bool IS_WHOLE = false>
+static int launch(const Arguments& a, int num_strips, int num_sms, void* stream) {
     constexpr int SHARED_BYTES = sizeof(Shared<STRIPS, EIGHTS>);
     static_assert(SHARED_BYTES <= shared_bytes(EIGHTS));
-    const auto kernel = product<STRIPS, EIGHTS>;
+    const auto kernel = product<STRIPS, EIGHTS, IS_WHOLE>;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)) return error;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -441,7 +520,9 @@ template <int STRIPS, int EIGHTS> static int launch(const Arguments& a, int num_
 // Blocks of more strips read the tokens fewer times. They need enough strips for all SMs.
 extern "C" int launch_quantized_product(const Arguments* a, int num_strips, int num_sms, void* stream) {
     const bool is_tall = num_strips >= 4 * num_sms;
-    if (a->num_tokens <= 8) return launch<1, 1>(*a, num_strips, num_sms, stream);
+    const bool is_whole = a->num_columns % (tiles_of_chunk(1) * TILE_COLUMNS) == 0;
+    if (a->num_tokens <= 8 && a->num_columns <= MOST_KEPT * 2 * TILE_COLUMNS)
+        return (is_whole ? launch<1, 1, true> : launch<1, 1>)(*a, num_strips, num_sms, stream);
     if (a->num_tokens <= 16) return launch<2, 2>(*a, num_strips, num_sms, stream);
     if (a->num_tokens <= 32) return (is_tall ? launch<4, 4> : launch<2, 4>)(*a, num_strips, num_sms, stream);
     return launch<2, 8>(*a, num_strips, num_sms, stream);

@@ -45,7 +45,8 @@ def test_fused_layers_are_as_exact_as_their_parts(
 ) -> None:
     """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64.
 
-    The keys and values of both may be in e4m3.
+    The keys and values of both may be in e4m3. Later layers amplify that rounding, so no bound holds for the error that it
+    causes: the model that rounds them in float64, too, has it as well.
     """
     num_new, kv_lens = ([1, 1, 9, chunk], [33, 16, 9, 30 + chunk]) if chunk else ([1, 1, 1], [33, 16, 9])
     pytest.importorskip("flashinfer")
@@ -59,6 +60,7 @@ def test_fused_layers_are_as_exact_as_their_parts(
         "fused": (theirs, fused, backend, layout),
         "parts": (theirs, replace(fused, decoder_layer=by_parts), backend, layout),
         "exact": (copy.deepcopy(theirs).double(), Parts(), "torch", "NHD"),
+        "rounded": (copy.deepcopy(theirs).double(), Parts(), "torch", "NHD"),
     }
     outputs: dict[str, list[torch.Tensor]] = {}
     for name, (source, parts, attention, kv_layout) in ways.items():
@@ -86,6 +88,7 @@ def test_fused_layers_are_as_exact_as_their_parts(
         with torch.inference_mode():
             hidden = bind_layers(model, attend)(batch.token_ids, batch.positions)
         outputs[name] = [hidden, *(x.double() * n for x, n in zip(in_order, scales * len(specs), strict=True))]
-    for got, other, want in zip(*outputs.values(), strict=True):
+    for got, other, want, rounded in zip(*outputs.values(), strict=True):
         error, usual = ((x.double() - want).norm() / want.norm() for x in (got, other))
-        assert error < 1.5 * usual < 0.2
+        assert error < 1.5 * usual
+        assert all(1.5 * (x.double() - rounded).norm() / rounded.norm() < 0.2 for x in (got, other))

@@ -62,13 +62,13 @@ def _writable(folder: str) -> Path:
         ) from error
 
 
-def record(result: results.Result, out: Path | None, in_readme: Collection[str]) -> None:
+def record(result: results.Result, out: Path | None, in_readme: Collection[str] | None = None) -> None:
     """Print a result and write it; in the repository, also fill the table of the experiment's README.
 
     Args:
         result: what was found.
         out: a folder to write below; None for the repository.
-        in_readme: the figures that the README's table shows.
+        in_readme: the figures that the README's table shows; None: those of all devices.
     """
     print(result)
     print(results.write(result, out))

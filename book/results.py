@@ -181,14 +181,16 @@ def write(result: Result, root: Path | None = None) -> Path:
 RESULTS, END_OF_RESULTS = "<!-- results -->", "<!-- end of results -->"
 
 
-def fill_readme(experiment: str, figures: Collection[str], root: Path | None = None) -> None:
-    """Write the recorded rows of some figures into the experiment's README, between its two marks, device by device.
+def fill_readme(experiment: str, figures: Collection[str] | None = None, root: Path | None = None) -> None:
+    """Write the recorded rows of some figures, or all, into the experiment's README, between its marks, device by device.
 
     `run.py` calls this after `write`, so no number in a README's tables is typed by hand.
     """
     base = root or repository_root()
     tables = [
-        replace(result, rows=tuple(row for row in result.rows if row.figure in figures)).table().markdown()
+        replace(result, rows=tuple(row for row in result.rows if figures is None or row.figure in figures))
+        .table()
+        .markdown()
         for result in load(experiment, base)
     ]
     fill(base / "experiments" / experiment / "README.md", (RESULTS, END_OF_RESULTS), tables)

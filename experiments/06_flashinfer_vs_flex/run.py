@@ -568,7 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
     if set(chosen.only) < set(SECTIONS):
         result = results.with_recorded(result, chosen.out)
-    record(result, chosen.out, {row.figure for row in result.rows})
+    record(result, chosen.out)
     if chosen.change:
         for row in rows:
             if "workload" in row.case and row.figure != "decode: KV bandwidth":

@@ -607,7 +607,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = results.new_result(EXPERIMENT, rows, parameters | of_quality, chosen.device)
     if chosen.only:
         result = results.with_recorded(result, chosen.out)
-    record(result, chosen.out, {row.figure for row in result.rows})
+    record(result, chosen.out)
 
 
 if __name__ == "__main__":

@@ -651,7 +651,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not rows:  # not on this device
             continue
         result = results.with_recorded(results.new_result(EXPERIMENT, rows, parameters, chosen.device), chosen.out)
-        record(result, chosen.out, {row.figure for row in result.rows})
+        record(result, chosen.out)
         if timelines:
             print(write_timelines(result, timelines, chosen.out))
         if chosen.change:

@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result = results.with_recorded(
                     results.new_result(EXPERIMENT, rows, parameters, chosen.device), chosen.out, section="model"
                 )
-                record(result, chosen.out, {row.figure for row in result.rows})
+                record(result, chosen.out)
                 if chosen.change and engine == "mini_engine":
                     for row in rows:
                         ledger.add(result, row, chosen.change, chosen.out)

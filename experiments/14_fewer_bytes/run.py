@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def save(rows: Sequence[results.Row]) -> None:
         result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
         result = results.with_recorded(result, chosen.out, section="model")
-        record(result, chosen.out, {row.figure for row in result.rows})
+        record(result, chosen.out)
 
     wrong: list[str] = []
     if QUALITY in sections:

@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def save(rows: Sequence[results.Row]) -> None:
         result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
         result = results.with_recorded(result, chosen.out, section="keys")
-        record(result, chosen.out, {row.figure for row in result.rows})
+        record(result, chosen.out)
 
     with checkpoint(name, config, dtype, device, chosen.checkpoints) as (folder, shape):
         engines = served(folder, chosen.keys, chosen.engines, chosen.workloads, device.type)

@@ -189,9 +189,13 @@ def test_a_readme_gets_its_numbers_from_the_results(root: Path) -> None:
         text = readme.read_text(encoding="utf-8")
         assert "2.50 ms" in text and "Recorded on GPU X" in text and "old" not in text and "tests" not in text
         assert text.startswith("# First") and text.endswith("Reading.\n")
+    results.write(result(device="CPU Y", rows=(SPEED,)))  # another device has other figures
+    results.fill_readme("01_first", root=root)
+    text = readme.read_text(encoding="utf-8")
+    assert all(part in text for part in ("2.50 ms", "tests", "Recorded on GPU X", "Recorded on CPU Y"))
     readme.write_text("# First\n", encoding="utf-8")
     with pytest.raises(ValueError, match="marks"):
-        results.fill_readme("01_first", {"latency"}, root)
+        results.fill_readme("01_first", root=root)
 
 
 def test_new_result_is_of_this_machine() -> None:

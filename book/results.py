@@ -182,7 +182,7 @@ RESULTS, END_OF_RESULTS = "<!-- results -->", "<!-- end of results -->"
 
 
 def fill_readme(experiment: str, figures: Collection[str] | None = None, root: Path | None = None) -> None:
-    """Write the recorded rows of some figures, or all, into the experiment's README, between its marks, device by device.
+    """Write the recorded rows of some figures, or of all, into the experiment's README, one table for each device.
 
     `run.py` calls this after `write`, so no number in a README's tables is typed by hand.
     """

@@ -45,8 +45,8 @@ def test_fused_layers_are_as_exact_as_their_parts(
 ) -> None:
     """Two decodes after random keys, a prompt, and a chunk; both in bfloat16, compared with the model in float64.
 
-    The keys and values of both may be in e4m3. Later layers amplify that rounding, so no bound holds for the error that it
-    causes: the model that rounds them in float64, too, has it as well.
+    The keys and values of both may be in e4m3. Later layers amplify that rounding, so no bound holds for the error that
+    it causes: the model that rounds them in float64, too, has it as well.
     """
     num_new, kv_lens = ([1, 1, 9, chunk], [33, 16, 9, 30 + chunk]) if chunk else ([1, 1, 1], [33, 16, 9])
     pytest.importorskip("flashinfer")

@@ -20,7 +20,7 @@ from mini_engine.errors import RequestError, ScheduleError
 from mini_engine.logprobs import LogprobRows, keep_logprobs
 from mini_engine.request import FinishReason, PinnedPages, Request
 from mini_engine.scheduler import Schedule, Scheduler
-from mini_engine.speculative.drafter import Drafter, num_accepted
+from mini_engine.speculative.speculation import Speculation
 from mini_engine.step_input import Executor, StepInput, build_step_input
 
 NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
@@ -68,7 +68,7 @@ class Core:
         executor: computes the steps.
         new_scheduler: builds a scheduler whose pages are all free.
         planner: finds the levels of a step; None if the executor's attention does not use levels.
-        drafter: guesses tokens, at pipeline depth 0; None: none are guessed.
+        speculation: guesses tokens, at pipeline depth 0; None: none are guessed.
 
     Attributes:
         scheduler: the queues, the columns of the running requests, and the page table.
@@ -84,10 +84,10 @@ class Core:
         executor: Executor,
         new_scheduler: Callable[[], Scheduler],
         planner: LevelPlanner | None = None,
-        drafter: Drafter | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._executor, self._new_scheduler, self._planner = executor, new_scheduler, planner
-        self._drafter = drafter
+        self._speculation = speculation
         self.scheduler = new_scheduler()
         self.requests: dict[str, Request] = {}
         self.finished: list[Request] = []
@@ -103,9 +103,13 @@ class Core:
             ScheduleError: if a scheduling part fails, or computes nothing although requests wait.
         """
         schedule = self._schedule()
+        if self._speculation is not None:
+            self._speculation.begin_step()
         launched = self._launch(schedule)
         while len(self._in_flight) > (depth if launched.step else 0):
             self._collect()
+        if self._speculation is not None and launched.step:
+            self._speculation.end_step(schedule.num_tokens)
         return launched
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -141,6 +145,8 @@ class Core:
         self._executor.reset()
         if self._planner is not None:
             self._planner.forget()
+        if self._speculation is not None:
+            self._speculation.forget()
         scheduler, running = self._new_scheduler(), self.scheduler.running
         if self.pinned:
             scheduler.pin_again(np.concatenate([pinned.pages for pinned in self.pinned]))
@@ -195,8 +201,8 @@ class Core:
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
             )
-        if self._drafter is not None:
-            schedule = self._with_guesses(schedule, self._drafter)
+        if self._speculation is not None:
+            schedule = self._with_guesses(schedule, self._speculation)
         running, rows = self.scheduler.running, schedule.rows
         if self._planner is None or len(rows) < (1 if running.num_contexts else 2):
             return schedule
@@ -208,16 +214,16 @@ class Core:
         )
         return replace(schedule, rows=rows[order], num_new=schedule.num_new[order], levels=levels)
 
-    def _with_guesses(self, schedule: Schedule, drafter: Drafter) -> Schedule:
+    def _with_guesses(self, schedule: Schedule, speculation: Speculation) -> Schedule:
         """Add guesses to the decodes of a step, as many as there are tokens and pages left."""
         running, rows, left = self.scheduler.running, schedule.rows, self.scheduler.budget - schedule.num_tokens
         decodes = (running.may_guess[rows] > 0) & (running.num_computed[rows] + 1 == running.num_known[rows])
         own = rows[decodes]
         if not len(own):
             return schedule
-        token_ids, counts = drafter.propose(running, own)
         room = running.max_len[own] - running.num_known[own] - 1  # a token is sampled after the last guess, too
-        counts = np.clip(counts, 0, np.minimum(room, left // len(own)))
+        most = np.minimum(room, left // len(own))
+        token_ids, counts = speculation.guess(running, own, most, schedule.num_tokens)
         if not np.count_nonzero(counts) or not self.scheduler.reserve(own, 1 + counts):
             return schedule
         running.guess(own, token_ids, counts)
@@ -267,7 +273,8 @@ class Core:
             ended = running.append(rows, token_ids[:, 0])
             self.sampled.append((requests, token_ids[:, 0]))
         else:
-            right = num_accepted(token_ids, running.guesses(rows, token_ids.shape[1] - 1), counts - 1)
+            assert self._speculation is not None, "only guesses give a row several tokens"
+            right = self._speculation.check(running, rows, token_ids, counts - 1)
             counts, ended = running.append_several(rows, token_ids, right + 1)
             for i in range(counts.max(initial=0)):
                 self.sampled.append(([requests[r] for r in np.flatnonzero(counts > i)], token_ids[counts > i, i]))

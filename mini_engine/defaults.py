@@ -92,19 +92,22 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
     return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | resolved)
 
 
-def measured_pages(config: ResolvedConfig, model: LanguageModel, run_longest: Callable[[ResolvedConfig], None]) -> int:
+def measured_pages(
+    config: ResolvedConfig, models: Sequence[LanguageModel], run_longest: Callable[[ResolvedConfig], None]
+) -> int:
     """Return the number of pages that fit on the GPU beside the weights and all that a step needs.
 
     Args:
         config: the options; `num_pages` is the most that can be used.
-        model: the model, on a GPU.
+        models: the model, on a GPU, and a draft model, whose cache has as many pages.
         run_longest: given the options with few pages and no CUDA graphs, whose memory is small, runs a step of
             `max_num_batched_tokens` tokens and `max_batch_size` requests, and frees what it has allocated.
 
     Raises:
         ConfigError: if there is no room for a single page.
     """
-    device, of_page = model.device, page_bytes(specs_of(config, model), config.page_size, model.dtype)
+    device = models[0].device
+    of_page = sum(page_bytes(specs_of(config, model), config.page_size, model.dtype) for model in models)
     few = -(-config.max_num_batched_tokens // config.page_size) + config.max_batch_size  # pages of the longest step
     trial = replace(config, num_pages=min(few, config.num_pages), cuda_graph_batch_sizes=(), persistent_decode=False)
     torch.cuda.empty_cache()

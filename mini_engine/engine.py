@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,9 @@ from mini_engine.recovery import Recovery
 from mini_engine.request import Context, FinishReason, Request, check_prompt, end_tokens
 from mini_engine.sampling_params import SamplingParams, check_tokens
 from mini_engine.scheduler import Scheduler
+from mini_engine.speculative.draft_model import DraftModelDrafter
 from mini_engine.speculative.drafter import create_drafter
+from mini_engine.speculative.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -48,6 +51,7 @@ class LLMEngine:
         model: the model, on its device.
         config: the options.
         eos_token_ids: tokens that end an output.
+        draft_model: guesses tokens, for `speculative_config` with the method "draft_model"; on the same device.
         parts: the engine's replaceable parts.
         on_step: called with the engine and the report of each step, such as `Trace.record`.
 
@@ -70,15 +74,17 @@ class LLMEngine:
         config: EngineConfig,
         *,
         eos_token_ids: Collection[int] = (),
+        draft_model: LanguageModel | None = None,
         parts: Parts | None = None,
         on_step: OnStep | None = None,
     ) -> None:
-        self.model, self.parts = model, parts or Parts()
+        self.model, self.parts, self._draft_model = model, parts or Parts(), draft_model
         if not isinstance(self.parts, Parts):
             raise ConfigError(f"parts is a {type(parts).__name__}; give a mini_engine.Parts")
         start = time.perf_counter()
         prepare_weights(model)
         resolved = resolve(config, model)
+        _check_draft(config, model, draft_model)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_step: OnStep | None = None
         self._arrivals = 0
@@ -87,7 +93,8 @@ class LLMEngine:
         if resolved.warm_up:
             logger.info("warming up: kernels that are not on this disk yet are compiled, once")
         if config.num_pages is None and model.device.type == "cuda":
-            resolved = replace(resolved, num_pages=measured_pages(resolved, model, self._run_longest))
+            models = [model] if draft_model is None else [model, draft_model]
+            resolved = replace(resolved, num_pages=measured_pages(resolved, models, self._run_longest))
         self._build(resolved)
         if self.config.warm_up:
             self._warm_up()
@@ -261,7 +268,8 @@ class LLMEngine:
         batches = [(1, longest), *((2**i, 1) for i in range(most.bit_length())), (most, 1), (most, min(longest, 1024))]
         for num_requests, num_tokens in batches:
             self._run_made_up([[0] * num_tokens] * (num_requests if most else 0))
-        self.executor.capture()
+        for executor in self._executors:
+            executor.capture()
         self._recovery.restart()
         self.core.num_evicted = 0
         self.metrics = EngineMetrics()
@@ -280,24 +288,43 @@ class LLMEngine:
     def _build(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache, and build what works on it."""
         self.config = config
-        self._specs = specs_of(config, self.model)
-        self.cache = PagedKVCache(
-            self._specs, config.num_pages + 1, config.page_size, self.model.dtype, self.model.device, config.kv_layout
-        )
-        self.backend = create_backend(config.attn_backend, self._specs, self.cache, self.parts)
-        self.executor = LocalExecutor(
-            self.model,
-            self.backend,
-            self.cache,
+        self._specs, self._executors = specs_of(config, self.model), list[LocalExecutor]()
+        self.executor = self._new_executor(self.model, config)
+        self.cache, self.backend = self.executor.cache, self.executor.backend
+        self.core = Core(self.executor, self._new_scheduler, self.backend.planner, self._new_speculation(config))
+        self._recovery = Recovery(self.core, config.pipeline_depth)
+
+    def _new_executor(self, model: LanguageModel, config: ResolvedConfig) -> LocalExecutor:
+        specs = specs_of(config, model)
+        cache = PagedKVCache(specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout)
+        executor = LocalExecutor(
+            model,
+            create_backend(config.attn_backend, specs, cache, self.parts),
+            cache,
             config,
             graph_sizes=config.cuda_graph_batch_sizes,
-            persistent=self._persistent_decode(self._specs),
+            persistent=_persistent_decode(model, config, specs, cache),
             parts=self.parts,
         )
-        speculative = config.speculative_config
-        drafter = create_drafter(speculative) if speculative else None
-        self.core = Core(self.executor, self._new_scheduler, self.backend.planner, drafter)
-        self._recovery = Recovery(self.core, config.pipeline_depth)
+        self._executors.append(executor)
+        return executor
+
+    def _new_speculation(self, config: ResolvedConfig) -> Speculation | None:
+        speculative, model = config.speculative_config, self._draft_model
+        if speculative is None:
+            return None
+        drafter = create_drafter(speculative) if model is None else self._new_model_drafter(config, model)
+        return Speculation(drafter, speculative.num_speculative_tokens, config.max_batch_size)
+
+    def _new_model_drafter(self, config: ResolvedConfig, model: LanguageModel) -> DraftModelDrafter:
+        same = "max_batch_size", "num_pages", "page_size", "kv_layout", "kv_cache_dtype", "max_num_batched_tokens"
+        options: dict[str, Any] = {name: getattr(config, name) for name in (*same, "pipeline_depth")}
+        options["enforce_eager"] = not config.cuda_graph_batch_sizes
+        length = min(config.max_model_len, model.config.max_position_embeddings)
+        own = resolve(EngineConfig(**options, max_model_len=length), model)
+        table = PageTable(own.num_pages, own.page_size, own.max_batch_size, -(-length // own.page_size))
+        most = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        return DraftModelDrafter(self._new_executor(model, own), table, most, length, own.max_num_batched_tokens)
 
     def _run_longest(self, config: ResolvedConfig) -> None:
         """Run a step of the most tokens and the most requests, then free everything; see `measured_pages`."""
@@ -307,24 +334,9 @@ class LLMEngine:
         num_tokens = max(1, min(config.max_num_batched_tokens // most, longest))
         vocab_size = self.model.config.vocab_size
         self._run_made_up([[i % vocab_size] * num_tokens for i in range(most)])  # without a common prefix
-        del self.cache, self.backend, self.executor, self.core, self._recovery
+        del self.cache, self.backend, self.executor, self._executors, self.core, self._recovery
         self.metrics = EngineMetrics()
         gc.collect()
-
-    def _persistent_decode(self, specs: ListLike[AttentionSpec]) -> PersistentDecode | None:
-        if not self.config.persistent_decode:
-            return None
-        if not PersistentDecode.accepts(self.model, specs, self.cache):
-            raise ConfigError(
-                "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows or "
-                "soft-caps, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
-            )
-        if 1 not in self.config.cuda_graph_batch_sizes:
-            raise ConfigError(
-                "persistent_decode takes the place of the CUDA graph of one request, but none is captured: leave it "
-                "out, or leave out enforce_eager and let cuda_graph_batch_sizes begin with 1"
-            )
-        return PersistentDecode(self.model, self.cache, specs)
 
     def _new_scheduler(self) -> Scheduler:
         config, windows = self.config, [spec.window for spec in self._specs]
@@ -337,4 +349,37 @@ class LLMEngine:
             window=None if None in windows else max(window for window in windows if window is not None),
             prefix_sharing=config.enable_prefix_caching,
             parts=self.parts,
+        )
+
+
+def _persistent_decode(
+    model: LanguageModel, config: ResolvedConfig, specs: ListLike[AttentionSpec], cache: PagedKVCache
+) -> PersistentDecode | None:
+    if not config.persistent_decode:
+        return None
+    if not PersistentDecode.accepts(model, specs, cache):
+        raise ConfigError(
+            "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows or "
+            "soft-caps, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
+        )
+    if 1 not in config.cuda_graph_batch_sizes:
+        raise ConfigError(
+            "persistent_decode takes the place of the CUDA graph of one request, but none is captured: leave it "
+            "out, or leave out enforce_eager and let cuda_graph_batch_sizes begin with 1"
+        )
+    return PersistentDecode(model, cache, specs)
+
+
+def _check_draft(config: EngineConfig, model: LanguageModel, draft: LanguageModel | None) -> None:
+    """Raise ConfigError if the options ask for a draft model that is not there, or that does not fit the model."""
+    wanted = config.speculative_config is not None and config.speculative_config.method == "draft_model"
+    if wanted != (draft is not None):
+        raise ConfigError(
+            'speculative_config with the method "draft_model" and a loaded draft model belong together: use LLM, which '
+            "loads it, or give both to LLMEngine"
+        )
+    if draft is not None and draft.config.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"the draft model has {draft.config.vocab_size} tokens and the model {model.config.vocab_size}: they need "
+            "the same tokenizer; choose another draft model"
         )

@@ -29,6 +29,7 @@ from mini_engine.engine import LLMEngine, OnStep
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.loading.hub import EMBEDDED_MODEL
+from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput
 from mini_engine.parts import Parts, default_parts
 from mini_engine.prompts import as_prompts, encode, needed, unpack
@@ -400,7 +401,8 @@ class LLM(TextEngine):
         self.model = load_model(checkpoint, self.parts, dtype, device, config.quantization)
         end = getattr(tokenizer, "eos_token_id", None)
         self.eos_token_ids = frozenset([*checkpoint.eos_token_ids, *([] if end is None else [end])])
-        engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
+        self._drafts: dict[str, LanguageModel] = {}
+        engine = self._new_engine(config, on_step)
         trusted = trust_remote_code or model == EMBEDDED_MODEL
         super().__init__(engine, tokenizer, checkpoint.default_params, trust_chat_template=trusted)
 
@@ -419,9 +421,24 @@ class LLM(TextEngine):
         Raises:
             ConfigError: for impossible options.
         """
-        config = self.given_config.with_options(options)
-        engine = LLMEngine(self.model, config, eos_token_ids=self.eos_token_ids, parts=self.parts, on_step=on_step)
+        engine = self._new_engine(self.given_config.with_options(options), on_step)
         return TextEngine(engine, self.tokenizer, self.default_params, trust_chat_template=self._trust_chat_template)
+
+    def _new_engine(self, config: EngineConfig, on_step: OnStep | None) -> LLMEngine:
+        draft, name = None, config.speculative_config.model if config.speculative_config else None
+        if name is not None:
+            if name not in self._drafts:
+                dtype, device = self.model.dtype, self.model.device
+                self._drafts[name] = load_model(open_checkpoint(name), self.parts, dtype, device)
+            draft = self._drafts[name]
+        return LLMEngine(
+            self.model,
+            config,
+            eos_token_ids=self.eos_token_ids,
+            draft_model=draft,
+            parts=self.parts,
+            on_step=on_step,
+        )
 
 
 def _numbered(error: Exception, index: int, num_prompts: int) -> Exception:

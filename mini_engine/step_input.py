@@ -140,14 +140,15 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
         token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
         pages=pages.copy() if len(rows) == 1 else pages,  # of one row it is a view, which the next step changes
         page_positions=page_positions,
-        admitted=tuple(_admission(request, running) for request in schedule.admitted),
+        admitted=tuple(admission_of(request, running) for request in schedule.admitted),
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
         levels=schedule.levels,
         logprobs=logprobs,
     )
 
 
-def _admission(request: Request, running: Running) -> Admission:
+def admission_of(request: Request, running: Running) -> Admission:
+    """Return what the sampler needs to know of a running request."""
     row, num_prompt = running.row_of(request), len(request.prompt_token_ids)
     assert row is not None, "admitted without a row"
     output = running.tokens[row, num_prompt : running.num_known[row]].copy()

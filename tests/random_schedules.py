@@ -11,6 +11,7 @@ import logging
 import random
 import sys
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from mini_engine.recovery import Recovery
 from mini_engine.request import Request, Running
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
+from mini_engine.speculative.speculation import Speculation
 from mini_engine.step_input import SampledTokens, StepInput
 from tests.fake_executor import VOCAB_SIZE, FakeExecutor, logprob_of, next_token
 
@@ -47,13 +49,16 @@ class RandomDrafter:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def propose(self, running: Running, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def propose(self, running: Running, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drafts = np.zeros((len(rows), 4), dtype=np.int32)
         for row, own in zip(rows, drafts, strict=True):
             tokens = running.tokens[row, : running.num_known[row]].tolist()
             for i in range(4):
                 own[i] = next_token([*tokens, *own[:i].tolist()]) if self._rng.random() < 0.7 else 1
-        return drafts, np.array([self._rng.randint(0, 4) for _ in rows], dtype=np.int64)
+        return drafts, np.array([self._rng.randint(0, own) for own in most.tolist()], dtype=np.int64)
+
+    def forget(self) -> None:
+        pass
 
 
 class FailingExecutor(FakeExecutor):
@@ -114,8 +119,12 @@ def check(seed: int, depth: int, seen: Seen, guesses: bool = False) -> None:
         )  # fmt: skip
 
     budget, shares = rng.randint(MAX_ROWS, 16), rng.random() < 0.7
-    drafter = RandomDrafter(random.Random(seed)) if guesses else None
-    recovery = Recovery(Core(executor, new_scheduler, drafter=drafter), depth)
+    speculation = None
+    if guesses:
+        own = random.Random(seed)
+        # Steps of random times, so guesses pay at random.
+        speculation = Speculation(RandomDrafter(own), 4, MAX_ROWS, clock=accumulate(iter(own.random, 2.0)).__next__)
+    recovery = Recovery(Core(executor, new_scheduler, speculation=speculation), depth)
     core, requests, arrivals, aborts = recovery.core, [], [], {}
     for i in range(rng.randint(1, 5)):
         stem = list(rng.choice(requests).prompt_token_ids) if requests and rng.random() < 0.5 else []

@@ -5,7 +5,7 @@ from typing import Any
 
 from mini_engine.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -14,20 +14,28 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram": guess what followed the last time that the text had the same n tokens (prompt lookup).
+            "draft_model": generate guesses with a small model.
         num_speculative_tokens: most guesses for each request and step.
         prompt_lookup_max: largest n.
         prompt_lookup_min: smallest n.
+        model: name or path of the draft model, which has the same vocabulary.
     """
 
     method: str
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    model: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"speculative_config has the method {self.method!r}; choose from {', '.join(METHODS)}")
-        numbers = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "method"}
+        if (self.method == "draft_model") != (self.model is not None) or not isinstance(self.model, str | None):
+            raise ConfigError(
+                f"speculative_config: model is {str(self.model)[:40]!r}; give the name or path of a model to the "
+                "method draft_model, and to no other"
+            )
+        numbers = {own.name: getattr(self, own.name) for own in fields(self) if own.name not in ("method", "model")}
         for name, value in numbers.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"speculative_config: {name} is {value!r}; give a whole number of at least 1")

@@ -23,17 +23,21 @@ class Drafter(Protocol):
     """Guesses tokens. What it guesses changes how fast a request is, and nothing else."""
 
     def propose(
-        self, running: Running, rows: Int64[np.ndarray, " B"]
+        self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"]
     ) -> tuple[Int32[np.ndarray, "B K"], Int64[np.ndarray, " B"]]:
         """Guess the next tokens of some rows, all of whose tokens are known.
 
         Args:
             running: the running requests.
             rows: rows of some of them.
+            most: most guesses for each, no more than fit between its known tokens and its last one.
 
         Returns:
             Guesses for each row, and how many of them count, which may be none.
         """
+
+    def forget(self) -> None:
+        """Forget all requests: rows and admissions are numbered anew."""
 
 
 def num_accepted(
@@ -51,7 +55,7 @@ def num_accepted(
 
 
 def create_drafter(config: SpeculativeConfig) -> Drafter:
-    """Build the drafter of a method."""
+    """Build the drafter of a method that needs no model."""
     from mini_engine.speculative.ngram import NgramDrafter
 
-    return NgramDrafter(config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
+    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)

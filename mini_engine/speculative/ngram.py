@@ -14,16 +14,15 @@ class NgramDrafter:
     """Looks for the last n tokens of a request among its earlier ones, the largest n first.
 
     Args:
-        num_tokens: most guesses for each request.
         longest: largest n.
         shortest: smallest n.
     """
 
-    def __init__(self, num_tokens: int, longest: int, shortest: int) -> None:
-        self._num_tokens, self._sizes = num_tokens, range(longest, shortest - 1, -1)
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
 
     def propose(
-        self, running: Running, rows: Int64[np.ndarray, " B"]
+        self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"]
     ) -> tuple[Int32[np.ndarray, "B K"], Int64[np.ndarray, " B"]]:
         """See `Drafter`. The latest earlier occurrence counts, because a text resembles what is near."""
         known = running.num_known[rows]
@@ -40,6 +39,9 @@ class NgramDrafter:
                 found &= of_missing[:, i : i + places] == of_missing[np.arange(len(missing)), last - n + i][:, None]
             place = places - 1 - found[:, ::-1].argmax(axis=1)
             start[missing] = np.where(found.any(axis=1), place + n, 0)
-        counts = np.where(start > 0, np.minimum(known - start, self._num_tokens), 0)
-        index = np.minimum(start[:, None] + np.arange(self._num_tokens), tokens.shape[1] - 1)
+        counts = np.where(start > 0, np.minimum(known - start, most), 0)
+        index = np.minimum(start[:, None] + np.arange(most.max(initial=0)), tokens.shape[1] - 1)
         return tokens[np.arange(len(rows))[:, None], index], counts
+
+    def forget(self) -> None:
+        """Do nothing: everything is found in the tokens."""

@@ -32,9 +32,9 @@ def running_of(texts: list[list[int]]) -> Running:
     st.integers(1, 6), st.integers(1, 3), st.integers(0, 3),
 )  # fmt: skip
 def test_what_followed_the_last_time_is_guessed(texts, num_tokens, shortest, more):
-    drafter = NgramDrafter(num_tokens, shortest + more, shortest)
+    drafter = NgramDrafter(shortest + more, shortest)
     rows = np.arange(len(texts))[::-1].copy()
-    tokens, counts = drafter.propose(running_of(texts), rows)
+    tokens, counts = drafter.propose(running_of(texts), rows, np.full(len(rows), num_tokens))
     assert tokens.shape == (len(texts), num_tokens)
     for row, own, count in zip(rows, tokens, counts, strict=True):
         assert own[:count].tolist() == expected(texts[row], num_tokens, shortest + more, shortest)

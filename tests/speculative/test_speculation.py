@@ -13,7 +13,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.speculative.config import SpeculativeConfig
 from mini_engine.speculative.drafter import num_accepted
-from tests.helpers import double_model, make_engine, make_text_engine, serve
+from tests.helpers import double_model, let_all_guesses_pay, make_engine, make_text_engine, serve
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Words that repeat, so that most guesses are right at first, and a model without meaning, so that many are wrong.
@@ -30,6 +30,7 @@ def test_guesses_count_up_to_the_first_wrong_one(pairs, num_drafted):
 
 def steps_and_tokens(temperature: float, **options) -> tuple[int, dict[str, list[int]]]:
     engine = make_engine(double_model("llama"), num_pages=100, page_size=4, pipeline_depth=0, **options)
+    let_all_guesses_pay(engine)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
     tokens = serve(engine, {0: [("a", PROMPT, params), ("b", PROMPT[:3], params)]})
     return engine.metrics.steps, tokens

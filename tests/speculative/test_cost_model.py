@@ -1,0 +1,131 @@
+"""The number of guesses: the best choice for known costs, and no loss where guesses are wrong."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mini_engine.request import Running
+from mini_engine.speculative.cost_model import STEPS_KEPT, Acceptance, StepSeconds, best_counts
+from mini_engine.speculative.speculation import Speculation
+
+
+def seconds_of(table: dict[int, float]) -> StepSeconds:
+    seconds = StepSeconds(1.0)
+    for num_tokens, value in table.items():
+        seconds.add(num_tokens, value)
+    return seconds
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3),
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    st.dictionaries(st.integers(1, 12), st.floats(0.1, 10.0), max_size=4),
+    st.integers(0, 3),
+)
+def test_no_other_choice_gives_more_tokens_per_second(right, most, table, others):
+    seconds, num_rows, most = seconds_of(table), len(right), np.array(most[: len(right)])
+    num_tokens = num_rows + others
+
+    def rate(counts):
+        tokens = sum(p**i for p, k in zip(right, counts, strict=True) for i in range(k + 1))
+        return tokens / seconds(np.array([num_tokens + sum(counts)])).item()
+
+    best = best_counts(np.array(right), most, num_tokens, seconds, 0.0)
+    assert (best >= 0).all() and (best <= most).all()
+    assert rate(best.tolist()) >= max(rate(c) for c in product(*(range(k + 1) for k in most))) * (1 - 1e-9)
+
+
+@given(st.floats(0.0, 1.0), st.integers(0, 6), st.floats(0.0, 5.0), st.floats(1.0, 3.0))
+def test_what_the_drafter_takes_counts(right, most, of_guess, two):
+    seconds = seconds_of({1: 1.0, 2: two, 8: 3 * two})
+    (best,) = best_counts(np.array([right]), np.array([most]), 1, seconds, of_guess)
+    rates = [
+        sum(right**i for i in range(k + 1)) / (seconds(np.array([1 + k])).item() + k * of_guess)
+        for k in range(most + 1)
+    ]
+    assert rates[best] >= max(rates) * (1 - 1e-9)
+
+
+def test_times_are_the_fastest_of_late_and_grow_with_the_step() -> None:
+    seconds = seconds_of({4: 2.0, 16: 4.0})
+    seconds.add(16, 3.0), seconds.add(8, 1.0)
+    assert seconds(np.array([1, 4, 8, 12, 16, 99])).tolist() == [2.0, 2.0, 2.0, 2.5, 3.0, 3.0]
+    for _ in range(STEPS_KEPT):
+        seconds.add(4, 5.0), seconds(np.array([4]))
+    assert seconds(np.array([4, 16])).tolist() == [5.0, 5.0]  # what was measured for 16 is too old
+
+
+def test_another_request_in_a_row_starts_anew() -> None:
+    acceptance, rows = Acceptance(3), np.array([2, 0])
+    assert acceptance.enter(rows, np.array([5, 6])).all()
+    for _ in range(20):
+        acceptance.add(rows, np.array([3, 3]), np.array([3, 0]))
+    high, low = acceptance.of(rows)
+    assert high > 0.9 and low < 0.15
+    assert acceptance.enter(rows, np.array([7, 6])).tolist() == [True, False]
+    assert acceptance.of(rows).tolist() == [0.5, low]
+    for _ in range(2000):
+        acceptance.add(rows, np.array([0, 0]), np.array([0, 0]))
+    assert abs(acceptance.of(rows)[1] - 0.5) < 0.01, "a request without guesses is tried again"
+
+
+class Simulated:
+    """A drafter whose guesses are right with a given probability, and a clock that a step's time advances."""
+
+    def __init__(self, right: float, seed: int) -> None:
+        self.right, self.now, self.random = right, 0.0, np.random.default_rng(seed)
+
+    def clock(self) -> float:
+        return self.now
+
+    def propose(self, running, rows, most):
+        return np.zeros((len(rows), most.max()), dtype=np.int32), most
+
+    def forget(self) -> None:
+        pass
+
+
+# Milliseconds of a step by its number of tokens: like a GPU, flat at first, and like a CPU, linear from the start.
+COSTS = {"flat, then linear": lambda n: 1 + 0.002 * n + max(0, n - 128) * 0.01, "linear": lambda n: 1 + 0.3 * n}
+
+
+def tokens_per_second(right: float, num_rows: int, cost, num_guesses: int | None, num_steps: int = 3000) -> float:
+    """Simulate requests without end; `num_guesses` fixes the number of guesses, None lets the model choose."""
+    simulated, rows = Simulated(right, seed=1), np.arange(num_rows)
+    speculation = Speculation(simulated, 4, num_rows, simulated.clock)
+    running = Running(num_rows, 8)
+    running.admission[rows] = 1
+    tokens = 0
+    for _ in range(num_steps):
+        most = np.full(num_rows, 4)
+        counts = np.full(num_rows, num_guesses) if num_guesses is not None else None
+        if counts is None:
+            _, counts = speculation.guess(running, rows, most, num_rows)
+        speculation.begin_step()
+        simulated.now += cost(num_rows + int(counts.sum()))
+        sampled = (simulated.random.random((num_rows, counts.max() + 1)) >= right).astype(np.int64)  # 0 is right
+        if counts.max():
+            tokens += int(speculation.check(running, rows, sampled, counts).sum())
+        speculation.end_step(num_rows + int(counts.sum()))
+        tokens += num_rows
+    return tokens / simulated.now
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 256])
+def test_wrong_guesses_cost_at_most_two_percent(num_rows: int, cost) -> None:
+    steps = 3000 if num_rows < 64 else 1500
+    none = num_rows / cost(num_rows)
+    assert tokens_per_second(0.0, num_rows, cost, None, steps) > 0.98 * none
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize(("num_rows", "right"), [(1, 0.8), (8, 0.8), (1, 0.3), (64, 0.9)])
+def test_it_finds_the_best_number_of_guesses(num_rows: int, right: float, cost) -> None:
+    best = max(tokens_per_second(right, num_rows, cost, k, 400) for k in range(5))
+    assert tokens_per_second(right, num_rows, cost, None, 1500) > 0.93 * best

@@ -1,4 +1,4 @@
-"""An executor without a model: each token is a hash of all tokens that the request's pages hold.
+"""An executor without a model: each token depends on a hash of all tokens that the request's pages hold.
 
 A key is the number of its token, so a wrong page, a wrong position, or a lost copy shows as a wrong token.
 """
@@ -14,8 +14,9 @@ VOCAB_SIZE = 50
 
 
 def next_token(token_ids: np.ndarray) -> int:
-    """The token that follows some tokens."""
-    return hash(np.asarray(token_ids, dtype=np.int64).tobytes()) % VOCAB_SIZE
+    """The token that follows some tokens: a new one, or a third of the time the last but one, so that texts repeat."""
+    number = hash(np.asarray(token_ids, dtype=np.int64).tobytes())
+    return int(token_ids[-2]) if number % 3 == 0 and len(token_ids) > 1 else number // 3 % VOCAB_SIZE
 
 
 def logprob_of(token_ids: np.ndarray) -> float:

@@ -1,8 +1,9 @@
-"""Run the core on random schedules: `python -m tests.random_schedules NUMBER`.
+"""Run the core on random schedules: `python -m tests.random_schedules NUMBER [suffix]`.
 
 Random arrivals, aborts, ends, chunked prompts, shared prefixes, failed steps, and pools so small that requests are
-preempted, at pipeline depths 0 and 1, and at depth 0 with guesses, right and wrong ones. Each request must get the
-tokens and log probabilities that it gets alone, and no page may leak.
+preempted, at pipeline depths 0 and 1, and at depth 0 with guesses, right and wrong ones. With `suffix`, all of them at
+depth 0 with the guesses of suffix decoding. Each request must get the tokens and log probabilities that it gets alone,
+and no page may leak.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from mini_engine.recovery import Recovery
 from mini_engine.request import Request, Running
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler import Scheduler
+from mini_engine.speculative.drafter import Drafter
 from mini_engine.speculative.speculation import Speculation
+from mini_engine.speculative.suffix import SuffixDrafter
 from mini_engine.step_input import SampledTokens, StepInput
 from tests.fake_executor import VOCAB_SIZE, FakeExecutor, logprob_of, next_token
 
@@ -103,7 +106,7 @@ def check_logprobs(request: Request) -> None:
         assert (token_ids[0], logprobs[0], rank) == (tokens[p], logprob_of(tokens[: p + 1]), p)
 
 
-def check(seed: int, depth: int, seen: Seen, guesses: bool = False) -> None:
+def check(seed: int, depth: int, seen: Seen, drafter: Drafter | None = None) -> None:
     """Serve random requests, and compare each with itself alone."""
     rng = random.Random(seed)
     page_size, max_len = rng.choice([1, 2, 4]), rng.randint(5, 12)
@@ -120,10 +123,10 @@ def check(seed: int, depth: int, seen: Seen, guesses: bool = False) -> None:
 
     budget, shares = rng.randint(MAX_ROWS, 16), rng.random() < 0.7
     speculation = None
-    if guesses:
-        own = random.Random(seed)
-        # Steps of random times, so guesses pay at random.
-        speculation = Speculation(RandomDrafter(own), 4, MAX_ROWS, clock=accumulate(iter(own.random, 2.0)).__next__)
+    if drafter:  # steps of random times, so guesses pay at random
+        speculation = Speculation(
+            drafter, 4, MAX_ROWS, clock=accumulate(iter(random.Random(seed).random, 2.0)).__next__
+        )
     recovery = Recovery(Core(executor, new_scheduler, speculation=speculation), depth)
     core, requests, arrivals, aborts = recovery.core, [], [], {}
     for i in range(rng.randint(1, 5)):
@@ -172,12 +175,15 @@ def check(seed: int, depth: int, seen: Seen, guesses: bool = False) -> None:
     assert pages.num_free_pages == pages.num_pages and pages.num_free_rows == MAX_ROWS, "a page or a row leaks"
 
 
-def main(number: int) -> None:
+def main(number: int, suffix: bool) -> None:
     logging.disable(logging.WARNING)
     seen = Seen()
     for seed in range(number):
         try:
-            check(seed, seed % 3 % 2, seen, guesses=seed % 3 == 2)
+            if suffix:
+                check(seed, 0, seen, SuffixDrafter(longest=8, shortest=1, factor=2.0))
+            else:
+                check(seed, seed % 3 % 2, seen, RandomDrafter(random.Random(seed)) if seed % 3 == 2 else None)
         except BaseException:
             print(f"schedule {seed}", file=sys.stderr)
             raise
@@ -185,4 +191,4 @@ def main(number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), suffix=sys.argv[2:] == ["suffix"])

@@ -18,6 +18,7 @@ from mini_engine.config import ALIASES, EngineConfig
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.parts import Parts, load_parts
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.speculative.config import SpeculativeConfig
 from mini_engine.terminal import make_console
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +62,13 @@ def test_fields_of_every_type_can_be_given(seen):
         for one in value if isinstance(value, list) else [value]:
             arguments += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
     assert seen("-m", "folder", *arguments) == (EngineOptions("folder", engine), sampling, 4)
+
+
+def test_options_of_speculative_decoding_are_given_one_by_one(seen):
+    arguments = ["--speculative-config.method", "suffix", "--speculative-config.suffix-min-length", "3"]
+    made = EngineConfig.of(seen(*arguments)[0].options).speculative_config
+    assert made == SpeculativeConfig("suffix", suffix_min_length=3)
+    assert made.options["suffix_decoding_max_spec_factor"] == 1.0
 
 
 def test_short_names(seen):

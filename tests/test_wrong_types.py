@@ -21,6 +21,7 @@ from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading import hub
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.speculative.config import SpeculativeConfig
 from tests.helpers import GREEDY, check_nothing_leaked, double_model, make_engine, make_text_engine
 
 
@@ -54,6 +55,15 @@ assert plain == SamplingParams(
 assert {type(value) for value in (plain.top_k, plain.temperature, plain.stop_token_ids[0])} == {int, float}
 refused(RequestError, "whole number", SamplingParams, top_k=1.5)
 refused(RequestError, "0 or -1", SamplingParams, top_k=np.int64(-2))
+
+for message, options in [
+    ("choose from", {"method": ["ngram"]}),
+    ("prompt_lookup_min is '2'", {"method": "ngram", "prompt_lookup_min": "2"}),
+    ("suffix_min_length is True", {"method": "suffix", "suffix_min_length": True}),
+    ("suffix_decoding_max_tree_depth is 2.0", {"method": "suffix", "suffix_decoding_max_tree_depth": 2.0}),
+    ("suffix_decoding_max_spec_factor is '1'", {"method": "suffix", "suffix_decoding_max_spec_factor": "1"}),
+]:
+    refused(ConfigError, message, SpeculativeConfig.of, options)
 
 # Integers may be too large for a float, and too long to print.
 for name in ("temperature", "top_p", "min_p", "repetition_penalty"):

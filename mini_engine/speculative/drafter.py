@@ -57,5 +57,10 @@ def num_accepted(
 def create_drafter(config: SpeculativeConfig) -> Drafter:
     """Build the drafter of a method that needs no model."""
     from mini_engine.speculative.ngram import NgramDrafter
+    from mini_engine.speculative.suffix import SuffixDrafter
 
-    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+    options = config.options
+    if config.method == "suffix":
+        longest, factor = options["suffix_decoding_max_tree_depth"], options["suffix_decoding_max_spec_factor"]
+        return SuffixDrafter(longest, options["suffix_min_length"], factor)
+    return NgramDrafter(options["prompt_lookup_max"], options["prompt_lookup_min"])

@@ -15,7 +15,11 @@ from mini_engine.speculative.config import SpeculativeConfig
 from mini_engine.speculative.drafter import num_accepted
 from tests.helpers import double_model, let_all_guesses_pay, make_engine, make_text_engine, serve
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+CONFIGS = [
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    {"method": "suffix", "num_speculative_tokens": 4, "suffix_min_length": 1},
+]
+of_every_method = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["method"])
 # Words that repeat, so that most guesses are right at first, and a model without meaning, so that many are wrong.
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
 
@@ -36,16 +40,18 @@ def steps_and_tokens(temperature: float, **options) -> tuple[int, dict[str, list
     return engine.metrics.steps, tokens
 
 
+@of_every_method
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_tokens_take_fewer_steps(temperature) -> None:
+def test_the_same_tokens_take_fewer_steps(temperature, config) -> None:
     """The greedy output of a model without meaning soon repeats itself; what it samples does not."""
     steps, tokens = steps_and_tokens(temperature)
-    fewer, same = steps_and_tokens(temperature, speculative_config=NGRAM)
+    fewer, same = steps_and_tokens(temperature, speculative_config=config)
     assert same == tokens and (fewer < steps or temperature)
     little_room = {"max_batch_size": 2, "max_num_batched_tokens": 3}
-    assert steps_and_tokens(temperature, speculative_config=NGRAM, **little_room)[1] == tokens
+    assert steps_and_tokens(temperature, speculative_config=config, **little_room)[1] == tokens
 
 
+@of_every_method
 @pytest.mark.parametrize(
     "params",
     [
@@ -59,14 +65,14 @@ def test_the_same_tokens_take_fewer_steps(temperature) -> None:
     ],
     ids=str,
 )
-def test_what_a_request_may_ask_for(params: SamplingParams) -> None:
+def test_what_a_request_may_ask_for(params: SamplingParams, config) -> None:
     """Beside another request, whose guesses are computed in the same steps."""
     other = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
     want, got = (
-        make_text_engine(double_model("qwen3"), pipeline_depth=0, speculative_config=config).generate(
+        make_text_engine(double_model("qwen3"), pipeline_depth=0, speculative_config=own).generate(
             [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[:7]}], [params, other]
         )
-        for config in (None, NGRAM)
+        for own in (None, config)
     )
     for one, another in zip(want, got, strict=True):
         assert [own.token_ids for own in one.outputs] == [own.token_ids for own in another.outputs]
@@ -77,11 +83,12 @@ def test_what_a_request_may_ask_for(params: SamplingParams) -> None:
                 assert a.keys() == b.keys() and all(np.isclose(a[i].logprob, b[i].logprob) for i in a)
 
 
-def test_a_stop_string_ends_the_text_in_the_middle_of_right_guesses() -> None:
+@of_every_method
+def test_a_stop_string_ends_the_text_in_the_middle_of_right_guesses(config) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     texts = []
-    for config in (None, NGRAM):
-        engine = make_text_engine(double_model("llama"), pipeline_depth=0, speculative_config=config)
+    for own in (None, config):
+        engine = make_text_engine(double_model("llama"), pipeline_depth=0, speculative_config=own)
         whole = engine.generate([{"prompt_token_ids": PROMPT}], params)[0].outputs[0]
         for place in range(3, 40, 4):
             stop = whole.text.split()[place]
@@ -94,15 +101,23 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_right_guesses() -> None:
 def test_impossible_options_are_refused() -> None:
     model = double_model("llama")
     for config, match in [
-        ({"method": "magic"}, "choose from ngram"),
+        ({"method": "magic"}, "choose from ngram, suffix"),
         ({"num_speculative_tokens": 3}, "method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "at least 1"),
-        ({"method": "ngram", "model": "x"}, "has no 'model'"),
+        ({"method": "ngram", "model": "x"}, "of the method 'draft_model'"),
+        ({"method": "ngram", "modell": "x"}, "has no 'modell'"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "more than"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, "more than"),
+        ({"method": "ngram", "suffix_min_length": 2}, "of the method 'suffix'; leave it out for 'ngram'"),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "of the method 'ngram'; leave it out for 'suffix'"),
+        ({"method": "suffix", "suffix_min_length": 25}, "more than suffix_decoding_max_tree_depth, 24"),
+        ({"method": "suffix", "suffix_min_length": 0}, "at least 1"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0.0}, "above 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": float("nan")}, "above 0"),
     ]:
         with pytest.raises(ConfigError, match=match):
             make_engine(model, speculative_config=config)
     with pytest.raises(ConfigError, match="dictionary"):
         SpeculativeConfig.of("ngram")
     with pytest.raises(ConfigError, match="pipeline_depth=0"):
-        make_engine(model, speculative_config=NGRAM, pipeline_depth=1)
+        make_engine(model, speculative_config=CONFIGS[0], pipeline_depth=1)

@@ -79,7 +79,8 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
     needed = max(-(-(len(prompt) + params.max_tokens) // page_size) for _, prompt, params in all_requests)
     max_batch_size = data.draw(st.integers(1, 4))
     num_guesses = data.draw(st.integers(0, 5))
-    guesses = {"method": "ngram", "num_speculative_tokens": num_guesses, "prompt_lookup_min": 1}
+    method = data.draw(st.sampled_from([{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"}]))
+    guesses = method | {"num_speculative_tokens": num_guesses}
     engine = make_engine(
         model,
         attn_backend=attn_backend,

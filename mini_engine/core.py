@@ -77,6 +77,7 @@ class Core:
         sampled: tokens that have been collected and are not reported yet.
         pinned: pages that somebody else keeps, such as chunk memory.
         num_evicted: pages that earlier schedulers evicted from their prefix trees.
+        speculation: see above.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Core:
         speculation: Speculation | None = None,
     ) -> None:
         self._executor, self._new_scheduler, self._planner = executor, new_scheduler, planner
-        self._speculation = speculation
+        self.speculation = speculation
         self.scheduler = new_scheduler()
         self.requests: dict[str, Request] = {}
         self.finished: list[Request] = []
@@ -103,13 +104,13 @@ class Core:
             ScheduleError: if a scheduling part fails, or computes nothing although requests wait.
         """
         schedule = self._schedule()
-        if self._speculation is not None:
-            self._speculation.begin_step()
+        if self.speculation is not None:
+            self.speculation.begin_step()
         launched = self._launch(schedule)
         while len(self._in_flight) > (depth if launched.step else 0):
             self._collect()
-        if self._speculation is not None and launched.step:
-            self._speculation.end_step(schedule.num_tokens)
+        if self.speculation is not None and launched.step:
+            self.speculation.end_step(schedule.num_tokens)
         return launched
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -145,8 +146,8 @@ class Core:
         self._executor.reset()
         if self._planner is not None:
             self._planner.forget()
-        if self._speculation is not None:
-            self._speculation.forget()
+        if self.speculation is not None:
+            self.speculation.forget()
         scheduler, running = self._new_scheduler(), self.scheduler.running
         if self.pinned:
             scheduler.pin_again(np.concatenate([pinned.pages for pinned in self.pinned]))
@@ -201,8 +202,8 @@ class Core:
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
             )
-        if self._speculation is not None:
-            schedule = self._with_guesses(schedule, self._speculation)
+        if self.speculation is not None:
+            schedule = self._with_guesses(schedule, self.speculation)
         running, rows = self.scheduler.running, schedule.rows
         if self._planner is None or len(rows) < (1 if running.num_contexts else 2):
             return schedule
@@ -273,8 +274,8 @@ class Core:
             ended = running.append(rows, token_ids[:, 0])
             self.sampled.append((requests, token_ids[:, 0]))
         else:
-            assert self._speculation is not None, "only guesses give a row several tokens"
-            right = self._speculation.check(running, rows, token_ids, counts - 1)
+            assert self.speculation is not None, "only guesses give a row several tokens"
+            right = self.speculation.check(running, rows, token_ids, counts - 1)
             counts, ended = running.append_several(rows, token_ids, right + 1)
             for i in range(counts.max(initial=0)):
                 self.sampled.append(([requests[r] for r in np.flatnonzero(counts > i)], token_ids[counts > i, i]))

@@ -34,6 +34,8 @@ class EngineMetrics:
         preemptions: number of times that a request was preempted.
         finished: requests that ended.
         failed_steps: steps that raised an error; their requests were computed again, one at a time.
+        num_draft_tokens: guesses that were checked (speculative decoding).
+        num_accepted_tokens: those of them that were right.
     """
 
     steps: int = 0
@@ -46,6 +48,13 @@ class EngineMetrics:
     preemptions: int = 0
     finished: int = 0
     failed_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the checked guesses that were right."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def hit_rate(self) -> float:
@@ -104,8 +113,13 @@ class StepReport:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request of the step had one new token."""
-        return self.num_tokens == len(self.requests)
+        """Whether every new token of the step has logits that are sampled: one of each request, and its guesses."""
+        return self.step is None or int(self.step.num_logits.sum()) == self.num_tokens
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether a request had several tokens of which the last ones were guesses."""
+        return self.step is not None and int(self.step.num_logits.max()) > 1
 
     @property
     def kv_bytes(self) -> int:

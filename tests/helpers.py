@@ -80,7 +80,7 @@ def make_engine(
 
 def let_all_guesses_pay(engine: LLMEngine) -> None:
     """Let every step take the same time, so that the number of guesses does not depend on the machine."""
-    speculation = engine.core._speculation
+    speculation = engine.core.speculation
     if speculation is not None:
         speculation._clock = count(0.0).__next__
         speculation._guess_seconds.add = lambda *measured: None

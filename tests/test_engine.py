@@ -35,6 +35,7 @@ from tests.helpers import (
     check_nothing_leaked,
     counting_parts,
     double_model,
+    let_all_guesses_pay,
     make_engine,
     requests,
     serve,
@@ -50,6 +51,9 @@ def roomy(family: str = "qwen3", **options) -> LLMEngine:
 
 
 # --- the property ----------------------------------------------------------------------------------------------------
+
+
+DRAFT_MODEL = {"method": "draft_model", "model": "given"}
 
 
 def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int, longest: int) -> None:
@@ -79,10 +83,17 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
     needed = max(-(-(len(prompt) + params.max_tokens) // page_size) for _, prompt, params in all_requests)
     max_batch_size = data.draw(st.integers(1, 4))
     num_guesses = data.draw(st.integers(0, 5))
-    method = data.draw(st.sampled_from([{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"}]))
+    methods = [
+        {"method": "ngram", "prompt_lookup_min": 1},
+        {"method": "suffix"},
+        {"method": "draft_model", "model": "x"},
+    ]
+    method = data.draw(st.sampled_from(methods))
     guesses = method | {"num_speculative_tokens": num_guesses}
+    draft = double_model(data.draw(st.sampled_from(["llama", "qwen3"]))) if num_guesses and "model" in method else None
     engine = make_engine(
         model,
+        draft_model=draft,
         attn_backend=attn_backend,
         num_pages=needed + data.draw(st.integers(0, 4)),  # so small that preemption happens
         page_size=page_size,
@@ -94,6 +105,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
         speculative_config=guesses if num_guesses else None,
         cuda_graph_batch_sizes=data.draw(st.none() | st.lists(st.integers(1, 4))),  # on a CPU only the padding
     )
+    let_all_guesses_pay(engine)
     got = serve(engine, arrivals, aborts)
     for name, prompt, params in all_requests:
         limit = len(prompt) + len(got[name]) if name in aborted else None

@@ -43,7 +43,7 @@ class Metrics:
         if step and step.is_decode and step is not self._last_step:
             self._last_step = step
             self._decode_steps += step.num_tokens > 0
-            self._decode_tokens += step.num_tokens
+            self._decode_tokens += len(step.token_ids) if step.has_guesses else step.num_tokens
             self._decode_seconds += step.seconds
             self._kv_bytes += step.kv_bytes
 
@@ -87,6 +87,9 @@ class Metrics:
         totals = engine.metrics
         if engine.config.enable_prefix_caching:
             rows |= {"hit rate": f"{totals.hit_rate:.0%}", "evicted pages": f"{totals.evicted_pages}"}
+        if engine.config.speculative_config:
+            right = f"{totals.num_accepted_tokens} of {totals.num_draft_tokens} ({totals.acceptance_rate:.0%})"
+            rows["guesses that were right"] = right
         rows["preemptions"] = f"{totals.preemptions}"
         if self._decode_tokens:
             weights = weight_bytes_per_step(model) * self._decode_steps

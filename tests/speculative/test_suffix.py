@@ -132,7 +132,7 @@ def test_the_drafter_forgets_when_the_core_starts_over() -> None:
     let_all_guesses_pay(engine)
     for _ in range(3):
         engine.step()
-    drafter = engine.core._speculation._drafter
+    drafter = engine.core.speculation._drafter
     assert isinstance(drafter, SuffixDrafter) and len(drafter._automata) == 1
     engine.core.restart()
     assert not drafter._automata

@@ -20,6 +20,7 @@ CHOICES = {
     "enable_prefix_caching": (False, True),
     "pipeline_depth": (None, 0, 1),
     "enforce_eager": (False, True),
+    "batch_invariant": (False, True),
     "persistent_decode": (None, False, True),
     "warm_up": (None, False, True),
 }
@@ -89,6 +90,8 @@ class EngineConfig:
             parts it calls only the sampler. Default: where it is possible.
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile. Default on a GPU.
+        batch_invariant: make the logits of a request equal bit for bit whatever other requests are in its steps, and
+            however its prompt is split; on a CPU only, and slower.
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.
 
     Raises:
@@ -116,6 +119,7 @@ class EngineConfig:
     enforce_eager: bool = False
     persistent_decode: bool | None = None
     warm_up: bool | None = None
+    batch_invariant: bool = False
     seed: int | None = None
     speculative_config: SpeculativeConfig | None = None
 

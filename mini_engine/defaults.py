@@ -53,6 +53,12 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
     batch_size = requests or min(BATCH_SIZES[device.type], step_tokens or STEP_TOKENS[device.type])
     step_tokens = step_tokens or max(STEP_TOKENS[device.type], batch_size)
     name, why = config.attn_backend, ""
+    if config.batch_invariant:
+        if on_gpu:
+            raise ConfigError("batch_invariant is only for the CPU so far: leave it out, or set device='cpu'")
+        if name not in ("auto", "batch_invariant"):
+            raise ConfigError(f"batch_invariant has an attention backend of its own: leave out attn_backend={name!r}")
+        name = "batch_invariant"
     if name == "auto":
         name, why = choose_backend(specs, config.page_size, config.kv_layout, model.dtype, device)
     page_size = config.page_size or BACKENDS[name].on(device.type).page_size

@@ -27,6 +27,7 @@ from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
+from mini_engine.models.batch_invariant import batch_invariant
 from mini_engine.models.transform import prepare_weights
 from mini_engine.outputs import EngineMetrics, StepReport
 from mini_engine.parts import Parts
@@ -303,7 +304,7 @@ class LLMEngine:
         specs = specs_of(config, model)
         cache = PagedKVCache(specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout)
         executor = LocalExecutor(
-            model,
+            batch_invariant(model) if config.batch_invariant else model,
             create_backend(config.attn_backend, specs, cache, self.parts),
             cache,
             config,

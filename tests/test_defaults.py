@@ -163,11 +163,11 @@ def test_pages_are_what_the_longest_step_leaves(on: Callable[[Machine], None], m
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 10 * GIB + (trials[-1].num_pages + 1) * page)
-    pages = measured_pages(config, model, trials.append)
+    pages = measured_pages(config, [model], trials.append)
     assert trials[0].num_pages == 16_384 // 16 + 256
     assert pages == (72 * GIB - 2 * GIB - 10 * GIB - page) // page
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
-        measured_pages(replace(config, gpu_memory_utilization=0.1), model, trials.append)
+        measured_pages(replace(config, gpu_memory_utilization=0.1), [model], trials.append)
 
 
 def test_every_composition_is_a_backend() -> None:

@@ -280,6 +280,9 @@ BACKENDS = {
     "torch": TORCH,
     "torch_padded": replace(TORCH, path="mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": replace(TORCH, path="mini_engine.attention.torch:ChunkedBackend"),
+    "batch_invariant": replace(
+        TORCH, path="mini_engine.attention.batch_invariant:BatchInvariantBackend", devices=("cpu",)
+    ),
     "flex": BackendInfo(
         "mini_engine.attention.flex:FlexBackend",
         sizes=_flex_sizes,

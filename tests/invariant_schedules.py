@@ -1,0 +1,159 @@
+"""Serve random requests by batch-invariant engines on random schedules: `python -m tests.invariant_schedules NUMBER`.
+
+Tiny models of each family in bfloat16 and float32, with matrices and activations on which PyTorch's own operators
+depend on the batch. Chunked prompts, shared prefixes, guesses, both pipeline depths, one thread and two, and pools so
+small that requests are preempted. Each request must get the tokens that it gets alone, and logits with the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from mini_engine.engine import LLMEngine
+from mini_engine.parts import Parts
+from mini_engine.request import Request
+from mini_engine.sampling import SamplingBatch, sample
+from mini_engine.sampling_params import SamplingParams
+from tests.helpers import Arrival, check_nothing_leaked, make_engine
+from tests.models.families import our_model, transformers_model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+# 1,544 columns are enough for bfloat16's sums to differ, and no multiple of a vector, which silu and gelu depend on.
+WIDE = {"num_hidden_layers": 2, "intermediate_size": 1544}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "qwen3": WIDE,
+    "gemma2": WIDE | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"n_layer": 2, "n_inner": 1544},
+}
+LONGEST = 40  # tokens of a prompt and its output
+Position = tuple[int, int]  # a request's seed, and the position of a token
+
+
+class Logits:
+    """A sampler that keeps the bits of the logits from which each token was sampled."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Position, list[bytes]] = {}
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        for row, *place in zip(logits, batch.seeds.tolist(), batch.positions.tolist(), strict=True):
+            self.seen.setdefault((place[0], place[1]), []).append(row.numpy().tobytes())
+        return sample(logits, batch)
+
+
+def build(family: str, dtype: str, **options: Any) -> tuple[LLMEngine, Logits]:
+    """An engine on a model of the family, and the logits that it will sample from."""
+    logits = Logits()
+    parts = replace(Parts(), sample=logits)
+    return make_engine(model_of(family, dtype), parts, attn_backend="auto", **options), logits
+
+
+@cache
+def model_of(family: str, dtype: str) -> Any:
+    return our_model(transformers_model(family, seed=2, dtype=DTYPES[dtype], **SHAPES[family]))
+
+
+@cache
+def roomy(family: str, dtype: str, batch_invariant: bool) -> tuple[LLMEngine, Logits]:
+    """An engine for requests alone: whole prompts, and no pressure on its pages."""
+    return build(family, dtype, num_pages=8, page_size=16, batch_invariant=batch_invariant)
+
+
+def run(engine: LLMEngine, arrivals: list[tuple[int, Arrival]]) -> dict[str, Request]:
+    """Serve requests that arrive before the given steps."""
+    requests, step = dict[str, Request](), 0
+    while engine.has_unfinished or any(at >= step for at, _ in arrivals):
+        for at, (name, prompt, params) in arrivals:
+            if at == step:
+                requests[name] = engine.add_request(name, prompt, params)
+        for request in engine.step().finished:
+            if request.error:
+                raise request.error
+        step += 1
+    check_nothing_leaked(engine)
+    return requests
+
+
+def random_requests(rng: random.Random) -> list[tuple[int, Arrival]]:
+    """Requests, some of which begin like others or repeat themselves, which makes guesses right."""
+    made: list[tuple[int, Arrival]] = []
+    for i in range(rng.randint(2, 6)):
+        stem = list(rng.choice(made)[1][1]) if made and rng.random() < 0.5 else []
+        prompt = stem[: rng.randint(0, len(stem))]
+        prompt += [rng.randrange(3, 8 if rng.random() < 0.5 else 61) for _ in range(rng.randint(1, 30))]
+        prompt = prompt[:30]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 1.0]), seed=i, ignore_eos=True, logprobs=-1,
+            top_p=rng.choice([1.0, 0.9]), prompt_logprobs=rng.choice([None, -1]),
+            max_tokens=rng.randint(1, LONGEST - len(prompt)),
+        )  # fmt: skip
+        made.append((rng.randint(0, 6), (f"request {i}", prompt, params)))
+    return made
+
+
+def random_options(rng: random.Random) -> dict[str, Any]:
+    page_size, most = rng.choice([1, 4, 16]), rng.randint(2, 6)
+    options = {
+        "page_size": page_size, "num_pages": -(-LONGEST // page_size) + rng.randint(0, 2 * (LONGEST // page_size)),
+        "max_batch_size": most, "max_num_batched_tokens": most + rng.choice([0, 3, 10, 100]),
+        "enable_prefix_caching": rng.random() < 0.7, "pipeline_depth": rng.randint(0, 1),
+    }  # fmt: skip
+    if rng.random() < 0.4:
+        guesses = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
+        options |= {"speculative_config": guesses, "pipeline_depth": 0}
+    return options
+
+
+def differences(seed: int, dtype: str, *, batch_invariant: bool = True, seen: Counter[str] | None = None) -> list[str]:
+    """Serve random requests together and each alone, and describe what differs."""
+    rng = random.Random(seed)
+    family, arrivals, options = rng.choice(sorted(SHAPES)), random_requests(rng), random_options(rng)
+    torch.set_num_threads(rng.randint(1, 2))
+    engine, logits = build(family, dtype, batch_invariant=batch_invariant, **options)
+    together = run(engine, arrivals)
+    if seen is not None:
+        seen["preemptions"] += engine.metrics.preemptions
+        seen["shared tokens"] += engine.metrics.shared_tokens
+        seen["steps of several tokens"] += sum(len(own) for own in logits.seen.values())
+        seen["requests"] += len(arrivals)
+    alone, own_logits = roomy(family, dtype, batch_invariant)
+    found = []
+    for _, arrival in arrivals:
+        own_logits.seen.clear()
+        [want] = run(alone, [(0, arrival)]).values()
+        got, where = together[arrival[0]], f"schedule {seed}, {family} in {dtype}, {arrival[0]}: "
+        if got.token_ids != want.token_ids:
+            found.append(where + f"tokens {got.token_ids} instead of {want.token_ids}")
+        for position, (ids, values, _) in want.logprobs.items():
+            other = got.logprobs.get(position)
+            if other is None or other[1].tobytes() != values.tobytes() or other[0].tolist() != ids.tolist():
+                found.append(where + f"log probabilities at {position}")
+        for place, (bits, *_) in own_logits.seen.items():
+            # A wrong guess has logits at the same positions; otherwise a position that is computed again has its bits.
+            others = set(logits.seen.get(place, []))
+            if bits not in others or (len(others) > 1 and "speculative_config" not in options):
+                found.append(where + f"logits at {place[1]}")
+    return found
+
+
+def main(number: int, start: int = 0) -> None:
+    logging.disable(logging.WARNING)
+    seen: Counter[str] = Counter()
+    for seed in range(start, start + number):
+        for dtype in ("bfloat16", "float32"):
+            if found := differences(seed, dtype, seen=seen):
+                sys.exit("\n".join(found[:10]))
+    print(number, dict(seen))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

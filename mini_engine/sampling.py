@@ -4,7 +4,7 @@ Sampling adds Gumbel noise to the logits and takes the largest (Gumbel 1954; Mad
 section 2): argmax(logits + g) is distributed as softmax(logits). The noise of a token is a function of only (seed,
 position, token id), so a request gets the same noise in any batch, in any row and on any device (counter-based random
 numbers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its logits are the same only up to
-rounding: kernels are not batch-invariant.
+rounding, because kernels are not batch-invariant, unless the option `batch_invariant` makes them so.
 
 These are the functions of one step, in plain PyTorch. `sampler.py` keeps what the rows of the page table need from step
 to step, and runs the same computation in kernels on a GPU.

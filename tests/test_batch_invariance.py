@@ -243,6 +243,7 @@ def test_the_copy_shares_its_weights_and_leaves_the_model_as_it_was():
     assert engine.config.attn_backend == "batch_invariant"
     own = {weight.data_ptr() for weight in model.parameters()}
     assert {weight.data_ptr() for weight in twin.parameters()} == own
+    assert twin.parts is model.parts
     assert not any(isinstance(module, InBlocks) for module in model.modules())
     blocks = [module.product for module in twin.modules() if isinstance(module, InBlocks)]
     assert set(map(id, blocks)) == {id(module) for module in model.modules() if isinstance(module, Projection)}

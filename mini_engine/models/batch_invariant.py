@@ -71,7 +71,7 @@ def batch_invariant(model: LanguageModel) -> LanguageModel:
     """
     if not isinstance(model, CausalLM):
         raise ConfigError("batch_invariant needs the engine's own layers, not those of transformers: use LLM")
-    shared: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    shared: dict[int, object] = {id(own): own for own in (*model.parameters(), *model.buffers(), model.parts)}
     shared |= {id(own): InBlocks(own) for own in model.modules() if isinstance(own, Projection)}
     twin = copy.deepcopy(model, shared)
     for module in twin.modules():

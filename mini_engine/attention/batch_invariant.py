@@ -35,9 +35,19 @@ class QueryTile:
 
 @dataclass(frozen=True)
 class TiledSequence(SequencePlan):
-    """A sequence of a step, and the tiles that its queries are in."""
+    """A sequence of a step, and the tiles that its queries are in.
+
+    Attributes:
+        tiles: the tiles, in order.
+        first_row: row of the first query in the first tile.
+        num_keys: keys of the last tile.
+        has_gaps: whether keys have been evicted.
+    """
 
     tiles: list[QueryTile]
+    first_row: int
+    num_keys: int
+    has_gaps: bool
 
 
 class BatchInvariantBackend(TorchBackend):
@@ -50,37 +60,36 @@ class BatchInvariantBackend(TorchBackend):
     """
 
     def _plan_sequences(self, batch: StepBatch, sequences: range) -> list[SequencePlan]:
-        return [
-            TiledSequence(**vars(sequence), tiles=self._tiles(sequence))
-            for sequence in super()._plan_sequences(batch, sequences)
-        ]
+        return [self._tiled(sequence) for sequence in super()._plan_sequences(batch, sequences)]
 
-    def _tiles(self, sequence: SequencePlan) -> list[QueryTile]:
+    def _tiled(self, sequence: SequencePlan) -> TiledSequence:
         first, last = sequence.query_positions[[0, -1]].tolist()
-        positions = torch.arange(first // TILE * TILE, (last // TILE + 1) * TILE)
-        exists = torch.zeros(int(positions[-1]) + 1, dtype=torch.bool).index_fill_(0, sequence.key_positions, True)
-        key_positions = torch.arange(len(exists))
+        num_keys = (last // TILE + 1) * TILE
+        exists = torch.zeros(num_keys, dtype=torch.bool).index_fill_(0, sequence.key_positions, True)
+        key_positions = torch.arange(num_keys)
         nothing = torch.zeros((), dtype=torch.long)  # no mask depends on row or head
         tiles = []
-        for own in positions.split(TILE):
-            keys = slice(int(own[-1]) + 1)
+        for end in range((first // TILE + 1) * TILE, num_keys + 1, TILE):
+            keys, positions = slice(end), key_positions[end - TILE : end]
             masks = {
-                window: mask_mod(nothing, nothing, own[:, None], key_positions[keys]) & exists[keys]
+                window: mask_mod(nothing, nothing, positions[:, None], key_positions[keys]) & exists[keys]
                 for window, mask_mod in self._mask_mods.items()
             }
-            tiles.append(QueryTile(own, masks))
-        return tiles
+            tiles.append(QueryTile(positions, masks))
+        has_gaps = len(sequence.key_positions) <= last
+        return TiledSequence(
+            **vars(sequence), tiles=tiles, first_row=first % TILE, num_keys=num_keys, has_gaps=has_gaps
+        )
 
     def _attend(
         self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
     ) -> Float[Tensor, "n Hq D"]:
         assert isinstance(sequence, TiledSequence)
-        before = int(sequence.query_positions[0]) % TILE
-        tiles, after = sequence.tiles, -(before + len(q)) % TILE
-        num_keys = int(tiles[-1].positions[-1]) + 1
-        k, v = (_placed(x, sequence, num_keys) for x in self._gather(spec, sequence, q.dtype))
-        queries = F.pad(q, (0, 0, 0, 0, before, after)).split(TILE)
-        out = torch.cat([self._attend_tile(spec, tile, own, k, v) for tile, own in zip(tiles, queries, strict=True)])
+        before = sequence.first_row
+        k, v = (_placed(x, sequence) for x in self._gather(spec, sequence, q.dtype))
+        queries = F.pad(q, (0, 0, 0, 0, before, -(before + len(q)) % TILE)).split(TILE)
+        tiles = zip(sequence.tiles, queries, strict=True)
+        out = torch.cat([self._attend_tile(spec, tile, own, k, v) for tile, own in tiles])
         return out[before : before + len(q)]
 
     def _attend_tile(
@@ -100,8 +109,8 @@ class BatchInvariantBackend(TorchBackend):
         return self.parts.masked_attention(q, k[:num_keys], v[:num_keys], **options)
 
 
-def _placed(x: Float[Tensor, "m Hk D"], sequence: SequencePlan, num_keys: int) -> Float[Tensor, "keys Hk D"]:
+def _placed(x: Float[Tensor, "m Hk D"], sequence: TiledSequence) -> Float[Tensor, "keys Hk D"]:
     """Put the keys or values of a sequence at their positions, and zeros at the others."""
-    if len(x) == sequence.query_positions[-1] + 1:  # nothing has been evicted
-        return F.pad(x, (0, 0, 0, 0, 0, num_keys - len(x)))
-    return x.new_zeros(num_keys, *x.shape[1:]).index_copy_(0, sequence.key_positions, x)
+    if not sequence.has_gaps:
+        return F.pad(x, (0, 0, 0, 0, 0, sequence.num_keys - len(x)))
+    return x.new_zeros(sequence.num_keys, *x.shape[1:]).index_copy_(0, sequence.key_positions, x)

@@ -91,7 +91,7 @@ class EngineConfig:
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile. Default on a GPU.
         batch_invariant: make the logits of a request equal bit for bit whatever other requests are in its steps, and
-            however its prompt is split; on a CPU only, and slower.
+            however its prompt is split; on a CPU only, and slower (measured in `models/batch_invariant.py`).
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.
 
     Raises:

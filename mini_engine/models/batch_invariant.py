@@ -5,6 +5,10 @@ chooses its kernel, and with it the order of its sums, by the number of rows. An
 elements at the end of a tensor, or of a thread's share of it, with other code than those in a full vector. Norms,
 softmax, sines and cosines treat each row alike on a CPU, and additions and multiplications are rounded correctly
 wherever they are computed. Explained in chapter 04.
+
+With SmolLM2-135M in bfloat16 on one thread of an AMD EPYC that other programs used, too, one request generates about
+0.7 times as many tokens per second as with the default options, and 32 requests 0.4 to 0.5 times as many (medians and
+maxima of four alternating runs of 24 tokens after prompts of 8).
 """
 
 from __future__ import annotations

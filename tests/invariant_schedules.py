@@ -22,7 +22,7 @@ from mini_engine.parts import Parts
 from mini_engine.request import Request
 from mini_engine.sampling import SamplingBatch, sample
 from mini_engine.sampling_params import SamplingParams
-from tests.helpers import Arrival, check_nothing_leaked, make_engine
+from tests.helpers import Arrival, check_nothing_leaked, let_all_guesses_pay, make_engine
 from tests.models.families import our_model, transformers_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -119,6 +119,7 @@ def differences(seed: int, dtype: str, *, batch_invariant: bool = True, seen: Co
     family, arrivals, options = rng.choice(sorted(SHAPES)), random_requests(rng), random_options(rng)
     torch.set_num_threads(rng.choice([1, 1, 1, 2]))
     engine, logits = build(family, dtype, batch_invariant=batch_invariant, **options)
+    let_all_guesses_pay(engine)
     together = run(engine, arrivals)
     if seen is not None:
         seen["preemptions"] += engine.metrics.preemptions

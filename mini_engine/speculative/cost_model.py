@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 LAST_STEPS = 8  # of each size; the fastest of them counts, because others were disturbed
-STEPS_KEPT = 256  # a size that was not measured for so many steps counts as unknown, and is tried again
+FIRST_STEPS = 2  # of a size before its time is believed
+STEPS_KEPT = 1024  # a size that was not measured for so many steps counts as unknown, and is tried again
 # A request is taken to have had so many guesses before its first one, and this share of them was right.
 EARLIER_GUESSES, EARLIER_SHARE = 2.0, 0.5
-FADES, FADES_UNUSED = 0.9, 0.99  # what earlier guesses count after a step with guesses, and after one without
+FADES, FADES_UNUSED = 0.97, 0.995  # what earlier guesses count after a step with guesses, and after one without
 
 
 class StepSeconds:
@@ -33,14 +34,15 @@ class StepSeconds:
     def add(self, num_tokens: int, seconds: float) -> None:
         """Add a measured step."""
         size = _size(num_tokens)
-        if not self.knows(num_tokens):
+        if not self._is_late(size):
             self._last.pop(size, None)
         self._last.setdefault(size, deque(maxlen=LAST_STEPS)).append(seconds)
         self._measured_at[size] = self._num_steps
 
     def knows(self, num_tokens: int) -> bool:
-        """Return whether steps of about this size have been measured of late."""
-        return self._num_steps - self._measured_at.get(_size(num_tokens), -STEPS_KEPT) < STEPS_KEPT
+        """Return whether steps of about this size have been measured of late, and more than once or twice."""
+        size = _size(num_tokens)
+        return len(self._last.get(size, ())) >= FIRST_STEPS and self._is_late(size)
 
     def __call__(self, num_tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """Estimate steps of any sizes, once per step.
@@ -55,10 +57,13 @@ class StepSeconds:
         fastest = np.maximum.accumulate([min(self._last[size]) for size in sizes])  # more tokens do not take less time
         return np.interp(num_tokens, sizes, fastest)
 
+    def _is_late(self, size: int) -> bool:
+        return self._num_steps - self._measured_at.get(size, -STEPS_KEPT) < STEPS_KEPT
+
 
 def _size(num_tokens: int) -> int:
-    """Round to three significant bits, so that steps of similar sizes count as one size."""
-    shift = max(num_tokens.bit_length() - 3, 0)
+    """Round to four significant bits, so that steps of similar sizes count as one size."""
+    shift = max(num_tokens.bit_length() - 4, 0)
     return num_tokens >> shift << shift
 
 

@@ -10,6 +10,8 @@ from mini_engine.request import Running
 from mini_engine.speculative.cost_model import Acceptance, StepSeconds, best_counts
 from mini_engine.speculative.drafter import Drafter, num_accepted
 
+EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
+
 
 class Speculation:
     """Asks a drafter for as many guesses as pay, and learns from what becomes of them.
@@ -30,7 +32,7 @@ class Speculation:
     ) -> None:
         self._drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
         self._step_seconds, self._guess_seconds = StepSeconds(1.0), StepSeconds(0.0)
-        self._acceptance, self._began = Acceptance(max_rows), 0.0
+        self._acceptance, self._began, self._turn = Acceptance(max_rows), 0.0, 0
         self.num_guesses = self.num_right = 0
 
     def guess(
@@ -52,6 +54,9 @@ class Speculation:
         # Without a measured step that has no guesses, no gain is known.
         most = np.minimum(most, self._num_tokens if self._step_seconds.knows(num_tokens) else 0)
         limits = best_counts(self._acceptance.of(rows), most, num_tokens, self._step_seconds, of_guess)
+        self._turn += 1
+        if self._turn % EVERY == 0:  # half as many
+            limits = (limits + np.arange(len(limits)) % 2) // 2
         deepest = int(limits.max(initial=0))
         if not deepest:
             self._acceptance.add(rows, limits, limits)

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.request import Running
-from mini_engine.speculative.cost_model import STEPS_KEPT, Acceptance, StepSeconds, best_counts
+from mini_engine.speculative.cost_model import FIRST_STEPS, STEPS_KEPT, Acceptance, StepSeconds, best_counts
 from mini_engine.speculative.speculation import Speculation
 
 
 def seconds_of(table: dict[int, float]) -> StepSeconds:
     seconds = StepSeconds(1.0)
     for num_tokens, value in table.items():
-        seconds.add(num_tokens, value)
+        for _ in range(FIRST_STEPS):
+            seconds.add(num_tokens, value)
     return seconds
 
 
@@ -53,10 +54,14 @@ def test_what_the_drafter_takes_counts(right, most, of_guess, two):
 
 def test_times_are_the_fastest_of_late_and_grow_with_the_step() -> None:
     seconds = seconds_of({4: 2.0, 16: 4.0})
-    seconds.add(16, 3.0), seconds.add(8, 1.0)
+    for _ in range(FIRST_STEPS):
+        seconds.add(16, 3.0)
+        seconds.add(8, 1.0)
+    seconds.add(12, 1e9)  # once is not enough
     assert seconds(np.array([1, 4, 8, 12, 16, 99])).tolist() == [2.0, 2.0, 2.0, 2.5, 3.0, 3.0]
     for _ in range(STEPS_KEPT):
-        seconds.add(4, 5.0), seconds(np.array([4]))
+        seconds.add(4, 5.0)
+        seconds(np.array([4]))
     assert seconds(np.array([4, 16])).tolist() == [5.0, 5.0]  # what was measured for 16 is too old
 
 
@@ -128,4 +133,4 @@ def test_wrong_guesses_cost_at_most_two_percent(num_rows: int, cost) -> None:
 @pytest.mark.parametrize(("num_rows", "right"), [(1, 0.8), (8, 0.8), (1, 0.3), (64, 0.9)])
 def test_it_finds_the_best_number_of_guesses(num_rows: int, right: float, cost) -> None:
     best = max(tokens_per_second(right, num_rows, cost, k, 400) for k in range(5))
-    assert tokens_per_second(right, num_rows, cost, None, 1500) > 0.93 * best
+    assert tokens_per_second(right, num_rows, cost, None, 1500) > 0.9 * best

@@ -17,7 +17,7 @@ from tests.helpers import GREEDY, double_model, let_all_guesses_pay, make_engine
 from tests.speculative.test_ngram import running_of
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_SCHEDULES = 500  # `python -m tests.random_schedules 10000 suffix` takes a minute
+NUM_SCHEDULES = 1500  # `python -m tests.random_schedules 10000 suffix` takes a minute
 texts = st.integers(1, 3).flatmap(lambda words: st.lists(st.integers(1, words), min_size=1, max_size=40))
 limits = st.tuples(st.integers(1, 6), st.integers(1, 3), st.sampled_from([0.4, 1.0, 2.5]))  # most, shortest, factor
 
@@ -130,7 +130,7 @@ def test_the_drafter_forgets_when_the_core_starts_over() -> None:
     engine = make_engine(double_model("llama"), pipeline_depth=0, num_pages=20, speculative_config=config)
     engine.add_request("a", [5, 6, 7, 5, 6], GREEDY)
     let_all_guesses_pay(engine)
-    for _ in range(3):
+    for _ in range(5):  # the first ones without guesses, to know what a step takes
         engine.step()
     drafter = engine.core.speculation._drafter
     assert isinstance(drafter, SuffixDrafter) and len(drafter._automata) == 1

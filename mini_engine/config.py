@@ -93,11 +93,11 @@ class EngineConfig:
         batch_invariant: make the logits of a request equal bit for bit whatever other requests are in its steps, and
             however its prompt is split; on a CPU only, and slower (measured in `models/batch_invariant.py`).
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.
+        speculative_config: guess tokens and check several in one step, for example `{"method": "ngram",
+            "num_speculative_tokens": 4}`; see `SpeculativeConfig`. Default: do not.
 
     Raises:
         ConfigError: for a value that is invalid whatever the model and the machine.
-        speculative_config: guess tokens and check several in one step, for example `{"method": "ngram",
-            "num_speculative_tokens": 4}`; see `SpeculativeConfig`. Default: do not.
     """
 
     dtype: str = "auto"

@@ -2,7 +2,7 @@
 
 How a kernel divides its work, and therefore the order of its sums, depends on the numbers of queries and of keys. A
 query must have the same bits in a prompt, in a chunk of one, and as a decode. So the shape of every call is made a
-function of the query's position. Explained in chapter 04.
+function of the query's position. Explained in chapter 14.
 """
 
 from dataclasses import dataclass

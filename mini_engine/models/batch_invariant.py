@@ -4,7 +4,7 @@ Two kinds of operators are to blame besides attention, whose remedy is `attentio
 chooses its kernel, and with it the order of its sums, by the number of rows. An activation function computes the
 elements at the end of a tensor, or of a thread's share of it, with other code than those in a full vector. Norms,
 softmax, sines and cosines treat each row alike on a CPU, and additions and multiplications are rounded correctly
-wherever they are computed. Explained in chapter 04.
+wherever they are computed. Explained in chapter 14.
 
 With SmolLM2-135M in bfloat16 on one thread of an AMD EPYC that other programs used, too, one request generates about
 0.7 times as many tokens per second as with the default options, and 32 requests 0.4 to 0.5 times as many (medians and

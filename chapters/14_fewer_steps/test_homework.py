@@ -12,7 +12,7 @@ from book.grading import Exercise, Homework, assert_close, assert_equal, check, 
 EXERCISES = [
     Exercise(
         "in_blocks",
-        points=3,
+        points=2,
         minutes=15,
         difficulty=1,
         hints=(

@@ -40,7 +40,7 @@ class StepSeconds:
         self._measured_at[size] = self._num_steps
 
     def knows(self, num_tokens: int) -> bool:
-        """Return whether steps of about this size have been measured of late, and more than once or twice."""
+        """Return whether steps of about this size have been measured of late, and more than once."""
         size = _size(num_tokens)
         return len(self._last.get(size, ())) >= FIRST_STEPS and self._is_late(size)
 

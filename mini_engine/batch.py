@@ -96,7 +96,7 @@ class StepBatch:
         host_page_indices: [P] host. A copy of `kv_page_indices`, so that a plan can see whether pages have changed.
         kv_last_page_len: [B] host. Keys in the last page of each request, 1 to page_size.
         num_logits: [B] host. Number of last tokens of each request that need logits: 0 in the middle of a prompt.
-        num_decodes: the first `num_decodes` requests are decodes: they have at most `max_decode_tokens` new tokens.
+        num_decodes: the first `num_decodes` requests are decodes.
         page_size: keys per page.
         num_sources: number of tokens that come from `token_source`.
         has_gaps: whether a request has lost pages between other pages, so its keys are not at adjacent positions.
@@ -141,7 +141,7 @@ class StepBatch:
         num_logits: Sequence[int] | np.ndarray | None = None,
         token_source: Sequence[int] | np.ndarray | None = None,
         page_positions: Sequence[int] | np.ndarray | None = None,
-        max_decode_tokens: int = 1,
+        num_decodes: int | None = None,
         levels: tuple[PrefixLevel, ...] = (),
         page_capacity: int | None = None,
         device: torch.device | str = "cpu",
@@ -158,7 +158,7 @@ class StepBatch:
             num_logits: [B] see the class; default 1 each.
             token_source: [T] see the class; default all -1.
             page_positions: [P] see the class; default None.
-            max_decode_tokens: most new tokens of a decode: 1, or more if drafted tokens are verified.
+            num_decodes: see the class; None: the requests with one new token.
             levels: see the class.
             page_capacity: see the class.
             device: the model's device, if `into` is not given.
@@ -171,7 +171,7 @@ class StepBatch:
             ValueError: if the arrays are inconsistent.
         """
         lens = np.asarray(kv_lens, dtype=np.int64)
-        num_tokens, num_requests, num_decodes = len(token_ids), len(lens), len(lens)
+        num_tokens, num_requests = len(token_ids), len(lens)
         # The last key of each request is in its last page. It is the only new key unless `num_new` says otherwise.
         key_index = lens - ONE
         full_pages, offset = np.divmod(key_index, page_size)
@@ -179,6 +179,7 @@ class StepBatch:
         entry = page_ends - ONE
         if num_new is None:
             new = ONE
+            num_decodes = num_requests if num_decodes is None else num_decodes
             _check(num_tokens, len(pages), num_requests, lens, new, page_ends)
         else:
             new = np.asarray(num_new, dtype=np.int64)
@@ -187,9 +188,10 @@ class StepBatch:
             if len(new) != num_requests:
                 raise ValueError(f"num_new has {len(new)} entries, but kv_lens has {num_requests}")
             _check(num_tokens, len(pages), int(new.sum()), lens, new, page_ends)
-            num_decodes = int(np.count_nonzero(new <= max_decode_tokens))
-            if new[:num_decodes].max(initial=0) > max_decode_tokens:
-                raise ValueError(f"decodes (at most {max_decode_tokens} new tokens) must come first")
+            if num_decodes is None:
+                num_decodes = int(np.count_nonzero(new == 1))
+                if np.count_nonzero(new[:num_decodes] > 1):
+                    raise ValueError("decodes (requests with one new token) must come first")
             key_index = np.arange(num_tokens) + (lens - new.cumsum()).repeat(new)
             page, offset = np.divmod(key_index, page_size)
             entry = (entry - full_pages).repeat(new) + page

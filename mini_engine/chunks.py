@@ -449,6 +449,7 @@ class ChunkMemory:
             pages=pages,
             page_positions=page_positions,
             admitted=(),
+            num_decodes=0,
             copies=NO_COPIES,
             levels=tuple(levels),
         )

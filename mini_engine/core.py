@@ -205,6 +205,10 @@ class Core:
         if self.speculation is not None:
             schedule = self._with_guesses(schedule, self.speculation)
         running, rows = self.scheduler.running, schedule.rows
+        if self.scheduler.outputs_apart:  # prompts last, even those of which one token is left
+            order = np.argsort(running.num_computed[rows] < running.num_prompt[rows], kind="stable")
+            schedule = replace(schedule, rows=rows[order], num_new=schedule.num_new[order])
+            rows = schedule.rows
         if self._planner is None or len(rows) < (1 if running.num_contexts else 2):
             return schedule
         # The order of the step's requests, and the pages that are read once for several of them.
@@ -218,7 +222,9 @@ class Core:
     def _with_guesses(self, schedule: Schedule, speculation: Speculation) -> Schedule:
         """Add guesses to the decodes of a step, as many as there are tokens and pages left."""
         running, rows, left = self.scheduler.running, schedule.rows, self.scheduler.budget - schedule.num_tokens
-        decodes = (running.may_guess[rows] > 0) & (running.num_computed[rows] + 1 == running.num_known[rows])
+        num_computed = running.num_computed[rows]
+        decodes = (num_computed + 1 == running.num_known[rows]) & (num_computed >= running.num_prompt[rows])
+        decodes &= running.may_guess[rows] > 0
         own = rows[decodes]
         if not len(own):
             return schedule
@@ -230,7 +236,7 @@ class Core:
         running.guess(own, token_ids, counts)
         num_new = schedule.num_new.astype(np.int64)
         num_new[decodes] += counts
-        order = np.argsort(num_new > 1, kind="stable")
+        order = np.argsort(np.where(num_new == 1, 0, np.where(decodes, 1, 2)), kind="stable")  # prompts last
         return replace(schedule, rows=rows[order], num_new=num_new[order], num_tokens=int(num_new.sum()))
 
     def _ask_scheduler(self) -> Schedule | None:
@@ -247,7 +253,7 @@ class Core:
         if not len(schedule.rows):
             return CoreStep(schedule, [], None)
         running = self.scheduler.running
-        step = build_step_input(schedule, running, self.scheduler.page_table)
+        step = build_step_input(schedule, running, self.scheduler.page_table, self.scheduler.outputs_apart)
         requests, rows = running.requests_of(step.rows), step.sampling_rows
         num_prompt_tokens = sum(len(request.token_ids) for request in schedule.admitted)
         asked = [(tokens, running.requests_of(tokens.rows)) for tokens in step.logprobs]

@@ -54,8 +54,10 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
     step_tokens = step_tokens or max(STEP_TOKENS[device.type], batch_size)
     name, why = config.attn_backend, ""
     if config.batch_invariant:
-        if on_gpu:
-            raise ConfigError("batch_invariant is only for the CPU so far: leave it out, or set device='cpu'")
+        if on_gpu and getattr(model.config, "formats", None):
+            raise ConfigError("batch_invariant needs weights that are not quantized on a GPU: leave one of them out")
+        if on_gpu and config.persistent_decode:
+            raise ConfigError("the persistent kernel is not batch-invariant: leave out persistent_decode")
         if name not in ("auto", "batch_invariant"):
             raise ConfigError(f"batch_invariant has an attention backend of its own: leave out attn_backend={name!r}")
         name = "batch_invariant"
@@ -72,7 +74,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
     persistent = config.persistent_decode
     if persistent is None:
         cache = PlannedCache(page_size, config.kv_layout, model.dtype, device)
-        persistent = 1 in sizes and _may_persist(model, specs, cache)
+        persistent = 1 in sizes and not config.batch_invariant and _may_persist(model, specs, cache)
     resolved = {
         "attn_backend": name,
         "max_batch_size": batch_size,

@@ -354,6 +354,7 @@ class LLMEngine:
             # All layers share one page table, so a page is returned when it has left the widest window.
             window=None if None in windows else max(window for window in windows if window is not None),
             prefix_sharing=config.enable_prefix_caching,
+            outputs_apart=self.backend.outputs_apart,
             parts=self.parts,
         )
 

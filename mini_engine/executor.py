@@ -77,7 +77,8 @@ class LocalExecutor:
         parts: "Parts",
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
-        self._compute, self._persistent, self._device = bind_layers(model, backend), persistent, model.device
+        self._compute = bind_layers(model, backend, config.batch_invariant)
+        self._persistent, self._device = persistent, model.device
         self._sampler = Sampler(config.max_batch_size, model.config.vocab_size, self._device, parts.sample)
         self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
         self._graphs = DecodeGraphs(
@@ -151,13 +152,13 @@ class LocalExecutor:
     def _graph_size(self, step: StepInput) -> int | None:
         """Return the size of the graph that can run a step; None if there is none.
 
-        Every request decodes one token. No graph runs a step with queries that are rotated for chunks, or with a level
+        Every request decodes. No graph runs a step with queries that are rotated for chunks, or with a level
         of many groups.
         """
         can_run = step.is_decode and all(
             level.query_offsets is None and level.padded_groups <= MAX_GROUPS for level in self._upload(step)
         )
-        return self._graphs.size_for(len(step.rows)) if can_run else None
+        return self._graphs.size_for(len(step.token_ids)) if can_run else None
 
     def _rows_of(self, rows: Int64[np.ndarray, " L"]) -> Int[Tensor, " L"]:
         """Return rows on the device; the same tensor while they are the same rows."""
@@ -174,6 +175,8 @@ class LocalExecutor:
         return self._levels
 
     def _build(self, step: StepInput, graph_size: int | None) -> StepBatch:
+        singles = graph_size is not None or self.backend.takes_single_queries
+        step = step.with_single_queries(self.cache.page_size) if singles else step
         num_requests = len(step.rows)
         arrays: DecodeArrays = {
             "token_ids": step.token_ids,
@@ -192,6 +195,7 @@ class LocalExecutor:
             num_new=step.num_new if len(step.token_ids) > num_requests else None,
             page_size=self.cache.page_size,
             num_logits=None if all_sample else step.num_logits,
+            num_decodes=step.num_decodes if singles and not graph_size else None,  # padding decodes, too
             levels=self._upload(step),
             page_capacity=self._graphs.page_capacity(graph_size) if graph_size else None,
             into=buffers[self._num_launched % len(buffers)],

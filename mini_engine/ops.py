@@ -61,7 +61,8 @@ QUANTIZED = {
     "cpu": "mini_engine.kernels.quantized_cpu:kernel_for",
     "cuda": "mini_engine.kernels.quantized_matmul:kernel_for",
 }
-FUSED_LAYER = "mini_engine.kernels.fused_layer:FusedLayer"
+FUSED_LAYER = "mini_engine.kernels.fused_layer:AdaptiveFusedLayer"
+BATCH_INVARIANT_LAYER = "mini_engine.kernels.fused_layer:FusedLayer"
 QUANTIZED_LAYER = "mini_engine.kernels.quantized_layer:QuantizedLayer"
 PACKED_LAYERS = "mini_engine.kernels.quantized_layer:computes"
 

@@ -147,6 +147,7 @@ class Running:
         num_evicted: number of tokens at the start whose keys are not in the row's pages: those of `context_len`, and
             those that have left the window.
         has_evicted: whether any request has ever had such tokens.
+        num_prompt: tokens of each request's prompt.
         max_len: most tokens of each request.
         may_guess: 1 if one step may sample several tokens, because the output changes the logits only through the model
             (speculative decoding).
@@ -160,9 +161,9 @@ class Running:
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
-        columns = np.zeros((8, max_rows), dtype=np.int64)
+        columns = np.zeros((9, max_rows), dtype=np.int64)
         self.num_known, self.num_scheduled, self.num_computed, self.admission = columns[:4]
-        self.context_len, self.num_evicted, self.max_len, self.may_guess = columns[4:]
+        self.context_len, self.num_evicted, self.num_prompt, self.max_len, self.may_guess = columns[4:]
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.requests: list[Request | None] = [None] * max_rows
@@ -183,7 +184,8 @@ class Running:
             self.num_contexts += 1
             self.has_evicted = True
         self.num_asking += request.asks_for_logprobs
-        self.max_len[row], self.may_guess[row] = request.max_len, not request.params.depends_on_output
+        self.num_prompt[row], self.max_len[row] = len(request.prompt_token_ids), request.max_len
+        self.may_guess[row] = not request.params.depends_on_output
         self.end_tokens += [np.full_like(self.max_len, -1) for _ in range(len(ends) - len(self.end_tokens))]
         for i, of_rows in enumerate(self.end_tokens):
             of_rows[row] = ends[i] if i < len(ends) else -1

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Rows = Int[np.ndarray, " B"]
 Tokens = Int32[np.ndarray, " n"]
+Counts = Rows | int | np.integer  # of several rows, or of one
 EVICTION_BATCHES = 64  # a 64th of the pool is evicted at a time, so that most steps evict nothing
 
 
@@ -66,12 +67,16 @@ class Scheduler:
         max_num_batched_tokens: most tokens in one step, at least one for each row (`EngineConfig` checks it).
         window: most keys that any layer sees; pages that have left it are returned. None if a layer sees all keys.
         prefix_sharing: let requests that begin with the same tokens share pages, and keep pages for later requests.
+        outputs_apart: compute the tokens of a prompt and those of the output always in different sequences, also when
+            a preempted request is recomputed, and share only prompts. Then different kernels may compute them, and the
+            bits of a token's keys still depend on its own request alone.
         parts: the engine's replaceable parts.
 
     Attributes:
         waiting: requests without pages, the next one first; preempted ones come before new ones.
         running: the columns of the running requests.
         budget: most tokens in one step.
+        outputs_apart: see above.
         prefix_tree: pages that requests can share; None without prefix sharing.
         num_pinned: pages of the pool that no request can have.
     """
@@ -84,13 +89,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         window: int | None,
         prefix_sharing: bool,
+        outputs_apart: bool = False,
         parts: "Parts",
     ) -> None:
         self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len)
         self.num_pinned = 0
-        self._window = window
+        self.outputs_apart, self._window = outputs_apart, window
         self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
         # Rows whose prompts are not fully computed, and the place in the tree that each has reached.
         self._inserting: dict[int, Place | None] = {}
@@ -174,7 +180,8 @@ class Scheduler:
         unfinished = running.num_scheduled[rows] < running.max_len[rows]
         if np.count_nonzero(unfinished) < len(rows):
             rows = rows[unfinished]
-        return rows, running.num_scheduled[rows] - running.num_computed[rows]
+        num_computed = running.num_computed[rows]
+        return rows, self._apart(running.num_scheduled[rows] - num_computed, num_computed, running.num_prompt[rows])
 
     def reserve(self, rows: Rows, num_new: Rows) -> bool:
         """Take the pages that some running rows need for their new tokens, which the step must compute.
@@ -226,7 +233,7 @@ class Scheduler:
         held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
-            num_tokens = len(request.token_ids) - request.context_len
+            num_tokens, num_prompt = len(request.token_ids) - request.context_len, len(request.prompt_token_ids)
             pages, shared_tokens = self._match(request, earlier)
             # Pages that would leave the window at once are not worth sharing.
             shared_pages = pages[: shared_tokens // table.page_size if self._window is None else 0]
@@ -236,7 +243,7 @@ class Scheduler:
                 # Cached pages can be evicted, except those that the request shares.
                 free_pages += self.prefix_tree.num_evictable - self.prefix_tree.num_evictable_of(shared_pages)
             share = self.parts.admit(
-                num_tokens - shared_tokens,
+                int(self._apart(num_tokens - shared_tokens, request.context_len + shared_tokens, num_prompt)),
                 own_pages,
                 budget=budget,
                 free_pages=free_pages,
@@ -254,6 +261,19 @@ class Scheduler:
         return admitted, num_new, num_shared
 
     # --- details -------------------------------------------------------------------------------------------------
+
+    def _apart(self, num_new: Counts, num_computed: Counts, num_prompt: Counts) -> Counts:
+        """Return how many of their next tokens requests may compute in one step, apart from the budget."""
+        if not self.outputs_apart:
+            return num_new
+        left = num_prompt - num_computed
+        return np.minimum(num_new, np.where(left > 0, left, self.page_table.max_rows))
+
+    def _num_sharable(self, rows: Counts) -> Counts:
+        """Return how many tokens of some rows other requests may share."""
+        running = self.running
+        known = running.num_known[rows]
+        return np.minimum(known, running.num_prompt[rows]) if self.outputs_apart else known
 
     def _enter(
         self, request: Request, pages: np.ndarray, num_shared: int, num_new: int, copies: list[tuple[int, int]]
@@ -295,18 +315,19 @@ class Scheduler:
         place = self._inserting.pop(row)
         num_tokens = int(self.running.num_computed[row]) + num_new
         place = self._insert(row, num_tokens, place)
-        if place is not None and num_tokens < self.running.num_known[row]:
+        if place is not None and bool(num_tokens < self._num_sharable(row)):
             self._inserting[row] = place
 
     def _cache_pages(self, row: int) -> None:
-        """Insert all computed pages of a row whose request is about to leave, including those of its output."""
+        """Insert all computed pages of a row whose request is about to leave, as far as they can be shared."""
         self._inserting.pop(row, None)
-        self._insert(row, int(min(self.running.num_computed[row], self.running.num_known[row])))
+        self._insert(row, int(self.running.num_computed[row]))
 
     def _insert(self, row: int, num_tokens: int, after: Place | None = None) -> Place | None:
         """Insert a row's pages with its first tokens, unless pages have left the window; return the place reached."""
         running = self.running
         first, request = int(running.context_len[row]), running.requests[row]
+        num_tokens = int(np.minimum(num_tokens, self._num_sharable(row)))
         if self.prefix_tree is None or request is None or running.num_evicted[row] > first:
             return None
         tokens, pages = running.tokens[row, first:num_tokens], self.page_table.pages(row)
@@ -321,7 +342,10 @@ class Scheduler:
         """
         if self._next is None or self._next[0] is not request:
             # The last token is always computed, because its logits are needed.
-            self._next = request, np.array(request.token_ids[request.context_len : -1], dtype=np.int32)
+            end = len(request.token_ids) - 1
+            if self.outputs_apart:
+                end = min(end, len(request.prompt_token_ids))
+            self._next = request, np.array(request.token_ids[request.context_len : end], dtype=np.int32)
         tokens, prefix = self._next[1], request.prefix
         tree = None if lacks_prompt_logprobs(request) else self.prefix_tree  # cached pages have no logits
         pages = tree.match(tokens, request.cache_key) if tree else np.zeros(0, dtype=np.int32)
@@ -340,7 +364,7 @@ class Scheduler:
             rows = rows[table.table[rows, count - 1] == pages[-1]]
         in_page = running.tokens[rows, count * size : count * size + len(rest)]
         equal = np.logical_and.accumulate(in_page == rest[: in_page.shape[1]], axis=1).sum(1)
-        known = np.minimum(running.num_computed[rows], running.num_known[rows]) - count * size
+        known = np.minimum(running.num_computed[rows], self._num_sharable(rows)) - count * size
         equal = np.clip(np.minimum(equal, known), 0, None)
         if equal.max(initial=0) == 0:
             return pages, count * size

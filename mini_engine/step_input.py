@@ -4,7 +4,7 @@ The core writes one for each step, and an executor reads it. So a list of them c
 executor, or sent to another process. Explained in chapter 07.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Int, Int32, Int64
 from mini_engine.attention.levels import Level
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.logprobs import LogprobArrays, LogprobRows, rows_with_logprobs
+from mini_engine.ragged import members
 from mini_engine.request import Request, Running
 from mini_engine.sampling_params import Admission
 from mini_engine.scheduler import Schedule
@@ -35,6 +36,8 @@ class StepInput:
         pages: [P] pages of all requests, in order of position.
         page_positions: [P] position of each page's first key; None while every request has all its pages.
         admitted: what the sampler needs to know of the requests that were admitted for this step.
+        num_decodes: number of requests at the start that decode: each of their new tokens may be computed as a sequence
+            of its own.
         copies: [C, 2] pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes and chunks that requests share; see `StepBatch`. The same object while they are unchanged.
         logprobs: tokens whose log probabilities the step computes; empty if no request asks for them.
@@ -50,6 +53,7 @@ class StepInput:
     pages: Int32[np.ndarray, " P"]
     page_positions: Int64[np.ndarray, " P"] | None
     admitted: tuple[Admission, ...]
+    num_decodes: int
     copies: Int[np.ndarray, "C 2"]
     levels: tuple[Level, ...]
     logprobs: tuple[LogprobRows, ...] = ()
@@ -66,8 +70,37 @@ class StepInput:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes one token and samples the next."""
-        return len(self.token_ids) == len(self.rows) == int(np.count_nonzero(self.num_logits))
+        """Whether every request decodes and samples a token after each new one."""
+        return self.num_decodes == len(self.rows) and len(self.token_ids) == int(self.num_logits.sum())
+
+    def with_single_queries(self, page_size: int) -> "StepInput":
+        """Return the same step with each new token of its decodes as a sequence of its own, over the same pages.
+
+        So kernels for one query per sequence compute guesses, too. The order of the tokens does not change.
+
+        Args:
+            page_size: keys per page.
+        """
+        decodes = np.arange(len(self.rows)) < self.num_decodes
+        if not np.count_nonzero(self.num_new[decodes] > 1):
+            return self
+        counts = np.where(decodes, self.num_new, 1)
+        of, index = members(counts)
+        later, is_single = counts[of] - 1 - index, decodes[of]  # tokens after it that the same request decodes
+        kv_lens, of_request = self.kv_lens[of] - later, -(-self.kv_lens // page_size)
+        of_page, page = members(-(-kv_lens // page_size))
+        entries = (of_request.cumsum() - of_request)[of][of_page] + page
+        return replace(
+            self,
+            rows=self.rows[of],
+            num_new=np.where(is_single, 1, self.num_new[of]),
+            num_logits=np.where(is_single, later < self.num_logits[of], self.num_logits[of]),
+            kv_lens=kv_lens,
+            num_computed=self.num_computed[of] - later,
+            pages=self.pages[entries],
+            page_positions=None if self.page_positions is None else self.page_positions[entries],
+            num_decodes=int(np.count_nonzero(is_single)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +132,16 @@ class Executor(Protocol):
         """Wait until nothing runs any more, then forget the rows of earlier steps."""
 
 
-def build_step_input(schedule: Schedule, running: Running, page_table: PageTable) -> StepInput:
+def build_step_input(
+    schedule: Schedule, running: Running, page_table: PageTable, outputs_apart: bool = False
+) -> StepInput:
     """Collect the arrays of a step, without a loop over its requests.
 
     Args:
         schedule: the step, with at least one request.
         running: the columns of the running requests.
         page_table: their pages.
+        outputs_apart: see `Scheduler`.
     """
     # A part of the scheduler may count in smaller integers.
     rows, num_new = (array.astype(np.int64, copy=False) for array in (schedule.rows, schedule.num_new))
@@ -127,6 +163,10 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
     # A request in the middle of its prompt has uncomputed tokens left, and samples none. Otherwise a token is sampled
     # after the last one and after each guess.
     num_logits = np.maximum(num_computed - running.num_scheduled[rows] + 1, 0)
+    if outputs_apart:
+        decodes = num_computed - num_new >= running.num_prompt[rows]
+    else:
+        decodes = (num_new == 1) | (num_logits == num_new)
     logprobs: tuple[LogprobRows, ...] = ()
     if running.num_asking:
         logprobs = rows_with_logprobs(running.requests_of(rows), rows, num_new, num_computed, num_logits)
@@ -141,6 +181,7 @@ def build_step_input(schedule: Schedule, running: Running, page_table: PageTable
         pages=pages.copy() if len(rows) == 1 else pages,  # of one row it is a view, which the next step changes
         page_positions=page_positions,
         admitted=tuple(admission_of(request, running) for request in schedule.admitted),
+        num_decodes=len(rows) if decodes.all() else int(decodes.argmin()),
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
         levels=schedule.levels,
         logprobs=logprobs,

@@ -1,5 +1,7 @@
 """Serve random requests by batch-invariant engines on random schedules: `python -m tests.invariant_schedules NUMBER`.
 
+On a GPU: `python -m tests.invariant_schedules NUMBER START cuda`.
+
 Tiny models of each family in several dtypes, with matrices and activations on which PyTorch's own operators depend
 on the batch. Chunked prompts, shared prefixes, guesses, both pipeline depths, one thread and two, and pools so small
 that requests are preempted. Each request must get the tokens that it gets alone, with the same bits of the logits.
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from mini_engine.engine import LLMEngine
-from mini_engine.parts import Parts
+from mini_engine.parts import default_parts
 from mini_engine.request import Request
 from mini_engine.sampling import SamplingBatch, sample
 from mini_engine.sampling_params import SamplingParams
@@ -34,7 +36,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": WIDE | {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_layer": 2, "n_inner": 1544},
 }
-LONGEST = 40  # tokens of a prompt and its output
+LONGEST = {"cpu": 40, "cuda": 600}  # tokens of a prompt and its output: on a GPU, attention has splits of 256 keys
+# On a GPU, heads that its kernels support, and a product of 3,072 columns with few rows, which cuBLAS splits (split-K).
+LARGE = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 3072, "max_position_embeddings": 1024}
+ON_GPU: dict[str, dict[str, Any]] = {
+    "llama": LARGE | {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3": LARGE | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
+    "gpt2": {"n_layer": 2, "n_embd": 512, "n_head": 8, "n_inner": 3072, "n_positions": 1024},
+}
 Position = tuple[int, int]  # a request's seed, and the position of a token
 
 
@@ -50,22 +59,27 @@ class Logits:
         return sample(logits, batch)
 
 
-def build(family: str, dtype: str, **options: Any) -> tuple[LLMEngine, Logits]:
-    """An engine on a model of the family, and the logits that it will sample from."""
-    logits = Logits()
-    parts = replace(Parts(), sample=logits)
-    return make_engine(model_of(family, dtype), parts, attn_backend="auto", **options), logits
+def build(family: str, dtype: str, device: str = "cpu", **options: Any) -> tuple[LLMEngine, Logits]:
+    """An engine on a model of the family, and the logits that it will sample from.
+
+    On a GPU, the engine has its own sampler, so these logits stay empty: log probabilities of all tokens tell as much.
+    """
+    logits, parts = Logits(), default_parts(torch.device(device))
+    parts = replace(parts, sample=logits) if device == "cpu" else parts
+    return make_engine(model_of(family, dtype, device), parts, attn_backend="auto", **options), logits
 
 
 @cache
-def model_of(family: str, dtype: str) -> Any:
-    return our_model(transformers_model(family, seed=2, dtype=DTYPES[dtype], **SHAPES[family]))
+def model_of(family: str, dtype: str, device: str = "cpu") -> Any:
+    theirs = transformers_model(family, seed=2, dtype=DTYPES[dtype], **(SHAPES if device == "cpu" else ON_GPU)[family])
+    return our_model(theirs, parts=default_parts(torch.device(device))).to(device)
 
 
 @cache
-def roomy(family: str, dtype: str, batch_invariant: bool) -> tuple[LLMEngine, Logits]:
+def roomy(family: str, dtype: str, device: str, batch_invariant: bool) -> tuple[LLMEngine, Logits]:
     """An engine for requests alone: whole prompts, and no pressure on its pages."""
-    return build(family, dtype, num_pages=8, page_size=16, batch_invariant=batch_invariant)
+    pages = LONGEST[device] // 16 + 2
+    return build(family, dtype, device, num_pages=pages, page_size=16, batch_invariant=batch_invariant)
 
 
 def run(engine: LLMEngine, arrivals: list[tuple[int, Arrival]]) -> dict[str, Request]:
@@ -83,49 +97,55 @@ def run(engine: LLMEngine, arrivals: list[tuple[int, Arrival]]) -> dict[str, Req
     return requests
 
 
-def random_requests(rng: random.Random) -> list[tuple[int, Arrival]]:
+def random_requests(rng: random.Random, longest: int) -> list[tuple[int, Arrival]]:
     """Requests, some of which begin like others or repeat themselves, which makes guesses right."""
     made: list[tuple[int, Arrival]] = []
     for i in range(rng.randint(2, 6)):
         stem = list(rng.choice(made)[1][1]) if made and rng.random() < 0.5 else []
         prompt = stem[: rng.randint(0, len(stem))]
-        prompt += [rng.randrange(3, 8 if rng.random() < 0.5 else 61) for _ in range(rng.randint(1, 30))]
-        prompt = prompt[:30]
+        prompt += [rng.randrange(3, 8 if rng.random() < 0.5 else 61) for _ in range(rng.randint(1, longest - 10))]
+        prompt = prompt[: longest - 10]
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.0, 1.0]), seed=i, ignore_eos=True, logprobs=-1,
             top_p=rng.choice([1.0, 0.9]), prompt_logprobs=rng.choice([None, -1]),
-            max_tokens=rng.randint(1, LONGEST - len(prompt)),
+            max_tokens=rng.randint(1, min(longest - len(prompt), 40)),
         )  # fmt: skip
         made.append((rng.randint(0, 6), (f"request {i}", prompt, params)))
     return made
 
 
-def random_options(rng: random.Random) -> dict[str, Any]:
-    page_size, most = rng.choice([1, 4, 16]), rng.randint(2, 6)
+def random_options(rng: random.Random, device: str) -> dict[str, Any]:
+    longest, most = LONGEST[device], rng.randint(2, 6)
+    page_size = rng.choice([1, 4, 16] if device == "cpu" else [16, 32])
     options = {
-        "page_size": page_size, "num_pages": -(-LONGEST // page_size) + rng.randint(0, 2 * (LONGEST // page_size)),
-        "max_batch_size": most, "max_num_batched_tokens": most + rng.choice([0, 3, 10, 100]),
+        "page_size": page_size, "num_pages": -(-longest // page_size) + rng.randint(0, 2 * (longest // page_size)),
+        "max_batch_size": most, "max_num_batched_tokens": most + rng.choice([0, 3, 10, 100, 1000]),
         "enable_prefix_caching": rng.random() < 0.7, "pipeline_depth": rng.randint(0, 1),
     }  # fmt: skip
+    if device == "cuda":
+        options["enforce_eager"] = rng.random() < 0.8
     if rng.random() < 0.4:
         guesses = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
         options |= {"speculative_config": guesses, "pipeline_depth": 0}
     return options
 
 
-def differences(seed: int, dtype: str, *, batch_invariant: bool = True, seen: Counter[str] | None = None) -> list[str]:
+def differences(
+    seed: int, dtype: str, device: str = "cpu", *, batch_invariant: bool = True, seen: Counter[str] | None = None
+) -> list[str]:
     """Serve random requests together and each alone, and describe what differs."""
     rng = random.Random(seed)
-    family, arrivals, options = rng.choice(sorted(SHAPES)), random_requests(rng), random_options(rng)
+    family = rng.choice(sorted(SHAPES if device == "cpu" else ON_GPU))
+    arrivals, options = random_requests(rng, LONGEST[device]), random_options(rng, device)
     torch.set_num_threads(rng.choice([1, 1, 1, 2]))
-    engine, logits = build(family, dtype, batch_invariant=batch_invariant, **options)
+    engine, logits = build(family, dtype, device, batch_invariant=batch_invariant, **options)
     let_all_guesses_pay(engine)
     together = run(engine, arrivals)
     if seen is not None:
         seen["preemptions"] += engine.metrics.preemptions
         seen["shared tokens"] += engine.metrics.shared_tokens
-        seen["guesses"] += sum(len(own) > 1 for own in logits.seen.values()) if engine.config.speculative_config else 0
-    alone, own_logits = roomy(family, dtype, batch_invariant)
+        seen["guesses"] += engine.metrics.num_draft_tokens
+    alone, own_logits = roomy(family, dtype, device, batch_invariant)
     found = []
     for _, arrival in arrivals:
         own_logits.seen.clear()
@@ -145,20 +165,20 @@ def differences(seed: int, dtype: str, *, batch_invariant: bool = True, seen: Co
     return found
 
 
-def main(number: int, start: int = 0) -> None:
+def main(number: int, start: int = 0, device: str = "cpu") -> None:
     """Print the numbers of schedules, preemptions, shared tokens, guesses, and differences without the option."""
     logging.disable(logging.WARNING)
     seen, without = Counter[str](), 0
     for seed in range(start, start + number):
-        for dtype in ("bfloat16", "float32", "float64"):
+        for dtype in ("bfloat16", "float32", "float64") if device == "cpu" else ("bfloat16",):
             if dtype != "float64" or seed % 4 == 0:
-                found = differences(seed, dtype, seen=seen)
+                found = differences(seed, dtype, device, seen=seen)
                 if found:
                     sys.exit("\n".join(found[:10]))
-        if seed < start + 2:
+        if seed < start + 2 and device == "cpu":  # on a GPU, the option holds for the whole process
             without += len(differences(seed, "float64", batch_invariant=False))
     print(number, seen["preemptions"], seen["shared tokens"], seen["guesses"], without)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:])

@@ -21,9 +21,9 @@ ON_DEVICE = ("token_ids", "positions", "slot_mapping", "token_source", "logit_ro
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """The arguments of a step: decodes first, pages in any order, and each optional array present or absent."""
-    page_size, max_decode_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    page_size = draw(st.integers(1, 5))
     new = draw(st.lists(st.integers(1, draw(st.sampled_from([1, 7]))), min_size=1, max_size=6))
-    new.sort(key=lambda count: count > max_decode_tokens)
+    new.sort(key=lambda count: count > 1)
     kv_lens = [count + draw(st.integers(0, 12)) for count in new]
     num_pages = sum(-(-length // page_size) for length in kv_lens)
     step = {
@@ -32,7 +32,7 @@ def steps(draw: st.DrawFn) -> Step:
         "kv_lens": kv_lens,
         "pages": draw(st.permutations(range(num_pages + 3)))[:num_pages],
         "page_size": page_size,
-        "max_decode_tokens": max_decode_tokens,
+        "num_decodes": draw(st.none() | st.integers(0, len(new))),
     }
     if draw(st.booleans()):
         step["num_logits"] = [draw(st.integers(0, count)) for count in new]
@@ -91,7 +91,8 @@ def check(batch: StepBatch, step: Step) -> None:
     for name, expected in arrays_of(step).items():
         got = getattr(batch, name)
         assert (None if got is None else got.tolist()) == expected, name
-    assert batch.num_decodes == sum(count <= step["max_decode_tokens"] for count in new_of(step))
+    one_token = sum(count == 1 for count in new_of(step))
+    assert batch.num_decodes == (one_token if step["num_decodes"] is None else step["num_decodes"])
     assert batch.num_sequences == len(step["kv_lens"])
     assert batch.num_tokens == len(step["token_ids"])
     assert batch.page_size == step["page_size"]
@@ -223,7 +224,7 @@ def test_drafted_tokens_need_logits_of_their_own():
     # Three drafted tokens after the last one: four distributions. The prompt is not complete and needs none.
     batch = StepBatch.build(
         token_ids=[5, 6, 7, 8, 1, 2, 3, 4, 9], num_new=[4, 5], kv_lens=[14, 5], pages=[1, 0, 2, 3], page_size=5,
-        num_logits=[4, 0], max_decode_tokens=4,
+        num_logits=[4, 0], num_decodes=1,
     )  # fmt: skip
     assert batch.num_decodes == 1
     assert batch.logit_rows.tolist() == [0, 1, 2, 3]
@@ -240,7 +241,7 @@ def test_drafted_tokens_need_logits_of_their_own():
         ({"token_ids": [1, 2]}, "2 tokens given, num_new adds up to 3"),
         ({"num_new": [1, 1]}, "3 tokens given, num_new adds up to 2"),
         ({"pages": [0]}, "1 pages given"),
-        ({"num_new": [2, 1], "kv_lens": [2, 4]}, "decodes \\(at most 1 new tokens\\) must come first"),
+        ({"num_new": [2, 1], "kv_lens": [2, 4]}, "decodes \\(requests with one new token\\) must come first"),
         ({"num_logits": [2, 1]}, "logits of more tokens"),
     ],
 )

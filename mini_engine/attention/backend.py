@@ -89,8 +89,11 @@ class AttentionBackend(ABC):
         bypasses: names of the parts that the backend does not use, or uses only in some cases.
         planner: finds the levels of each step; None if the backend does not use levels.
         takes_stored_keys: whether `run` may follow a kernel that has itself stored the step's keys, at `slot_mapping`.
+        takes_single_queries: whether each new token of a decode is a sequence of its own in the steps of the backend
+            (`StepInput.with_single_queries`).
         captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
             another step with the same number of requests.
+        outputs_apart: see `Scheduler`.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
@@ -100,6 +103,8 @@ class AttentionBackend(ABC):
     planner: Any = None
     captures: ClassVar[bool] = False
     takes_stored_keys: ClassVar[bool] = False
+    takes_single_queries: ClassVar[bool] = False
+    outputs_apart: ClassVar[bool] = False
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts
@@ -244,6 +249,12 @@ def _flash_decoding_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | 
     return _flashinfer_sizes(spec, cache)  # FlashInfer computes the prompts
 
 
+def _batch_invariant_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
+    if spec.group > 8:
+        return f"needs at most 8 query heads for each KV head, not {spec.group}", None
+    return _flash_decoding_sizes(spec, cache)
+
+
 TORCH = BackendInfo(
     "mini_engine.attention.torch:TorchBackend", kv_dtypes=(*WIDE, torch.float8_e4m3fn), features=FEATURES
 )
@@ -281,7 +292,16 @@ BACKENDS = {
     "torch_padded": replace(TORCH, path="mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": replace(TORCH, path="mini_engine.attention.torch:ChunkedBackend"),
     "batch_invariant": replace(
-        TORCH, path="mini_engine.attention.batch_invariant:BatchInvariantBackend", devices=("cpu",)
+        TORCH,
+        path="mini_engine.attention.batch_invariant:BatchInvariantBackend",
+        on_cuda=replace(
+            FLASH_DECODING,
+            path="mini_engine.attention.batch_invariant_paged:BatchInvariantPagedBackend",
+            decodes="mini_engine.attention.batch_invariant_paged:SplitDecodes",
+            kv_dtypes=(),
+            features=frozenset({"softcap"}),
+            sizes=_batch_invariant_sizes,
+        ),
     ),
     "flex": BackendInfo(
         "mini_engine.attention.flex:FlexBackend",

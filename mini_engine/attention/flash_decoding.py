@@ -7,7 +7,7 @@ chapter 12.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, UInt8
@@ -57,7 +57,12 @@ class FlashDecodes(Decodes):
     Args:
         kinds: the kinds of layers that it computes.
         wrappers: FlashInfer's wrappers, among which it keeps its plans.
+
+    Attributes:
+        split: see `share_tiles`.
     """
+
+    split: ClassVar[int] = 0
 
     def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
         super().__init__(kinds, wrappers)
@@ -67,7 +72,7 @@ class FlashDecodes(Decodes):
             if _variant(kind) not in self._kernels:
                 self._kernels[_variant(kind)] = FlashDecoding(
                     *kind[:3], cache.page_size, cache.layout, cache.dtype, cache.device, kind.kv_dtype, kind.window,
-                    kind.softcap,
+                    kind.softcap, self.split,
                 )  # fmt: skip
         self._work: dict[tuple[int, int | None, bool], DecodeWork] = {}
         self._graph_memory: dict[tuple[int, int, int | None, bool], UInt8[Tensor, " bytes"]] = {}
@@ -107,7 +112,7 @@ class FlashDecodes(Decodes):
         last_is_new = count == batch.num_sequences and last_keys_are_new(
             batch.host_page_indices.numpy(), indptr, cache.layers[0][0].shape[0]
         )
-        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, last_is_new, window)
+        arrays = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, last_is_new, window, self.split)
         if batch.page_capacity is None:
             return DecodeWork(**to_device(arrays, cache.device), pages=batch.kv_page_indices)
         # The pages of a graph's steps are at the same address, too (`StepBuffers`), except those that levels leave.

@@ -129,9 +129,7 @@ class FlashInferPrompts:
     def plan(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
         """Plan the sequences of the step from `first` on; those before it have one token each."""
         mean_tokens = (batch.num_tokens - first) / (batch.num_sequences - first)
-        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
-        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
-        algorithm, wrappers = "fa3" if use_fa3 else "fa2", self._wrappers
+        algorithm, wrappers = self._algorithm(kind, mean_tokens), self._wrappers
         prefill = wrappers.flashinfer.BatchPrefillWithPagedKVCacheWrapper
         make = partial(prefill, wrappers.workspace, wrappers.cache.layout, backend=algorithm)
         wrapper = wrappers.get(kind, algorithm, make)
@@ -146,6 +144,11 @@ class FlashInferPrompts:
             **wrappers.options(kind),
         )
         return wrapper
+
+    def _algorithm(self, kind: LayerKind, mean_tokens: float) -> str:
+        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
+        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
+        return "fa3" if use_fa3 else "fa2"
 
 
 class Decodes(ABC):

@@ -50,6 +50,7 @@ class PagedBackend(AttentionBackend):
         slot_mapping: [T] slots of the step's keys and values, for kernels that store them themselves.
         waits_for_keys: whether a kernel that starts before the previous one has ended (programmatic dependent launch)
             waits for it before it reads any key that the step stores.
+        prompts: class of the prompts' kernels.
         wrappers: FlashInfer's wrappers, and the plans of other kernels.
     """
 
@@ -61,6 +62,8 @@ class PagedBackend(AttentionBackend):
     )  # fmt: skip
     captures: ClassVar[bool] = True
     takes_stored_keys: ClassVar[bool] = True
+    takes_single_queries: ClassVar[bool] = True
+    prompts: ClassVar[type[FlashInferPrompts]] = FlashInferPrompts
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class PagedBackend(AttentionBackend):
         super().__init__(specs, cache, parts)
         self._kinds = [LayerKind.of(spec) for spec in specs]
         self.wrappers = Wrappers(cache)
-        self._prompts = FlashInferPrompts(self.wrappers)
+        self._prompts = self.prompts(self.wrappers)
         self._fallback: Decodes = FlashInferDecodes(self._kinds, self.wrappers)
         able = [kind for kind, spec in zip(self._kinds, specs, strict=True) if decodes.computes(spec, cache)]
         self._decodes, self._able = decodes(able, self.wrappers), frozenset(able)
@@ -106,8 +109,6 @@ class PagedBackend(AttentionBackend):
             )
         self.slot_mapping = batch.slot_mapping
         count = batch.num_decodes
-        if int(batch.qo_indptr[count]) > count:  # a decode with several tokens is planned as a prompt
-            count = 0
         levels = batch.levels if self._levels else ()
         own = own_pages(batch) if levels else batch
         # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the

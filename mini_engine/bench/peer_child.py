@@ -27,7 +27,10 @@ def load_mini_engine(options: dict[str, Any]) -> Generate:
     from mini_engine.llm import LLM
     from mini_engine.sampling_params import SamplingParams
 
-    names = "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching", "quantization", "kv_cache_dtype"
+    names = [
+        "dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching", "quantization", "kv_cache_dtype",
+        "batch_invariant", "speculative_config",
+    ]  # fmt: skip
     of_file = {} if options["config"] is None else read_options(Path(options["config"]))
     of_file.pop("model", None)
     llm = LLM(options["model"], **of_file | _given({name: options[name] for name in names}))
@@ -44,9 +47,14 @@ def load_mini_engine(options: dict[str, Any]) -> Generate:
 
 def load_vllm(options: dict[str, Any]) -> Generate:
     """vLLM with its own defaults, except for what the comparison fixes."""
+    if options["batch_invariant"]:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    names = "model", "dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching"
+    names = [
+        "model", "dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "max_model_len", "enable_prefix_caching",
+        "speculative_config",
+    ]  # fmt: skip
     llm = LLM(
         **_given(
             {name: options[name] for name in names}

@@ -40,6 +40,8 @@ class PeerOptions:
         memory_share: share of the device's memory that the engine may use.
         quantization: round the weights while they are loaded: "fp8", or, in our engine, "int8" or "int4".
         kv_cache_dtype: dtype of keys and values in the cache, if not the weights': "fp8".
+        batch_invariant: whether logits must not depend on the other requests of a step; only ours and vLLM.
+        speculative_config: see `EngineConfig`, whose names are vLLM's; only ours and vLLM.
         config: YAML file of our engine's options; the other engines do not read it.
     """
 
@@ -53,6 +55,8 @@ class PeerOptions:
     memory_share: float | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
+    batch_invariant: bool | None = None
+    speculative_config: dict[str, Any] | None = None
     config: str | None = None
 
 

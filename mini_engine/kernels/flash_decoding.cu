@@ -11,6 +11,10 @@
 // as the ring has room, even into the next item, so the memory never waits for the computation. The other warps take
 // turns: each computes every WARPS-th tile with its own online softmax, and at the end of an item their states are merged.
 //
+// If SPLIT is not 0, the keys of each request are also cut into splits, at places that depend on its own length alone. Each
+// split is an item, ranges begin and end at splits, and results are merged split by split, in order of position. So the result
+// of a request has the same bits whatever other requests there are (batch invariance).
+//
 // With a sliding window, the first tile of a request is the first one that the window reaches; earlier ones are not read.
 //
 // Keys and values may be stored in e4m3, queries and outputs in bfloat16 or float16. Hopper converts two numbers of e4m3 to
@@ -45,8 +49,10 @@ constexpr int SLICES = HEAD_DIM * KV_BYTES / ROW_BYTES;  // a buffer holds the f
 constexpr int MATRIX_BYTES = SLICES * SLICE_BYTES, STAGE_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 // Tiles in e4m3 have half the bytes, so there are twice as many copies in the same time, and two warps take turns at them.
 constexpr int PRODUCERS = IS_E4M3 ? 2 : 1;
+constexpr int MOST_SPLITS = 64;  // of a request
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32, MOST_STAGES = 64;
 constexpr int ROW = GROUP * HEAD_DIM;  // queries or outputs of one KV head
+constexpr int PARTS = SPLIT ? MOST_SPLITS : 1;  // most results of a range that continue a request
 constexpr float INF = __builtin_huge_valf();
 static_assert(PAGE_SIZE % TILE == 0 && HEAD_DIM % 64 == 0 && GROUP <= 8 && (WARPS & WARPS - 1) == 0, "not supported");
 static_assert(WARPS % PRODUCERS == 0, "one producer fills all tiles of a buffer");
@@ -62,7 +68,7 @@ struct Arguments {
     const int4* ranges;      // [ranges, 2] see Range
     const int2* requests;    // [requests] number of keys, first entry in `pages`
     const int32_t* pages;
-    float *partials, *lse;   // [ranges, heads, ROW], [ranges, heads, GROUP] results of items that continue a request
+    float *partials, *lse;   // [ranges, PARTS, heads, ROW], [ranges, PARTS, heads, GROUP] results of items that continue a request
     uint32_t* arrived;       // [ranges, heads] number of finished blocks that continue a range's last item; 0 between launches
     float* out_lse;          // [requests, heads, GROUP] base-2 logarithms of the sums of the weights; null: not wanted
     int64_t q_stride;        // between requests, in elements
@@ -182,6 +188,13 @@ __device__ inline bool is_attended(int key, int num_keys) { return key < num_key
 // The first tile of a request that has such keys.
 __device__ inline int first_tile(int num_keys) { return WINDOW ? max(num_keys - WINDOW, 0) / TILE : 0; }
 
+// Tiles of a split: SPLIT, or more for long requests.
+__device__ inline int split_tiles(int num_keys) {
+    if (!SPLIT) return 1 << 30;
+    const int tiles = (num_keys + TILE - 1) / TILE - first_tile(num_keys);
+    return max(SPLIT, (tiles + MOST_SPLITS - 1) / MOST_SPLITS);
+}
+
 // The work of a block: one range for one KV head.
 struct Block {
     Range range;
@@ -193,6 +206,7 @@ struct Block {
         reinterpret_cast<int4*>(&range)[0] = a.ranges[2 * index], reinterpret_cast<int4*>(&range)[1] = a.ranges[2 * index + 1];
     }
     __device__ int at(int range) const { return range * heads + head; }  // index of this head's part of a range
+    __device__ int at(int range, int part) const { return at(range * PARTS + part); }  // of its results
 };
 
 // The current item of a block; `advance` goes on to the next one.
@@ -203,12 +217,15 @@ struct Item {
     __device__ explicit Item(const Range& range)
         : row(range.row), tile(range.tile), left(range.tiles), num_keys(range.num_keys), first_page(range.first_page) {}
     __device__ int to_end() const { return (num_keys + TILE - 1) / TILE - tile; }
-    __device__ int tiles() const { return min(left, to_end()); }
-    __device__ bool starts() const { return tile == first_tile(num_keys); }       // the request
-    __device__ bool is_continued() const { return starts() && to_end() > left; }  // by other ranges
+    __device__ int tiles() const { return min(min(left, to_end()), split_tiles(num_keys)); }
+    __device__ bool starts() const { return tile == first_tile(num_keys); }  // the request
+    __device__ bool ends() const { return to_end() == tiles(); }
+    __device__ bool is_last_here() const { return ends() || left == tiles(); }  // of the request's items in this range
     __device__ void advance(const Arguments& a) {
-        left -= tiles(), row++;
-        if (!left) return;
+        const int count = tiles(), is_inside = !ends();
+        left -= count, tile += count;
+        if (!left || is_inside) return;
+        row++;
         const int2 request = a.requests[row];
         num_keys = request.x, first_page = request.y, tile = first_tile(num_keys);
     }
@@ -228,6 +245,7 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - WARPS;
     const uint64_t policy = read_once();
     int position = 0;  // of the item's first tile in the range
+    bool owns = false;  // the item's request begins in this range
     bool has_waited = false;
     const auto wait_once = [&] {
         if (!has_waited) wait_for_inputs(), has_waited = true;
@@ -252,8 +270,8 @@ __device__ inline void produce(const Arguments& a, const Cache& cache, const Blo
                 copy_tile(to + MATRIX_BYTES, &cache.values, page, block.head, token, shared.full + stage.index, policy);
             }
         }
-        position += count;
-        if (item.is_continued() && lane == 0 && warp == 0) {
+        position += count, owns |= item.starts();
+        if (owns && !item.ends() && item.is_last_here() && lane == 0 && warp == 0) {
             wait_once();
             uint32_t* arrived = a.arrived + block.at(block.index);
             while (load_acquire(arrived) != block.range.last - block.index) {}
@@ -386,9 +404,9 @@ struct State {
         multiply_accumulate(out[i], values, weights);
     }
 
-    // Write the state to shared memory for the merge.
-    __device__ void store(Shared& shared, int buffer) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Write the state to shared memory for the merge; `warp` is the warp's place there.
+    __device__ void store(Shared& shared, int buffer, int warp) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int query = lane % 4 * 2 + j;
@@ -422,53 +440,93 @@ __device__ inline Result merge_warps(const Shared& shared, int buffer, int query
     return {__fdividef(value, all), most * scale + __log2f(all)};
 }
 
-// Merge a result with the results of the ranges that continue the item; i is its index in a row of results.
-__device__ inline Result merge_ranges(const Arguments& a, const Block& block, Result own, int i) {
-    constexpr int AT_ONCE = 16;
-    float most = own.lse, all = 1, value = own.value;
+// The results of a request's items, merged in order.
+struct Merged {
+    float most = -INF, all = 0, value = 0;
+
+    __device__ void add(Result next) {
+        const float larger = fmaxf(most, next.lse), shrink = exp2_of(most - larger), weight = exp2_of(next.lse - larger);
+        most = larger, all = all * shrink + weight, value = value * shrink + weight * next.value;
+    }
+    __device__ Result result() const { return {__fdividef(value, all), most + __log2f(all)}; }
+};
+
+constexpr int AT_ONCE = 16;  // results that are loaded at a time
+
+// Add the results of other ranges in dimension i of a row of results, `count` of them from `begin` on.
+template <typename At> __device__ inline void add_results(const Arguments& a, Merged& merged, int i, int begin, int count, At at) {
 #pragma unroll 1
-    for (int begin = block.index + 1; begin <= block.range.last; begin += AT_ONCE) {
-        float lse[AT_ONCE], values[AT_ONCE], next = most;
+    for (int first = begin; first < begin + count; first += AT_ONCE) {
+        Result results[AT_ONCE];
+        float most = merged.most;
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const bool exists = begin + j <= block.range.last;
-            lse[j] = exists ? __ldcg(a.lse + block.at(begin + j) * GROUP + i / HEAD_DIM) : -INF;
-            values[j] = exists ? __ldcg(a.partials + block.at(begin + j) * ROW + i) : 0;
+            const bool exists = first + j < begin + count;
+            results[j].lse = exists ? __ldcg(a.lse + at(first + j) * GROUP + i / HEAD_DIM) : -INF;
+            results[j].value = exists ? __ldcg(a.partials + at(first + j) * ROW + i) : 0;
+        }
+        if (SPLIT) {  // one by one, so that it does not matter which of them are loaded together
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                if (first + j < begin + count) merged.add(results[j]);
+            continue;
         }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) next = fmaxf(next, lse[j]);
-        const float shrink = exp2_of(most - next);
-        most = next, all *= shrink, value *= shrink;
+        for (int j = 0; j < AT_ONCE; j++) most = fmaxf(most, results[j].lse);
+        const float shrink = exp2_of(merged.most - most);
+        merged.most = most, merged.all *= shrink, merged.value *= shrink;
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const float weight = exp2_of(lse[j] - most);
-            all += weight, value += weight * values[j];
+            const float weight = exp2_of(results[j].lse - most);
+            merged.all += weight, merged.value += weight * results[j].value;
         }
     }
-    return {__fdividef(value, all), most + __log2f(all)};
 }
 
-// Merge the states of the warps. If this range has the request's first tile, also merge the results of the ranges that
-// continue the item; otherwise store the result for the range that has the first tile.
-__device__ inline void finish(const Arguments& a, const Block& block, const Item& item, Shared& shared, int buffer) {
-    const bool starts = item.starts(), is_continued = item.is_continued();
-    if (is_continued) wait(&shared.continued, 0);
-    const int place = block.at(block.index);
-    uint16_t* out = a.out + (static_cast<int64_t>(item.row) * block.heads + block.head) * ROW;
-    for (int i = threadIdx.x; i < ROW; i += CONSUMERS) {
-        const int query = i / HEAD_DIM;
+// Add the results of the ranges that continue a request, `left` tiles of it.
+__device__ inline void add_ranges(const Arguments& a, const Block& block, Merged& merged, int i, int left, int split) {
+    if (!SPLIT) {
+        add_results(a, merged, i, block.index + 1, block.range.last - block.index, [&](int range) { return block.at(range); });
+        return;
+    }
+#pragma unroll 1
+    for (int range = block.index + 1; range <= block.range.last; range++) {
+        const int tiles = min(left, a.ranges[2 * range].z);
+        add_results(a, merged, i, 0, (tiles + split - 1) / split, [&](int part) { return block.at(range, part); });
+        left -= tiles;
+    }
+}
+
+constexpr int OWN = (ROW + CONSUMERS - 1) / CONSUMERS;  // results of a thread
+
+// Merge the states of the warps. If the request begins in this range, add the result to the others of the request, and after its
+// last item here also those of the ranges that continue it. Otherwise store the result for the range that has the first tile.
+__device__ inline void finish(
+    const Arguments& a, const Block& block, const Item& item, Shared& shared, int buffer, Merged (&merged)[OWN], bool owns, int part) {
+    const int left = item.to_end() - item.tiles();
+    const bool is_last_here = item.is_last_here();
+    if (owns && left && is_last_here) wait(&shared.continued, 0);
+    const int place = block.at(block.index, part);
+    const int64_t out = static_cast<int64_t>(item.row) * block.heads + block.head;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        const int i = threadIdx.x + j * CONSUMERS, query = i / HEAD_DIM;
+        if (ROW % CONSUMERS && i >= ROW) break;
         const Result own = merge_warps(shared, buffer, query, i % HEAD_DIM, a.scale);
-        if (starts) {
-            const Result result = is_continued ? merge_ranges(a, block, own, i) : own;
-            out[i] = round_output(result.value * a.v_scale);
-            if (a.out_lse && i % HEAD_DIM == 0)
-                a.out_lse[(static_cast<int64_t>(item.row) * block.heads + block.head) * GROUP + query] = result.lse;
-        } else {
+        if (!owns) {
             a.partials[place * ROW + i] = own.value;
             if (i % HEAD_DIM == 0) a.lse[place * GROUP + query] = own.lse;
+            continue;
         }
+        if (item.starts()) merged[j] = Merged();
+        merged[j].add(own);
+        if (!is_last_here) continue;
+        if (left) add_ranges(a, block, merged[j], i, left, split_tiles(item.num_keys));
+        const Result result = merged[j].result();
+        a.out[out * ROW + i] = round_output(result.value * a.v_scale);
+        if (a.out_lse && i % HEAD_DIM == 0) a.out_lse[out * GROUP + query] = result.lse;
     }
-    if (!starts) {
+    if (!owns && is_last_here) {
         sync_consumers();
         if (threadIdx.x == 0) add_release(a.arrived + block.at(block.range.owner));
     }
@@ -477,7 +535,10 @@ __device__ inline void finish(const Arguments& a, const Block& block, const Item
 __device__ inline void consume(const Arguments& a, const Block& block, uint32_t ring, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int position = 0, buffer = 0;  // of the item's first tile in the range; buffer of the item's states
+    int part = 0;                  // number of the item in the range
+    bool owns = false;             // its request begins in this range
     Item item(block.range);
+    Merged merged[OWN];
     wait_for_inputs();
     Queries queries;
     queries.load(a, item.row, block.head);
@@ -498,9 +559,10 @@ __device__ inline void consume(const Arguments& a, const Block& block, uint32_t 
             __syncwarp();
             if (lane == 0) arrive(shared.empty + stage.index);
         }
-        state.store(shared, buffer);
+        owns |= item.starts();
+        state.store(shared, buffer, warp - position & WARPS - 1);  // the warps in the order of their first tiles
         sync_consumers();  // from here on, all warps have finished reading the other buffer
-        finish(a, block, item, shared, buffer);
+        finish(a, block, item, shared, buffer, merged, owns, part++);
         position = end, buffer ^= 1, item = next, queries = next_queries;
     }
 }

@@ -27,6 +27,7 @@ from mini_engine.kernels.nvcc import load_kernel
 
 TILE = 16  # keys
 FEWEST_TILES = 4  # per range: one for each warp that computes
+MOST_SPLITS = 64  # of a request
 WARPS = 4  # that compute in each thread block; a power of two
 BLOCKS_PER_SM = 2
 
@@ -52,6 +53,7 @@ def share_tiles(
     num_ranges: int,
     last_is_new: bool = False,
     window: int | None = None,
+    split: int = 0,
 ) -> dict[str, np.ndarray]:
     """Divide the keys of a step into equal ranges, without a loop over requests or ranges.
 
@@ -64,12 +66,14 @@ def share_tiles(
         last_is_new: whether all keys but the last one of each request were stored in earlier steps, so that the kernel
             can copy them before the previous kernel has ended.
         window: number of keys, the last ones, that are attended to; None: all. Tiles before the window are in no range.
+        split: tiles of a split, whose length depends on the request alone; longer requests have longer splits, so that
+            none has more than MOST_SPLITS. Ranges consist of whole splits. 0: there are none.
 
     Returns:
         `requests`: [B, 2] see `DecodeWork`. `ranges`: [num_ranges, 8] for each range
 
-        - request and tile of its first tile, and its number of tiles, which differs by at most one between ranges with
-          tiles; a range without tiles has zeros;
+        - request and tile of its first tile, and its number of tiles, which without splits differs by at most one
+          between ranges with tiles; a range without tiles has zeros;
         - keys and first page of that request;
         - the range that has the first tile of that request, or of its window;
         - the range that has the last tile of the request that this range ends with;
@@ -82,6 +86,12 @@ def share_tiles(
     total = int(ends[-1])
     count = min(num_ranges, max(total // FEWEST_TILES, 1))
     bounds = np.arange(count + 1) * total // count
+    if split:  # the nearest ends of splits
+        row = np.searchsorted(ends, bounds[:-1], side="right")
+        begin, size = (ends - tiles)[row], np.maximum(split, -(-tiles // MOST_SPLITS))[row]
+        nearest = (bounds[:-1] - begin + size // 2) // size * size
+        bounds = np.unique(np.append(begin + np.minimum(nearest, tiles[row]), total))
+        count = len(bounds) - 1
     first, last = bounds[:-1], bounds[1:] - 1
     row, last_row = (np.searchsorted(ends, tile, side="right") for tile in (first, last))
     begin = (ends - tiles)[row]
@@ -140,6 +150,8 @@ class FlashDecoding:
         kv_dtype: dtype of keys and values: `dtype` (or None) or float8_e4m3fn.
         window: see `AttentionSpec`, as is `softcap`. The work of each step must have the same window.
         softcap: see above.
+        split: see `share_tiles`; the work of each step must have the same. With splits, the result of a request has the
+            same bits whatever other requests the step has.
 
     Attributes:
         num_ranges: number of ranges for `share_tiles`; each range has one thread block for each KV head.
@@ -157,6 +169,7 @@ class FlashDecoding:
         kv_dtype: torch.dtype | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        split: int = 0,
     ) -> None:
         group = num_qo_heads // num_kv_heads
         # The states of more queries leave no room for a second block.
@@ -164,7 +177,7 @@ class FlashDecoding:
         sizes = {
             "HEAD_DIM": head_dim, "GROUP": group, "PAGE_SIZE": page_size, "IS_BF16": int(dtype == torch.bfloat16),
             "IS_E4M3": int(kv_dtype == torch.float8_e4m3fn), "WINDOW": window or 0, "SOFTCAP": int(softcap is not None),
-            "WARPS": WARPS, "BLOCKS_PER_SM": blocks_per_sm,
+            "WARPS": WARPS, "BLOCKS_PER_SM": blocks_per_sm, "SPLIT": split,
         }  # fmt: skip
         library = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items()))
         self._prepare, self._launch = library.prepare_flash_decoding, library.launch_flash_decoding
@@ -174,11 +187,12 @@ class FlashDecoding:
         rows = self.num_ranges * num_kv_heads
         self._softcap = softcap
         self._axes = (0, 1, 2) if layout == "NHD" else (0, 2, 1)  # pages, tokens, heads
-        self._partials = torch.empty(rows, group * (head_dim + 1), device=device)
+        num_parts = rows * (MOST_SPLITS if split else 1)
+        self._partials = torch.empty(num_parts, group * (head_dim + 1), device=device)
         self._arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self._arguments = _Arguments(
             partials=self._partials.data_ptr(),
-            lse=self._partials.data_ptr() + rows * group * head_dim * self._partials.itemsize,
+            lse=self._partials.data_ptr() + num_parts * group * head_dim * self._partials.itemsize,
             arrived=self._arrived.data_ptr(),
             kv_heads=num_kv_heads,
         )

@@ -23,13 +23,14 @@ from mini_engine.kernels import gemv
 from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, most_tokens, qkv_append
 from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.kernels.swiglu import swiglu
+from mini_engine.models.layers import Attention
 from mini_engine.models.linear import linear
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
 
 
 class FusedLayer:
-    """Computes `llama.decoder_layer` over a `PagedBackend`, and overwrites `x` with the result.
+    """Computes `llama.decoder_layer` over a `PagedBackend` in seven launches, and overwrites `x` with the result.
 
     `models.transform` decides for which models this is the same, and folds their norms.
 
@@ -39,6 +40,36 @@ class FusedLayer:
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._pdl = flashinfer.utils.device_support_pdl(model.device)
+
+    def __call__(
+        self,
+        layer: LlamaLayer,
+        x: Float[Tensor, "T hidden"],
+        cos: Float[Tensor, "T half"],
+        sin: Float[Tensor, "T half"],
+        attend: PagedBackend,
+    ) -> Float[Tensor, "T hidden"]:
+        """Compute a layer; the arguments are those of `llama.decoder_layer`, and `x` is changed in place."""
+        attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
+        q = rotate_and_append(
+            linear(x, attention.qkv.weight), _norms(attention), eps, cos, sin, attend.cache.layers[index],
+            attend.cache.layout, attend.slot_mapping, kv_scales=attend.specs[index].kv_scales, tokens=x, pdl=self._pdl,
+            next_waits=attend.waits_for_keys,
+        )  # fmt: skip
+        x.addmm_(attend.run(index, q).flatten(1), attention.o.weight.T)
+        inner = swiglu(linear(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)
+        return x.addmm_(inner, mlp.down.weight.T)
+
+
+class AdaptiveFusedLayer(FusedLayer):
+    """Computes the layer in fewer launches for few tokens; the products then add in another order.
+
+    Args:
+        model: as for `FusedLayer`.
+    """
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__(model)
         first = model.layers[0]
         assert isinstance(first, LlamaLayer)
         self._most_tokens = most_tokens(first) if model.inv_freq.dtype == torch.float32 else 0
@@ -51,10 +82,11 @@ class FusedLayer:
         sin: Float[Tensor, "T half"],
         attend: PagedBackend,
     ) -> Float[Tensor, "T hidden"]:
-        """Compute a layer; the arguments are those of `llama.decoder_layer`, and `x` is changed in place."""
+        """Compute a layer; the arguments are those of `FusedLayer`."""
+        if len(x) > max(self._most_tokens, gemv.MOST_TOKENS):
+            return super().__call__(layer, x, cos, sin, attend)
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
-        norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
-        pages, layout = attend.cache.layers[index], attend.cache.layout
+        norms, pages, layout = _norms(attention), attend.cache.layers[index], attend.cache.layout
         kv_scales = attend.specs[index].kv_scales
         if len(x) <= gemv.MOST_TOKENS:
             pdl = self._pdl
@@ -65,17 +97,14 @@ class FusedLayer:
             gemv.add_product(x, attend.run(index, q).flatten(1), attention.o.weight, pdl=pdl)
             inner = gemv.gate_up_swiglu(x, mlp.gate_up.weight, eps, pdl=pdl)
             return gemv.add_product(x, inner, mlp.down.weight, pdl=pdl)
-        if len(x) <= self._most_tokens:
-            q = qkv_append(
-                x, attention.qkv.weight, norms, eps, cos, sin, pages, layout, attend.slot_mapping,
-                kv_scales=kv_scales, next_waits=attend.waits_for_keys,
-            )  # fmt: skip
-            add_product(x, attend.run(index, q).flatten(1), attention.o.weight)
-            return add_product(x, gate_up_swiglu(x, mlp.gate_up.weight, eps), mlp.down.weight)
-        q = rotate_and_append(
-            linear(x, attention.qkv.weight), norms, eps, cos, sin, pages, layout, attend.slot_mapping,
-            kv_scales=kv_scales, tokens=x, pdl=self._pdl, next_waits=attend.waits_for_keys,
+        q = qkv_append(
+            x, attention.qkv.weight, norms, eps, cos, sin, pages, layout, attend.slot_mapping,
+            kv_scales=kv_scales, next_waits=attend.waits_for_keys,
         )  # fmt: skip
-        x.addmm_(attend.run(index, q).flatten(1), attention.o.weight.T)
-        inner = swiglu(linear(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)
-        return x.addmm_(inner, mlp.down.weight.T)
+        add_product(x, attend.run(index, q).flatten(1), attention.o.weight)
+        return add_product(x, gate_up_swiglu(x, mlp.gate_up.weight, eps), mlp.down.weight)
+
+
+def _norms(attention: Attention) -> tuple[Tensor, Tensor] | None:
+    """The weights of the norms of queries and keys, if the model has them."""
+    return (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None

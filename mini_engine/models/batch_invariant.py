@@ -1,19 +1,24 @@
-"""A batch-invariant copy of a model for the CPU: the bits of a token do not depend on the other tokens of its step.
+"""A batch-invariant version of a model: the bits of a token do not depend on the other tokens of its step.
 
-Two kinds of operators are to blame besides attention, whose remedy is `attention/batch_invariant.py`. A matrix product
-chooses its kernel, and with it the order of its sums, by the number of rows. An activation function computes the
-elements at the end of a tensor, or of a thread's share of it, with other code than those in a full vector. Norms,
-softmax, sines and cosines treat each row alike on a CPU, and additions and multiplications are rounded correctly
+On a CPU, two kinds of operators are to blame besides attention, whose remedy is `attention/batch_invariant.py`. A
+matrix product chooses its kernel, and with it the order of its sums, by the number of rows. An activation function
+computes the elements at the end of a tensor, or of a thread's share of it, with other code than those in a full vector.
+Norms, softmax, sines and cosines treat each row alike on a CPU, and additions and multiplications are rounded correctly
 wherever they are computed. Explained in chapter 14.
 
 With SmolLM2-135M in bfloat16 on one thread of an AMD EPYC that other programs used, too, one request generates about
 0.7 times as many tokens per second as with the default options, and 32 requests 0.4 to 0.5 times as many (medians and
 maxima of four alternating runs of 24 tokens after prompts of 8).
+
+On a GPU, cuBLAS adds up each element of a product in bfloat16 in the same order for any number of rows, unless it
+splits the columns among thread blocks (split-K), for which it needs a workspace. So it gets none. That was measured
+(chapter 14), and NVIDIA does not promise it. Norms, rotation and activations run one program for each token or element.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 
 import torch
@@ -65,16 +70,21 @@ def by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def batch_invariant(model: LanguageModel) -> LanguageModel:
-    """Return a model with the same weights, without a copy of them, that is batch-invariant on a CPU.
+    """Return a model with the same weights, without a copy of them, that is batch-invariant.
+
+    On a GPU, it is the same model, and cuBLAS has no workspace from now on in the whole process.
 
     Args:
-        model: a model on a CPU whose weights are prepared (`prepare_weights`). It is not changed.
+        model: a model whose weights are prepared (`prepare_weights`). It is not changed.
 
     Raises:
         ConfigError: if its layers are not the engine's own.
     """
     if not isinstance(model, CausalLM):
         raise ConfigError("batch_invariant needs the engine's own layers, not those of transformers: use LLM")
+    if model.device.type == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+        return model
     shared: dict[int, object] = {id(own): own for own in (*model.parameters(), *model.buffers(), model.parts)}
     shared |= {id(own): InBlocks(own) for own in model.modules() if isinstance(own, Projection)}
     twin = copy.deepcopy(model, shared)

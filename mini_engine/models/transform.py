@@ -39,16 +39,23 @@ def prepare_weights(model: LanguageModel) -> None:
             each.prepare(model.dtype)
 
 
-def bind_layers(model: LanguageModel, backend: AttentionBackend) -> Forward:
+def bind_layers(model: LanguageModel, backend: AttentionBackend, batch_invariant: bool = False) -> Forward:
     """Choose the function that computes each layer, and return the model's `forward` over this backend.
 
     The model is unchanged, apart from `prepare_weights`: engines with different backends may share it.
+
+    Args:
+        model: the model.
+        backend: its attention.
+        batch_invariant: whether each product must be computed by kernels that add in the same order for any number of
+            tokens.
     """
     prepare_weights(model)
     if not backend.takes_stored_keys:
         return partial(model, attend=backend)
     if has_fused_layers(model):
-        return partial(model, attend=backend, compute=ops.load(ops.FUSED_LAYER)(model))
+        fused = ops.load(ops.BATCH_INVARIANT_LAYER if batch_invariant else ops.FUSED_LAYER)
+        return partial(model, attend=backend, compute=fused(model))
     if has_plain_layers(model) and ops.load(ops.PACKED_LAYERS)(model):
         return partial(model, attend=backend, compute=ops.load(ops.QUANTIZED_LAYER)(model))
     return partial(model, attend=backend)

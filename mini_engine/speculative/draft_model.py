@@ -118,6 +118,7 @@ class DraftModelDrafter:
             rows=rows,
             num_new=num_new,
             num_logits=np.ones_like(rows) if samples is None else samples.astype(np.int64),
+            num_decodes=int(np.count_nonzero(num_new == 1)),
             kv_lens=num_computed,
             num_computed=num_computed,
             token_ids=token_ids,

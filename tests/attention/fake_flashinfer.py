@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from mini_engine import rope
 from mini_engine.attention.naive import alibi_bias, alibi_slopes, attention_mask, masked_attention
 from mini_engine.attention.state import AttentionState, attention_state, merge_all, merge_states
-from mini_engine.kernels.flash_decoding import TILE, DecodeWork, FlashDecoding
+from mini_engine.kernels.flash_decoding import MOST_SPLITS, TILE, DecodeWork, FlashDecoding
 from mini_engine.sampling import gumbel_noise
 
 
@@ -135,9 +135,10 @@ class Kernel(FlashDecoding):
     def __init__(
         self, qo_heads: int, kv_heads: int, head_dim: int, page_size: int, layout: str, dtype: torch.dtype,
         device: torch.device, kv_dtype: torch.dtype | None = None, window: int | None = None,
-        softcap: float | None = None,
+        softcap: float | None = None, split: int = 0,
     ) -> None:  # fmt: skip
         self.num_ranges, self.kv_dtype, self.window, self.softcap = 3, kv_dtype or dtype, window, softcap
+        self.split = split
         self.kv_heads, self.group, self.page_size, self.layout = kv_heads, qo_heads // kv_heads, page_size, layout
 
     def __call__(
@@ -156,9 +157,12 @@ class Kernel(FlashDecoding):
         heads = slice(head * self.group, (head + 1) * self.group)
         for index in reversed(range(self.num_ranges)):
             row, tile, left, num_keys, first_page, owner, *_ = work.ranges[index].tolist()
+            begins, own = tile, list[AttentionState]()
             while left:
                 first = max(num_keys - (self.window or num_keys), 0) // TILE
-                count = min(left, -(-num_keys // TILE) - tile)
+                count, tiles = min(left, -(-num_keys // TILE) - tile), -(-num_keys // TILE) - first
+                if self.split:
+                    count = min(count, max(self.split, -(-tiles // MOST_SPLITS)))
                 used = work.pages[first_page : first_page + -(-num_keys // self.page_size)].long()
                 stored = (x[used] if self.layout == "NHD" else x[used].transpose(1, 2) for x in pages)
                 keys = slice(tile * TILE, min(num_keys, (tile + count) * TILE))
@@ -166,18 +170,22 @@ class Kernel(FlashDecoding):
                 positions = torch.arange(keys.start, keys.stop)
                 mask = attention_mask(torch.tensor([num_keys - 1]), positions, self.window)
                 state = attention_state(q[row : row + 1, heads], k, v, scale=scale, mask=mask, softcap=self.softcap)
-                if tile > first:
-                    parts.setdefault(owner, []).append(state)
+                own.append(state)
+                tile, left = tile + count, left - count
+                is_inside = tile < -(-num_keys // TILE)
+                if left and is_inside:
+                    continue
+                if begins > first:
+                    parts.setdefault(owner, [])[:0] = own
                 else:
-                    is_continued = count < -(-num_keys // TILE) - first
-                    merged = merge_all([state, *(parts.pop(index) if is_continued else ())])
+                    merged = merge_all([*own, *(parts.pop(index) if is_inside else ())])
                     out[row, heads] = merged.out[0] * v_scale
                     if lse is not None:
                         lse[row, heads] = (merged.lse[0] / math.log(2)).to(lse.dtype)
-                left, row = left - count, row + 1
+                row, own = row + 1, []
                 if left:
                     num_keys, first_page = work.requests[row].tolist()
-                    tile = max(num_keys - (self.window or num_keys), 0) // TILE
+                    begins = tile = max(num_keys - (self.window or num_keys), 0) // TILE
         assert not parts
 
 

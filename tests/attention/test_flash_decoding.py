@@ -22,7 +22,7 @@ from mini_engine.attention.state import attention_state
 from mini_engine.attention.torch import TorchBackend
 from mini_engine.batch import StepBuffers, step_memory
 from mini_engine.errors import ConfigError
-from mini_engine.kernels.flash_decoding import FEWEST_TILES, TILE, last_keys_are_new, share_tiles
+from mini_engine.kernels.flash_decoding import FEWEST_TILES, MOST_SPLITS, TILE, last_keys_are_new, share_tiles
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from tests.attention.greedy import check_greedy
@@ -45,23 +45,29 @@ QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=12
 @settings(max_examples=300)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=20), st.sampled_from([16, 32, 128]), st.integers(1, 150),
-    st.none() | st.integers(1, 420),
+    st.none() | st.integers(1, 420), st.sampled_from([0, 0, 1, 4, 16]),
 )  # fmt: skip
 def test_ranges_cover_every_tile_once_and_know_who_shares_an_item(
-    lens: list[int], page_size: int, num_ranges: int, window: int | None
+    lens: list[int], page_size: int, num_ranges: int, window: int | None, split: int
 ) -> None:
-    """With a window, every tile that it reaches."""
+    """With a window, every tile that it reaches; with splits, ranges begin where a split begins."""
     kv_lens = np.array(lens, dtype=np.int32)
     indptr = np.cumsum([0, *-(-kv_lens // page_size)], dtype=np.int32)
-    work = share_tiles(kv_lens, indptr, num_ranges, window=window)
+    work = share_tiles(kv_lens, indptr, num_ranges, window=window, split=split)
     assert work["ranges"].dtype == work["requests"].dtype == np.int32 and work["ranges"].shape == (num_ranges, 8)
     assert work["requests"].tolist() == [[n, first] for n, first in zip(lens, indptr[:-1].tolist(), strict=True)]
     begins = [0 if window is None else max(n - window, 0) // TILE for n in lens]
     tiles = [(row, tile) for row, n in enumerate(lens) for tile in range(begins[row], -(-n // TILE))]
     shares = work["ranges"][:, 2]
     used = shares[shares > 0]
-    assert used.sum() == len(tiles) and used.max() - used.min() <= 1
-    assert len(used) == 1 or used.min() >= FEWEST_TILES
+    assert used.sum() == len(tiles)
+    if split:
+        sizes = [max(split, -(-(-(-n // TILE) - begin) // MOST_SPLITS)) for n, begin in zip(lens, begins, strict=True)]
+        assert all((tile - begins[row]) % sizes[row] == 0 for row, tile in work["ranges"][: len(used), :2].tolist())
+        share = len(tiles) / min(num_ranges, max(len(tiles) // FEWEST_TILES, 1))
+        assert used.max() <= share + max(sizes)
+    else:
+        assert used.max() - used.min() <= 1 and (len(used) == 1 or used.min() >= FEWEST_TILES)
     assert not work["ranges"][len(used) :].any()  # the ranges without tiles are the last ones
     range_of, position = {}, 0
     for index, count in enumerate(used.tolist()):
@@ -94,11 +100,16 @@ def test_a_step_whose_requests_read_a_page_that_another_one_fills_is_found(
     assert (ranges[ranges[:, 2] > 0, 7] == last_is_new).all()
 
 
-@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.none() | st.integers(1, 2000))
-def test_a_range_has_one_item_at_most_that_it_began_and_others_continue(lens: list[int], window: int | None) -> None:
+@given(
+    st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.none() | st.integers(1, 2000), st.sampled_from([0, 16])
+)
+def test_a_range_has_one_request_at_most_that_it_began_and_others_continue(
+    lens: list[int], window: int | None, split: int
+) -> None:
     """One counter for each range is then enough, and one place for the results of an item that it continues."""
     kv_lens = np.array(lens, dtype=np.int32)
-    ranges = share_tiles(kv_lens, np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32), 33, window=window)["ranges"]
+    indptr = np.cumsum([0, *-(-kv_lens // 16)], dtype=np.int32)
+    ranges = share_tiles(kv_lens, indptr, 33, window=window, split=split)["ranges"]
     used = ranges[ranges[:, 2] > 0, 5:7].tolist()
     continues = Counter(owner for index, (owner, _) in enumerate(used) if owner != index)
     for index, (owner, final) in enumerate(used):
@@ -154,6 +165,7 @@ def check_kernel(
     layout: str = "HND",
     dtype: torch.dtype,
     times: int = 2,
+    name: str = "flash_decoding",
 ) -> None:
     """Compare one step of decodes with the torch backend in float64, on pages in random order."""
     device = torch.device("cuda")
@@ -162,7 +174,7 @@ def check_kernel(
     batch = decodes(kv_lens, pages, page_size, device="cuda")
     mine = PagedKVCache([spec], num_pages, page_size, dtype, device, layout)
     theirs = PagedKVCache([spec], num_pages, page_size, torch.float64, device)
-    backend = create_backend("flash_decoding", [spec], mine, Parts())
+    backend = create_backend(name, [spec], mine, Parts())
     for _ in range(times):  # a launch leaves the counters at zero
         check_equal(batch, backend, TorchBackend([spec], theirs, Parts()), BF16)
     assert all(isinstance(wrapper, PlannedDecode) for wrapper in backend.wrappers.made.values())  # type: ignore[attr-defined]
@@ -248,6 +260,16 @@ def test_any_mix_of_lengths(gpu: torch.device, page_size: int, layout: str, kv_l
 def test_many_requests_and_long_ones(gpu: torch.device, kv_lens: list[int]) -> None:
     """Requests that many thread blocks share, and thread blocks that many requests share."""
     check_kernel(QWEN3, kv_lens, dtype=torch.bfloat16, times=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_splits_of_a_fixed_size(gpu: torch.device, head_dim: int, group: int) -> None:
+    """Requests of one split, of several, of longer ones, and splits of a request in several ranges."""
+    spec = replace(QWEN3, num_qo_heads=3 * group, num_kv_heads=3, head_dim=head_dim, scale=head_dim**-0.5)
+    for kv_lens in ([1], [256], [257, 1, 512, 2000], [20_000], [9000, 70, 5003], [700] * 256, [1] * 299 + [8000]):
+        check_kernel(spec, kv_lens, dtype=torch.bfloat16, name="batch_invariant")
 
 
 # The layers of Gemma 2, and others with one of its features. The soft-cap is so low that it changes the scores a lot.

@@ -19,7 +19,7 @@ from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
-from mini_engine.batch import StepBatch, StepBuffers, step_memory
+from mini_engine.batch import StepBuffers, step_memory
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
 from mini_engine.sampling_params import SamplingParams
@@ -160,13 +160,3 @@ def test_the_kernel_computes_layers_with_keys_in_e4m3(fake: None) -> None:
     batch = decodes([50, 40], range(7), 16)
     assert error_of_narrow_keys(batch, backend, TorchBackend(wide, theirs, Parts())) < 1e-12
     assert all(isinstance(decode, PlannedDecode) for [(_, decode)] in backend._planned.values())
-
-
-def test_drafted_tokens_are_computed_like_prompts(fake: None) -> None:
-    batch = StepBatch.build(
-        token_ids=[0] * 7, num_new=[1, 2, 4], kv_lens=[9, 12, 4], pages=range(3), page_size=16, max_decode_tokens=3
-    )
-    caches = [PagedKVCache(SPECS, 7, 16, torch.float64) for _ in range(2)]
-    backend = own_decodes(SPECS, caches[0], Parts())
-    check_equal(batch, backend, TorchBackend(SPECS, caches[1], Parts()), 1e-12)
-    assert not any(isinstance(wrapper, PlannedDecode) for wrapper in backend.wrappers.made.values())

@@ -75,15 +75,6 @@ def test_a_gap_between_pages_is_refused_where_it_matters(fake: None) -> None:
             backend.plan(batch)
 
 
-def test_decodes_with_drafted_tokens_are_planned_like_prompts(fake: None) -> None:
-    batch = StepBatch.build(
-        token_ids=[0] * 7, num_new=[1, 2, 4], kv_lens=[9, 12, 4], pages=range(7), page_size=4, max_decode_tokens=3
-    )
-    assert batch.num_decodes == 2
-    caches = [PagedKVCache(SPECS, 7, 4, torch.float64) for _ in range(2)]
-    check_equal(batch, PagedBackend(SPECS, caches[0], Parts()), TorchBackend(SPECS, caches[1], Parts()), 1e-12)
-
-
 @pytest.mark.parametrize(
     ("new", "has_fa3", "algorithms"),
     [

@@ -125,7 +125,7 @@ def test_decodes_of_several_tokens_are_not_padded() -> None:
         kv_lens=[10, 7, 3],
         pages=[5, 2, 7, 0, 3, 1],
         page_size=4,
-        max_decode_tokens=4,
+        num_decodes=3,
     )
     outs = []
     for backend in (TorchBackend, PaddedTorchBackend):

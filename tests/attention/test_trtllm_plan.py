@@ -18,7 +18,7 @@ from mini_engine.attention.backend import BACKENDS, create_backend
 from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
-from mini_engine.attention.trtllm import TRTLLMDecode, TRTLLMDecodes
+from mini_engine.attention.trtllm import TRTLLMDecodes
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
@@ -116,16 +116,6 @@ def test_an_engine_gives_every_request_the_tokens_that_it_gets_alone(fake: None,
         arrivals[int(name) // 2].append((name, prompt, params))
     outputs = serve(engine, arrivals)
     assert outputs == {name: alone(model, prompt, params) for name, prompt in prompts.items()}
-
-
-def test_drafted_tokens_are_computed_like_prompts(fake: None) -> None:
-    batch = StepBatch.build(
-        token_ids=[0] * 7, num_new=[1, 2, 4], kv_lens=[9, 12, 4], pages=range(7), page_size=4, max_decode_tokens=3
-    )
-    caches = [PagedKVCache(SPECS, 7, 4, torch.float64) for _ in range(2)]
-    backend = trtllm_decodes(SPECS, caches[0], Parts())
-    check_equal(batch, backend, TorchBackend(SPECS, caches[1], Parts()), 1e-12)
-    assert not any(isinstance(wrapper, TRTLLMDecode) for wrapper in backend.wrappers.made.values())
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_trtllm"])

@@ -29,7 +29,7 @@ def report(num_new: list[int], kv_lens: list[int], seconds: float) -> StepReport
     step = StepInput(
         rows=rows, num_new=np.array(num_new), num_logits=np.ones_like(rows), kv_lens=lens, num_computed=lens,
         token_ids=np.zeros(sum(num_new), dtype=np.int32), token_source=None, pages=rows.astype(np.int32),
-        page_positions=None, admitted=(), copies=NO_COPIES, levels=(),
+        page_positions=None, admitted=(), num_decodes=len(rows), copies=NO_COPIES, levels=(),
     )  # fmt: skip
     requests = [
         Request(str(i), [5], SamplingParams(), seed=0, max_len=9, end_token_ids=(), arrival=i) for i in range(len(lens))

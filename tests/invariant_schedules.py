@@ -38,11 +38,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 LONGEST = {"cpu": 40, "cuda": 600}  # tokens of a prompt and its output: on a GPU, attention has splits of 256 keys
 # On a GPU, heads that its kernels support, and a product of 3,072 columns with few rows, which cuBLAS splits (split-K).
-LARGE = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 3072, "max_position_embeddings": 1024}
+LARGE = {
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 1024,
+}
 ON_GPU: dict[str, dict[str, Any]] = {
     "llama": LARGE | {"num_attention_heads": 8, "num_key_value_heads": 2},
     "qwen3": LARGE | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
-    "gpt2": {"n_layer": 2, "n_embd": 512, "n_head": 8, "n_inner": 3072, "n_positions": 1024},
+    "gpt2": {"n_layer": 2, "n_embd": 512, "n_head": 8, "n_inner": 3072, "n_positions": 1024, "vocab_size": 64},
 }
 Position = tuple[int, int]  # a request's seed, and the position of a token
 

@@ -73,7 +73,7 @@ def test_the_kernels_between_the_products(heads: int, hidden: int, head_dim: int
     def rotated(x: Tensor) -> Tensor:
         count, own = len(x), slots[: len(x)]
         q = rotate_and_append(
-            x, norms, 1e-6, cos[:count], sin[:count], (keys, values), "NHD", own, tokens=tokens[:count]
+            x, norms, 1e-6, cos[:count], sin[:count], (keys, values), "NHD", own, tokens=tokens[:count], heads=16
         )
         stored = (own.flatten(0, 1)[:count].flatten(1) for own in (keys, values))
         return torch.cat([q.flatten(1), *stored], dim=1)

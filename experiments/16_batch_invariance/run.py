@@ -43,7 +43,7 @@ from mini_engine.roofline import Machine, measure_machine
 
 EXPERIMENT = "16_batch_invariance"
 ENGINES = ("mini_engine", "vllm")
-ROUNDS = {"cuda": 3, "cpu": 2}
+ROUNDS = {"cuda": 2, "cpu": 2}
 MODES = {"default": None, "batch-invariant": True}
 WORKLOADS: dict[str, dict[str, Workload]] = {
     "cuda": {

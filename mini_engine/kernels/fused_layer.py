@@ -13,6 +13,8 @@ and one more launch rotates and appends. Explained in chapter 11.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import flashinfer
 import torch
 from jaxtyping import Float
@@ -34,9 +36,13 @@ class FusedLayer:
 
     `models.transform` decides for which models this is the same, and folds their norms.
 
+    A row has the same bits for any number of tokens if the matrix products do.
+
     Args:
         model: a model of such layers.
     """
+
+    heads: ClassVar[int | None] = 16  # see `rotate_and_append`
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._pdl = flashinfer.utils.device_support_pdl(model.device)
@@ -54,7 +60,7 @@ class FusedLayer:
         q = rotate_and_append(
             linear(x, attention.qkv.weight), _norms(attention), eps, cos, sin, attend.cache.layers[index],
             attend.cache.layout, attend.slot_mapping, kv_scales=attend.specs[index].kv_scales, tokens=x, pdl=self._pdl,
-            next_waits=attend.waits_for_keys,
+            next_waits=attend.waits_for_keys, heads=self.heads,
         )  # fmt: skip
         x.addmm_(attend.run(index, q).flatten(1), attention.o.weight.T)
         inner = swiglu(linear(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)
@@ -67,6 +73,8 @@ class AdaptiveFusedLayer(FusedLayer):
     Args:
         model: as for `FusedLayer`.
     """
+
+    heads: ClassVar[int | None] = None
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__(model)

@@ -40,6 +40,7 @@ def rotate_and_append(
     tokens: Float[Tensor, "T hidden"] | None = None,
     pdl: bool = False,
     next_waits: bool = False,
+    heads: int | None = None,
 ) -> Float[Tensor, "T Hq D"]:
     """Normalize and rotate queries and keys, store keys and values, and return the queries.
 
@@ -57,6 +58,7 @@ def rotate_and_append(
         pdl: launch before the previous kernel has ended; needs a GPU of compute capability 9.0 or higher.
         next_waits: with `pdl`, let the next kernel start early, because it reads no key of this step before it waits
             for this one.
+        heads: of one program, a power of two, which decides in what order the norms add; None: by the number of tokens.
     """
     keys, values = pages
     head_axis, token_axis = (2, 1) if layout == "NHD" else (1, 2)
@@ -66,7 +68,8 @@ def rotate_and_append(
     q_weight, k_weight = norm_weights or (qkv, qkv)  # pointers that are not read
     hidden_size = tokens.shape[1] if tokens is not None else 0
     k_scale, v_scale = kv_scales or (1.0, 1.0)
-    heads = HEADS if num_tokens < MANY_TOKENS else HEADS_OF_MANY
+    if heads is None:
+        heads = HEADS if num_tokens < MANY_TOKENS else HEADS_OF_MANY
     _kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         tokens if tokens is not None else qkv,
         qkv,

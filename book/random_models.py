@@ -41,6 +41,19 @@ QWEN3_0_6B = Qwen3Config(
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     architectures=["Qwen3ForCausalLM"],
 )
+QWEN3_8B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    architectures=["Qwen3ForCausalLM"],
+)
 LLAMA_3_2_1B = LlamaConfig(
     vocab_size=128_256,
     hidden_size=2048,

@@ -146,8 +146,6 @@ class EngineConfig:
             object.__setattr__(self, "cuda_graph_batch_sizes", tuple(sorted(set(sizes))))
         if sizes and self.enforce_eager:
             raise ConfigError("enforce_eager and cuda_graph_batch_sizes contradict each other; give one of them")
-        if self.speculative_config and self.pipeline_depth:
-            raise ConfigError("speculative_config needs pipeline_depth=0: a guess follows tokens that the host knows")
         tokens, requests = self.max_num_batched_tokens, self.max_batch_size
         if tokens is not None and requests is not None and tokens < requests:
             raise ConfigError(

@@ -36,12 +36,14 @@ class Launched:
         rows: [R] rows that sample a token.
         admissions: [R] the admission that filled each of these rows; a later one means that the request has left.
         asked: tokens whose log probabilities the step computes, and the request of each.
+        num_tokens: tokens of the step.
     """
 
     ticket: Any
     rows: Int64[np.ndarray, " R"]
     admissions: Int64[np.ndarray, " R"]
     asked: list[tuple[LogprobRows, list[Request]]]
+    num_tokens: int
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ class Core:
         executor: computes the steps.
         new_scheduler: builds a scheduler whose pages are all free.
         planner: finds the levels of a step; None if the executor's attention does not use levels.
-        speculation: guesses tokens, at pipeline depth 0; None: none are guessed.
+        speculation: guesses tokens, and decides when steps are not pipelined for that; None: none are guessed.
 
     Attributes:
         scheduler: the queues, the columns of the running requests, and the page table.
@@ -103,15 +105,28 @@ class Core:
         Raises:
             ScheduleError: if a scheduling part fails, or computes nothing although requests wait.
         """
-        schedule = self._schedule()
-        if self.speculation is not None:
-            self.speculation.begin_step()
-        launched = self._launch(schedule)
-        while len(self._in_flight) > (depth if launched.step else 0):
+        speculation = self.speculation
+        if speculation is not None:
+            speculation.begin_step()
+        launched, collected = self._launch(self._schedule()), list[int]()
+        if launched.step is None or (depth and speculation is not None and self._needs_tokens(launched.step)):
+            depth = 0
+        is_pipelined = len(self._in_flight) > 1
+        while len(self._in_flight) > depth:
+            collected.append(self._in_flight[0].num_tokens)
             self._collect()
-        if self.speculation is not None and launched.step:
-            self.speculation.end_step(schedule.num_tokens)
+        if speculation is not None:
+            speculation.end_step(collected if launched.step else (), is_pipelined, is_idle=not self.requests)
         return launched
+
+    def _needs_tokens(self, step: StepInput) -> bool:
+        """Return whether the tokens of a step must be known before the next one is scheduled."""
+        assert self.speculation is not None
+        if step.num_logits.max(initial=0) > 1:  # how many of its tokens count is not known before
+            return True
+        running, rows = self.scheduler.running, step.sampling_rows
+        guessing = rows[running.may_guess[rows] > 0]
+        return self.speculation.asks(running, guessing, len(rows))
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -257,7 +272,8 @@ class Core:
         requests, rows = running.requests_of(step.rows), step.sampling_rows
         num_prompt_tokens = sum(len(request.token_ids) for request in schedule.admitted)
         asked = [(tokens, running.requests_of(tokens.rows)) for tokens in step.logprobs]
-        self._in_flight.append(Launched(self._executor.launch(step), rows, running.admission[rows], asked))
+        ticket = self._executor.launch(step)
+        self._in_flight.append(Launched(ticket, rows, running.admission[rows], asked, len(step.token_ids)))
         running.count(step.rows, step.num_new)
         return CoreStep(schedule, requests, step, num_prompt_tokens)
 

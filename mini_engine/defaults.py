@@ -83,9 +83,7 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
         "page_size": page_size,
         "max_num_batched_tokens": step_tokens,
         "sliding_window": None if config.sliding_window is None else min(config.sliding_window, length),
-        "pipeline_depth": int(on_gpu and not config.speculative_config)
-        if config.pipeline_depth is None
-        else config.pipeline_depth,
+        "pipeline_depth": int(on_gpu) if config.pipeline_depth is None else config.pipeline_depth,
         "warm_up": on_gpu if config.warm_up is None else config.warm_up,
         "cuda_graph_batch_sizes": sizes,
         "persistent_decode": persistent,

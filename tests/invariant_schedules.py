@@ -13,6 +13,7 @@ import logging
 import random
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -114,7 +115,7 @@ def random_requests(rng: random.Random, longest: int) -> list[tuple[int, Arrival
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.0, 1.0]), seed=i, ignore_eos=True, logprobs=-1,
             top_p=rng.choice([1.0, 0.9]), prompt_logprobs=rng.choice([None, -1]),
-            max_tokens=rng.randint(1, min(longest - len(prompt), 40)),
+            max_tokens=rng.randint(1, min(longest - len(prompt), 90)),
         )  # fmt: skip
         made.append((rng.randint(0, 6), (f"request {i}", prompt, params)))
     return made
@@ -123,8 +124,9 @@ def random_requests(rng: random.Random, longest: int) -> list[tuple[int, Arrival
 def random_options(rng: random.Random, device: str) -> dict[str, Any]:
     longest, most = LONGEST[device], rng.randint(2, 6)
     page_size = rng.choice([1, 4, 16] if device == "cpu" else [16, 32])
+    pages = -(-longest // page_size)
     options = {
-        "page_size": page_size, "num_pages": -(-longest // page_size) + rng.randint(0, 2 * (longest // page_size)),
+        "page_size": page_size, "num_pages": pages + rng.randint(0, most * pages // 3),
         "max_batch_size": most, "max_num_batched_tokens": most + rng.choice([0, 3, 10, 100, 1000]),
         "enable_prefix_caching": rng.random() < 0.7, "pipeline_depth": rng.randint(0, 1),
     }  # fmt: skip
@@ -132,7 +134,7 @@ def random_options(rng: random.Random, device: str) -> dict[str, Any]:
         options["enforce_eager"] = rng.random() < 0.8
     if rng.random() < 0.4:
         guesses = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
-        options |= {"speculative_config": guesses, "pipeline_depth": 0}
+        options["speculative_config"] = guesses
     return options
 
 
@@ -172,18 +174,23 @@ def differences(
 
 
 def main(number: int, start: int = 0, device: str = "cpu") -> None:
-    """Print the numbers of schedules, preemptions, shared tokens, guesses, and differences without the option."""
+    """Print the numbers of schedules, preemptions, shared tokens, guesses, and differences without the option.
+
+    An interrupt prints what has been served until then.
+    """
     logging.disable(logging.WARNING)
-    seen, without = Counter[str](), 0
-    for seed in range(start, start + number):
-        for dtype in ("bfloat16", "float32", "float64") if device == "cpu" else ("bfloat16",):
-            if dtype != "float64" or seed % 4 == 0:
-                found = differences(seed, dtype, device, seen=seen)
-                if found:
-                    sys.exit("\n".join(found[:10]))
-        if seed < start + 2 and device == "cpu":  # on a GPU, the option holds for the whole process
-            without += len(differences(seed, "float64", batch_invariant=False))
-    print(number, seen["preemptions"], seen["shared tokens"], seen["guesses"], without)
+    seen, without, done = Counter[str](), 0, 0
+    with suppress(KeyboardInterrupt):
+        for seed in range(start, start + number):
+            for dtype in ("bfloat16", "float32", "float64") if device == "cpu" else ("bfloat16",):
+                if dtype != "float64" or seed % 4 == 0:
+                    found = differences(seed, dtype, device, seen=seen)
+                    if found:
+                        sys.exit("\n".join(found[:10]))
+            if seed < start + 2 and device == "cpu":  # on a GPU, the option holds for the whole process
+                without += len(differences(seed, "float64", batch_invariant=False))
+            done += 1
+    print(done, seen["preemptions"], seen["shared tokens"], seen["guesses"], without)
 
 
 if __name__ == "__main__":

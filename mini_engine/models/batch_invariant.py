@@ -12,7 +12,8 @@ maxima of four alternating runs of 24 tokens after prompts of 8).
 
 On a GPU, cuBLAS adds up each element of a product in bfloat16 in the same order for any number of rows, unless it
 splits the columns among thread blocks (split-K), for which it needs a workspace. So it gets none. That was measured
-(chapter 14), and NVIDIA does not promise it. Norms, rotation and activations run one program for each token or element.
+(chapter 14), and NVIDIA does not promise it. It does not hold for matrices whose number of rows is no multiple of 8.
+Norms, rotation and activations run one program for each token or element.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.models.base import CausalLM, LanguageModel
 from mini_engine.models.gpt2 import GPT2Layer
 from mini_engine.models.layers import GatedMLP
-from mini_engine.models.weights import Projection
+from mini_engine.models.weights import Linear, Projection
 
 # Rows of every product. On an AMD EPYC with one thread, SmolLM2-135M's products of 16 rows take 1.3 times (bfloat16)
 # and 2.1 times (float32) as long as those of a single row, and 256 rows in blocks of 16 take 1.8 and 1.7 times as long
@@ -78,11 +79,17 @@ def batch_invariant(model: LanguageModel) -> LanguageModel:
         model: a model whose weights are prepared (`prepare_weights`). It is not changed.
 
     Raises:
-        ConfigError: if its layers are not the engine's own.
+        ConfigError: if its layers are not the engine's own, or a matrix has no multiple of 8 rows (on a GPU).
     """
     if not isinstance(model, CausalLM):
         raise ConfigError("batch_invariant needs the engine's own layers, not those of transformers: use LLM")
     if model.device.type == "cuda":
+        odd = [len(own.weight) for own in model.modules() if isinstance(own, Linear) and len(own.weight) % 8]
+        if odd:
+            raise ConfigError(
+                f"batch_invariant on a GPU needs matrices whose number of rows is a multiple of 8, not {odd[0]}, for "
+                "which cuBLAS has other kernels; leave it out"
+            )
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
         return model
     shared: dict[int, object] = {id(own): own for own in (*model.parameters(), *model.buffers(), model.parts)}

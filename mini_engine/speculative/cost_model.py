@@ -9,14 +9,17 @@ sides are measured while the engine runs.
 from collections import deque
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 LAST_STEPS = 8  # of each size; the fastest of them counts, because others were disturbed
 FIRST_STEPS = 2  # of a size before its time is believed
-STEPS_KEPT = 1024  # a size that was not measured for so many steps counts as unknown, and is tried again
-# A request is taken to have had so many guesses before its first one, and this share of them was right.
-EARLIER_GUESSES, EARLIER_SHARE = 2.0, 0.5
-FADES, FADES_UNUSED = 0.97, 0.995  # what earlier guesses count after a step with guesses, and after one without
+STEPS_KEPT = 1024  # a size that was not measured in so many measurements counts as unknown, and is tried again
+# A request is taken to have had so many guesses before its first one. The share of them that was right is that of all
+# requests of late, which is at first taken from so many guesses.
+EARLIER_GUESSES, FIRST_GUESSES, FIRST_SHARE = 2.0, 4.0, 0.5
+# What earlier guesses count after a step with guesses, and after one without; and, in the share of all requests, after
+# another guess.
+FADES, FADES_UNUSED, FADES_OF_ALL = 0.97, 0.995, 0.999
 
 
 class StepSeconds:
@@ -34,6 +37,7 @@ class StepSeconds:
     def add(self, num_tokens: int, seconds: float) -> None:
         """Add a measured step."""
         size = _size(num_tokens)
+        self._num_steps += 1
         if not self._is_late(size):
             self._last.pop(size, None)
         self._last.setdefault(size, deque(maxlen=LAST_STEPS)).append(seconds)
@@ -45,12 +49,11 @@ class StepSeconds:
         return len(self._last.get(size, ())) >= FIRST_STEPS and self._is_late(size)
 
     def __call__(self, num_tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-        """Estimate steps of any sizes, once per step.
+        """Estimate steps of any sizes.
 
         Between measured sizes the time is interpolated. Beyond the largest one it stays the same, so larger steps are
         tried, and measured.
         """
-        self._num_steps += 1
         sizes = sorted(size for size in self._last if self.knows(size))
         if not sizes:
             return np.full(len(num_tokens), self._unknown)
@@ -77,9 +80,10 @@ class Acceptance:
     def __init__(self, max_rows: int) -> None:
         self._admission = np.zeros(max_rows, dtype=np.int64)
         self._right, self._tried = np.zeros((2, max_rows))
+        self._all_right, self._all_tried = FIRST_SHARE * FIRST_GUESSES, FIRST_GUESSES
 
-    def enter(self, rows: Int64[np.ndarray, " B"], admission: Int64[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
-        """Return which rows have another request than before, and forget what was counted for them.
+    def enter(self, rows: Int64[np.ndarray, " B"], admission: Int64[np.ndarray, " B"]) -> None:
+        """Forget what was counted for those rows that have another request than before.
 
         Args:
             rows: rows.
@@ -88,26 +92,40 @@ class Acceptance:
         is_new = self._admission[rows] != admission
         self._right[rows[is_new]] = self._tried[rows[is_new]] = 0
         self._admission[rows] = admission
-        return is_new
 
     def of(self, rows: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, " B"]:
         """Return the probability that the next guess of each row is right."""
-        return (self._right[rows] + EARLIER_SHARE * EARLIER_GUESSES) / (self._tried[rows] + EARLIER_GUESSES)
+        share = self._all_right / self._all_tried
+        return (self._right[rows] + share * EARLIER_GUESSES) / (self._tried[rows] + EARLIER_GUESSES)
 
     def add(
         self, rows: Int64[np.ndarray, " B"], num_guesses: Int64[np.ndarray, " B"], num_right: Int64[np.ndarray, " B"]
     ) -> None:
         """Count the guesses of a step; those after the first wrong one say nothing.
 
-        Rows without a guess become uncertain again, so a request that had only wrong guesses gets one now and then.
+        Rows without a guess become uncertain again.
         """
+        tried = np.minimum(num_right + 1, num_guesses)
+        fade = FADES_OF_ALL ** tried.sum()
+        self._all_right = fade * self._all_right + num_right.sum()
+        self._all_tried = fade * self._all_tried + tried.sum()
         fades = np.where(num_guesses > 0, FADES, FADES_UNUSED)
         self._right[rows] = self._right[rows] * fades + num_right
-        self._tried[rows] = self._tried[rows] * fades + np.minimum(num_right + 1, num_guesses)
+        self._tried[rows] = self._tried[rows] * fades + tried
 
     def forget(self) -> None:
         """Forget all rows."""
         self._admission[:] = 0
+
+
+def expected_right(right: Float64[np.ndarray, " B"], counts: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, " B"]:
+    """Return how many of each row's guesses are expected to count: those before the first wrong one.
+
+    Args:
+        right: probability that a guess of the row is right, if those before it are.
+        counts: guesses of each row.
+    """
+    return np.where(right < 1, right * (1 - right**counts) / np.maximum(1 - right, 1e-12), counts)
 
 
 def best_counts(

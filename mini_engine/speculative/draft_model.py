@@ -93,13 +93,17 @@ class DraftModelDrafter:
         while len(rows):
             left = running.num_known[rows] - self._num_computed[rows]
             num_new = np.clip(self._max_tokens - (left.cumsum() - left), 0, left)
-            order = np.argsort(num_new > 1, kind="stable")  # decodes first
-            own, num_new = rows[order][num_new[order] > 0], num_new[order][num_new[order] > 0]
+            # Rows whose last guesses were right decode a few tokens; a token is sampled after each of them.
+            decodes = (self._num_computed[rows] > 0) & (num_new == left)
+            order = np.argsort(np.where(num_new == 1, 0, np.where(decodes, 1, 2)), kind="stable")  # prompts last
+            order = order[num_new[order] > 0]
+            own, num_new, decodes = rows[order], num_new[order], decodes[order]
             computed, token_rows = self._num_computed[own], own.repeat(num_new)
             ends = computed + num_new == running.num_known[own]
+            num_logits, num_decodes = np.where(decodes, num_new, ends), int(np.count_nonzero(decodes | (num_new == 1)))
             positions = np.arange(len(token_rows)) + (computed + num_new - num_new.cumsum()).repeat(num_new)
             token_ids = running.tokens[token_rows, positions]
-            self._guesses[own[ends], 0] = self._step(own, num_new, token_ids, ends, admitted)
+            self._guesses[own[ends], 0] = self._step(own, num_new, token_ids, num_logits, num_decodes, admitted)
             rows, admitted = rows[self._num_computed[rows] < running.num_known[rows]], []
 
     def _step(
@@ -107,18 +111,19 @@ class DraftModelDrafter:
         rows: Int64[np.ndarray, " B"],
         num_new: Int64[np.ndarray, " B"],
         token_ids: Int32[np.ndarray, " T"],
-        samples: np.ndarray | None = None,
+        num_logits: Int64[np.ndarray, " B"] | None = None,
+        num_decodes: int | None = None,
         admitted: list[Admission] | None = None,
     ) -> Int64[np.ndarray, " R"]:
-        """Compute some tokens of each row, and return a sampled token of those rows that sample."""
+        """Compute some tokens of each row, by default one, and return the last sampled token of those that sample."""
         self._num_computed[rows] += num_new
         num_computed = self._num_computed[rows]
         page_counts = -(-num_computed // self._page_table.page_size)
         step = StepInput(
             rows=rows,
             num_new=num_new,
-            num_logits=np.ones_like(rows) if samples is None else samples.astype(np.int64),
-            num_decodes=int(np.count_nonzero(num_new == 1)),
+            num_logits=np.ones_like(rows) if num_logits is None else num_logits,
+            num_decodes=len(rows) if num_decodes is None else num_decodes,
             kv_lens=num_computed,
             num_computed=num_computed,
             token_ids=token_ids,
@@ -129,4 +134,5 @@ class DraftModelDrafter:
             copies=NO_COPIES,
             levels=(),
         )
-        return self._executor.collect(self._executor.launch(step)).tokens[:, 0]
+        sampled = self._executor.collect(self._executor.launch(step))
+        return sampled.tokens[np.arange(len(sampled.counts)), sampled.counts - 1]

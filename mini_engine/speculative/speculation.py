@@ -1,20 +1,29 @@
 """Speculation in the core: how many guesses a step has, who makes them, and which were right."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
 from mini_engine.request import Running
-from mini_engine.speculative.cost_model import Acceptance, StepSeconds, best_counts
+from mini_engine.speculative.cost_model import Acceptance, StepSeconds, best_counts, expected_right
 from mini_engine.speculative.drafter import Drafter, num_accepted
 
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
+EXPLORE, SHARE = (
+    64,
+    8,
+)  # steps; in the last one an eighth of the requests has a guess, in case guesses have become right
+HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step
 
 
 class Speculation:
     """Asks a drafter for as many guesses as pay, and learns from what becomes of them.
+
+    A guess follows tokens that the host knows. So before a step with guesses, the previous step must have been
+    collected, and the device waits for the host. A pipelined step is launched while the previous one runs. Both kinds
+    of steps are measured, and guesses are only made if that pays although the steps before them are not pipelined.
 
     Args:
         drafter: guesses tokens.
@@ -23,6 +32,7 @@ class Speculation:
         clock: seconds.
 
     Attributes:
+        drafter: see above.
         num_guesses: guesses that have been checked.
         num_right: those that were right.
     """
@@ -30,10 +40,19 @@ class Speculation:
     def __init__(
         self, drafter: Drafter, num_tokens: int, max_rows: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
-        self._step_seconds, self._guess_seconds = StepSeconds(1.0), StepSeconds(0.0)
-        self._acceptance, self._began, self._turn = Acceptance(max_rows), 0.0, 0
+        self.drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
+        self._step_seconds, self._pipelined_seconds = StepSeconds(1.0), StepSeconds(1.0)
+        self._guess_seconds, self._hits = StepSeconds(0.0), 1.0
+        self._acceptance, self._turn = Acceptance(max_rows), 0
+        self._guessed_for = np.zeros(max_rows, dtype=np.int64)  # the admission of each row's last request with guesses
+        self._ended: float | None = None
         self.num_guesses = self.num_right = 0
+
+    def begin_step(self) -> None:
+        """A step is going to be scheduled."""
+        self._turn += 1
+        if self._ended is None:
+            self._ended = self._clock()
 
     def guess(
         self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"], num_tokens: int
@@ -49,23 +68,68 @@ class Speculation:
         Returns:
             Guesses for each row, and how many of them count.
         """
-        is_new = self._acceptance.enter(rows, running.admission[rows])
-        of_guess = self._guess_seconds(np.array([len(rows)])).item()
-        # Without a measured step that has no guesses, no gain is known.
-        most = np.minimum(most, self._num_tokens if self._step_seconds.knows(num_tokens) else 0)
-        limits = best_counts(self._acceptance.of(rows), most, num_tokens, self._step_seconds, of_guess)
-        self._turn += 1
-        if self._turn % EVERY == 0:  # half as many
+        most = np.minimum(most, self._num_tokens)
+        limits = self._limits(running, rows, most, num_tokens)
+        if not self._step_seconds.knows(num_tokens):
+            limits[:] = 0  # without a measured step that has no guesses, no gain is known
+        elif self._turn % EXPLORE == 0:
+            count, turn = max(len(rows) // SHARE, 1), self._turn // EXPLORE
+            some = np.arange(turn * count, (turn + 1) * count) % len(rows)
+            limits[some] = np.maximum(limits[some], np.minimum(most[some], 1))
+        elif self._pipelined_seconds.knows(num_tokens) and not self._pays(rows, limits, num_tokens):
+            limits[:] = 0
+        elif self._turn % EVERY == 0:  # half as many
             limits = (limits + np.arange(len(limits)) % 2) // 2
         deepest = int(limits.max(initial=0))
         if not deepest:
             self._acceptance.add(rows, limits, limits)
             return np.zeros((len(rows), 0), dtype=np.int32), limits
+        is_known = np.array_equal(self._guessed_for[rows], running.admission[rows])
+        self._guessed_for[rows] = running.admission[rows]
         start = self._clock()
-        token_ids, counts = self._drafter.propose(running, rows, limits)
-        if not np.count_nonzero(is_new):  # a draft model has to read the prompt first
+        token_ids, counts = self.drafter.propose(running, rows, limits)
+        if is_known:  # otherwise a draft model has read the prompt
             self._guess_seconds.add(len(rows), (self._clock() - start) / deepest)
+        found = np.count_nonzero(counts) / np.count_nonzero(limits)
+        self._hits = HITS_KEPT * self._hits + (1 - HITS_KEPT) * found
         return token_ids, counts
+
+    def asks(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int) -> bool:
+        """Return whether the next step should have guesses, so that it cannot be pipelined.
+
+        Args:
+            running: the running requests.
+            rows: rows that will decode.
+            num_tokens: tokens of that step without guesses.
+        """
+        if not len(rows) or not self._step_seconds.knows(num_tokens):
+            return bool(len(rows))
+        if not self._pipelined_seconds.knows(num_tokens):
+            return False
+        if (self._turn + 1) % EXPLORE == 0:
+            return True
+        limits = self._limits(running, rows, np.full(len(rows), self._num_tokens), num_tokens)
+        return self._pays(rows, limits, num_tokens)
+
+    def _pays(self, rows: Int64[np.ndarray, " B"], limits: Int64[np.ndarray, " B"], num_tokens: int) -> bool:
+        """Return whether steps with guesses are expected to sample more tokens per second than pipelined steps.
+
+        A drafter finds guesses only for some of the requests.
+        """
+        gain = expected_right(self._acceptance.of(rows), limits).sum()
+        alone, guessing = self._step_seconds(num_tokens + np.array([0, limits.sum()]))
+        drafting = self._guess_seconds(np.array([len(rows)])).item() * limits.max(initial=0)
+        seconds = alone + drafting + self._hits * (guessing - alone)
+        pipelined = self._pipelined_seconds(np.array([num_tokens])).item()
+        return bool(gain and (len(rows) + self._hits * gain) / seconds > len(rows) / pipelined)
+
+    def _limits(
+        self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"], num_tokens: int
+    ) -> Int64[np.ndarray, " B"]:
+        """Return the number of guesses of each row that pays most."""
+        self._acceptance.enter(rows, running.admission[rows])
+        of_guess = self._guess_seconds(np.array([len(rows)])).item()
+        return best_counts(self._acceptance.of(rows), most, num_tokens, self._step_seconds, of_guess)
 
     def check(
         self,
@@ -88,15 +152,22 @@ class Speculation:
         self.num_right += int(right.sum())
         return right
 
-    def begin_step(self) -> None:
-        """A step is going to be launched."""
-        self._began = self._clock()
+    def end_step(self, collected: Sequence[int], is_pipelined: bool, is_idle: bool) -> None:
+        """Learn how long a step has taken, if it can be told from others: one was collected since the last call.
 
-    def end_step(self, num_tokens: int) -> None:
-        """Learn how long the step has taken, now that its tokens are there."""
-        self._step_seconds.add(num_tokens, self._clock() - self._began)
+        Args:
+            collected: number of tokens of each step that was collected.
+            is_pipelined: whether another step had been launched before it was collected.
+            is_idle: whether no request is left.
+        """
+        now = self._clock()
+        if len(collected) == 1 and self._ended is not None:
+            (self._pipelined_seconds if is_pipelined else self._step_seconds).add(collected[0], now - self._ended)
+        self._ended = None if is_idle else now
 
     def forget(self) -> None:
         """Forget all requests: rows and admissions are numbered anew."""
-        self._drafter.forget()
+        self.drafter.forget()
+        self._guessed_for[:] = 0
         self._acceptance.forget()
+        self._ended = None

@@ -55,7 +55,7 @@ def test_the_same_tokens_in_fewer_steps(noise: float, temperature: float) -> Non
 
 
 def drafter_of(engine) -> DraftModelDrafter:
-    return engine.core.speculation._drafter
+    return engine.core.speculation.drafter
 
 
 @settings(deadline=None, max_examples=10)

@@ -119,5 +119,3 @@ def test_impossible_options_are_refused() -> None:
             make_engine(model, speculative_config=config)
     with pytest.raises(ConfigError, match="dictionary"):
         SpeculativeConfig.of("ngram")
-    with pytest.raises(ConfigError, match="pipeline_depth=0"):
-        make_engine(model, speculative_config=CONFIGS[0], pipeline_depth=1)

@@ -132,7 +132,7 @@ def test_the_drafter_forgets_when_the_core_starts_over() -> None:
     let_all_guesses_pay(engine)
     for _ in range(5):  # the first ones without guesses, to know what a step takes
         engine.step()
-    drafter = engine.core.speculation._drafter
+    drafter = engine.core.speculation.drafter
     assert isinstance(drafter, SuffixDrafter) and len(drafter._automata) == 1
     engine.core.restart()
     assert not drafter._automata

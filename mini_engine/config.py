@@ -85,9 +85,10 @@ class EngineConfig:
             is padded to the next size; a larger step is launched kernel by kernel. Default 1, 2, 4, multiples of 8 and
             `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
         enforce_eager: launch every step kernel by kernel, without CUDA graphs.
-        persistent_decode: compute a decode step of a single request in one custom CUDA kernel, for Llama and Qwen3 in
-            bfloat16 on a Hopper GPU, with weights quantized or not, and with either `kv_cache_dtype`. Of the engine's
-            parts it calls only the sampler. Default: where it is possible.
+        persistent_decode: compute a decode step of a few requests in one custom CUDA kernel, for Llama and Qwen3 in
+            bfloat16 on a Hopper GPU: of a single request with weights quantized or not, and with either
+            `kv_cache_dtype`, and of up to eight requests with weights and keys in bfloat16. Of the engine's parts it
+            calls only the sampler. Default: where it is possible.
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile. Default on a GPU.
         batch_invariant: make the logits of a request equal bit for bit whatever other requests are in its steps, and

@@ -61,7 +61,7 @@ class LocalExecutor:
         cache: its KV cache.
         config: the engine's options, with every default resolved.
         graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
-        persistent: computes a captured step of one request instead of the model; None if the model does.
+        persistent: computes captured steps of a few requests instead of the model; None if the model does.
         parts: the engine's replaceable parts.
     """
 
@@ -207,12 +207,12 @@ class LocalExecutor:
 
     def _plan_decode(self, batch: StepBatch) -> None:
         """Prepare a step that a CUDA graph replays."""
-        if not (self._persistent and batch.num_sequences == 1):
+        if not (self._persistent and batch.num_tokens <= self._persistent.max_tokens):
             self.backend.plan(batch)
 
     def _decode(self, batch: StepBatch, rows: Int[Tensor, " n"]) -> TokensAndLogits:
         """Compute a decode step of one token for each request on the device, as a CUDA graph records it."""
-        if self._persistent and batch.num_sequences == 1:
+        if self._persistent and batch.num_tokens <= self._persistent.max_tokens:
             logits = self._persistent(batch, self._last_token)
         else:
             logits = self.model.compute_logits(self._compute(batch.feed(self._last_token), batch.positions))

@@ -1,4 +1,4 @@
-"""A decode step of one request as one CUDA kernel: all layers and the LM head.
+"""A decode step of a few requests as one CUDA kernel: all layers and the LM head.
 
 A single request gives a GPU little work: each weight is multiplied by one vector, so at best a step takes as long as
 reading the weights, and the keys and values of the request. A step of many kernels takes longer, partly because few
@@ -9,13 +9,14 @@ whole step. While it waits for other blocks, it reads ahead as many weights as i
 Weights may be quantized. Then a step reads fewer bytes, and the kernel converts the weights to bfloat16 in registers.
 Keys and values may be stored in e4m3, which the kernel converts to float16.
 
-The kernel is in `persistent_decode.cu`, which nvcc compiles when a model's sizes are first used. Its results must equal
-those of the model's own `forward` and `compute_logits`, except for rounding. Chapter 12 explains it.
+The kernel of one token is in `persistent_decode.cu`, and that of two to eight tokens in `persistent_batch.cu`, which
+takes weights and keys in bfloat16 only. nvcc compiles them when a model's sizes are first used. Their results must
+equal those of the model's own `forward` and `compute_logits`, except for rounding. Chapter 12 explains them.
 """
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
@@ -40,11 +41,12 @@ COLUMNS = 1024  # columns of a weight in one buffer of the kernel's ring
 MAX_SPLITS = 16  # most thread blocks that share the keys of a KV head
 KINDS = ("fp8", "int8", "int4", "dense")  # `Kind` and DENSE in the `.cu` files
 GROUPS = (32, 64, 128)  # columns that may share a scale
+MAX_TOKENS = 8  # most tokens of a step, which are the columns of a tile of the tensor cores
 STRIP = 16  # rows of a quantized matrix that the kernel multiplies at once
 
 
 class _Step(ctypes.Structure):
-    """The kernel's arguments: `Step` in the `.cu` file."""
+    """The kernel's arguments: `Step` in the `.cu` files."""
 
     _pointers: ClassVar = [
         "layers", "embedding", "final_norm", "lm_head", "lm_head_scales", "inv_freq", "token_id", "token_source",
@@ -63,77 +65,123 @@ class _Step(ctypes.Structure):
     ]
 
 
-class PersistentDecode:
-    """Computes decode steps of one request.
+class _Kernel:
+    """The kernel for one number of tokens, with its arguments.
 
-    A CUDA graph can capture the call. Its replays read the arrays of the step at the same addresses.
+    Args:
+        launch: starts the kernel; given the address of the arguments and a stream, returns a CUDA error or 0.
+        arguments: without the arrays of the step.
+        memory: what the kernel writes, among them its logits. The arguments point to it.
+    """
+
+    def __init__(
+        self, launch: Callable[[Any, ctypes.c_void_p], int], arguments: _Step, memory: dict[str, Tensor]
+    ) -> None:
+        self._launch, self._arguments, self.memory = launch, arguments, memory
+
+    def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "T V"]:
+        step = self._arguments
+        step.token_id, step.token_source = batch.token_ids.data_ptr(), batch.token_source.data_ptr()
+        step.last_token, step.position = last_token.data_ptr(), batch.positions.data_ptr()
+        step.pages = batch.kv_page_indices.data_ptr()
+        stream = torch.cuda.current_stream(last_token.device).cuda_stream
+        if error := self._launch(ctypes.byref(step), ctypes.c_void_p(stream)):
+            raise RuntimeError(f"launching the persistent kernel failed with CUDA error {error}")
+        return self.memory["logits"]
+
+
+class PersistentDecode:
+    """Computes decode steps of a few tokens.
+
+    Each token is the last one of a request, or one of several consecutive tokens of a request, each with its own list
+    of pages. A CUDA graph can capture the call. Its replays read the arrays of the step at the same addresses.
 
     Args:
         model: a model for which `accepts` is true.
         kv_cache: the model's KV cache.
         specs: one for each layer, with the engine's options applied; None: the model's own.
+
+    Attributes:
+        max_tokens: most tokens of a step.
     """
 
     def __init__(
         self, model: LlamaForCausalLM, kv_cache: PagedKVCache, specs: Sequence[AttentionSpec] | None = None
     ) -> None:
         prepare_weights(model)
-        self._model, device = model, model.device
-        specs = specs or model.attention_specs
-        config, layers = model.config, [_pointers(layer, kv_cache, specs) for layer in _layers_of(model)]
-        formats = [own for own in _formats(model) if own is not None]  # `accepts` has refused other models
-        (layer_kind, layer_group), (head_kind, head_group) = formats
-        head, self._head_scales = _stored(model.lm_head)
+        self._model, self._cache, self._specs = model, kv_cache, specs or model.attention_specs
+        layers = [_pointers(layer, kv_cache, self._specs) for layer in _layers_of(model)]
+        self._layers = torch.tensor(layers, dtype=torch.int64, device=model.device)
+        self._head, self._head_scales = _stored(model.lm_head)
+        _, (_, head_group) = self._formats = [own for own in _formats(model) if own is not None]  # see `accepts`
         if self._head_scales is not None and not head_group:  # the kernel reads the scales of whole strips
             self._head_scales = F.pad(self._head_scales, (0, -len(self._head_scales) % STRIP))
-        sizes = {
-            "LAYERS": len(layers), "HIDDEN": config.hidden_size, "Q_HEADS": config.num_attention_heads,
-            "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
-            "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": kv_cache.page_size, "BLOCKS": _num_blocks(model),
-            "LAYER_KIND": layer_kind, "LAYER_GROUP": layer_group, "HEAD_KIND": head_kind, "HEAD_GROUP": head_group,
-            "KV_IS_E4M3": int(kv_cache.layers[0][0].dtype == torch.float8_e4m3fn),
-        }  # fmt: skip
-        self._launch = load_kernel(Path(__file__).with_suffix(".cu"), tuple(sizes.items())).launch_decode_step
-        self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
+        self._kernels = dict[int, _Kernel]()
+        self.max_tokens = _max_tokens(model, self._specs)
+
+    def _kernel(self, tokens: int) -> _Kernel:
+        """Compile the kernel for a number of tokens, and allocate its memory."""
+        model, config, device, keys = self._model, self._model.config, self._model.device, self._cache.layers[0][0]
         q_size = config.num_attention_heads * config.head_dim
+        qkv_size = q_size + 2 * config.num_key_value_heads * config.head_dim
+        sizes = {
+            "LAYERS": len(self._layers), "HIDDEN": config.hidden_size, "Q_HEADS": config.num_attention_heads,
+            "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
+            "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": self._cache.page_size, "BLOCKS": _num_blocks(model),
+        }  # fmt: skip
+        if tokens == 1:
+            (layer_kind, layer_group), (head_kind, head_group) = self._formats
+            sizes |= {
+                "LAYER_KIND": layer_kind, "LAYER_GROUP": layer_group, "HEAD_KIND": head_kind, "HEAD_GROUP": head_group,
+                "KV_IS_E4M3": int(keys.dtype == torch.float8_e4m3fn),
+            }  # fmt: skip
+        else:
+            sizes["TOKENS"] = tokens
+        source = Path(__file__).with_name("persistent_decode.cu" if tokens == 1 else "persistent_batch.cu")
+        launch = load_kernel(source, tuple(sizes.items())).launch_decode_step
 
         def tagged(*shape: int) -> Tensor:  # pairs of bfloat16, or float32, each with the tag of its writer
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self._memory = {
-            "qkv": tagged(q_size // 2 + config.num_key_value_heads * config.head_dim),
-            "splits": tagged(MAX_SPLITS, q_size // 2),
+        def exchanged(size: int) -> Tensor:  # vectors
+            if tokens == 1:
+                return tagged(size // 2)
+            return torch.full((2, tokens, size // 2), -1, dtype=torch.int32, device=device)  # pairs, without tags
+
+        memory = {
+            "qkv": tagged(tokens, qkv_size // 2),
+            "splits": tagged(MAX_SPLITS, q_size // 2 if tokens == 1 else q_size),
             "lse": tagged(MAX_SPLITS, config.num_attention_heads),
-            "attention": tagged(q_size // 2),
-            "after_attention": tagged(config.hidden_size // 2),
-            "activation": tagged(config.intermediate_size // 2),
-            "after_mlp": tagged(config.hidden_size // 2),
+            "attention": exchanged(q_size),
+            "after_attention": exchanged(config.hidden_size),
+            "activation": exchanged(config.intermediate_size),
+            "after_mlp": exchanged(config.hidden_size),
             "count": torch.zeros(1, dtype=torch.int32, device=device),
-            "logits": torch.empty(1, config.vocab_size, dtype=torch.float32, device=device),
+            "logits": torch.empty(tokens, config.vocab_size, dtype=torch.float32, device=device),
         }
-        keys = kv_cache.layers[0][0]
-        token_axis, head_axis = (1, 2) if kv_cache.layout == "NHD" else (2, 1)
-        self._step = _Step(
+        token_axis, head_axis = (1, 2) if self._cache.layout == "NHD" else (2, 1)
+        arguments = _Step(
             layers=self._layers.data_ptr(),
             embedding=model.embed_tokens.data_ptr(),
             final_norm=model.norm.data_ptr(),
-            lm_head=head.data_ptr(),
+            lm_head=self._head.data_ptr(),
             lm_head_scales=_address(self._head_scales),
             inv_freq=model.inv_freq.data_ptr(),
             page_stride=keys.stride(0),
             token_stride=keys.stride(token_axis),
             head_stride=keys.stride(head_axis),
-            scale=specs[0].scale,
+            scale=self._specs[0].scale,
             eps=config.norm_eps,
             vocab_size=config.vocab_size,
-            **{name: tensor.data_ptr() for name, tensor in self._memory.items()},
+            **{name: tensor.data_ptr() for name, tensor in memory.items()},
         )
+        return _Kernel(launch, arguments, memory)
 
     @staticmethod
     def accepts(
         model: LanguageModel, specs: Sequence[AttentionSpec], kv_cache: CacheFormat
     ) -> TypeGuard[LlamaForCausalLM]:
-        """Whether the kernel supports the model: a Llama or Qwen3 in bfloat16, on Hopper, of suitable sizes.
+        """Whether a kernel supports steps of one token: of a Llama or Qwen3 in bfloat16, on Hopper, of suitable sizes.
 
         Matrices may be quantized: all matrices of the layers in the same format, and the LM head in any. Keys and
         values are stored in bfloat16 in all layers, or in e4m3 in all layers.
@@ -165,23 +213,26 @@ class PersistentDecode:
             and not any(spec.window or spec.softcap for spec in specs)
         )
 
-    def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "1 V"]:
-        """Compute the logits of a step of one token, and store its keys and values.
+    def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "T V"]:
+        """Compute the logits of a step of up to `max_tokens` tokens, and store their keys and values.
 
-        The next call overwrites the logits.
+        The next call with as many tokens overwrites the logits.
 
         Args:
-            batch: the step.
+            batch: the step, with one new token for each list of pages.
             last_token: see `StepBatch.feed`.
         """
-        step = self._step
-        step.token_id, step.token_source = batch.token_ids.data_ptr(), batch.token_source.data_ptr()
-        step.last_token, step.position = last_token.data_ptr(), batch.positions.data_ptr()
-        step.pages = batch.kv_page_indices.data_ptr()
-        stream = torch.cuda.current_stream(last_token.device).cuda_stream
-        if error := self._launch(ctypes.byref(step), ctypes.c_void_p(stream)):
-            raise RuntimeError(f"launching the persistent kernel failed with CUDA error {error}")
-        return self._memory["logits"]
+        if batch.num_tokens not in self._kernels:
+            self._kernels[batch.num_tokens] = self._kernel(batch.num_tokens)
+        return self._kernels[batch.num_tokens](batch, last_token)
+
+
+def _max_tokens(model: LlamaForCausalLM, specs: Sequence[AttentionSpec]) -> int:
+    """The most tokens of a step. Those of several tokens need formats that `persistent_batch.cu` knows."""
+    config, dense = model.config, (KINDS.index("dense"), 0)
+    if _formats(model) != (dense, dense) or specs[0].kv_dtype is not None or config.hidden_size > 4 * COLUMNS:
+        return 1
+    return min(MAX_TOKENS, _num_blocks(model) // config.num_key_value_heads)
 
 
 def _num_blocks(model: LlamaForCausalLM) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from book.random_models import random_model
 from mini_engine.attention.backend import PlannedCache, create_backend
 from mini_engine.attention.state import attention_state
 from mini_engine.batch import StepBatch
+from mini_engine.decode_graphs import DecodeArrays, pad_decodes
 from mini_engine.errors import ConfigError
 from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.paged import PagedKVCache, round_kv
@@ -90,6 +92,88 @@ def test_a_step_equals_the_model(family: str, layout: str) -> None:
                 assert (stored - expected).norm() < 0.02 * expected.norm(), length
 
 
+# Each request's number of keys after each of its tokens of the step.
+STEPS = {
+    "two": [(17,), (640,)],
+    "three": [(1,), (2049,), (128,)],
+    "five": [(5,), (1000,), (16,), (33,), (384,)],
+    "eight": [(1000,)] * 6 + [(9,), (300,)],
+    "a short and seven": [(1,), (2,), (16,), (17,), (127,), (129,), (3000,), (384,)],
+    "two of a request": [(640, 641)],
+    "five of a request": [(15, 16, 17, 18, 19)],
+    "eight of two requests": [(510, 511, 512, 513, 514), (100, 101, 102)],
+    "eight at the start": [(1, 2, 3, 4, 5, 6, 7, 8)],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_step_of_several_tokens_equals_the_model(family: str, layout: str) -> None:
+    """Of requests of different lengths, and consecutive ones of a request, which read each other's new keys."""
+    model = model_of(family)
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = (
+        PagedKVCache(model.attention_specs, 400, PAGE, torch.bfloat16, "cuda", kv_layout)
+        for kv_layout in (layout, "NHD")
+    )
+    decode = PersistentDecode(model, mine)
+    assert decode.max_tokens == 8
+    backend = create_backend("torch", model.attention_specs, theirs, Parts())
+    last_token = torch.randint(5001, (3,), generator=generator).cuda()
+    for repetition in range(2):
+        for name, requests in STEPS.items():
+            for own, reference in zip(mine.layers, theirs.layers, strict=True):
+                for x, y in zip(own, reference, strict=True):
+                    y.normal_()
+                    x.copy_(y if layout == "NHD" else y.transpose(1, 2))
+            free, pages = torch.randperm(400, generator=generator), list[Tensor]()
+            for lengths in requests:
+                of_request, free = free.tensor_split([-(-max(lengths) // PAGE)])
+                pages += [of_request[: -(-length // PAGE)] for length in lengths]
+            kv_lens = [length for lengths in requests for length in lengths]
+            batch = StepBatch.build(
+                token_ids=torch.randint(5001, (len(kv_lens),), generator=generator).numpy(), num_new=None,
+                kv_lens=kv_lens, pages=torch.cat(pages).numpy(), page_size=PAGE, device="cuda",
+                token_source=[(row + repetition) % 4 - 1 for row in range(len(kv_lens))],
+            )  # fmt: skip
+            got = decode(batch, last_token)
+            backend.plan(batch)
+            want = model.compute_logits(model(batch.feed(last_token), batch.positions, backend))
+            assert ((got - want).norm(dim=-1) < 0.02 * want.norm(dim=-1)).all(), name
+            slots = batch.slot_mapping
+            for own, reference in zip(mine.layers, theirs.layers, strict=True):
+                for x, y in zip(own, reference, strict=True):
+                    stored = (x if layout == "NHD" else x.transpose(1, 2)).flatten(0, 1)[slots].flatten(1)
+                    expected = y.flatten(0, 1)[slots].flatten(1)
+                    assert ((stored - expected).norm(dim=-1) < 0.02 * expected.norm(dim=-1)).all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_padding_changes_nothing(tokens: int) -> None:
+    """Forty steps of one token, alone and with rows of padding."""
+    model, last_token = model_of("qwen3"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    caches = [PagedKVCache(model.attention_specs, 40, PAGE, torch.bfloat16, "cuda", "NHD") for _ in range(2)]
+    for x, y in zip(*(cache.layers for cache in caches), strict=True):
+        for own, other in zip(x, y, strict=True):
+            own.normal_()
+            other.copy_(own)
+    kernels, pages = [PersistentDecode(model, cache) for cache in caches], np.arange(38)[::-1]
+    for step in range(40):
+        length = 560 + step
+        arrays: DecodeArrays = {
+            "token_ids": np.array([step]), "kv_lens": np.array([length]), "pages": pages[: -(-length // PAGE)],
+            "token_source": np.array([-1]), "page_positions": None,
+        }  # fmt: skip
+        steps = [arrays, pad_decodes(arrays, tokens, 39)]
+        alone, padded = (
+            kernel(StepBatch.build(**own, num_new=None, page_size=PAGE, device="cuda"), last_token)
+            for kernel, own in zip(kernels, steps, strict=True)
+        )
+        assert padded.isfinite().all() and (alone[0] - padded[0]).norm() < 0.02 * alone.norm(), step
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -143,13 +227,13 @@ def test_a_step_over_keys_in_e4m3_equals_the_model(family: str, layout: str) -> 
         want = model.compute_logits(model(batch.feed(last_token), batch.positions, partial(attend, at)))
         assert got.isfinite().all() and (got - want).norm() < 0.02 * want.norm(), length
 
-        qkv = decode._memory["qkv"].view(torch.int32)[::2].contiguous().view(torch.bfloat16)  # pairs without their tags
+        pairs = decode._kernels[1].memory["qkv"].view(torch.int32)[:, ::2]  # without their tags
         attention, again = model.layers[-1].attention, [torch.zeros_like(x) for x in cache.layers[-1]]
         norms = (attention.q_norm, attention.k_norm) if isinstance(attention, Qwen3Attention) else None
         cos, sin = rope_tables(batch.positions, model.inv_freq)
         rotate_and_append(
-            qkv[None], norms, model.config.norm_eps, cos, sin, (again[0], again[1]), layout, batch.slot_mapping,
-            kv_scales=scales[-1],
+            pairs.contiguous().view(torch.bfloat16), norms, model.config.norm_eps, cos, sin, (again[0], again[1]),
+            layout, batch.slot_mapping, kv_scales=scales[-1],
         )  # fmt: skip
         for x, y in zip(cache.layers[-1], again, strict=True):
             stored, expected = (

@@ -34,7 +34,7 @@ static_assert(TOKENS <= 8, "tokens are the columns of one tile of the tensor cor
 
 // A buffer (stage) of the ring holds 1,024 columns of eight rows, or several tiles of keys and values. The padding after a row
 // shifts the next row to other banks.
-constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 64, STAGE_BYTES = ROWS * ROW_BYTES;
+constexpr int ROWS = 8, COLUMNS = 1024, ROW_BYTES = COLUMNS * 2 + 16, STAGE_BYTES = ROWS * ROW_BYTES;
 constexpr int FLUSH = 6 * ROWS, STRIPS = FLUSH / 16;  // rows whose sums are computed at a time; strips of 16 rows, of two buffers
 constexpr int IN_FLIGHT = 6;                          // most buffers being copied at a time; more could delay exchanges
 static_assert(HIDDEN % COLUMNS == 0 && Q_SIZE % COLUMNS == 0 && INTERMEDIATE % COLUMNS == 0, "whole buffers in each row");
@@ -67,7 +67,7 @@ struct Step {
     const int32_t* pages;                              // each token's pages, in the order of its keys, token by token
     int64_t page_stride, token_stride, head_stride;    // strides of the cache, in elements
     Tagged *qkv, *splits, *lse;                        // [TOKENS, QKV_SIZE / 2], [MAX_SPLITS, Q_SIZE / 2, 2]; not used
-    uint32_t *attention, *after_attention, *activation, *after_mlp;  // [2, TOKENS, size / 2] words, for two layers
+    uint32_t *attention, *after_attention, *activation, *after_mlp;  // [2, 8, size / 2] words for two layers, see `place_of`
     uint32_t* count;                                   // number of steps so far
     float* logits;                                     // [TOKENS, vocab_size]
     float scale, eps;
@@ -100,8 +100,17 @@ static_assert(STAGES >= IN_FLIGHT, "too large");
 
 extern __shared__ __align__(128) unsigned char memory[];  // the ring, followed by what the threads share
 
-// The buffer at a position. Positions count the buffers that have been used since the start of the step.
-__device__ inline unsigned char* stage(int position) { return memory + position % STAGES * STAGE_BYTES; }
+// A buffer of the ring, and the parity of its next use, for the barriers.
+struct Ring {
+    int slot = 0;
+    uint32_t parity = 0;
+    __device__ void advance(int count) {
+        slot += count;
+        if (slot >= STAGES) slot -= STAGES, parity ^= 1;
+    }
+};
+
+__device__ inline unsigned char* stage(int slot) { return memory + slot * STAGE_BYTES; }
 __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(memory + STAGES * STAGE_BYTES); }
 
 // Wait for all consumers of the block. `__syncthreads` would wait for the producer, too.
@@ -193,14 +202,14 @@ struct Split {
 // --- the ring -----------------------------------------------------------------------------------------------------------
 
 // Tell the producer that this warp has read a buffer. The buffer is empty when all warps have.
-__device__ inline void release(int position) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(shared().empty + position % STAGES)) : "memory");
+__device__ inline void release(int slot) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(shared().empty + slot)) : "memory");
 }
 
 // The state of a warp that fills the ring. Each of them copies its share of every buffer. The barrier `full` completes when all
 // their lanes have arrived, and as many bytes as they expect.
 struct Producer {
-    int position = 0;  // of the next buffer to fill
+    int position = 0;  // of the next buffer to fill: the number of buffers that have been filled
     const int lane = threadIdx.x % 32, warp = (threadIdx.x - CONSUMERS) / 32;
 
     // Wait until the next buffer is empty.
@@ -208,7 +217,7 @@ struct Producer {
         const int earlier = position - IN_FLIGHT;
         if (earlier >= 0) wait(shared().full + earlier % STAGES, earlier / STAGES & 1);
         wait(shared().empty + position % STAGES, position / STAGES & 1 ^ 1);
-        return shared_address(stage(position));
+        return shared_address(stage(position % STAGES));
     }
     // Copy the block's share of a matrix, in the order in which it is multiplied. A lane copies a row.
     __device__ void stream(const bf16* weights, const Matrix& matrix) {
@@ -276,7 +285,15 @@ struct Producer {
 constexpr uint32_t EMPTY = 0xffffffff;  // a word that has not arrived; results of `pack` are different, even if they are NaN
 
 // The buffer of a vector for a layer. `size` is that of one token's vector.
-__device__ inline uint32_t* of_layer(uint32_t* vector, int size, uint32_t layer) { return vector + layer % 2 * TOKENS * (size / 2); }
+__device__ inline uint32_t* of_layer(uint32_t* vector, int size, uint32_t layer) { return vector + layer % 2 * (8 * size / 2); }
+
+// Vectors are exchanged in the order in which the tensor cores take them. A warp has 128 of every 1,024 columns, in 16 chunks of
+// eight. Lane 4 n + t has the words 2 t and 2 t + 1 of token n of every chunk: 16 words, four of which are adjacent.
+constexpr int LOADS = COLUMNS / WARPS / 32, OF_LOAD = 32 * 4, OF_WARP = LOADS * OF_LOAD, OF_PART = WARPS * OF_WARP;  // words
+__device__ inline int place_of(int token, int column) {
+    const int chunk = column / 8, lane = token * 4 + column % 8 / 2;
+    return chunk / 4 * OF_LOAD + lane * 4 + chunk % 4;
+}
 
 __device__ inline void store_word(uint32_t* to, uint32_t word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
@@ -293,39 +310,36 @@ __device__ inline void load_missing(uint4& x, const uint32_t* from) {
         : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w) : "r"(static_cast<int>(!has_arrived(x))), "l"(from) : "memory");
 }
 
-// Where a lane's part of the vectors begins. A lane has the token lane / 4, and of every 32 columns eight adjacent ones.
-__device__ inline int lane_column() { return threadIdx.x / 32 * (COLUMNS / WARPS) + threadIdx.x % 4 * 8; }
 __device__ inline int lane_token() { return threadIdx.x % 32 / 4; }
-constexpr int LOADS = COLUMNS / WARPS / 32;
 
 constexpr int AT_ONCE = 3;  // most times 1,024 columns that a lane begins to load at a time
 using Part = uint4[LOADS];  // a lane's part of 1,024 columns of the vectors
 
-// Mark `count` parts as missing. Others count as arrived, like those of a lane without a token.
-__device__ inline void begin_receive(Part (&x)[AT_ONCE], int count) {
+// Mark a part as missing, or as arrived, like those of a lane without a token.
+__device__ inline void begin_receive(Part& x, bool is_missing) {
+    const uint32_t word = is_missing && lane_token() < TOKENS ? EMPTY : 0;
 #pragma unroll
-    for (int p = 0; p < AT_ONCE; p++)
-#pragma unroll
-        for (int i = 0; i < LOADS; i++) {
-            const uint32_t word = p < count && lane_token() < TOKENS ? EMPTY : 0;
-            x[p][i] = make_uint4(word, word, word, word);
-        }
+    for (int i = 0; i < LOADS; i++) x[i] = make_uint4(word, word, word, word);
 }
 
-// Load what is missing, until the first part has arrived. `from` is the vector of the first token from this part on.
-__device__ __forceinline__ void receive_first(Part (&x)[AT_ONCE], const uint32_t* from, int size) {
-    const uint32_t* own = from + (lane_token() * size + lane_column()) / 2;
-    bool ready;
+__device__ inline bool has_arrived(const Part& x) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) all &= has_arrived(x[i]);
+    return all;
+}
+
+// Load what is missing of the parts from `first` on, until that one has arrived. `from` is where the parts begin.
+template <int COUNT> __device__ __forceinline__ void receive(Part (&x)[COUNT], int first, const uint32_t* from) {
+    const uint32_t* own = from + threadIdx.x / 32 * OF_WARP + threadIdx.x % 32 * 4;
 #pragma unroll 1
-    do {
-        ready = true;
+    while (!has_arrived(x[first])) {
 #pragma unroll
-        for (int p = 0; p < AT_ONCE; p++)
+        for (int p = 0; p < COUNT; p++)
 #pragma unroll
-            for (int i = 0; i < LOADS; i++) load_missing(x[p][i], own + (p * COLUMNS + i * 32) / 2);
-#pragma unroll
-        for (int i = 0; i < LOADS; i++) ready &= has_arrived(x[0][i]);
-    } while (!ready);
+            for (int i = 0; i < LOADS; i++)
+                if (p >= first) load_missing(x[p][i], own + p * OF_PART + i * OF_LOAD);
+    }
     __syncwarp();
 }
 
@@ -335,17 +349,20 @@ __device__ __forceinline__ void receive_first(Part (&x)[AT_ONCE], const uint32_t
 // this.
 __device__ inline void empty_words(const Step& step, uint32_t layer) {
     const int lane = threadIdx.x % 32;
-    const auto clear = [&](uint32_t* vector, int size, const Share& own) {
+    const auto clear = [&](uint32_t* vector, const Share& own) {
 #pragma unroll 1
         for (int token = 0; token < TOKENS; token++)
-            for (int i = own.first / 2 + lane; i < own.end / 2; i += 32) store_word(vector + token * (size / 2) + i, EMPTY);
+#pragma unroll 1
+            for (int i = own.first + 2 * lane; i < own.end; i += 64) store_word(vector + place_of(token, i), EMPTY);
     };
-    clear(of_layer(step.after_attention, HIDDEN, layer + 1), HIDDEN, Share(HIDDEN));
-    clear(of_layer(step.activation, INTERMEDIATE, layer + 1), INTERMEDIATE, Share(INTERMEDIATE));
-    clear(of_layer(step.after_mlp, HIDDEN, layer), HIDDEN, Share(HIDDEN));
+    clear(of_layer(step.after_attention, HIDDEN, layer + 1), Share(HIDDEN));
+    clear(of_layer(step.activation, INTERMEDIATE, layer + 1), Share(INTERMEDIATE));
+    clear(of_layer(step.after_mlp, HIDDEN, layer), Share(HIDDEN));
     const Share merged(TOKENS * Q_SIZE);
     uint32_t* attention = of_layer(step.attention, Q_SIZE, layer + 1);
-    for (int i = merged.first / 2 + lane; i < merged.end / 2; i += 32) store_word(attention + i, EMPTY);
+#pragma unroll 1
+    for (int i = merged.first + 2 * lane; i < merged.end; i += 64)
+        store_word(attention + place_of(i / Q_SIZE, i % Q_SIZE), EMPTY);
     __threadfence();
 }
 
@@ -360,87 +377,88 @@ __device__ inline void wait_for_end() { asm volatile("bar.sync 3, %0;" ::"n"(CON
 // Multiplies the rows in the ring by the tokens' vectors. A warp has 128 of every 1,024 columns.
 //
 // One `mma` takes 16 rows: the eight rows of one buffer followed by the eight rows of the next buffer, which hold the same columns.
-// A thread loads several adjacent elements at once. The instruction assigns other columns to the thread, but the order of the
-// columns does not change a sum, as long as it is the same in the rows and in the vectors. The next 16 rows are always loaded into
-// registers ahead of time. For a phase's first ones, this is done before its vectors have arrived.
+// The next 16 rows are always loaded into registers ahead of time. For a phase's first ones, this is done before its vectors have
+// arrived.
 struct Product {
-    int position = 0;             // of the next buffer to load
-    uint32_t rows[2 * LOADS][4];  // the thread's elements of the next 16 rows
+    Ring next;                    // the next buffer to load
+    uint32_t rows[2 * LOADS][4];  // the warp's columns of the next 16 rows, as the tensor cores take them
 
-    // Wait for the next one or two buffers.
-    __device__ void wait_for(int count) const {
-        const int a = position, b = position + (count > 1);
-        if (count > 0) wait_for_both(shared().full + a % STAGES, a / STAGES & 1, shared().full + b % STAGES, b / STAGES & 1);
-    }
-    // Load the i-th part of the rows in these buffers into registers. If there is only one, its rows are loaded twice.
-    __device__ void load(int i, int count) {
+    // Wait for the next one or two buffers. Returns where the lane's part of the rows begins. If there is only one buffer, its rows
+    // are loaded twice.
+    __device__ uint32_t wait_for(int count) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const int offset = lane / 4 * ROW_BYTES + warp * (COLUMNS / WARPS) * 2 + lane % 4 * 16;
-        const uint4 first = reinterpret_cast<const uint4*>(stage(position) + offset)[i * 4];
-        const uint4 second = reinterpret_cast<const uint4*>(stage(position + (count > 1)) + offset)[i * 4];
-        uint32_t(&low)[4] = rows[2 * i], (&high)[4] = rows[2 * i + 1];
-        low[0] = first.x, low[1] = second.x, low[2] = first.y, low[3] = second.y;
-        high[0] = first.z, high[1] = second.z, high[2] = first.w, high[3] = second.w;
+        Ring other = next;
+        if (count > 1) other.advance(1);
+        if (count > 0) wait_for_both(shared().full + next.slot, next.parity, shared().full + other.slot, other.parity);
+        // Lanes 0 to 7 load eight columns of the first buffer's rows, the next eight lanes those of the second buffer, and the other
+        // lanes the next eight columns.
+        return shared_address(memory) + (lane / 8 % 2 ? other.slot : next.slot) * STAGE_BYTES + lane % 8 * ROW_BYTES +
+               warp * (COLUMNS / WARPS) * 2 + lane / 16 * 16;
     }
     // Release the buffers.
     __device__ void end_load(int count) {
         __syncwarp();
-        const int lane = threadIdx.x % 32, done = max(min(count, 2), 0);
-        if (lane < done) release(position + lane);
-        position += done;
+        const int lane = threadIdx.x % 32;
+        Ring other = next;
+        if (lane == 1) other.advance(1);
+        if (lane < min(count, 2)) release(other.slot);
+        if (count > 0) next.advance(min(count, 2));
     }
     // Load a phase's first rows.
     __device__ void begin(int count) {
-        wait_for(count);
+        const uint32_t from = wait_for(count);
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) load(i, count);
+        for (int i = 0; i < 2 * LOADS; i++) load_matrices(rows[i], from + i * 32);
         end_load(count);
     }
 
-    // Multiply `count` buffers with the same columns by a lane's part of the vectors, and add to the sums. `next` is the number of
+    // Multiply `count` buffers with the same columns by a lane's part of the vectors, and add to the sums. `after` is the number of
     // buffers with the columns that follow. As soon as some rows have been multiplied, the next ones take their registers. After a
     // phase's last rows, what is loaded is not used.
-    __device__ void multiply(float (&sums)[STRIPS][4], const Part& x, int count, int next) {
-#pragma unroll 1
-        for (int s = 0; 2 * s < count; s++) {
-            const int following = 2 * s + 2 < count ? count - 2 * s - 2 : next;
-            float own[LOADS][4] = {};
-            wait_for(following);
+    __device__ void multiply(float (&sums)[STRIPS][4], const Part& x, int count, int after) {
+#pragma unroll
+        for (int s = 0; s < STRIPS; s++) {
+            if (2 * s >= count) continue;
+            const int following = 2 * s + 2 < count ? count - 2 * s - 2 : after;
+            const uint32_t from = wait_for(following);
+            float own[4] = {};
 #pragma unroll
             for (int i = 0; i < LOADS; i++) {
-                multiply_accumulate(own[i], rows[2 * i], x[i].x, x[i].y);
-                multiply_accumulate(own[i], rows[2 * i + 1], x[i].z, x[i].w);
-                load(i, following);
+                multiply_accumulate(i % 2 ? own : sums[s], rows[2 * i], x[i].x, x[i].y);
+                load_matrices(rows[2 * i], from + i * 64);
+                multiply_accumulate(i % 2 ? own : sums[s], rows[2 * i + 1], x[i].z, x[i].w);
+                load_matrices(rows[2 * i + 1], from + i * 64 + 32);
             }
             end_load(following);
 #pragma unroll
-            for (int t = 0; t < STRIPS; t++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    if (t == s) sums[t][j] += (own[0][j] + own[1][j]) + (own[2][j] + own[3][j]);
+            for (int j = 0; j < 4; j++) sums[s][j] += own[j];
         }
     }
 
-    // Multiply all columns of `count` buffers. The vectors arrive from other blocks, or are in shared memory if `from` is null.
-    // `next` is the number of buffers with the rows that follow.
-    __device__ void accumulate(float (&sums)[STRIPS][4], const uint32_t* from, int columns, int count, int next) {
-        const int parts = columns / COLUMNS;
-        Part x[AT_ONCE];
+    // Multiply all columns of `count` buffers by vectors that arrive from other blocks. The rows are the only ones of the phase.
+    __device__ void multiply_received(float (&sums)[STRIPS][4], const uint32_t* from, int parts, int count) {
 #pragma unroll 1
-        for (int p = 0; p < parts; p++) {
-            if (!from) {
+        for (int begin = 0; begin < parts; begin += AT_ONCE) {
+            Part x[AT_ONCE];
 #pragma unroll
-                for (int i = 0; i < LOADS; i++) x[0][i] = shared().vectors[p][threadIdx.x / 32][i][threadIdx.x % 32];
-            } else {
-                if (p % AT_ONCE == 0) {
-                    begin_receive(x, parts - p);
-                } else {
+            for (int p = 0; p < AT_ONCE; p++) begin_receive(x[p], begin + p < parts);
 #pragma unroll
-                    for (int i = 0; i < LOADS; i++) x[0][i] = x[1][i], x[1][i] = x[2][i], x[2][i] = uint4{};
-                }
-                receive_first(x, from + p * COLUMNS / 2, columns);
+            for (int p = 0; p < AT_ONCE; p++) {
+                if (begin + p >= parts) continue;
+                receive(x, p, from + begin * OF_PART);
+                multiply(sums, x[p], count, begin + p + 1 < parts ? count : 0);
             }
-            multiply(sums, x[0], count, p + 1 < parts ? count : next);
+        }
+    }
+
+    // The same with vectors in shared memory. `after` is the number of buffers with the rows that follow.
+    __device__ void multiply_shared(float (&sums)[STRIPS][4], int count, int after) {
+#pragma unroll 1
+        for (int p = 0; p < HIDDEN / COLUMNS; p++) {
+            Part x;
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) x[i] = shared().vectors[p][threadIdx.x / 32][i][threadIdx.x % 32];
+            multiply(sums, x, count, p + 1 < HIDDEN / COLUMNS ? count : after);
         }
     }
 
@@ -467,20 +485,19 @@ __device__ inline void normalize(const bf16* norm, const bf16* embedded, const u
     float squares = 0;
 #pragma unroll 1
     for (int p = 0; p < HIDDEN / COLUMNS; p++) {
-        uint4 weights[LOADS];
-        Part x[AT_ONCE];
+        const int first = p * COLUMNS + warp * (COLUMNS / WARPS) + lane % 4 * 2;  // the lane's first column
+        uint32_t weights[4 * LOADS];
+        Part x[1];
 #pragma unroll
-        for (int i = 0; i < LOADS; i++)  // `asm volatile` keeps the loads here, before the wait
-            asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(weights[i].x), "=r"(weights[i].y), "=r"(weights[i].z), "=r"(weights[i].w)
-                         : "l"(norm + lane_column() + p * COLUMNS + i * 32));
+        for (int c = 0; c < 4 * LOADS; c++)  // `asm volatile` keeps the loads here, before the wait
+            asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(weights[c]) : "l"(norm + first + c * 8));
         if (from) {
-            begin_receive(x, 1);
-            receive_first(x, from + p * COLUMNS / 2, HIDDEN);
+            begin_receive(x[0], true);
+            receive(x, 0, from + p * OF_PART);
         } else {
+            const auto word = [&](int chunk) { return *reinterpret_cast<const uint32_t*>(embedded + first + chunk * 8); };
 #pragma unroll
-            for (int i = 0; i < LOADS; i++)
-                x[0][i] = *reinterpret_cast<const uint4*>(embedded + lane_column() + p * COLUMNS + i * 32);
+            for (int i = 0; i < LOADS; i++) x[0][i] = make_uint4(word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3));
         }
         const auto scaled = [&](uint32_t pair, uint32_t weights) {
             squares += low_of(pair) * low_of(pair) + high_of(pair) * high_of(pair);
@@ -488,8 +505,8 @@ __device__ inline void normalize(const bf16* norm, const bf16* embedded, const u
         };
 #pragma unroll
         for (int i = 0; i < LOADS; i++)
-            shared().vectors[p][warp][i][lane] = make_uint4(scaled(x[0][i].x, weights[i].x), scaled(x[0][i].y, weights[i].y),
-                                                            scaled(x[0][i].z, weights[i].z), scaled(x[0][i].w, weights[i].w));
+            shared().vectors[p][warp][i][lane] = make_uint4(scaled(x[0][i].x, weights[4 * i]), scaled(x[0][i].y, weights[4 * i + 1]),
+                                                            scaled(x[0][i].z, weights[4 * i + 2]), scaled(x[0][i].w, weights[4 * i + 3]));
     }
     squares = sum<2, 1>(squares);
     if (lane % 4 == 0 && lane_token() < TOKENS) shared().squares[lane_token()][warp] = squares;
@@ -636,16 +653,16 @@ struct State {
 
 // Attend to the keys of the block's split, and publish its outputs, each pair with its log-sum-exp (to base 2). Each tile belongs to
 // one warp, but every warp waits for every buffer: it must not release a buffer before it is full, or twice while it is full.
-__device__ inline void attend(const Step& step, const Layer& layer, const Split& split, uint32_t tag, int& position) {
+__device__ inline void attend(const Step& step, const Layer& layer, const Split& split, uint32_t tag, Ring& ring) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_tiles = split.tiles();
     receive_heads(step, layer, split, tag);
     State state;
 #pragma unroll 1
-    for (int begin = 0; begin < num_tiles; begin += STAGE_TILES, position++) {
-        wait(shared().full + position % STAGES, position / STAGES & 1);
+    for (int begin = 0; begin < num_tiles; begin += STAGE_TILES) {
+        wait(shared().full + ring.slot, ring.parity);
         const int index = (warp - begin % WARPS + WARPS) % WARPS;  // of the warp's tile in the buffer
         if (index < STAGE_TILES && begin + index < num_tiles) {
-            unsigned char* tile = stage(position) + index * 2 * TILE_BYTES;
+            unsigned char* tile = stage(ring.slot) + index * 2 * TILE_BYTES;
             const int key = split.first + (begin + index) * TILE;
             // New keys may not have been in the cache when the tile was copied.
 #pragma unroll 1
@@ -660,7 +677,8 @@ __device__ inline void attend(const Step& step, const Layer& layer, const Split&
             state.attend(shared_address(tile), split.last - key + 1, step.scale * 1.44269504f);
         }
         __syncwarp();
-        if (lane == 0) release(position);
+        if (lane == 0) release(ring.slot);
+        ring.advance(1);
     }
     if (warp < num_tiles) state.store();
     sync_consumers();
@@ -712,7 +730,8 @@ __device__ inline void merge(const Step& step, uint32_t* attention, uint32_t tag
         __syncwarp();
         const float larger = fmaxf(maximum<2, 1>(most), -1e30f), weight = exp2_of(most - larger);
         low = sum<2, 1>(low * weight), high = sum<2, 1>(high * weight), all = sum<2, 1>(all * weight);
-        if (lane == 0 && end > first) store_word(attention + i, pack(__fdividef(low, all), __fdividef(high, all)));
+        const uint32_t merged = pack(__fdividef(low, all), __fdividef(high, all));
+        if (lane == 0 && end > first) store_word(attention + place_of(token, 2 * pair), merged);
     }
 }
 
@@ -739,14 +758,14 @@ __device__ inline void finish(const Step& step, int phase, int first, int count,
         const float2 sums = total(local);
         own[0] += sums.x, own[1] += sums.y;
         uint32_t* to = of_layer(phase == O ? step.after_attention : step.after_mlp, HIDDEN, layer);
-        store_word(to + (token * HIDDEN + row) / 2, pack(own[0], own[1]));
+        store_word(to + place_of(token, row), pack(own[0], own[1]));
         return;
     }
     const float factor = norm_factor(token, step.eps);
     if (phase == GATE_UP) {
         const int of_gate = local / ROWS * 2 * ROWS + local % ROWS;
         const float2 gate = total(of_gate), up = total(of_gate + ROWS);
-        store_word(of_layer(step.activation, INTERMEDIATE, layer) + (token * INTERMEDIATE + row) / 2,
+        store_word(of_layer(step.activation, INTERMEDIATE, layer) + place_of(token, row),
                    pack(swiglu(gate.x * factor, up.x * factor), swiglu(gate.y * factor, up.y * factor)));
         return;
     }
@@ -815,7 +834,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         const Matrix matrix(phase, step);
         if (phase == O) {
             start_emptying();
-            if (split.has_work) attend(step, layer, split, index + 1, product.position);
+            if (split.has_work) attend(step, layer, split, index + 1, product.next);
         }
         product.begin(matrix.buffers_at(matrix.own.first));  // before the wait for their vectors
         const uint32_t* from = nullptr;
@@ -835,7 +854,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         for (int begin = matrix.own.first; begin < matrix.own.end; begin += FLUSH / matrix.parts) {
             const int buffers = matrix.buffers_at(begin), after = begin + FLUSH / matrix.parts;
             float sums[STRIPS][4] = {};
-            product.accumulate(sums, from, matrix.columns, buffers, after < matrix.own.end ? matrix.buffers_at(after) : 0);
+            if (from) product.multiply_received(sums, from, matrix.columns / COLUMNS, buffers);
+            else product.multiply_shared(sums, buffers, after < matrix.own.end ? matrix.buffers_at(after) : 0);
             sync_consumers();  // until the last sums, or the attention states, have been read
             product.store(sums, buffers);
             if (phase == O) wait_for_end();  // what the block publishes from now on is behind the fence

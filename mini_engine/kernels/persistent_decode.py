@@ -146,7 +146,7 @@ class PersistentDecode:
         def exchanged(size: int) -> Tensor:  # vectors
             if tokens == 1:
                 return tagged(size // 2)
-            return torch.full((2, tokens, size // 2), -1, dtype=torch.int32, device=device)  # pairs, without tags
+            return torch.full((2, MAX_TOKENS, size // 2), -1, dtype=torch.int32, device=device)  # pairs, without tags
 
         memory = {
             "qkv": tagged(tokens, qkv_size // 2),

@@ -55,19 +55,6 @@ def test_products(out: int, columns: int) -> None:
     check_rows(lambda rows: torch.mm(rows, weight.T, out_dtype=torch.float32), x)
 
 
-@pytest.mark.parametrize(("out", "columns"), [*SHAPES, (24, 64), (1544, 576)])
-def test_the_own_products_have_the_bits_of_cublas(out: int, columns: int) -> None:
-    from mini_engine.kernels import ordered_products
-
-    weight, x, residual = random_rows(out, columns, seed=1), random_rows(32, columns), random_rows(32, out, seed=2)
-    assert ordered_products.suits(weight)
-    product, added = torch.nn.functional.linear(x, weight), torch.addmm(residual, x, weight.T)
-    for count in (1, 2, 5, 8, 9, 16, 17, 31, 32):
-        assert equal_bits(ordered_products.project(x[:count], weight).cpu(), product[:count].cpu()), count
-        own = ordered_products.add_product(residual[:count].clone(), x[:count], weight)
-        assert equal_bits(own.cpu(), added[:count].cpu()), count
-
-
 @pytest.mark.parametrize(("heads", "hidden", "head_dim"), [(32, 1024, 128), (48, 2048, 64), (48, 4096, 128)])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_the_kernels_between_the_products(heads: int, hidden: int, head_dim: int, has_norms: bool) -> None:

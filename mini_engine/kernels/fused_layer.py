@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mini_engine.attention.paged import PagedBackend
-from mini_engine.kernels import gemv, ordered_products
+from mini_engine.kernels import gemv
 from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, most_tokens, qkv_append
 from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.kernels.swiglu import swiglu
@@ -29,8 +29,6 @@ from mini_engine.models.layers import Attention
 from mini_engine.models.linear import linear
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
 from mini_engine.models.qwen3 import Qwen3Attention
-from mini_engine.models.weights import Linear
-from mini_engine.ops import runs_hopper_kernels
 
 
 class FusedLayer:
@@ -38,7 +36,7 @@ class FusedLayer:
 
     `models.transform` decides for which models this is the same, and folds their norms.
 
-    A row has the same bits for any number of tokens if cuBLAS splits no columns (`models/batch_invariant.py`).
+    A row has the same bits for any number of tokens if the matrix products do.
 
     Args:
         model: a model of such layers.
@@ -48,8 +46,6 @@ class FusedLayer:
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._pdl = flashinfer.utils.device_support_pdl(model.device)
-        matrices = (own.weight for own in model.layers.modules() if isinstance(own, Linear))
-        self._orders = runs_hopper_kernels(model.device) and all(map(ordered_products.suits, matrices))
 
     def __call__(
         self,
@@ -61,17 +57,14 @@ class FusedLayer:
     ) -> Float[Tensor, "T hidden"]:
         """Compute a layer; the arguments are those of `llama.decoder_layer`, and `x` is changed in place."""
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
-        is_few = self._orders and len(x) <= ordered_products.MOST_TOKENS
-        project = ordered_products.project if is_few else linear
-        add_product = ordered_products.add_product if is_few else _add_product
         q = rotate_and_append(
-            project(x, attention.qkv.weight), _norms(attention), eps, cos, sin, attend.cache.layers[index],
+            linear(x, attention.qkv.weight), _norms(attention), eps, cos, sin, attend.cache.layers[index],
             attend.cache.layout, attend.slot_mapping, kv_scales=attend.specs[index].kv_scales, tokens=x, pdl=self._pdl,
             next_waits=attend.waits_for_keys, heads=self.heads,
         )  # fmt: skip
-        add_product(x, attend.run(index, q).flatten(1), attention.o.weight)
-        inner = swiglu(project(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)
-        return add_product(x, inner, mlp.down.weight)
+        x.addmm_(attend.run(index, q).flatten(1), attention.o.weight.T)
+        inner = swiglu(linear(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)
+        return x.addmm_(inner, mlp.down.weight.T)
 
 
 class AdaptiveFusedLayer(FusedLayer):
@@ -118,12 +111,6 @@ class AdaptiveFusedLayer(FusedLayer):
         )  # fmt: skip
         add_product(x, attend.run(index, q).flatten(1), attention.o.weight)
         return add_product(x, gate_up_swiglu(x, mlp.gate_up.weight, eps), mlp.down.weight)
-
-
-def _add_product(
-    residual: Float[Tensor, "T N"], x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"]
-) -> Float[Tensor, "T N"]:
-    return residual.addmm_(x, weight.T)
 
 
 def _norms(attention: Attention) -> tuple[Tensor, Tensor] | None:

@@ -92,7 +92,9 @@ class EngineConfig:
         warm_up: run steps of made-up requests before the first real one, so that no request waits for a common
             kernel to compile. Default on a GPU.
         batch_invariant: make the logits of a request equal bit for bit whatever other requests are in its steps, and
-            however its prompt is split; on a CPU only, and slower (measured in `models/batch_invariant.py`).
+            however its prompt is split. On a GPU (Hopper) it needs dense weights and keys in 16 bits, and no sliding
+            windows, and cuBLAS has no workspace in the whole process. Requests share only prompts. What it costs is in
+            experiment 16.
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.
         speculative_config: guess tokens and check several in one step, for example `{"method": "ngram",
             "num_speculative_tokens": 4}`; see `SpeculativeConfig`. Default: do not.

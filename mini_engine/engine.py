@@ -320,7 +320,8 @@ class LLMEngine:
         if speculative is None:
             return None
         drafter = create_drafter(speculative) if model is None else self._new_model_drafter(config, model)
-        return Speculation(drafter, speculative.num_speculative_tokens, config.max_batch_size)
+        most, can_pipeline = speculative.num_speculative_tokens, config.pipeline_depth > 0
+        return Speculation(drafter, most, config.max_batch_size, can_pipeline)
 
     def _new_model_drafter(self, config: ResolvedConfig, model: LanguageModel) -> DraftModelDrafter:
         same = "max_batch_size", "num_pages", "page_size", "kv_layout", "kv_cache_dtype", "max_num_batched_tokens"

@@ -125,7 +125,7 @@ def check(seed: int, depth: int, seen: Seen, drafter: Drafter | None = None) -> 
     speculation = None
     if drafter:  # steps of random times, so guesses pay at random
         speculation = Speculation(
-            drafter, 4, MAX_ROWS, clock=accumulate(iter(random.Random(seed).random, 2.0)).__next__
+            drafter, 4, MAX_ROWS, depth > 0, clock=accumulate(iter(random.Random(seed).random, 2.0)).__next__
         )
     recovery = Recovery(Core(executor, new_scheduler, speculation=speculation), depth)
     core, requests, arrivals, aborts = recovery.core, [], [], {}

@@ -19,7 +19,7 @@ STEPS_KEPT = 1024  # a size that was not measured in so many measurements counts
 EARLIER_GUESSES, FIRST_GUESSES, FIRST_SHARE = 2.0, 4.0, 0.5
 # What earlier guesses count after a step with guesses, and after one without; and, in the share of all requests, after
 # another guess.
-FADES, FADES_UNUSED, FADES_OF_ALL = 0.97, 0.995, 0.999
+FADES, FADES_UNUSED, FADES_OF_ALL = 0.97, 0.995, 0.99
 
 
 class StepSeconds:

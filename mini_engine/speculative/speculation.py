@@ -29,6 +29,7 @@ class Speculation:
         drafter: guesses tokens.
         num_tokens: most guesses of a request in one step.
         max_rows: rows of the engine.
+        can_pipeline: whether steps without guesses may be pipelined.
         clock: seconds.
 
     Attributes:
@@ -38,8 +39,14 @@ class Speculation:
     """
 
     def __init__(
-        self, drafter: Drafter, num_tokens: int, max_rows: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        num_tokens: int,
+        max_rows: int,
+        can_pipeline: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._can_pipeline = can_pipeline
         self.drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
         self._step_seconds, self._pipelined_seconds = StepSeconds(1.0), StepSeconds(1.0)
         self._guess_seconds, self._hits = StepSeconds(0.0), 1.0
@@ -70,13 +77,15 @@ class Speculation:
         """
         most = np.minimum(most, self._num_tokens)
         limits = self._limits(running, rows, most, num_tokens)
-        if not self._step_seconds.knows(num_tokens):
-            limits[:] = 0  # without a measured step that has no guesses, no gain is known
+        if not self._step_seconds.knows(num_tokens) or (
+            self._can_pipeline and not self._pipelined_seconds.knows(num_tokens)
+        ):
+            limits[:] = 0  # without measured steps that have no guesses, no gain is known
         elif self._turn % EXPLORE == 0:
             count, turn = max(len(rows) // SHARE, 1), self._turn // EXPLORE
             some = np.arange(turn * count, (turn + 1) * count) % len(rows)
             limits[some] = np.maximum(limits[some], np.minimum(most[some], 1))
-        elif self._pipelined_seconds.knows(num_tokens) and not self._pays(rows, limits, num_tokens):
+        elif self._can_pipeline and not self._pays(rows, limits, num_tokens):
             limits[:] = 0
         elif self._turn % EVERY == 0:  # half as many
             limits = (limits + np.arange(len(limits)) % 2) // 2

@@ -109,7 +109,7 @@ def tokens_per_second(
     With a pipeline, a step that the host has not prepared during the previous one takes a fifth longer.
     """
     simulated, rows = Simulated(right, seed=1), np.arange(num_rows)
-    speculation, host = Speculation(simulated, 4, num_rows, simulated.clock), 0.2 * depth
+    speculation, host = Speculation(simulated, 4, num_rows, depth > 0, simulated.clock), 0.2 * depth
     running = Running(num_rows, 8)
     running.admission[rows] = 1
     tokens = in_flight = 0

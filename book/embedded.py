@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-from book.random_models import NO_WORDS
+from book.random_models import NO_WORDS, random_transformers_model
 from mini_engine import LLM
 
 
@@ -32,7 +32,7 @@ def write_embedded(llm: LLM, folder: Path) -> None:
         eos_token_id=list(config.eos_token_ids),
         architectures=["LlamaForCausalLM"],
     )
-    model = LlamaForCausalLM(shape).to(llm.model.dtype)
+    model = random_transformers_model(shape, llm.model.dtype, torch.device("cpu"))
     weights = {name: own for name, own in llm.model.destinations().items() if isinstance(own, torch.Tensor)}
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)  # tied

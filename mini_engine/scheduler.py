@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Rows = Int[np.ndarray, " B"]
 Tokens = Int32[np.ndarray, " n"]
-Counts = Rows | int | np.integer  # of several rows, or of one
 EVICTION_BATCHES = 64  # a 64th of the pool is evicted at a time, so that most steps evict nothing
 
 
@@ -233,7 +232,7 @@ class Scheduler:
         held_back = len(earlier)
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
-            num_tokens, num_prompt = len(request.token_ids) - request.context_len, len(request.prompt_token_ids)
+            num_tokens = len(request.token_ids) - request.context_len
             pages, shared_tokens = self._match(request, earlier)
             # Pages that would leave the window at once are not worth sharing.
             shared_pages = pages[: shared_tokens // table.page_size if self._window is None else 0]
@@ -242,8 +241,10 @@ class Scheduler:
             if own_pages > free_pages and self.prefix_tree is not None:
                 # Cached pages can be evicted, except those that the request shares.
                 free_pages += self.prefix_tree.num_evictable - self.prefix_tree.num_evictable_of(shared_pages)
+            counts = num_tokens - shared_tokens, request.context_len + shared_tokens, len(request.prompt_token_ids)
+            [most] = self._apart(*(np.array([count]) for count in counts))
             share = self.parts.admit(
-                int(self._apart(num_tokens - shared_tokens, request.context_len + shared_tokens, num_prompt)),
+                int(most),
                 own_pages,
                 budget=budget,
                 free_pages=free_pages,
@@ -262,14 +263,14 @@ class Scheduler:
 
     # --- details -------------------------------------------------------------------------------------------------
 
-    def _apart(self, num_new: Counts, num_computed: Counts, num_prompt: Counts) -> Counts:
+    def _apart(self, num_new: Rows, num_computed: Rows, num_prompt: Rows) -> Rows:
         """Return how many of their next tokens requests may compute in one step, apart from the budget."""
         if not self.outputs_apart:
             return num_new
         left = num_prompt - num_computed
         return np.minimum(num_new, np.where(left > 0, left, self.page_table.max_rows))
 
-    def _num_sharable(self, rows: Counts) -> Counts:
+    def _num_sharable(self, rows: Rows) -> Rows:
         """Return how many tokens of some rows other requests may share."""
         running = self.running
         known = running.num_known[rows]
@@ -315,7 +316,7 @@ class Scheduler:
         place = self._inserting.pop(row)
         num_tokens = int(self.running.num_computed[row]) + num_new
         place = self._insert(row, num_tokens, place)
-        if place is not None and bool(num_tokens < self._num_sharable(row)):
+        if place is not None and num_tokens < self._num_sharable(np.array([row]))[0]:
             self._inserting[row] = place
 
     def _cache_pages(self, row: int) -> None:
@@ -327,7 +328,7 @@ class Scheduler:
         """Insert a row's pages with its first tokens, unless pages have left the window; return the place reached."""
         running = self.running
         first, request = int(running.context_len[row]), running.requests[row]
-        num_tokens = int(np.minimum(num_tokens, self._num_sharable(row)))
+        num_tokens = min(num_tokens, int(self._num_sharable(np.array([row]))[0]))
         if self.prefix_tree is None or request is None or running.num_evicted[row] > first:
             return None
         tokens, pages = running.tokens[row, first:num_tokens], self.page_table.pages(row)

@@ -23,7 +23,6 @@ from mini_engine.attention.spec import Attend
 from mini_engine.models.llama import LlamaForCausalLM
 from mini_engine.models.weights import Linear, QuantizedLinear
 from mini_engine.quantization import Format, QuantizedTensor, quantize
-from mini_engine.rope import rope_tables
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: a direction that no token has would have no inverse
 BLOCK = 64  # columns that are updated at once after they have been rounded
@@ -101,8 +100,7 @@ def quantize_layers(
     """
     positions = torch.arange(sequences.shape[1]).repeat(len(sequences))
     x = model.embed(sequences.flatten())
-    cos, sin = rope_tables(positions, model.inv_freq)
-    for layer in model.layers:
+    for layer, (cos, sin) in zip(model.layers, model.rotations(positions), strict=True):
         owners = [(layer.attention, "qkv"), (layer.attention, "o"), (layer.mlp, "gate_up"), (layer.mlp, "down")]
         for owner, name in owners:
             setattr(owner, name, _Recorder(getattr(owner, name)))

@@ -148,8 +148,12 @@ TIGHT = {
 }
 
 
+# Qwen2 attends as Llama does, and requests of Mistral, whose layers all have windows, have too few pages for this.
+CROWDED = pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("qwen2", "mistral")])
+
+
 @DEPTHS
-@pytest.mark.parametrize("family", FAMILIES)
+@CROWDED
 def test_preemption_and_sharing_happen_and_change_nothing(family, depth):
     preempted = shared = evicted = 0
     for seed in range(4):
@@ -163,7 +167,7 @@ def test_preemption_and_sharing_happen_and_change_nothing(family, depth):
 
 @pytest.mark.gpu
 @DEPTHS
-@pytest.mark.parametrize("family", FAMILIES)
+@CROWDED
 @pytest.mark.parametrize("attn_backend", ["torch", "torch_padded", "chunked"])
 def test_tokens_on_the_gpu_are_those_of_a_run_alone_on_the_host(family, attn_backend, depth):
     """In float64, exactly: sampled and greedy, preempted, in chunks and with shared prefixes, at both depths."""

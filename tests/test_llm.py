@@ -142,6 +142,17 @@ def test_tokens_are_those_of_a_run_alone(folder, attn_backend, window):
     check_nothing_leaked(tiny.engine)
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text"])
+def test_a_folder_of_each_family_gives_the_tokens_of_transformers(family, tmp_path):
+    theirs = transformers_model(family, seed=2, dtype=torch.float64)
+    theirs.save_pretrained(tmp_path)
+    WORDS.save_pretrained(tmp_path)
+    prompt, tiny = [5, 9, 33, 7, 21, 6, 40], LLM(tmp_path, dtype="float64", device="cpu", page_size=2)
+    (output,) = tiny.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert output.token_ids == expected[0, len(prompt) :].tolist()
+
+
 def test_parameters_by_default_are_those_that_the_checkpoint_recommends(folder):
     tiny = LLM(folder, device="cpu")
     assert tiny.default_params == SamplingParams()

@@ -1,4 +1,4 @@
-"""Read GGUF files of Llama and Qwen3 models: configuration, weights and tokenizer under transformers' names.
+"""Read GGUF files of Llama, Qwen2 and Qwen3 models: configuration, weights and tokenizer under transformers' names.
 
 `gguf.GGUFReader` parses the header, and `gguf.quants` dequantizes the tensors. This module refuses metadata that it
 does not know, and undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py): it renamed every tensor, and for
@@ -245,9 +245,10 @@ NAMES |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 NAMES |= {f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")}
 NAMES |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")}  # Qwen3
 NAMES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# By the names in the files, in which Mistral is a llama, too.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Metadata under "llama." or "qwen3.": read, without effect, and without effect if it has a certain value. Any other
+# Metadata under the architecture's name: read, without effect, and without effect if it has a certain value. Any other
 # key may change what the model computes.
 NUMBERS = {
     "hidden_size": "embedding_length",

@@ -7,7 +7,7 @@ get the defaults of transformers' configuration class, which would take three se
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -42,24 +42,32 @@ _UNSUPPORTED = {
 _COMMON = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
 _COMMON |= dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"))
 _LLAMA = _COMMON | {"hidden_act": "silu", "norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False}
+_MISTRAL = _LLAMA | {"num_key_value_heads": 8}
+_QWEN2 = _LLAMA | {"num_key_value_heads": 32, "attention_bias": True}
 _QWEN3 = _LLAMA | {"num_key_value_heads": 32, "head_dim": 128}
 _GEMMA2 = _LLAMA | {"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA2 |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}
 _GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA3 = _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 _GPT2 = _COMMON | {"hidden_act": "gelu_new", "norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": True}
 _GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
-# Our names of values that have another name in a family's file.
+# Our names of values that have another name in a family's file. None: the family's files do not state the value.
 _NORM = {"norm_eps": "rms_norm_eps"}
+_OF_GEMMA = _NORM | {"hidden_act": "hidden_activation"}
+_FIXED_BIAS = _NORM | {"attention_bias": None}
 _OF_GPT2 = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
 _OF_GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 _OF_GPT2 |= {"hidden_act": "activation_function", "norm_eps": "layer_norm_epsilon"}
 
 # For each architecture: its model type, the values to read, and the names that differ.
-_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
+_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str | None]]] = {
     "LlamaForCausalLM": ("llama", _LLAMA, _NORM),
+    "MistralForCausalLM": ("mistral", _MISTRAL, _FIXED_BIAS),
+    "Qwen2ForCausalLM": ("qwen2", _QWEN2, _FIXED_BIAS),
     "Qwen3ForCausalLM": ("qwen3", _QWEN3, _NORM),
-    "Gemma2ForCausalLM": ("gemma2", _GEMMA2, _NORM | {"hidden_act": "hidden_activation"}),
+    "Gemma2ForCausalLM": ("gemma2", _GEMMA2, _OF_GEMMA),
+    "Gemma3ForCausalLM": ("gemma3_text", _GEMMA3, _OF_GEMMA),
     "GPT2LMHeadModel": ("gpt2", _GPT2, _OF_GPT2),
 }
 
@@ -104,10 +112,11 @@ class ModelConfig(ModelLimits):
         layer_types: for each layer, `full_attention` or `sliding_attention`.
         sliding_window: keys that a query of a sliding layer sees, its own included.
         rope: rotation of queries and keys by position; None if positions are learned.
+        rope_local: Gemma 3's rotation in sliding layers; None: `rope`, as in full layers.
         attention_bias: the attention's projections have biases.
-        query_pre_attn_scalar: Gemma 2 divides the scores by its square root.
+        query_pre_attn_scalar: Gemma divides the scores by its square root.
         attn_logit_softcapping: Gemma 2's soft-cap on the scores.
-        final_logit_softcapping: Gemma 2's soft-cap on the logits.
+        final_logit_softcapping: Gemma's soft-cap on the logits.
         scale_attn_weights: GPT-2 divides the scores by the square root of `head_dim`.
         scale_attn_by_inverse_layer_idx: GPT-2 also divides the scores of layer i by i + 1.
         eos_token_ids: the tokens that end a text.
@@ -127,6 +136,7 @@ class ModelConfig(ModelLimits):
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
     rope: RopeConfig | None = None
+    rope_local: RopeConfig | None = None
     attention_bias: bool = False
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
@@ -154,7 +164,8 @@ class ModelConfig(ModelLimits):
             if hf.get(option) not in (None, False):
                 raise ModelLoadError(f"config.json sets {option}, which this engine does not implement: {remedy}")
         model_type, defaults, names = _FAMILIES[architecture]
-        values = {name: hf.get(names.get(name, name), default) for name, default in defaults.items()}
+        keys = {name: names.get(name, name) for name in defaults}
+        values = {name: hf.get(key, defaults[name]) if key else defaults[name] for name, key in keys.items()}
         hidden, heads, layers = (
             _checked(name, values[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
@@ -167,8 +178,13 @@ class ModelConfig(ModelLimits):
         values = {name: _checked(name, value) for name, value in values.items()}
         if heads % values["num_key_value_heads"]:
             raise _bad("num_key_value_heads", values["num_key_value_heads"], f"it must divide {heads} query heads")
-        if model_type != "gpt2":
-            values["rope"] = _rope(hf, values["head_dim"], values["max_position_embeddings"])
+        sizes = values["head_dim"], values["max_position_embeddings"]
+        if model_type == "gemma3_text":
+            if (cap := values["attn_logit_softcapping"]) is not None:
+                raise _bad("attn_logit_softcapping", cap, "Gemma 3 caps no scores: set it to null")
+            values["rope"], values["rope_local"] = (_rope(own, *sizes) for own in _ropes_of_gemma3(hf))
+        elif model_type != "gpt2":
+            values["rope"] = _rope(hf, *sizes)
         types, window = _windows(hf, model_type, layers)
         end = token_ids(hf.get("eos_token_id"))
         return cls(architecture=architecture, layer_types=types, sliding_window=window, eos_token_ids=end, **values)
@@ -215,25 +231,42 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     by_type = {known: architecture for architecture, (known, _, _) in _FAMILIES.items()}
     architecture = str(named[0]) if isinstance(named, list) and named else by_type.get(model_type, model_type)
     if architecture not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
+        by_transformers = "with AutoModelForCausalLM of transformers and give it to Inference(model, tokenizer)"
+        if architecture in ("gemma3", "Gemma3ForConditionalGeneration"):
+            raise ModelLoadError(
+                f"{architecture} is Gemma 3 with images, which LLM does not compute: use a model without them, such as "
+                f"google/gemma-3-1b-it, or load this one {by_transformers}, which runs it on text"
+            )
         raise ModelLoadError(
-            f"unknown architecture {architecture[:80]!r}: LLM runs {known}; for other causal language models, load one "
-            "with AutoModelForCausalLM of transformers and give it to Inference(model, tokenizer)"
+            f"unknown architecture {architecture[:80]!r}: LLM runs {', '.join(_FAMILIES)}; for other causal language "
+            f"models, load one {by_transformers}"
         )
     return architecture
 
 
 def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return the layers' types, and the window of the sliding ones: every other layer of Gemma 2, Qwen3's last."""
-    if model_type not in ("qwen3", "gemma2"):
-        return ("full_attention",) * layers, None
-    window, sliding = hf.get("sliding_window", 4096), range(0, layers, 2)
-    if model_type == "qwen3":
-        first = hf.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise _bad("max_window_layers", first, "it must be a whole number, 0 or more")
-        window, sliding = (window, range(first, layers)) if hf.get("use_sliding_window") else (None, range(0))
-    types = hf.get("layer_types")
+    """Return the layers' types, and the window of the sliding ones.
+
+    Without `layer_types` they are every other layer of Gemma 2, five of six of Gemma 3, the last layers of Qwen2 and
+    Qwen3, and all layers of Mistral.
+    """
+    sliding: Container[int] = ()
+    window, types = hf.get("sliding_window", 4096), hf.get("layer_types")
+    match model_type:
+        case "qwen2" | "qwen3":
+            first = _whole(hf, "max_window_layers", 28, at_least=0)
+            window, sliding = (window, range(first, layers)) if hf.get("use_sliding_window") else (None, ())
+        case "gemma2":
+            sliding = range(0, layers, 2)
+        case "gemma3_text":
+            period = _whole(hf, "sliding_window_pattern", 6, at_least=1)
+            sliding = set(range(layers)) - set(range(period - 1, layers, period))
+        case "mistral":
+            sliding = () if window is None else range(layers)
+            if types not in (None, ["full_attention"] * layers if window is None else ["sliding_attention"] * layers):
+                raise _bad("layer_types", types, "all layers of Mistral have the window, or none: remove layer_types")
+        case _:
+            return ("full_attention",) * layers, None
     if types is None:
         types = ["sliding_attention" if layer in sliding else "full_attention" for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers:
@@ -242,6 +275,23 @@ def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple
         if kind not in ("full_attention", "sliding_attention"):
             raise _bad("layer_types", kind, "it must be full_attention or sliding_attention")
     return tuple(types), _checked("sliding_window", window) if "sliding_attention" in types else None
+
+
+def _whole(hf: Mapping[str, Any], name: str, default: int, at_least: int) -> int:
+    value = hf.get(name, default)
+    if type(value) is not int or value < at_least:
+        raise _bad(name, value, f"it must be a whole number, {at_least} or more")
+    return value
+
+
+def _ropes_of_gemma3(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what the files of families with one rotation would state for the full layers, and for the sliding ones."""
+    new, names = hf.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    if not isinstance(new, Mapping) or not new.keys() <= set(names):
+        raise _bad("rope_parameters", new, f"Gemma 3 has two rotations: give one set of values for each of {names}")
+    full, sliding = ({"rope_parameters": new.get(name)} for name in names)
+    thetas = hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 1e4)
+    return {**hf, **full, "rope_theta": thetas[0]}, {**hf, **sliding, "rope_theta": thetas[1], "rope_scaling": None}
 
 
 def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:

@@ -29,10 +29,12 @@ def norm_weight(size: int) -> nn.Parameter:
 class Gemma2Layer(DecoderLayer):
     """Attention and MLP, each with a norm before it and a norm after it."""
 
+    attention_class = Attention
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__(config, spec, parts)
         self.input_norm = norm_weight(config.hidden_size)
-        self.attention = Attention(config, spec, parts)
+        self.attention = self.attention_class(config, spec, parts)
         self.post_attention_norm = norm_weight(config.hidden_size)
         self.mlp_norm = norm_weight(config.hidden_size)
         self.mlp = GatedMLP(config, spec.layer, parts)

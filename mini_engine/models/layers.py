@@ -97,15 +97,16 @@ def gated_mlp(
 
 def attention_spec(config: ModelConfig, layer: int, scale: float) -> AttentionSpec:
     """Describe the attention of one layer. Only a layer of type `sliding_attention` has a window."""
+    is_sliding = config.layer_types[layer] == "sliding_attention"
     return AttentionSpec(
         layer=layer,
         num_qo_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=scale,
-        window=config.sliding_window if config.layer_types[layer] == "sliding_attention" else None,
+        window=config.sliding_window if is_sliding else None,
         softcap=config.attn_logit_softcapping,
-        rope=config.rope,
+        rope=config.rope_local if is_sliding and config.rope_local else config.rope,
     )
 
 
@@ -141,13 +142,15 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Projects to queries, keys and values, rotates queries and keys, attends, and projects back."""
 
+    output_bias = True  # the last projection has a bias if the others have; Qwen2's has none
+
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__()
         self.spec, self.parts, hidden, bias = spec, parts, config.hidden_size, config.attention_bias
         q_rows, kv_rows = spec.num_qo_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         formats, prefix = config.formats, f"{LAYERS}.{spec.layer}.self_attn."
         self.qkv = projection(formats, prefix, hidden, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
-        self.o = projection(formats, prefix, q_rows, {"o_proj": hidden}, bias)
+        self.o = projection(formats, prefix, q_rows, {"o_proj": hidden}, bias and self.output_bias)
 
     def prepare(self, q_and_k: Float[Tensor, "T QK D"]) -> Float[Tensor, "T QK D"]:
         """Change the heads of queries and keys before they are rotated; Llama does nothing."""

@@ -6,7 +6,7 @@ gated MLP instead of attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +17,7 @@ from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, with_prefix
 from mini_engine.models.weights import Destination, empty_weight
-from mini_engine.rope import inverse_frequencies, rope_tables
+from mini_engine.rope import RopeConfig, inverse_frequencies, rope_tables
 
 
 def decoder_layer(
@@ -85,10 +85,20 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, parts: ModelParts) -> None:
         super().__init__(config, parts)
         assert config.rope is not None, "this architecture rotates its queries and keys"
+        self.inv_freq = self.frequencies(config.rope)
+
+    def frequencies(self, rope: RopeConfig) -> nn.Buffer:
+        """Create the buffer of a rotation's frequencies, `[D/2]`."""
         # Powers on a GPU differ from the CPU's in the last bit: compute them on the CPU, then move them.
         with torch.device("cpu"):
-            frequencies = inverse_frequencies(config.rope)
-        self.inv_freq = nn.Buffer(frequencies.to(self.device), persistent=False)
+            frequencies = inverse_frequencies(rope)
+        return nn.Buffer(frequencies.to(self.device), persistent=False)
+
+    def rotations(
+        self, positions: Int[Tensor, " T"]
+    ) -> Sequence[tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]]:
+        """Return (cos, sin) of each token's rotation for each layer, computed once for all layers that share them."""
+        return [rope_tables(positions, self.inv_freq)] * len(self.layers)
 
     def forward(
         self,
@@ -106,7 +116,6 @@ class LlamaForCausalLM(CausalLM):
             compute: computes each layer, with the arguments of `decoder_layer`, instead of the layer itself.
         """
         x = self.embed(token_ids)
-        cos, sin = rope_tables(positions, self.inv_freq)  # once for all layers
-        for layer in self.layers:
+        for layer, (cos, sin) in zip(self.layers, self.rotations(positions), strict=True):
             x = compute(layer, x, cos, sin, attend) if compute else layer(x, cos, sin, attend)
         return self.parts.rms_norm(x, self.norm, self.config.norm_eps)

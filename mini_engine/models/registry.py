@@ -10,13 +10,25 @@ from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.gemma2 import Gemma2ForCausalLM
+from mini_engine.models.gemma3 import Gemma3ForCausalLM
 from mini_engine.models.gpt2 import GPT2LMHeadModel
 from mini_engine.models.layers import ModelParts
 from mini_engine.models.llama import LlamaForCausalLM
+from mini_engine.models.mistral import MistralForCausalLM
+from mini_engine.models.qwen2 import Qwen2ForCausalLM
 from mini_engine.models.qwen3 import Qwen3ForCausalLM
 
 FAMILIES: Mapping[str, type[CausalLM]] = {
-    family.__name__: family for family in (LlamaForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel)
+    family.__name__: family
+    for family in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
+        GPT2LMHeadModel,
+    )
 }
 
 

@@ -14,6 +14,7 @@ from mini_engine.attention.backend import AttentionBackend
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.config import ACTIVATIONS
 from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
+from mini_engine.models.qwen3 import Qwen3Layer
 from mini_engine.models.weights import Linear, Projection
 
 MAX_SAMPLES = 64  # values of each weight that enter a model's identity
@@ -68,16 +69,17 @@ def has_fused_layers(model: LanguageModel) -> bool:
 
 
 def has_plain_layers(model: LanguageModel) -> bool:
-    """Return whether the model's layers are Llama's or Qwen3's, without biases, and no part of them has been replaced.
+    """Return whether the layers are Llama's or Qwen3's, without biases or windows, and none of their parts replaced.
 
     In float16 the products of tokens that have not been normalized could overflow.
     """
     return (
         isinstance(model, LlamaForCausalLM)
-        and all(isinstance(layer, LlamaLayer) for layer in model.layers)  # Gemma 2 has others
+        and all(type(layer) in (LlamaLayer, Qwen3Layer) for layer in model.layers)
         and ops.has_layer_kernels(model.device)
         and model.dtype == torch.bfloat16
         and not model.config.attention_bias
+        and "sliding_attention" not in model.config.layer_types
         and ACTIVATIONS[model.config.hidden_act] is ACTIVATIONS["silu"]
         and model.parts.decoder_layer is decoder_layer
         and all(getattr(model.parts, name) is part for name, part in ops.layer_parts(model.device).items())

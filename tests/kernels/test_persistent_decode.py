@@ -342,6 +342,12 @@ def test_a_window_is_refused() -> None:
         make_engine(model_of("qwen3"), sliding_window=16, **options)
 
 
+def simulate_hopper(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "device", gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+
+
 @pytest.mark.parametrize(
     ("of_layers", "accepted"),
     [
@@ -359,11 +365,33 @@ def test_keys_are_in_bfloat16_or_e4m3_in_all_layers(
 ) -> None:
     """On a simulated Hopper GPU."""
     model, gpu = model_of("qwen3", "cpu"), torch.device("cuda")
-    monkeypatch.setattr(LlamaForCausalLM, "device", gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    simulate_hopper(monkeypatch, gpu)
     specs = [replace(spec, **own) for spec, own in zip(model.attention_specs, of_layers, strict=True)]
     assert PersistentDecode.accepts(model, specs, PlannedCache(PAGE, "NHD", torch.bfloat16, gpu)) == accepted
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "accepted"),
+    [
+        ("Llama", {}, True),
+        ("Mistral", {"sliding_window": None}, True),
+        ("Mistral", {"sliding_window": 4096}, False),
+        ("Qwen2", {}, False),
+        ("Gemma3Text", {"layer_types": ["full_attention"] * 3, "hidden_activation": "silu"}, False),
+    ],
+)
+def test_only_layers_of_llama_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], accepted: bool
+) -> None:
+    """On a simulated Hopper GPU, all in sizes that suit."""
+    import transformers
+
+    own = {"num_hidden_layers": 3, "num_key_value_heads": 8, "vocab_size": 101, "tie_word_embeddings": True}
+    config = getattr(transformers, f"{family}Config")(**SHAPES["llama"] | own | changes)
+    model, gpu = random_model(config, torch.bfloat16, torch.device("cpu")), torch.device("cuda")
+    simulate_hopper(monkeypatch, gpu)
+    cache = PlannedCache(PAGE, "NHD", torch.bfloat16, gpu)
+    assert PersistentDecode.accepts(model, model.attention_specs, cache) == accepted
 
 
 def test_a_model_that_does_not_suit_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,16 @@ SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
 # For each family: its class in transformers and the smallest configuration that has all its traits.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
+    "mistral": SMALL | {"sliding_window": 5},
+    "qwen2": SMALL,
     "qwen3": SMALL | {"head_dim": 16},
     "gemma2": SMALL
     | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
     | {"final_logit_softcapping": 1.5, "tie_word_embeddings": False},
+    "gemma3_text": SMALL
+    | {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
+    | {"rope_theta": 50.0, "rope_local_base_freq": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    | {"tie_word_embeddings": False},
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     | {"tie_word_embeddings": False},
 }
@@ -36,10 +43,12 @@ def transformers_config(family: str, **changes: Any) -> Any:
     """The configuration of a tiny model, as transformers sees it."""
     import transformers
 
-    names = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gemma2": "Gemma2Config", "gpt2": "GPT2Config"}
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
+    names |= {"gemma3_text": "Gemma3Text", "gpt2": "GPT2"}
     # End tokens outside the tiny vocabulary would draw a warning.
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return getattr(transformers, names[family])(**ends | FAMILIES[family] | changes)
+    values = copy.deepcopy(ends | FAMILIES[family] | changes)  # transformers changes what it gets
+    return getattr(transformers, f"{names[family]}Config")(**values)
 
 
 def transformers_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -53,7 +62,7 @@ def transformers_model(family: str, seed: int = 0, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-            if parameter.ndim == 1 and family != "gemma2" and not name.endswith("bias"):  # norms near one
+            if parameter.ndim == 1 and not family.startswith("gemma") and not name.endswith("bias"):  # norms near one
                 parameter.add_(1.0)
     return model.to(dtype)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import FAMILIES as BUILDERS
 from mini_engine.rope import Linear, Llama3, RopeConfig
-from tests.models.families import FAMILIES, transformers_config
+from tests.models.families import FAMILIES, SMALL, transformers_config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -70,16 +71,55 @@ def test_llama3_scaling_without_a_length_means_the_longest_sequence() -> None:
     assert config.rope.scaling == Llama3(8.0, 1.0, 4.0, FAMILIES["llama"]["max_position_embeddings"])
 
 
+FULL, SLIDING = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}, {"rope_type": "default", "rope_theta": 3e4}
+OLD = {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        OLD | {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"rope_parameters": {"full_attention": FULL, "sliding_attention": SLIDING}},
+        {"rope_parameters": {"full_attention": FULL}, "rope_local_base_freq": 3e4},
+        OLD | {"rope_parameters": {"sliding_attention": SLIDING}},
+    ],
+    ids=["old", "new", "full in the new form", "sliding in the new form"],
+)
+def test_old_and_new_files_of_gemma3_give_the_same_two_ropes(stated: dict[str, Any]) -> None:
+    sizes = SMALL | {"model_type": "gemma3_text", "head_dim": 16}
+    config = ModelConfig.from_hf(sizes | stated)
+    assert config.rope == RopeConfig(2e6, 16, Linear(8.0)) and config.rope_local == RopeConfig(3e4, 16)
+    assert config == ModelConfig.from_hf(transformers.Gemma3TextConfig(**sizes | OLD, eos_token_id=None).to_dict())
+
+
+def test_gemma3_has_a_full_layer_at_the_end_of_each_period() -> None:
+    kinds = ModelConfig.from_hf(SMALL | {"model_type": "gemma3_text", "num_hidden_layers": 13}).layer_types
+    assert [layer for layer, kind in enumerate(kinds) if kind == "full_attention"] == [5, 11]
+
+
+def test_mistral_has_its_window_in_all_layers_or_none() -> None:
+    assert ModelConfig.from_hf(minimal("mistral")).layer_types == ("sliding_attention",) * 3
+    config = ModelConfig.from_hf(minimal("mistral", sliding_window=None, layer_types=["full_attention"] * 3))
+    assert config.layer_types == ("full_attention",) * 3 and config.sliding_window is None
+
+
+@pytest.mark.parametrize("stated", [None, False, True])
+def test_the_biases_of_qwen2_and_mistral_depend_on_no_file(stated: bool | None) -> None:
+    assert ModelConfig.from_hf(minimal("qwen2", attention_bias=stated)).attention_bias
+    assert not ModelConfig.from_hf(minimal("mistral", attention_bias=stated)).attention_bias
+
+
 def test_gemma2_alternates_windows_and_null_switches_its_soft_caps_off() -> None:
     config = ModelConfig.from_hf(minimal("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
     assert config.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
     assert config.attn_logit_softcapping is None and config.final_logit_softcapping is None
 
 
-def test_qwen3_slides_only_where_it_is_switched_on() -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_slides_only_where_it_is_switched_on(family: str) -> None:
     windows = {"sliding_window": 7, "max_window_layers": 2}
-    assert ModelConfig.from_hf(minimal("qwen3", **windows)).sliding_window is None
-    config = ModelConfig.from_hf(minimal("qwen3", **windows, use_sliding_window=True))
+    assert ModelConfig.from_hf(minimal(family, **windows)).sliding_window is None
+    config = ModelConfig.from_hf(minimal(family, **windows, use_sliding_window=True))
     assert config.sliding_window == 7
     assert config.layer_types == ("full_attention", "full_attention", "sliding_attention")
 
@@ -98,6 +138,8 @@ BAD = [
     ("llama", {"model_type": "mamba"}, "unknown architecture 'mamba'.*LlamaForCausalLM"),
     ("llama", {"model_type": None}, "unknown architecture"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ("gemma3_text", {"model_type": "gemma3"}, "Gemma 3 with images.*gemma-3-1b-it.*Inference"),
+    ("gemma3_text", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma 3 with images"),
     ("llama", {"hidden_size": None}, "hidden_size"),
     ("llama", {"hidden_size": 0}, "hidden_size = 0"),
     ("llama", {"hidden_size": -32}, "hidden_size = -32"),
@@ -139,6 +181,22 @@ BAD = [
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("qwen3", {"layer_types": "full_attention"}, "layer_types"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_window = None"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window = None"),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+    ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types.*all layers of Mistral have the window, or none"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "rope_type = 'dynamic'"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "two rotations.*full_attention"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_scaling.*write these"),
+    ("gemma3_text", {"rope_parameters": [1]}, "two rotations"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "rope_parameters"),
+    ("gemma3_text", {"rope_local_base_freq": 0}, "rope_theta = 0"),
+    ("gemma3_text", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0.*set it to null"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+    ("gemma3_text", {"sliding_window": None}, "sliding_window = None"),
     ("gemma2", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
     ("gemma2", {"sliding_window": 0}, "sliding_window = 0"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0"),
@@ -175,9 +233,12 @@ JUNK = st.recursive(
 @given(data=st.data(), family=st.sampled_from(sorted(FAMILIES)))
 def test_junk_in_any_value_is_read_or_refused_and_nothing_else(data: st.DataObject, family: str) -> None:
     hf = transformers_config(family).to_dict()
-    hf["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}
-    where = data.draw(st.sampled_from([hf, hf["rope_parameters"]]))
-    others = ["architectures", "rope_theta", "rope_scaling", "partial_rotary_factor", "mlp_bias"]
+    inner = hf["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}
+    if family == "gemma3_text":
+        hf["rope_parameters"] = {"full_attention": inner, "sliding_attention": data.draw(st.just({}) | JUNK)}
+    where = data.draw(st.sampled_from([hf, inner]))
+    others = ["architectures", "rope_theta", "rope_scaling", "partial_rotary_factor", "mlp_bias", "layer_types"]
+    others += ["rope_local_base_freq", "sliding_window_pattern"]
     for name in data.draw(st.lists(st.sampled_from(sorted(where) + others), min_size=1, max_size=3)):
         where[name] = data.draw(JUNK)
     try:

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention.spec import AttentionSpec
+from mini_engine.models import gemma3, llama
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.layers import gated_mlp, rms_norm
 from mini_engine.models.registry import build_model
 from mini_engine.parts import Parts
-from mini_engine.rope import RopeConfig
+from mini_engine.rope import Linear, RopeConfig, rope_tables
 from tests.models.families import FAMILIES, our_model, their_logits, transformers_config, transformers_model, whole
 
 TOLERANCE = 1e-4
@@ -35,6 +36,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
     ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 100.0}}),
+    ("mistral", {"sliding_window": None, "head_dim": 12}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3", {"attention_bias": True}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
@@ -42,6 +46,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"sliding_window": 1}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    ("gemma3_text", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("gemma3_text", {"final_logit_softcapping": 1.5}),
+    ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 3, "rope_scaling": LLAMA3}),
     ("gpt2", {"tie_word_embeddings": True}),
     ("gpt2", {"n_inner": 40, "activation_function": "relu"}),
     ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
@@ -74,7 +82,7 @@ def test_random_shapes_have_the_logits_of_transformers(data: st.DataObject, fami
         changes |= {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads, "head_dim": head_dim}
         changes |= {"hidden_size": kv_heads * group * draw(1, 8), "intermediate_size": draw(1, 30)}
         changes |= {"num_hidden_layers": draw(1, 3), "attention_bias": data.draw(st.booleans())}
-    if family == "gemma2":
+    if family.startswith("gemma"):
         changes |= {"sliding_window": draw(1, 9), "query_pre_attn_scalar": draw(1, 40)}
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     tokens = torch.randint(changes["vocab_size"], (sum(lengths),), generator=torch.Generator().manual_seed(seed))
@@ -94,18 +102,19 @@ def test_bfloat16_keeps_its_dtype_and_stays_close_to_float32(family: str) -> Non
         assert (logits - reference).norm() < 0.05 * reference.norm()
 
 
-def test_gemma2_adds_its_one_to_the_norm_before_rounding() -> None:
+@pytest.mark.parametrize("family, norms_in_a_layer", [("gemma2", 4), ("gemma3_text", 6)])
+def test_gemma_adds_its_one_to_the_norm_before_rounding(family: str, norms_in_a_layer: int) -> None:
     """In bfloat16, 1 + 0.003 is 1: the norms must be kept in float32."""
-    theirs = transformers_model("gemma2")
+    theirs = transformers_model(family)
     with torch.no_grad():
         for name, weight in theirs.named_parameters():
             if name.endswith("norm.weight"):
                 weight.fill_(0.003)
     model = our_model(theirs.to(torch.bfloat16))
     norms = [weight for name, weight in model.destinations().items() if name.endswith("norm.weight")]
-    assert len(norms) == 4 * 3 + 1
+    assert len(norms) == norms_in_a_layer * 3 + 1
     for weight in norms:
-        torch.testing.assert_close(weight, torch.full((32,), 1.003), rtol=0, atol=1e-4)
+        torch.testing.assert_close(weight, torch.full_like(weight, 1.003), rtol=0, atol=1e-4)
 
 
 def test_attention_is_described_by_the_specs() -> None:
@@ -118,6 +127,23 @@ def test_attention_is_described_by_the_specs() -> None:
         AttentionSpec(layer=1, window=None, **common),
         AttentionSpec(layer=2, window=5, **common),
     )
+
+
+def test_the_layers_of_gemma3_have_the_rotation_of_their_type() -> None:
+    model = our_model(transformers_model("gemma3_text"))
+    local, everywhere = RopeConfig(5.0, head_dim=16), RopeConfig(50.0, head_dim=16, scaling=Linear(4.0))
+    assert [(spec.window, spec.rope) for spec in model.attention_specs] == [(5, local), (5, local), (None, everywhere)]
+
+
+@pytest.mark.parametrize("family, num_rotations", [("llama", 1), ("gemma2", 1), ("gemma3_text", 2)])
+def test_cosines_are_computed_once_per_step_for_each_rotation(
+    family: str, num_rotations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = our_model(transformers_model(family)), []
+    for module in (llama, gemma3):
+        monkeypatch.setattr(module, "rope_tables", lambda *args: calls.append(args) or rope_tables(*args))
+    whole(model, SEQUENCES)
+    assert len(calls) == num_rotations < len(model.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -80,7 +80,7 @@ def test_a_column_that_no_token_uses_is_no_problem() -> None:
     assert gptq(torch.randn(3, 32), x.T @ x, Format("int4", 1, 16), torch.float32).dequantize().isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_a_whole_model(family: str) -> None:
     theirs = transformers_model(family, seed=4)
     text, form = torch.randint(61, (4, 24), generator=torch.Generator().manual_seed(5)), Format("int4", 1, 16)

@@ -53,8 +53,8 @@ class Rotation:
     """`rope.apply_rope` in one launch for all heads.
 
     The kernel reads the cosines and sines of a position from one table, and the position of each token from an array.
-    Here row t of the table belongs to token t. Both are made in the first layer of a step and kept for the others, in
-    one tuple, because engines of several threads may share this object.
+    Here row t of the table belongs to token t. Both are made in the first layer of a step and kept for the others until
+    the rotation changes (Gemma 3), in one tuple, because engines of several threads may share this object.
     """
 
     def __init__(self) -> None:

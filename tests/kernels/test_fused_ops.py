@@ -109,7 +109,7 @@ def own_parts(module: ModuleType) -> Parts:
     return replace(Parts(), **{name: getattr(module, name) for name in LAYER_PARTS})
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
 def test_models_run_on_the_fused_parts(ops: ModuleType, device: str, family: str) -> None:
     """In bfloat16, compared with the same model on the references."""
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)

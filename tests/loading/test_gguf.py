@@ -41,7 +41,7 @@ from mini_engine.parts import Parts
 from mini_engine.quantization import Format, QuantizedTensor
 from mini_engine.rope import Linear, Llama3, inverse_frequencies
 from mini_engine.sampling_params import SamplingParams
-from tests.models.families import transformers_model
+from tests.models.families import their_logits, transformers_model, whole
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 Q = gguf.GGMLQuantizationType
@@ -323,6 +323,13 @@ def test_configuration_and_tensors_are_those_of_transformers(family: str, tied: 
         assert torch.equal(checkpoint.tensors[name], weight)
         assert checkpoint.tensors.headers[name].shape == weight.shape
     load_model(checkpoint, Parts(), torch.float32)
+
+
+def test_a_file_of_mistral_is_called_a_llama(path: Path) -> None:
+    theirs = transformers_model("mistral", sliding_window=None)
+    model = load_model(open_checkpoint(write_gguf(theirs, "llama", path)), Parts(), torch.float32)
+    tokens = [3, 4, 5, 60, 7, 8, 9]
+    torch.testing.assert_close(whole(model, [tokens])[0], their_logits(theirs, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.F16], ids=lambda kind: kind.name)

@@ -114,7 +114,7 @@ def test_gemma_adds_its_one_to_the_norm_before_rounding(family: str, norms_in_a_
     norms = [weight for name, weight in model.destinations().items() if name.endswith("norm.weight")]
     assert len(norms) == norms_in_a_layer * 3 + 1
     for weight in norms:
-        torch.testing.assert_close(weight, torch.full_like(weight, 1.003), rtol=0, atol=1e-4)
+        torch.testing.assert_close(weight, torch.full(weight.shape, 1.003), rtol=0, atol=1e-4)
 
 
 def test_attention_is_described_by_the_specs() -> None:

@@ -81,10 +81,19 @@ def test_no_other_layer_is_fused_or_folded(family: str) -> None:
     parts = {name: replace(Parts(), **{name: lambda *args: args[0]}) for name in ("decoder_layer", "rms_norm")}
     others = [our_model(transformers_model(family, seed=2)), *(bfloat16_model(family, own) for own in parts.values())]
     others += [] if family in ("llama", "qwen3") else [bfloat16_model(family)]
+    if family != "gpt2":  # which has biases anyway
+        others.append(our_model(transformers_model(family, dtype=torch.bfloat16, attention_bias=True)))
     for model in others:
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
         assert "compute" not in bind_layers(model, backend_of(model)).keywords and not has_fused_layers(model)
         assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_layer_of_a_class_of_its_own_is_not_fused() -> None:
+    model = bfloat16_model()
+    model.layers[1].__class__ = type("OtherLayer", (LlamaLayer,), {})
+    assert "compute" not in bind_layers(model, backend_of(model)).keywords
 
 
 @pytest.mark.usefixtures("on_gpu")

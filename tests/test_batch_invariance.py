@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.defaults import resolve
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
-from mini_engine.models.batch_invariant import InBlocks, by_row
+from mini_engine.models.batch_invariant import InBlocks, batch_invariant, by_row
 from mini_engine.models.config import ACTIVATIONS
 from mini_engine.models.layers import rms_norm
 from mini_engine.models.weights import Linear, Projection, QuantizedLinear, QuantizedRows
@@ -256,5 +257,10 @@ def test_refusals():
         make_engine(adapted_model("llama"), attn_backend="auto", batch_invariant=True)
     on_gpu = copy(double_model("llama"))
     on_gpu.__class__ = type("OnGPU", (type(on_gpu),), {"device": torch.device("cuda")})
-    with pytest.raises(ConfigError, match="only for the CPU so far: leave it out, or set device='cpu'"):
+    with pytest.raises(ConfigError, match="not batch-invariant: leave out persistent_decode"):
+        resolve(EngineConfig(batch_invariant=True, persistent_decode=True), on_gpu)
+    with pytest.raises(ConfigError, match="a multiple of 8, not 61"):  # the vocabulary
+        batch_invariant(on_gpu)
+    on_gpu.config = replace(on_gpu.config, formats={"down_proj": Format("int8", 1, None)})
+    with pytest.raises(ConfigError, match="not quantized on a GPU"):
         resolve(EngineConfig(batch_invariant=True), on_gpu)

@@ -11,10 +11,8 @@ from mini_engine.speculative.cost_model import Acceptance, StepSeconds, best_cou
 from mini_engine.speculative.drafter import Drafter, num_accepted
 
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
-EXPLORE, SHARE = (
-    64,
-    8,
-)  # steps; in the last one an eighth of the requests has a guess, in case guesses have become right
+EXPLORE = 64  # steps; in the last one some requests have a guess in any case, because guesses may have become right
+SHARE = 8  # one of so many requests
 HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step
 
 

@@ -449,7 +449,7 @@ def test_a_folder_may_hold_only_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_a_family_that_llm_does_not_know_names_inference(folder: Path) -> None:
-    edit(folder / "config.json", architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    edit(folder / "config.json", architectures=["OlmoForCausalLM"], model_type="olmo")
     with pytest.raises(ModelLoadError, match="Inference"):
         open_checkpoint(folder)
 

@@ -305,7 +305,7 @@ class LLMEngine:
         cache = PagedKVCache(specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout)
         executor = LocalExecutor(
             batch_invariant(model) if config.batch_invariant else model,
-            create_backend(config.attn_backend, specs, cache, self.parts),
+            create_backend(config.attn_backend, specs, cache, self.parts, model.sinks),
             cache,
             config,
             graph_sizes=config.cuda_graph_batch_sizes,
@@ -367,8 +367,8 @@ def _persistent_decode(
         return None
     if not PersistentDecode.accepts(model, specs, cache):
         raise ConfigError(
-            "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows or "
-            "soft-caps, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
+            "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows, "
+            "soft-caps or sinks, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
         )
     if 1 not in config.cuda_graph_batch_sizes:
         raise ConfigError(

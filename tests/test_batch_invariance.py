@@ -154,7 +154,8 @@ def attend_in_chunks(name: str, spec: AttentionSpec, qkv: tuple[Tensor, Tensor, 
     cache = PagedKVCache([spec], 30, 16, q.dtype)
     for x in (*cache.layers[0],):
         x.fill_(torch.nan)  # what a page holds beyond a sequence's keys must not matter
-    backend = create_backend(name, [spec], cache, Parts())
+    sinks = {0: torch.linspace(-3, 3, spec.num_qo_heads, dtype=q.dtype)} if spec.has_sinks else {}
+    backend = create_backend(name, [spec], cache, Parts(), sinks)
     out, done = [], 0
     for chunk in chunks:
         end = done + chunk
@@ -179,7 +180,9 @@ def test_attention_of_a_prompt_in_chunks(chunks, dtype, data, threads):
     torch.set_num_threads(threads)
     slopes = data.draw(st.sampled_from([None, (0.5, 0.25, 0.1, 0.01)]))
     softcap, window = data.draw(st.sampled_from([None, 5.0])), data.draw(st.none() | st.integers(1, 40))
-    spec = AttentionSpec(0, 4, 2, 16, 0.25, window=window, softcap=softcap, alibi_slopes=slopes)
+    spec = AttentionSpec(
+        0, 4, 2, 16, 0.25, window=window, softcap=softcap, alibi_slopes=slopes, has_sinks=data.draw(st.booleans())
+    )
     heads = {"q": 4, "k": 2, "v": 2}
     qkv = tuple(
         random_rows(sum(chunks), 16 * n, dtype, seed).unflatten(1, (n, 16)) for seed, n in enumerate(heads.values())

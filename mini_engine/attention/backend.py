@@ -7,9 +7,10 @@ Explained in chapter 04.
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -94,6 +95,7 @@ class AttentionBackend(ABC):
         captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
             another step with the same number of requests.
         outputs_apart: see `Scheduler`.
+        sinks: [Hq] the sinks of each layer that has them, by layer; `create_backend` sets them.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
@@ -105,6 +107,7 @@ class AttentionBackend(ABC):
     takes_stored_keys: ClassVar[bool] = False
     takes_single_queries: ClassVar[bool] = False
     outputs_apart: ClassVar[bool] = False
+    sinks: Mapping[int, Float[Tensor, " Hq"]] = MappingProxyType({})
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts
@@ -130,7 +133,7 @@ class AttentionBackend(ABC):
 
 
 # The fields of AttentionSpec that a backend must implement if a layer sets them.
-FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales"})
+FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales", "has_sinks"})
 WIDE = torch.float32, torch.bfloat16, torch.float16, torch.float64
 Refusal = tuple[str, str | None]  # why (the predicate of a sentence), and an engine option that would help
 
@@ -162,7 +165,7 @@ class BackendInfo:
     dtypes: tuple[torch.dtype, ...] = WIDE
     kv_dtypes: tuple[torch.dtype, ...] = WIDE
     architectures: tuple[int, ...] | None = None
-    features: frozenset[str] = FEATURES - {"kv_scales"}
+    features: frozenset[str] = FEATURES - {"kv_scales", "has_sinks"}
     sizes: Callable[[AttentionSpec, CacheFormat], Refusal | None] = lambda spec, cache: None
     package: str | None = None
     page_size: int = 128
@@ -192,7 +195,7 @@ class BackendInfo:
             if refusal := self.sizes(spec, cache):
                 return refusal
             for feature in sorted(FEATURES - self.features):
-                if getattr(spec, feature) is not None:
+                if getattr(spec, feature) != getattr(AttentionSpec, feature):  # the class holds the default
                     return f"does not implement {feature}, which layer {spec.layer} sets", None
             if spec.kv_dtype not in (None, cache.dtype, *self.kv_dtypes):
                 return f"does not read keys in {spec.kv_dtype}", "kv_cache_dtype='auto'"
@@ -266,7 +269,7 @@ FLASHINFER = BackendInfo(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     kv_dtypes=(torch.float8_e4m3fn,),
-    features=FEATURES,
+    features=FEATURES - {"has_sinks"},
     sizes=_flashinfer_sizes,
     package="flashinfer",
     page_size=16,
@@ -307,7 +310,8 @@ BACKENDS = {
         "mini_engine.attention.flex:FlexBackend",
         sizes=_flex_sizes,
         kv_dtypes=(),
-        features=FEATURES - {"kv_dtype", "kv_scales"},
+        # For the sinks it would have to return the LSE, and torch compiles no kernel for CPUs that does.
+        features=FEATURES - {"kv_dtype", "kv_scales", "has_sinks"},
     ),
     "flashinfer": FLASHINFER,
     "flashinfer_trtllm": TRTLLM,
@@ -352,7 +356,11 @@ def choose_backend(
 
 
 def create_backend(
-    name: str, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts
+    name: str,
+    specs: Sequence[AttentionSpec],
+    cache: KVCache,
+    parts: AttentionParts,
+    sinks: Mapping[int, Float[Tensor, " Hq"]] = AttentionBackend.sinks,
 ) -> AttentionBackend:
     """Build a backend.
 
@@ -361,9 +369,11 @@ def create_backend(
         specs: one for each layer of the model.
         cache: the KV cache.
         parts: the engine's replaceable parts.
+        sinks: the sinks of each layer that has them, by layer (`LanguageModel.sinks`).
 
     Raises:
-        ConfigError: if there is no such backend, or it does not support the model, the cache or the machine.
+        ConfigError: if there is no such backend, it does not support the model, the cache or the machine, or the sinks
+            are not those of the specs.
     """
     check_backend(name)
     info = {other: info.on(cache.device.type) for other, info in BACKENDS.items()}
@@ -372,7 +382,12 @@ def create_backend(
         others = [other for other in info if not info[other].refusal(specs, cache)]
         ways_out = ([f"set {option}"] if option else []) + [f"use attn_backend={other!r}" for other in others[:1]]
         raise ConfigError(f"the {name} backend {reason}; {' or '.join(ways_out)}")
-    return info[name].create(specs, cache, parts)
+    expected = {spec.layer: (spec.num_qo_heads,) for spec in specs if spec.has_sinks}
+    if expected != (given := {layer: tuple(own.shape) for layer, own in sinks.items()}):
+        raise ConfigError(f"the specs need sinks of the shapes {expected} by layer, not {given}; give model.sinks")
+    backend = info[name].create(specs, cache, parts)
+    backend.sinks = sinks
+    return backend
 
 
 def check_backend(name: str) -> None:

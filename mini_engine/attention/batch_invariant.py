@@ -6,6 +6,7 @@ function of the query's position. Explained in chapter 14.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from mini_engine.attention.naive import alibi_bias
 from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.state import attention_state
 from mini_engine.attention.torch import SequencePlan, TorchBackend
 from mini_engine.batch import StepBatch
 
@@ -105,7 +107,10 @@ class BatchInvariantBackend(TorchBackend):
         if spec.alibi_slopes is not None:
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.promote_types(q.dtype, torch.float32))
             bias = alibi_bias(slopes, tile.positions, torch.arange(num_keys))
-        options = {"scale": spec.scale, "mask": mask, "bias": bias, "softcap": spec.softcap}
+        options: dict[str, Any] = {"scale": spec.scale, "mask": mask, "bias": bias, "softcap": spec.softcap}
+        if spec.has_sinks:  # as in TorchBackend
+            state = attention_state(q, k[:num_keys], v[:num_keys], **options)
+            return self._merge_sinks(spec, state).out.to(q.dtype)
         return self.parts.masked_attention(q, k[:num_keys], v[:num_keys], **options)
 
 

@@ -175,7 +175,7 @@ class CascadeBackend(TorchBackend):
             return super().run(layer, q)
         states = [self._attend_to_level(spec, level, self._rotated(spec, i, q)) for i, level in enumerate(self._levels)]
         states.append(self._attend_to_level(spec, self._own, q))
-        return functools.reduce(self.parts.merge_states, states).out.to(q.dtype)
+        return self._merge_sinks(spec, functools.reduce(self.parts.merge_states, states)).out.to(q.dtype)
 
     def _attend_to_level(
         self, spec: AttentionSpec, level: list[SequencePlan], q: Float[Tensor, "T Hq D"]

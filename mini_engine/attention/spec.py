@@ -28,6 +28,8 @@ class AttentionSpec:
         kv_dtype: dtype in which keys and values are stored; None: the model's.
         kv_scales: (k, v): keys and values are divided by these before they are rounded to `kv_dtype`, and multiplied by
             them when they are read; None: 1 and 1.
+        has_sinks: whether each query head has a learned sink (`state.with_sinks`). The sinks are weights of the model,
+            `LanguageModel.sinks`, and not part of the spec.
     """
 
     layer: int
@@ -41,6 +43,7 @@ class AttentionSpec:
     rope: RopeConfig | None = None
     kv_dtype: torch.dtype | None = None
     kv_scales: tuple[float, float] | None = None
+    has_sinks: bool = False
 
     @property
     def group(self) -> int:

@@ -157,7 +157,7 @@ class SplitKVBackend(TorchBackend):
         for items in self._tiles[self._kinds[layer]]:
             tokens = items[0].tokens
             states = [self._state(spec, item, q[tokens]) for item in items]
-            out[tokens] = reduce(self.parts.merge_states, states).out.to(q.dtype)
+            out[tokens] = self._merge_sinks(spec, reduce(self.parts.merge_states, states)).out.to(q.dtype)
         return out
 
     def _plan_tiles(

@@ -75,6 +75,28 @@ def merge_all(states: Sequence[AttentionState]) -> AttentionState:
     return AttentionState((weights * outs).sum(dim=0), lse)
 
 
+def with_sinks(state: AttentionState, sinks: Float[Tensor, " Hq"]) -> AttentionState:
+    """Merge the state over all keys of a query with the learned sink of each head, once.
+
+    A learned sink is a logit that takes part in the softmax and has no value (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b
+    Model Card"): the weights are `softmax([scores, sink])` without the last column, and they sum to less than 1. So a
+    sink is the state of a key whose score is the sink and whose value is 0, and merging it scales the output by
+    `sigmoid(lse - sink)`. A head can attend to nothing in this way. Models without learned sinks put the remaining
+    weight on the first tokens of the text, which StreamingLLM therefore keeps in the cache (Xiao et al. 2023,
+    "Efficient streaming language models with attention sinks"). These sink tokens have keys and values, and their
+    scores depend on the query. A learned sink is one number for each query head, the same for every query.
+
+    Merge the sinks last. If they were merged with the state of each split of the keys, each split would count them.
+
+    Args:
+        state: attention of n queries over all the keys that they see.
+        sinks: one logit for each query head, in any dtype; -inf: no sink.
+    """
+    sinks = sinks.to(state.lse.dtype)
+    weight = torch.sigmoid(_finite(state.lse) - sinks)  # without keys the output is 0, whatever its weight
+    return AttentionState(weight[..., None].to(state.out.dtype) * state.out, torch.logaddexp(state.lse, sinks))
+
+
 def chunked_attention(
     q: Float[Tensor, "n Hq D"],
     k: Float[Tensor, "m Hk D"],

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
 from mini_engine.attention.masks import MaskMod
 from mini_engine.attention.naive import alibi_bias, fused_attention
 from mini_engine.attention.spec import AttentionSpec
-from mini_engine.attention.state import AttentionState, chunked_attention
+from mini_engine.attention.state import AttentionState, chunked_attention, with_sinks
 from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.paged import round_kv
 from mini_engine.transfer import to_device
@@ -47,7 +48,8 @@ class TorchBackend(AttentionBackend):
     """The reference: gather the keys of each sequence and attend to them, one sequence at a time.
 
     It runs anywhere, in any dtype, with every feature of AttentionSpec. It does not read keys in blocks, so it bypasses
-    the parts that handle blocks.
+    the parts that handle blocks. Layers with sinks need the LSE, which `masked_attention` does not return, so their
+    attention is computed as states.
     """
 
     bypasses: ClassVar[frozenset[str]] = frozenset(
@@ -85,9 +87,13 @@ class TorchBackend(AttentionBackend):
     def _attend(
         self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
     ) -> Float[Tensor, "n Hq D"]:
-        if len(sequence.key_positions) > self.KEY_CHUNK:
-            return self._state(spec, sequence, q).out
+        if spec.has_sinks or len(sequence.key_positions) > self.KEY_CHUNK:
+            return self._merge_sinks(spec, self._state(spec, sequence, q)).out
         return self.parts.masked_attention(q, *self._gather(spec, sequence, q.dtype), **_options(spec, sequence, q))
+
+    def _merge_sinks(self, spec: AttentionSpec, state: AttentionState) -> AttentionState:
+        """Merge the state over all keys with the sinks, if the layer has any."""
+        return with_sinks(state, self.sinks[spec.layer]) if spec.has_sinks else state
 
     def _state(self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]) -> AttentionState:
         k, v = self._gather(spec, sequence, q.dtype)
@@ -166,7 +172,8 @@ class PaddedTorchBackend(TorchBackend):
         out = super().run(layer, q)
         if self._decodes is not None:
             spec, count = self.specs[layer], len(self._decodes.pages)
-            out[:count] = self._decodes.attend(spec, q[:count], *self.cache.layers[spec.layer])
+            sinks = self.sinks[spec.layer] if spec.has_sinks else None
+            out[:count] = self._decodes.attend(spec, q[:count], *self.cache.layers[spec.layer], sinks)
         return out
 
 
@@ -240,6 +247,7 @@ class PaddedDecodes:
         q: Float[Tensor, "D Hq d"],
         k_pages: Float[Tensor, "pages P Hk d"],
         v_pages: Float[Tensor, "pages P Hk d"],
+        sinks: Float[Tensor, " Hq"] | None = None,
     ) -> Float[Tensor, "D Hq d"]:
         """Compute attention; the heads of a group are the rows of their KV head, as in `sdpa_attention`."""
         mask = self.visible[spec.window]
@@ -248,6 +256,11 @@ class PaddedDecodes:
         k, v = widened(spec, k, v, q.dtype)
         for x in (k, v):
             x[self.padding] = 0
+        if sinks is not None:  # one more key, whose score is 0 plus the sink, and whose value is 0
+            k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+            of_heads = len(q), spec.num_kv_heads, spec.group, -1
+            mask = torch.cat((mask.expand(of_heads), sinks.to(q.dtype).view(of_heads[1:]).expand(of_heads)), dim=-1)
         queries = q.unflatten(1, (spec.num_kv_heads, -1))
         return fused_attention(queries, k.transpose(1, 2), v.transpose(1, 2), scale=spec.scale, mask=mask).flatten(1, 2)
 

@@ -134,7 +134,7 @@ class TRTLLMDecodes(Decodes):
     @staticmethod
     def computes(spec: AttentionSpec, cache: CacheFormat) -> bool:
         """Return whether the kernels support a layer."""
-        return spec.group <= 32 and spec.softcap is None and spec.alibi_slopes is None
+        return spec.group <= 32 and spec.softcap is None and spec.alibi_slopes is None and not spec.has_sinks
 
     def begin(self) -> None:
         self._tables = None

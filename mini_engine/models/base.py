@@ -48,6 +48,11 @@ class LanguageModel(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def sinks(self) -> Mapping[int, Float[Tensor, " Hq"]]:
+        """The sinks of each layer whose spec has `has_sinks`, by layer (`attention.state.with_sinks`)."""
+        return {}
+
+    @property
     def num_parameters(self) -> int:
         """Numbers in the weights, whatever their format."""
         quantized = (own for own in self.modules() if isinstance(own, QuantizedLinear))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,8 +95,9 @@ def run_in_steps(
     page_size: int,
     dtype: torch.dtype,
     device: str = "cpu",
+    oracle: Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor] = expected,
 ) -> Iterator[tuple[AttentionSpec, Tensor, Tensor]]:
-    """Feed sequences in pieces; yield the backend's output and the expected one for each layer and sequence."""
+    """Feed sequences in pieces; yield the backend's output and the oracle's for each layer and sequence."""
     data = [[random_qkv(spec, n, dtype, b, device) for b, n in enumerate(lens)] for spec in specs]
     free = list(page_order)
     pages = [[free.pop() for _ in range(-(-n // page_size))] for n in lens]
@@ -124,7 +125,7 @@ def run_in_steps(
         done = [d + n for d, n in zip(done, new, strict=True)]
     for layer, spec in enumerate(specs):
         for b in range(len(lens)):
-            yield spec, torch.cat(got[layer][b]), expected(spec, *data[layer][b])
+            yield spec, torch.cat(got[layer][b]), oracle(spec, *data[layer][b])
 
 
 def check_equal(batch: StepBatch, mine: AttentionBackend, oracle: AttentionBackend, atol: float) -> None:

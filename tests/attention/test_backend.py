@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
@@ -148,6 +148,10 @@ def make(name: str, spec: AttentionSpec = PLAIN, page_size: int = 16, device: st
             {"name": "flex", "spec": replace(PLAIN, kv_dtype=torch.float16)},
             "flex backend does not implement kv_dtype, which layer 0 sets; use attn_backend='torch'",
         ),
+        (
+            {"name": "flex", "spec": replace(PLAIN, has_sinks=True)},
+            "flex backend does not implement has_sinks, which layer 0 sets; use attn_backend='torch'",
+        ),
         ({"name": "flashinfer"}, "does not run on 'cpu'; set device='cuda' or use attn_backend='torch'"),
         ({"name": "torch", "device": "meta"}, "the torch backend does not run on 'meta'; set device='cpu'"),
         ({"name": "torch", "dtype": torch.float8_e5m2}, "does not read keys in torch.float8_e5m2; set dtype='bfloat"),
@@ -187,8 +191,8 @@ def test_bypassed_parts_exist_and_others_are_called(name: str) -> None:
 
 
 def test_features_are_fields_of_the_spec_that_may_be_unset() -> None:
-    assert all(getattr(PLAIN, feature) is None for feature in FEATURES)
-    assert FEATURES | {"rope"} == {field.name for field in fields(AttentionSpec) if field.default is None}
+    assert not any(getattr(PLAIN, feature) for feature in FEATURES)
+    assert FEATURES | {"rope"} == {field.name for field in fields(AttentionSpec) if field.default is not MISSING}
 
 
 @pytest.mark.gpu

@@ -357,6 +357,7 @@ def simulate_hopper(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
         ([{"kv_dtype": torch.float8_e5m2}] * 3, False),
         ([{"kv_dtype": E4M3, "window": 16}] * 3, False),
         ([{"softcap": 30.0}] * 3, False),
+        ([{}, {}, {"has_sinks": True}], False),
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@
 // that, each head has one range, and no block waits.) The wait is short, because those blocks compute this request first, and
 // because the last blocks of the grid take the first range: in practice, blocks with lower indices start earlier.
 #include "hopper.cuh"
+#include "matrices.cuh"
 
 #include <cstring>
 
@@ -105,22 +106,6 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int page, 
 }
 
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-
-__device__ inline void load_matrices(uint32_t (&a)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-__device__ inline void load_transposed(uint32_t (&a)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-__device__ inline uint32_t transpose(uint32_t pair) {
-    uint32_t transposed;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
-    return transposed;
-}
 
 __device__ inline void multiply_accumulate(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile(
@@ -465,35 +450,35 @@ template <typename At> __device__ inline void add_results(const Arguments& a, Me
             results[j].lse = exists ? __ldcg(a.lse + at(first + j) * GROUP + i / HEAD_DIM) : -INF;
             results[j].value = exists ? __ldcg(a.partials + at(first + j) * ROW + i) : 0;
         }
-        if (SPLIT) {  // one by one, so that it does not matter which of them are loaded together
+        if constexpr (SPLIT > 0) {  // one by one, so that it does not matter which of them are loaded together
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++)
                 if (first + j < begin + count) merged.add(results[j]);
-            continue;
-        }
+        } else {
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) most = fmaxf(most, results[j].lse);
-        const float shrink = exp2_of(merged.most - most);
-        merged.most = most, merged.all *= shrink, merged.value *= shrink;
+            for (int j = 0; j < AT_ONCE; j++) most = fmaxf(most, results[j].lse);
+            const float shrink = exp2_of(merged.most - most);
+            merged.most = most, merged.all *= shrink, merged.value *= shrink;
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            const float weight = exp2_of(results[j].lse - most);
-            merged.all += weight, merged.value += weight * results[j].value;
+            for (int j = 0; j < AT_ONCE; j++) {
+                const float weight = exp2_of(results[j].lse - most);
+                merged.all += weight, merged.value += weight * results[j].value;
+            }
         }
     }
 }
 
 // Add the results of the ranges that continue a request, `left` tiles of it.
 __device__ inline void add_ranges(const Arguments& a, const Block& block, Merged& merged, int i, int left, int split) {
-    if (!SPLIT) {
+    if constexpr (SPLIT == 0) {
         add_results(a, merged, i, block.index + 1, block.range.last - block.index, [&](int range) { return block.at(range); });
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (int range = block.index + 1; range <= block.range.last; range++) {
-        const int tiles = min(left, a.ranges[2 * range].z);
-        add_results(a, merged, i, 0, (tiles + split - 1) / split, [&](int part) { return block.at(range, part); });
-        left -= tiles;
+        for (int range = block.index + 1; range <= block.range.last; range++) {
+            const int tiles = min(left, a.ranges[2 * range].z);
+            add_results(a, merged, i, 0, (tiles + split - 1) / split, [&](int part) { return block.at(range, part); });
+            left -= tiles;
+        }
     }
 }
 

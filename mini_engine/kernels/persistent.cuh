@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
+#include "matrices.cuh"
 
 using bf16 = __nv_bfloat16;
 
@@ -59,26 +60,6 @@ __device__ inline void multiply_accumulate(float (&sums)[4], const uint32_t (&a)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Load four matrices of 8 x 8 elements from shared memory. Of each, a thread gets the elements 2 * (lane % 4) and
-// 2 * (lane % 4) + 1 of row lane / 4.
-__device__ inline void load_matrices(uint32_t (&a)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-// The same, but transposed: a thread gets these elements of column lane / 4.
-__device__ inline void load_transposed(uint32_t (&a)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-// Transpose an 8 x 8 matrix that is spread over the warp in the same way.
-__device__ inline uint32_t transpose(uint32_t pair) {
-    uint32_t transposed;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
-    return transposed;
 }
 
 // What blocks exchange: two bf16 or one float in the lower 32 bits, and the tag in the upper 32 bits.

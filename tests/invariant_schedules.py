@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": WIDE | {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_layer": 2, "n_inner": 1544},
 }
+SCHEDULES = 8  # of the same requests, which are computed alone only once
 LONGEST = {"cpu": 40, "cuda": 600}  # tokens of a prompt and its output: on a GPU, attention has splits of 256 keys
 # On a GPU, heads that its kernels support, and a product of 3,072 columns with few rows, which cuBLAS splits (split-K).
 LARGE = {
@@ -104,11 +105,11 @@ def run(engine: LLMEngine, arrivals: list[tuple[int, Arrival]]) -> dict[str, Req
     return requests
 
 
-def random_requests(rng: random.Random, longest: int) -> list[tuple[int, Arrival]]:
+def random_requests(rng: random.Random, longest: int) -> list[Arrival]:
     """Requests, some of which begin like others or repeat themselves, which makes guesses right."""
-    made: list[tuple[int, Arrival]] = []
+    made: list[Arrival] = []
     for i in range(rng.randint(2, 6)):
-        stem = list(rng.choice(made)[1][1]) if made and rng.random() < 0.5 else []
+        stem = list(rng.choice(made)[1]) if made and rng.random() < 0.5 else []
         prompt = stem[: rng.randint(0, len(stem))]
         prompt += [rng.randrange(3, 8 if rng.random() < 0.5 else 61) for _ in range(rng.randint(1, longest - 10))]
         prompt = prompt[: longest - 10]
@@ -117,7 +118,7 @@ def random_requests(rng: random.Random, longest: int) -> list[tuple[int, Arrival
             top_p=rng.choice([1.0, 0.9]), prompt_logprobs=rng.choice([None, -1]),
             max_tokens=rng.randint(1, min(longest - len(prompt), 90)),
         )  # fmt: skip
-        made.append((rng.randint(0, 6), (f"request {i}", prompt, params)))
+        made.append((f"request {i}", prompt, params))
     return made
 
 
@@ -138,34 +139,47 @@ def random_options(rng: random.Random, device: str) -> dict[str, Any]:
     return options
 
 
+@lru_cache(maxsize=3)  # the dtypes of a CPU's schedules take turns
+def requests_alone(
+    seed: int, dtype: str, device: str, batch_invariant: bool
+) -> tuple[str, list[tuple[Arrival, Request, dict[Position, list[bytes]]]]]:
+    """A family, and random requests with what each gets alone and the bits of its logits."""
+    rng = random.Random(seed)
+    family = rng.choice(sorted(SHAPES if device == "cpu" else ON_GPU))
+    engine, logits = roomy(family, dtype, device, batch_invariant)
+    served = []
+    for arrival in random_requests(rng, LONGEST[device]):
+        logits.seen = {}
+        [request] = run(engine, [(0, arrival)]).values()
+        served.append((arrival, request, logits.seen))
+    return family, served
+
+
 def differences(
     seed: int, dtype: str, device: str = "cpu", *, batch_invariant: bool = True, seen: Counter[str] | None = None
 ) -> list[str]:
     """Serve random requests together and each alone, and describe what differs."""
     rng = random.Random(seed)
-    family = rng.choice(sorted(SHAPES if device == "cpu" else ON_GPU))
-    arrivals, options = random_requests(rng, LONGEST[device]), random_options(rng, device)
-    torch.set_num_threads(rng.choice([1, 1, 1, 2]))
+    torch.set_num_threads(2 if seed // SCHEDULES % 4 == 0 else 1)  # the same as alone: bits depend on it
+    family, alone = requests_alone(seed // SCHEDULES, dtype, device, batch_invariant)
+    options = random_options(rng, device)
     engine, logits = build(family, dtype, device, batch_invariant=batch_invariant, **options)
     let_all_guesses_pay(engine)
-    together = run(engine, arrivals)
+    together = run(engine, [(rng.randint(0, 6), arrival) for arrival, _, _ in alone])
     if seen is not None:
         seen["preemptions"] += engine.metrics.preemptions
         seen["shared tokens"] += engine.metrics.shared_tokens
         seen["guesses"] += engine.metrics.num_draft_tokens
-    alone, own_logits = roomy(family, dtype, device, batch_invariant)
     found = []
-    for _, arrival in arrivals:
-        own_logits.seen.clear()
-        [want] = run(alone, [(0, arrival)]).values()
-        got, where = together[arrival[0]], f"schedule {seed}, {family} in {dtype}, {arrival[0]}: "
+    for (name, _, _), want, own_logits in alone:
+        got, where = together[name], f"schedule {seed}, {family} in {dtype}, {name}: "
         if got.token_ids != want.token_ids:
             found.append(where + f"tokens {got.token_ids} instead of {want.token_ids}")
         for position, (ids, values, _) in want.logprobs.items():
             other = got.logprobs.get(position)
             if other is None or other[1].tobytes() != values.tobytes() or other[0].tolist() != ids.tolist():
                 found.append(where + f"log probabilities at {position}")
-        for place, (bits, *_) in own_logits.seen.items():
+        for place, (bits, *_) in own_logits.items():
             # A wrong guess has logits at the same positions; otherwise a position that is computed again has its bits.
             others = set(logits.seen.get(place, []))
             if bits not in others or (len(others) > 1 and "speculative_config" not in options):

@@ -36,7 +36,7 @@ from tests.helpers import adapted_model, double_model, make_engine
 from tests.invariant_schedules import model_of
 
 ROOT = Path(__file__).parent.parent
-NUM_SCHEDULES = 6  # of each dtype; `python -m tests.invariant_schedules 1000` takes about 15 minutes
+NUM_SCHEDULES = 10  # of each dtype; `python -m tests.invariant_schedules 1000` takes about 15 minutes
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
 WIDTHS = st.integers(1, 200).map(lambda n: 8 * n)
 ROWS = st.integers(1, 64)

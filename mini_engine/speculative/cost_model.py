@@ -13,6 +13,7 @@ from jaxtyping import Float64, Int64
 
 LAST_STEPS = 8  # of each size; the fastest of them counts, because others were disturbed
 FIRST_STEPS = 2  # of a size before its time is believed
+NEAR = 1.5  # the time of a size is believed if sizes up to so many times as large or as small were measured
 STEPS_KEPT = 1024  # a size that was not measured in so many measurements counts as unknown, and is tried again
 # A request is taken to have had so many guesses before its first one. The share of them that was right is that of all
 # requests of late, which is at first taken from so many guesses.
@@ -45,8 +46,9 @@ class StepSeconds:
 
     def knows(self, num_tokens: int) -> bool:
         """Return whether steps of about this size have been measured of late, and more than once."""
-        size = _size(num_tokens)
-        return len(self._last.get(size, ())) >= FIRST_STEPS and self._is_late(size)
+        return any(
+            max(size, num_tokens) <= NEAR * min(size, num_tokens) and self._is_measured(size) for size in self._last
+        )
 
     def __call__(self, num_tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """Estimate steps of any sizes.
@@ -54,11 +56,14 @@ class StepSeconds:
         Between measured sizes the time is interpolated. Beyond the largest one it stays the same, so larger steps are
         tried, and measured.
         """
-        sizes = sorted(size for size in self._last if self.knows(size))
+        sizes = sorted(size for size in self._last if self._is_measured(size))
         if not sizes:
             return np.full(len(num_tokens), self._unknown)
         fastest = np.maximum.accumulate([min(self._last[size]) for size in sizes])  # more tokens do not take less time
         return np.interp(num_tokens, sizes, fastest)
+
+    def _is_measured(self, size: int) -> bool:
+        return len(self._last[size]) >= FIRST_STEPS and self._is_late(size)
 
     def _is_late(self, size: int) -> bool:
         return self._num_steps - self._measured_at.get(size, -STEPS_KEPT) < STEPS_KEPT

@@ -11,7 +11,7 @@ from mini_engine.request import Running
 
 
 class NgramDrafter:
-    """Looks for the last n tokens of a request among its earlier ones, the largest n first.
+    """Looks for the last n tokens of a request among its earlier ones, with the largest n that occurs there.
 
     Args:
         longest: largest n.
@@ -19,29 +19,27 @@ class NgramDrafter:
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
-        self._sizes = range(longest, shortest - 1, -1)
+        self._longest, self._shortest = longest, shortest
 
     def propose(
         self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"]
     ) -> tuple[Int32[np.ndarray, "B K"], Int64[np.ndarray, " B"]]:
         """See `Drafter`. The latest earlier occurrence counts, because a text resembles what is near."""
-        known = running.num_known[rows]
+        known, index = running.num_known[rows], np.arange(len(rows))
         tokens = running.tokens[rows, : known.max(initial=0)]
-        start = np.zeros_like(known)  # of the guesses; 0: not found
-        for n in self._sizes:
-            places = tokens.shape[1] - n  # of an occurrence that another token follows
-            missing = np.flatnonzero((start == 0) & (known > n))
-            if places < 1 or not len(missing):
-                continue
-            of_missing, last = tokens[missing], known[missing]
-            found = np.arange(places) < (last - n)[:, None]
-            for i in range(n):
-                found &= of_missing[:, i : i + places] == of_missing[np.arange(len(missing)), last - n + i][:, None]
-            place = places - 1 - found[:, ::-1].argmax(axis=1)
-            start[missing] = np.where(found.any(axis=1), place + n, 0)
-        counts = np.where(start > 0, np.minimum(known - start, most), 0)
-        index = np.minimum(start[:, None] + np.arange(most.max(initial=0)), tokens.shape[1] - 1)
-        return tokens[np.arange(len(rows))[:, None], index], counts
+        width = tokens.shape[1]
+        # For each place, whether the tokens up to it are the last i + 1 tokens; another token must follow it.
+        same = np.arange(width) < (known - 1)[:, None]
+        length = np.zeros(same.shape, dtype=np.int16)
+        for i in range(min(self._longest, width)):
+            same[:, i:] &= tokens[:, : width - i] == tokens[index, known - 1 - i][:, None]
+            same[:, :i] = False
+            length += same
+        length[length < self._shortest] = 0
+        place = width - 1 - length[:, ::-1].argmax(axis=1)  # the latest of the longest
+        counts = np.where(length[index, place] > 0, np.minimum(known - place - 1, most), 0)
+        after = np.minimum(place[:, None] + 1 + np.arange(most.max(initial=0)), width - 1)
+        return tokens[index[:, None], after], counts
 
     def forget(self) -> None:
         """Do nothing: everything is found in the tokens."""

@@ -7,11 +7,17 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64
 
 from mini_engine.request import Running
-from mini_engine.speculative.cost_model import Acceptance, StepSeconds, best_counts, expected_right
+from mini_engine.speculative.cost_model import FIRST_STEPS, Acceptance, StepSeconds, best_counts, expected_right
 from mini_engine.speculative.drafter import Drafter, num_accepted
 
+# Steps for which the numbers of guesses stand, while there are guesses and while there are none. Choosing takes the host
+# 0.1 to 0.4 ms, as much as half a step of a small model.
+GUESSING, PAUSING = 4, 16
+NEW_REQUESTS = 0.25  # of the requests; with more, the numbers are chosen at once
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
-EXPLORE = 64  # steps; in the last one some requests have a guess in any case, because guesses may have become right
+# Steps after which some requests have a guess in any case, because guesses may have become right: first, and after
+# guesses that were all wrong, each time twice as many up to a limit.
+EXPLORE, EXPLORE_LATEST = 64, 256
 SHARE = 8  # one of so many requests
 HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step
 
@@ -49,6 +55,11 @@ class Speculation:
         self._step_seconds, self._pipelined_seconds = StepSeconds(1.0), StepSeconds(1.0)
         self._guess_seconds, self._hits = StepSeconds(0.0), 1.0
         self._acceptance, self._turn = Acceptance(max_rows), 0
+        # What was chosen last: guesses for each row and its admission then; whether steps should not be pipelined; until
+        # when it stands.
+        self._limits, self._chosen_for = np.zeros((2, max_rows), dtype=np.int64)
+        self._asks, self._stands_until = True, 0
+        self._explore_at, self._explore_after = EXPLORE, EXPLORE
         self._guessed_for = np.zeros(max_rows, dtype=np.int64)  # the admission of each row's last request with guesses
         self._ended: float | None = None
         self.num_guesses = self.num_right = 0
@@ -73,20 +84,18 @@ class Speculation:
         Returns:
             Guesses for each row, and how many of them count.
         """
+        self._choose(running, rows, num_tokens, self._turn)
         most = np.minimum(most, self._num_tokens)
-        limits = self._limits(running, rows, most, num_tokens)
-        if not self._step_seconds.knows(num_tokens) or (
-            self._can_pipeline and not self._pipelined_seconds.knows(num_tokens)
-        ):
-            limits[:] = 0  # without measured steps that have no guesses, no gain is known
-        elif self._turn % EXPLORE == 0:
-            count, turn = max(len(rows) // SHARE, 1), self._turn // EXPLORE
-            some = np.arange(turn * count, (turn + 1) * count) % len(rows)
+        limits = np.minimum(self._limits[rows], most)
+        limits[self._chosen_for[rows] != running.admission[rows]] = 0  # a new request waits for the next choice
+        if self._turn >= self._explore_at and self._step_seconds.knows(num_tokens):
+            self._explore_at = self._turn + self._explore_after
+            self._explore_after = min(2 * self._explore_after, EXPLORE_LATEST)
+            some = (self._turn + np.arange(max(len(rows) // SHARE, 1))) % len(rows)
             limits[some] = np.maximum(limits[some], np.minimum(most[some], 1))
-        elif self._can_pipeline and not self._pays(rows, limits, num_tokens):
-            limits[:] = 0
         elif self._turn % EVERY == 0:  # half as many
             limits = (limits + np.arange(len(limits)) % 2) // 2
+        self._acceptance.enter(rows, running.admission[rows])
         deepest = int(limits.max(initial=0))
         if not deepest:
             self._acceptance.add(rows, limits, limits)
@@ -109,14 +118,36 @@ class Speculation:
             rows: rows that will decode.
             num_tokens: tokens of that step without guesses.
         """
-        if not len(rows) or not self._step_seconds.knows(num_tokens):
-            return bool(len(rows))
-        if not self._pipelined_seconds.knows(num_tokens):
+        if not len(rows):
             return False
-        if (self._turn + 1) % EXPLORE == 0:
-            return True
-        limits = self._limits(running, rows, np.full(len(rows), self._num_tokens), num_tokens)
-        return self._pays(rows, limits, num_tokens)
+        self._choose(running, rows, num_tokens, self._turn + 1)
+        return self._asks or self._turn + 1 >= self._explore_at
+
+    def _choose(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int, turn: int) -> None:
+        """Choose how many guesses each row has, and whether steps should be pipelined, unless an earlier choice stands.
+
+        Args:
+            running: the running requests.
+            rows: rows that will decode.
+            num_tokens: tokens of a step without guesses.
+            turn: the step that has the guesses.
+        """
+        admissions = running.admission[rows]
+        num_new = np.count_nonzero(self._chosen_for[rows] != admissions)
+        if turn < self._stands_until and num_new <= NEW_REQUESTS * len(rows):
+            return
+        self._acceptance.enter(rows, admissions)
+        self._chosen_for[rows], self._limits[rows] = admissions, 0
+        if not self._step_seconds.knows(num_tokens):  # without measured steps of both kinds, no gain is known
+            self._asks, self._stands_until = True, turn + FIRST_STEPS
+        elif self._can_pipeline and not self._pipelined_seconds.knows(num_tokens):
+            self._asks, self._stands_until = False, turn + FIRST_STEPS
+        else:
+            limits = self._best(rows, num_tokens)
+            self._asks = not self._can_pipeline or self._pays(rows, limits, num_tokens)
+            if self._asks:
+                self._limits[rows] = limits
+            self._stands_until = turn + (GUESSING if self._limits[rows].any() else PAUSING)
 
     def _pays(self, rows: Int64[np.ndarray, " B"], limits: Int64[np.ndarray, " B"], num_tokens: int) -> bool:
         """Return whether steps with guesses are expected to sample more tokens per second than pipelined steps.
@@ -130,12 +161,10 @@ class Speculation:
         pipelined = self._pipelined_seconds(np.array([num_tokens])).item()
         return bool(gain and (len(rows) + self._hits * gain) / seconds > len(rows) / pipelined)
 
-    def _limits(
-        self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"], num_tokens: int
-    ) -> Int64[np.ndarray, " B"]:
+    def _best(self, rows: Int64[np.ndarray, " B"], num_tokens: int) -> Int64[np.ndarray, " B"]:
         """Return the number of guesses of each row that pays most."""
-        self._acceptance.enter(rows, running.admission[rows])
         of_guess = self._guess_seconds(np.array([len(rows)])).item()
+        most = np.full(len(rows), self._num_tokens)
         return best_counts(self._acceptance.of(rows), most, num_tokens, self._step_seconds, of_guess)
 
     def check(
@@ -157,6 +186,8 @@ class Speculation:
         self._acceptance.add(rows, num_guesses, right)
         self.num_guesses += int(num_guesses.sum())
         self.num_right += int(right.sum())
+        if right.any():
+            self._explore_after = EXPLORE
         return right
 
     def end_step(self, collected: Sequence[int], is_pipelined: bool, is_idle: bool) -> None:
@@ -175,6 +206,6 @@ class Speculation:
     def forget(self) -> None:
         """Forget all requests: rows and admissions are numbered anew."""
         self.drafter.forget()
-        self._guessed_for[:] = 0
+        self._guessed_for[:] = self._chosen_for[:] = 0
         self._acceptance.forget()
         self._ended = None

@@ -248,9 +248,7 @@ class Running:
         self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, "n K"], counts: Int[np.ndarray, " n"]
     ) -> None:
         """Write guesses after the known tokens of some rows, for one step: the first `counts` of each."""
-        for i in range(counts.max(initial=0)):
-            has = counts > i
-            self.tokens[rows[has], self.num_known[rows[has]] + i] = token_ids[has, i]
+        self._write(rows, token_ids, counts)
 
     def guesses(self, rows: Int[np.ndarray, " n"], num_tokens: int) -> Int32[np.ndarray, "n K"]:
         """Return what follows the known tokens of some rows."""
@@ -270,19 +268,26 @@ class Running:
         Returns:
             How many tokens each row has got, and the rows whose requests end with them.
         """
-        index, known = np.arange(token_ids.shape[1]), self.num_known[rows]
-        ends = np.stack([self._are_ends(rows, own) for own in token_ids.T], axis=1)
-        first_end = np.where(ends.any(axis=1), ends.argmax(axis=1), len(index))
+        known, width = self.num_known[rows], token_ids.shape[1]
+        ends = self._are_ends(rows[:, None], token_ids)
+        first_end = np.where(ends.any(axis=1), ends.argmax(axis=1), width)
         counts = np.minimum(counts, first_end + 1)
-        for i in index:
-            has = counts > i
-            self.tokens[rows[has], known[has] + i] = token_ids[has, i]
+        self._write(rows, token_ids, counts)
         self.num_known[rows] = known = known + counts  # from here on the tokens are kept, whatever interrupts the step
         self.num_scheduled[rows], self.num_computed[rows] = known, known - 1
         return counts, rows[(known >= self.max_len[rows]) | (first_end < counts)]
 
-    def _are_ends(self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        ended = np.zeros(len(rows), dtype=np.bool_)
+    def _write(
+        self, rows: Int[np.ndarray, " n"], token_ids: Int[np.ndarray, "n K"], counts: Int[np.ndarray, " n"]
+    ) -> None:
+        """Write the first `counts` tokens of each row after its known ones."""
+        row, index = np.nonzero(np.arange(token_ids.shape[1]) < counts[:, None])
+        self.tokens[rows[row], self.num_known[rows[row]] + index] = token_ids[row, index]
+
+    def _are_ends(
+        self, rows: Int[np.ndarray, "#n *#K"], token_ids: Int[np.ndarray, "n *K"]
+    ) -> Bool[np.ndarray, "n *K"]:
+        ended = np.zeros(token_ids.shape, dtype=np.bool_)
         for of_rows in self.end_tokens:
             ended |= token_ids == of_rows[rows]
         return ended

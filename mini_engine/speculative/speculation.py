@@ -10,8 +10,8 @@ from mini_engine.request import Running
 from mini_engine.speculative.cost_model import FIRST_STEPS, Acceptance, StepSeconds, best_counts, expected_right
 from mini_engine.speculative.drafter import Drafter, num_accepted
 
-# Steps for which the numbers of guesses stand, while there are guesses and while there are none. Choosing takes the host
-# 0.1 to 0.4 ms, as much as half a step of a small model.
+# Steps for which the numbers of guesses stand, while there are guesses and while there are none. Choosing takes the
+# host 0.1 to 0.4 ms, as much as half a step of a small model.
 GUESSING, PAUSING = 4, 16
 NEW_REQUESTS = 0.25  # of the requests; with more, the numbers are chosen at once
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
@@ -55,8 +55,8 @@ class Speculation:
         self._step_seconds, self._pipelined_seconds = StepSeconds(1.0), StepSeconds(1.0)
         self._guess_seconds, self._hits = StepSeconds(0.0), 1.0
         self._acceptance, self._turn = Acceptance(max_rows), 0
-        # What was chosen last: guesses for each row and its admission then; whether steps should not be pipelined; until
-        # when it stands.
+        # What was chosen last: guesses for each row and its admission then; whether steps should not be pipelined; and
+        # until when the choice stands.
         self._limits, self._chosen_for = np.zeros((2, max_rows), dtype=np.int64)
         self._asks, self._stands_until = True, 0
         self._explore_at, self._explore_after = EXPLORE, EXPLORE

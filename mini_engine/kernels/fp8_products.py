@@ -20,7 +20,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
-from mini_engine.kernels.gemv import _let_next_start_and_wait
+from mini_engine.kernels.gemv import let_next_start_and_wait
 from mini_engine.quantization import FP8, LARGEST
 
 BLOCK = 1024  # columns of a program of `apply_scales`
@@ -153,7 +153,7 @@ def _quantize_tokens(
 ):  # fmt: skip
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(COLUMNS))
     exists, place = column < COLUMNS, token * COLUMNS + column
-    _let_next_start_and_wait(PDL)
+    let_next_start_and_wait(PDL)
     values = tl.load(x + place, mask=exists, other=0.0).to(tl.float32)
     if ADDS:
         numbers = tl.load(product + place, mask=exists, other=0.0).to(tl.float32)
@@ -177,7 +177,7 @@ def _quantize_swiglu(
     exists, place = column < COLUMNS, token * COLUMNS * 2 + column
     of_gate = tl.load(row_scale + column, mask=exists, other=0.0)
     of_up = tl.load(row_scale + COLUMNS + column, mask=exists, other=0.0)
-    _let_next_start_and_wait(PDL)
+    let_next_start_and_wait(PDL)
     factor = tl.load(token_scale + token)
     gate = tl.load(product + place, mask=exists, other=0.0).to(tl.float32) * factor * of_gate
     up = tl.load(product + COLUMNS + place, mask=exists, other=0.0).to(tl.float32) * factor * of_up
@@ -193,7 +193,7 @@ def _apply_scales(
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists, place = column < num_columns, token * num_columns + column
     of_row = tl.load(row_scale + column, mask=exists, other=0.0)
-    _let_next_start_and_wait(PDL)
+    let_next_start_and_wait(PDL)
     values = tl.load(product + place, mask=exists, other=0.0).to(tl.float32) * tl.load(token_scale + token) * of_row
     if ADDS:
         values += tl.load(out + place, mask=exists, other=0.0).to(tl.float32)

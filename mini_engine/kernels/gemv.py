@@ -100,7 +100,7 @@ def _project(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     loaded = _load_rows(weight, row, exists, COLUMNS)
-    _let_next_start_and_wait(PDL)
+    let_next_start_and_wait(PDL)
     for token in tl.static_range(TOKENS):
         if token < num_tokens:
             values = _load_token(x, token, COLUMNS)
@@ -119,7 +119,7 @@ def _gate_up_swiglu(
     exists = row < size
     of_gate = _load_rows(gate_up, row, exists, COLUMNS)
     of_up = _load_rows(gate_up, row + size, exists, COLUMNS)
-    _let_next_start_and_wait(PDL)
+    let_next_start_and_wait(PDL)
     for token in tl.static_range(TOKENS):
         if token < num_tokens:
             values = _load_token(x, token, COLUMNS)
@@ -139,7 +139,7 @@ def _add_product(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     loaded = _load_rows(weight, row, exists, COLUMNS)
-    _let_next_start_and_wait(PDL)
+    let_next_start_and_wait(PDL)
     for token in tl.static_range(TOKENS):
         if token < num_tokens:
             values = _load_token(x, token, COLUMNS)
@@ -168,7 +168,7 @@ def _load_token(x, token, COLUMNS: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _let_next_start_and_wait(PDL: tl.constexpr):
+def let_next_start_and_wait(PDL: tl.constexpr):
     """Let the next kernel load its weights, then wait until the previous kernel has written its result.
 
     The next kernel waits in the same way, so it also waits for what this one waits for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -105,8 +105,16 @@ class CausalLM(LanguageModel):
             attention_spec(config, layer, scale / (layer + 1) if by_layer else scale)
             for layer in range(config.num_hidden_layers)
         )
-        self.layers = nn.ModuleList(self.layer_class(config, spec, parts) for spec in self.attention_specs)
+        self.layers = nn.ModuleList(self.build_layer(config, spec, parts) for spec in self.attention_specs)
         self.norm = empty_weight(config.hidden_size)
+
+    def build_layer(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> DecoderLayer:
+        """Build a layer, for families whose layers differ in more than their `spec`."""
+        return self.layer_class(config, spec, parts)
+
+    def destinations_of(self, names: Container[str]) -> dict[str, Destination]:
+        """Return `destinations` for a checkpoint with these names, for families with several forms of checkpoints."""
+        return self.destinations()
 
     def destinations(self) -> dict[str, Destination]:
         """Map the name of each tensor of the checkpoint to the parameter (or rows of a fused one) that it fills."""
@@ -143,7 +151,7 @@ class CausalLM(LanguageModel):
         """
         self.identity = ""
         shapes: Mapping[str, Any] = tensors if headers is None else headers
-        destinations = self.destinations()
+        destinations = self.destinations_of(shapes)
         architecture, remedy = self.config.architecture, f"check that {self.source} and the weights belong together"
         # Old checkpoints contain the rotary frequencies, which the engine computes from the configuration.
         found = dict.fromkeys(name for name in shapes if not name.endswith(".rotary_emb.inv_freq"))

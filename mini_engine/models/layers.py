@@ -169,7 +169,20 @@ class Attention(nn.Module):
         return self.qkv.destinations() | self.o.destinations()
 
 
-class GatedMLP(nn.Module):
+class MLP(nn.Module):
+    """What a layer computes after attention: a `GatedMLP`, or a mixture of experts."""
+
+    @property
+    @abstractmethod
+    def input_matrices(self) -> tuple[Tensor, ...]:
+        """The matrices that multiply its input, whose last dimension is `hidden`; none may be quantized."""
+
+    @abstractmethod
+    def destinations(self) -> dict[str, Destination]:
+        """Map the checkpoint name of each of its tensors to what it fills."""
+
+
+class GatedMLP(MLP):
     """The MLP of a layer: the projections of `gated_mlp`."""
 
     def __init__(self, config: ModelConfig, layer: int, parts: ModelParts) -> None:
@@ -181,6 +194,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
         return self.parts.gated_mlp(x, self.gate_up, self.down, self.activation)
+
+    @property
+    def input_matrices(self) -> tuple[Tensor, ...]:
+        return (self.gate_up.weight,)
 
     def destinations(self) -> dict[str, Destination]:
         return self.gate_up.destinations() | self.down.destinations()

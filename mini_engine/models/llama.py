@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
-from mini_engine.models.layers import Attention, DecoderLayer, GatedMLP, ModelParts, with_prefix
+from mini_engine.models.layers import MLP, Attention, DecoderLayer, GatedMLP, ModelParts, with_prefix
 from mini_engine.models.weights import Destination, empty_weight
 from mini_engine.rope import RopeConfig, inverse_frequencies, rope_tables
 
 
 def decoder_layer(
-    layer: LlamaLayer,
+    layer: PreNormLayer,
     x: Float[Tensor, "T hidden"],
     cos: Float[Tensor, "T half"],
     sin: Float[Tensor, "T half"],
@@ -41,26 +41,28 @@ def decoder_layer(
     return x + layer.mlp(norm(x, layer.mlp_norm, layer.eps))
 
 
-class LlamaLayer(DecoderLayer):
+class PreNormLayer(DecoderLayer):
     """Attention and MLP, each on a normalized input and added to the residual stream (pre-norm, Xiong et al. 2020)."""
 
     attention_class = Attention
+    mlp: MLP
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__(config, spec, parts)
         self.input_norm = empty_weight(config.hidden_size)
         self.attention = self.attention_class(config, spec, parts)
         self.mlp_norm = empty_weight(config.hidden_size)
-        self.mlp = GatedMLP(config, spec.layer, parts)
 
     def fold_norms(self) -> None:
-        """Multiply the weight of each norm into the matrix after it, and set the weight to one.
+        """Multiply the weight of each norm into the matrices after it, and set the weight to one.
 
         Since (x / rms * norm) W^T = (x / rms) (W * norm)^T, the layer computes the same as before, apart from rounding
         each number of W.
         """
-        for norm, matrix in ((self.input_norm, self.attention.qkv.weight), (self.mlp_norm, self.mlp.gate_up.weight)):
-            matrix.mul_(norm)
+        of_attention = (self.attention.qkv.weight,)
+        for norm, matrices in ((self.input_norm, of_attention), (self.mlp_norm, self.mlp.input_matrices)):
+            for matrix in matrices:
+                matrix.mul_(norm)
             norm.fill_(1)
 
     def forward(
@@ -75,6 +77,16 @@ class LlamaLayer(DecoderLayer):
             **with_prefix("self_attn.", self.attention.destinations()),
             **with_prefix("mlp.", self.mlp.destinations()),
         }
+
+
+class LlamaLayer(PreNormLayer):
+    """The layer of a dense model, with a gated MLP."""
+
+    mlp: GatedMLP
+
+    def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
+        super().__init__(config, spec, parts)
+        self.mlp = GatedMLP(config, spec.layer, parts)
 
 
 class LlamaForCausalLM(CausalLM):

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch.nn import functional as F
 
 from mini_engine.kernels.nvcc import has_nvcc
 from mini_engine.quantization import Format
@@ -46,6 +47,12 @@ STEP_KERNELS = {
         lambda destination, source: destination.is_cuda or source.is_cuda,
     ),
     "keep_tokens": Kernel("mini_engine.kernels.pinned_copy:keep_tokens"),
+    "mix_experts": Kernel(  # once per layer
+        "mini_engine.kernels.moe:mix_experts",
+        lambda x, logits, gate_up, down, moe, activation, *others: (
+            x.is_cuda and x.dtype != torch.float64 and activation is F.silu
+        ),
+    ),
 }
 SAMPLING = "mini_engine.kernels.sampling"  # a module: everything from the logits to the tokens
 

@@ -34,6 +34,7 @@ WIDE = {"num_hidden_layers": 2, "intermediate_size": 1544}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": WIDE,
     "qwen3": WIDE,
+    "qwen3_moe": WIDE | {"moe_intermediate_size": 1544, "mlp_only_layers": []},
     "gemma2": WIDE | {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_layer": 2, "n_inner": 1544},
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mini_engine import ops, rope, transfer
+from mini_engine.models import moe
 from mini_engine.parts import Parts
 from tests.attention import fake_flashinfer
 
@@ -17,6 +18,7 @@ REFERENCES = {
     "rope_tables": rope.rope_tables,
     "copy_pinned": transfer.copy_pinned,
     "keep_tokens": transfer.keep_tokens,
+    "mix_experts": moe.mix_experts,
 }
 
 

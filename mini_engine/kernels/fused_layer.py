@@ -9,6 +9,8 @@ layer's matrices (`LlamaLayer.fold_norms`; FlashNorm, Graef et al. 2024).
 With few tokens, on Hopper, the products also do the work of the kernels after them, so a layer is four products and
 attention (`fused_products.suits` says when). With up to four tokens the products are matrix times vector (`gemv.py`),
 and one more launch rotates and appends. Explained in chapter 11.
+
+A mixture of experts takes the place of the last two products (`kernels/moe.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from torch import Tensor
 from mini_engine.attention.paged import PagedBackend
 from mini_engine.kernels import gemv
 from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, most_tokens, qkv_append
+from mini_engine.kernels.moe import add_experts
 from mini_engine.kernels.rotate_and_append import rotate_and_append
 from mini_engine.kernels.swiglu import swiglu
-from mini_engine.models.layers import Attention
+from mini_engine.models.layers import Attention, GatedMLP
 from mini_engine.models.linear import linear
-from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer
+from mini_engine.models.llama import LlamaForCausalLM, PreNormLayer
+from mini_engine.models.moe import MoE
 from mini_engine.models.qwen3 import Qwen3Attention
+from mini_engine.models.weights import Linear
 
 
 class FusedLayer:
@@ -49,7 +54,7 @@ class FusedLayer:
 
     def __call__(
         self,
-        layer: LlamaLayer,
+        layer: PreNormLayer,
         x: Float[Tensor, "T hidden"],
         cos: Float[Tensor, "T half"],
         sin: Float[Tensor, "T half"],
@@ -57,12 +62,15 @@ class FusedLayer:
     ) -> Float[Tensor, "T hidden"]:
         """Compute a layer; the arguments are those of `llama.decoder_layer`, and `x` is changed in place."""
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
+        assert isinstance(mlp, GatedMLP | MoE)
         q = rotate_and_append(
             linear(x, attention.qkv.weight), _norms(attention), eps, cos, sin, attend.cache.layers[index],
             attend.cache.layout, attend.slot_mapping, kv_scales=attend.specs[index].kv_scales, tokens=x, pdl=self._pdl,
             next_waits=attend.waits_for_keys, heads=self.heads,
         )  # fmt: skip
         x.addmm_(attend.run(index, q).flatten(1), attention.o.weight.T)
+        if isinstance(mlp, MoE):
+            return add_experts(x, mlp, eps, pdl=self._pdl)
         inner = swiglu(linear(x, mlp.gate_up.weight), x, eps, pdl=self._pdl)
         return x.addmm_(inner, mlp.down.weight.T)
 
@@ -78,13 +86,12 @@ class AdaptiveFusedLayer(FusedLayer):
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__(model)
-        first = model.layers[0]
-        assert isinstance(first, LlamaLayer)
-        self._most_tokens = most_tokens(first) if model.inv_freq.dtype == torch.float32 else 0
+        matrices = [own.weight for own in model.layers.modules() if isinstance(own, Linear)]
+        self._most_tokens = most_tokens(matrices, model.config.head_dim) if model.inv_freq.dtype == torch.float32 else 0
 
     def __call__(
         self,
-        layer: LlamaLayer,
+        layer: PreNormLayer,
         x: Float[Tensor, "T hidden"],
         cos: Float[Tensor, "T half"],
         sin: Float[Tensor, "T half"],
@@ -94,6 +101,7 @@ class AdaptiveFusedLayer(FusedLayer):
         if len(x) > max(self._most_tokens, gemv.MOST_TOKENS):
             return super().__call__(layer, x, cos, sin, attend)
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
+        assert isinstance(mlp, GatedMLP | MoE)
         norms, pages, layout = _norms(attention), attend.cache.layers[index], attend.cache.layout
         kv_scales = attend.specs[index].kv_scales
         if len(x) <= gemv.MOST_TOKENS:
@@ -103,6 +111,8 @@ class AdaptiveFusedLayer(FusedLayer):
                 attend.slot_mapping, kv_scales=kv_scales, pdl=pdl, next_waits=attend.waits_for_keys,
             )  # fmt: skip
             gemv.add_product(x, attend.run(index, q).flatten(1), attention.o.weight, pdl=pdl)
+            if isinstance(mlp, MoE):
+                return add_experts(x, mlp, eps, pdl=pdl)
             inner = gemv.gate_up_swiglu(x, mlp.gate_up.weight, eps, pdl=pdl)
             return gemv.add_product(x, inner, mlp.down.weight, pdl=pdl)
         q = qkv_append(
@@ -110,6 +120,8 @@ class AdaptiveFusedLayer(FusedLayer):
             kv_scales=kv_scales, next_waits=attend.waits_for_keys,
         )  # fmt: skip
         add_product(x, attend.run(index, q).flatten(1), attention.o.weight)
+        if isinstance(mlp, MoE):
+            return add_experts(x, mlp, eps, pdl=self._pdl)
         return add_product(x, gate_up_swiglu(x, mlp.gate_up.weight, eps), mlp.down.weight)
 
 

@@ -17,6 +17,7 @@ The kernels are in `fused_products.cu`. Experiment 09 measures what they gain. E
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +27,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mini_engine.kernels.nvcc import load_kernel
-from mini_engine.models.llama import LlamaLayer
 
 ROWS, TOKENS = 128, 64  # of a tile
 MOST_BLOCKS = 8  # of a cluster, without asking for more
@@ -106,7 +106,7 @@ def add_product(
     return residual
 
 
-def suits(layer: LlamaLayer, num_tokens: int) -> bool:
+def suits(matrices: Sequence[Float[Tensor, "N K"]], head_dim: int, num_tokens: int) -> bool:
     """Return whether to use these kernels rather than the library's products and the kernels after them.
 
     They take Hopper, heads of 64 or 128, and sizes that are multiples of 8. They save a fixed time per product: one
@@ -117,24 +117,24 @@ def suits(layer: LlamaLayer, num_tokens: int) -> bool:
     here, and 2.6 with the library. Blocks of Llama-3.2-1B read up to 256 KB for 64 tokens, and 512 KB for 128.
 
     Args:
-        layer: the layer.
+        matrices: those of a layer.
+        head_dim: size of a head.
         num_tokens: tokens of the step.
     """
-    matrices = [own.weight for own in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)]
     device = matrices[0].device
     num_sms = _num_sms(device) if device.type == "cuda" else 0
     return (
         torch.cuda.get_device_capability(device)[0] == 9
-        and layer.spec.head_dim in (64, 128)
+        and head_dim in (64, 128)
         and all(w.shape[1] % 8 == 0 for w in matrices)
         and -(-num_tokens // TOKENS) <= MOST_TOKEN_TILES
         and all(block_bytes(len(w), w.shape[1], num_tokens, num_sms) <= MOST_BYTES for w in matrices)
     )
 
 
-def most_tokens(layer: LlamaLayer) -> int:
+def most_tokens(matrices: Sequence[Float[Tensor, "N K"]], head_dim: int) -> int:
     """Return the largest number of tokens that `suits` accepts."""
-    return next((n * TOKENS for n in range(MOST_TOKEN_TILES, 0, -1) if suits(layer, n * TOKENS)), 0)
+    return next((n * TOKENS for n in range(MOST_TOKEN_TILES, 0, -1) if suits(matrices, head_dim, n * TOKENS)), 0)
 
 
 def block_bytes(num_rows: int, num_columns: int, num_tokens: int, num_sms: int) -> int:

@@ -141,6 +141,11 @@ def load_model(
             weights are quantized already.
     """
     config = checkpoint.config
+    if config.moe and (quantization or checkpoint.formats):
+        raise ModelLoadError(
+            f"{config.architecture} is a mixture of experts, whose weights this engine does not quantize: use a "
+            "checkpoint in bfloat16, and leave quantization out; kv_cache_dtype='fp8' works"
+        )
     if quantization is None:
         formats = _kept(checkpoint, torch.device(device), dtype)
     elif checkpoint.formats:

@@ -31,6 +31,8 @@ from mini_engine.errors import ConfigError
 from mini_engine.models.base import CausalLM, LanguageModel
 from mini_engine.models.gpt2 import GPT2Layer
 from mini_engine.models.layers import GatedMLP
+from mini_engine.models.linear import linear
+from mini_engine.models.moe import MoE
 from mini_engine.models.weights import Linear, Projection
 
 # Rows of every product. On an AMD EPYC with one thread, SmolLM2-135M's products of 16 rows take 1.3 times (bfloat16)
@@ -52,8 +54,18 @@ class InBlocks(nn.Module):
         self.product = product
 
     def __call__(self, x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:
-        blocks = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
-        return torch.cat([self.product(block) for block in blocks])[: len(x)]
+        return in_blocks(self.product, x)
+
+
+def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "T In"]) -> Float[Tensor, "T Out"]:
+    """Compute a product for ROWS tokens at a time; zeros fill the last block."""
+    blocks = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
+    return torch.cat([product(block) for block in blocks])[: len(x)]
+
+
+def linear_in_blocks(x: Float[Tensor, "T In"], weight: Float[Tensor, "Out In"]) -> Float[Tensor, "T Out"]:
+    """Compute `linear` in blocks: an expert has another number of tokens in each step."""
+    return in_blocks(lambda block: linear(block, weight), x)
 
 
 def by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -79,11 +91,17 @@ def batch_invariant(model: LanguageModel) -> LanguageModel:
         model: a model whose weights are prepared (`prepare_weights`). It is not changed.
 
     Raises:
-        ConfigError: if its layers are not the engine's own, or a matrix has no multiple of 8 rows (on a GPU).
+        ConfigError: if its layers are not the engine's own; on a GPU, if it has experts, or a matrix has no multiple of
+            8 rows.
     """
     if not isinstance(model, CausalLM):
         raise ConfigError("batch_invariant needs the engine's own layers, not those of transformers: use LLM")
     if model.device.type == "cuda":
+        if model.config.moe:
+            raise ConfigError(
+                "batch_invariant on a GPU does not compute mixtures of experts, whose kernels depend on the number of "
+                "tokens: leave it out, or use device='cpu'"
+            )
         odd = [len(own.weight) for own in model.modules() if isinstance(own, Linear) and len(own.weight) % 8]
         if odd:
             raise ConfigError(
@@ -98,4 +116,6 @@ def batch_invariant(model: LanguageModel) -> LanguageModel:
     for module in twin.modules():
         if isinstance(module, GatedMLP | GPT2Layer):
             module.activation = by_row(module.activation)
+        if isinstance(module, MoE):
+            module.activation, module.multiply = by_row(module.activation), linear_in_blocks
     return twin

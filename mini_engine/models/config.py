@@ -45,6 +45,7 @@ _LLAMA = _COMMON | {"hidden_act": "silu", "norm_eps": 1e-6, "tie_word_embeddings
 _MISTRAL = _LLAMA | {"num_key_value_heads": 8}
 _QWEN2 = _LLAMA | {"num_key_value_heads": 32, "attention_bias": True}
 _QWEN3 = _LLAMA | {"num_key_value_heads": 32, "head_dim": 128}
+_QWEN3_MOE = _LLAMA | {"num_key_value_heads": 4}
 _GEMMA2 = _LLAMA | {"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA2 |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}
 _GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -66,6 +67,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str | None]]]
     "MistralForCausalLM": ("mistral", _MISTRAL, _FIXED_BIAS),
     "Qwen2ForCausalLM": ("qwen2", _QWEN2, _FIXED_BIAS),
     "Qwen3ForCausalLM": ("qwen3", _QWEN3, _NORM),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", _QWEN3_MOE, _NORM),
     "Gemma2ForCausalLM": ("gemma2", _GEMMA2, _OF_GEMMA),
     "Gemma3ForCausalLM": ("gemma3_text", _GEMMA3, _OF_GEMMA),
     "GPT2LMHeadModel": ("gpt2", _GPT2, _OF_GPT2),
@@ -75,9 +77,11 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str | None]]]
 _LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**20, "head_dim": 2**12}
 _LARGEST |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**10)
 _LARGEST |= dict.fromkeys(("max_position_embeddings", "sliding_window", "original_max_position_embeddings"), 2**30)
+_LARGEST |= {"num_experts": 2**10, "num_experts_per_tok": 2**10, "moe_intermediate_size": 2**20}
 _NUMBERS = {"norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
 _NUMBERS |= {"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 _FLAGS = {"tie_word_embeddings", "attention_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
+_FLAGS |= {"norm_topk_prob"}
 _MAY_BE_NONE = {"attn_logit_softcapping", "final_logit_softcapping"}
 
 
@@ -95,13 +99,34 @@ class ModelLimits:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """The mixture of experts of a model's sparse layers.
+
+    Attributes:
+        num_experts: experts of a layer.
+        num_experts_per_tok: experts that compute a token.
+        moe_intermediate_size: width inside an expert.
+        norm_topk_prob: divide the weights of a token's experts by their sum.
+        routed_scaling_factor: multiplies these weights.
+        sparse_layers: the layers that have experts; the others have a dense MLP.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    sparse_layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class ModelConfig(ModelLimits):
     """The shape of a model.
 
     Attributes:
         architecture: the class of the model in transformers, such as `LlamaForCausalLM`.
         hidden_size: width of a token's vector between layers.
-        intermediate_size: width inside the MLP.
+        intermediate_size: width inside the MLP; for a mixture of experts, that of its dense layers.
         num_hidden_layers: decoder layers.
         num_attention_heads: query heads of a layer.
         num_key_value_heads: KV heads of a layer; divides `num_attention_heads`.
@@ -119,6 +144,7 @@ class ModelConfig(ModelLimits):
         final_logit_softcapping: Gemma's soft-cap on the logits.
         scale_attn_weights: GPT-2 divides the scores by the square root of `head_dim`.
         scale_attn_by_inverse_layer_idx: GPT-2 also divides the scores of layer i by i + 1.
+        moe: the mixture of experts; None: every layer is dense.
         eos_token_ids: the tokens that end a text.
         formats: the formats of quantized matrices, by the names of their modules; the others are not quantized.
     """
@@ -143,6 +169,7 @@ class ModelConfig(ModelLimits):
     final_logit_softcapping: float | None = None
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     formats: Mapping[str, Format] = field(default_factory=dict)
 
@@ -185,6 +212,8 @@ class ModelConfig(ModelLimits):
             values["rope"], values["rope_local"] = (_rope(own, *sizes) for own in _ropes_of_gemma3(hf))
         elif model_type != "gpt2":
             values["rope"] = _rope(hf, *sizes)
+        if model_type == "qwen3_moe":
+            values["moe"] = _moe_of_qwen3(hf, layers)
         types, window = _windows(hf, model_type, layers)
         end = token_ids(hf.get("eos_token_id"))
         return cls(architecture=architecture, layer_types=types, sliding_window=window, eos_token_ids=end, **values)
@@ -248,7 +277,7 @@ def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple
     """Return the layers' types, and the window of the sliding ones.
 
     Without `layer_types` they are every other layer of Gemma 2, five of six of Gemma 3, the last layers of Qwen2 and
-    Qwen3, and all layers of Mistral.
+    Qwen3, and all layers of Mistral and of Qwen3's mixture of experts.
     """
     sliding: Container[int] = ()
     window, types = hf.get("sliding_window", 4096), hf.get("layer_types")
@@ -256,6 +285,9 @@ def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[tuple
         case "qwen2" | "qwen3":
             first = _whole(hf, "max_window_layers", 28, at_least=0)
             window, sliding = (window, range(first, layers)) if hf.get("use_sliding_window") else (None, ())
+        case "qwen3_moe":
+            window, sliding = (window, range(layers)) if hf.get("use_sliding_window") else (None, ())
+            types = None  # transformers does not read them
         case "gemma2":
             sliding = range(0, layers, 2)
         case "gemma3_text":
@@ -282,6 +314,25 @@ def _whole(hf: Mapping[str, Any], name: str, default: int, at_least: int) -> int
     if type(value) is not int or value < at_least:
         raise _bad(name, value, f"it must be a whole number, {at_least} or more")
     return value
+
+
+def _moe_of_qwen3(hf: Mapping[str, Any], layers: int) -> MoEConfig:
+    """Return the experts of a model of Qwen3's kind; values that the file leaves out are transformers' defaults."""
+    experts = hf.get("num_experts", hf.get("num_local_experts", 128))  # the name depends on transformers' version
+    values = {
+        "num_experts": experts,
+        "num_experts_per_tok": hf.get("num_experts_per_tok", 8),
+        "moe_intermediate_size": hf.get("moe_intermediate_size", 768),
+        "norm_topk_prob": hf.get("norm_topk_prob", False),
+    }
+    values = {name: _checked(name, value) for name, value in values.items()}
+    if (chosen := values["num_experts_per_tok"]) > experts:
+        raise _bad("num_experts_per_tok", chosen, f"a token cannot have more than all {experts} experts")
+    step, dense = _whole(hf, "decoder_sparse_step", 1, at_least=1), hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise _bad("mlp_only_layers", dense, "it must be a list of layers")
+    sparse = frozenset(range(step - 1, layers, step)) - set(dense)
+    return MoEConfig(**values, routed_scaling_factor=1.0, sparse_layers=sparse)
 
 
 def _ropes_of_gemma3(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from mini_engine.models.llama import LlamaForCausalLM
 from mini_engine.models.mistral import MistralForCausalLM
 from mini_engine.models.qwen2 import Qwen2ForCausalLM
 from mini_engine.models.qwen3 import Qwen3ForCausalLM
+from mini_engine.models.qwen3_moe import Qwen3MoeForCausalLM
 
 FAMILIES: Mapping[str, type[CausalLM]] = {
     family.__name__: family
@@ -25,6 +26,7 @@ FAMILIES: Mapping[str, type[CausalLM]] = {
         MistralForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
         GPT2LMHeadModel,

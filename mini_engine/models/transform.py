@@ -13,8 +13,9 @@ from mini_engine import ops
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.config import ACTIVATIONS
-from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
+from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, PreNormLayer, decoder_layer
 from mini_engine.models.qwen3 import Qwen3Layer
+from mini_engine.models.qwen3_moe import Qwen3MoeLayer
 from mini_engine.models.weights import Linear, Projection
 
 MAX_SAMPLES = 64  # values of each weight that enter a model's identity
@@ -33,7 +34,7 @@ def prepare_weights(model: LanguageModel) -> None:
     model.identity = identity_of(model)
     if has_fused_layers(model):
         for layer in model.modules():
-            if isinstance(layer, LlamaLayer):
+            if isinstance(layer, PreNormLayer):
                 layer.fold_norms()
     for each in model.modules():
         if isinstance(each, Projection):
@@ -69,13 +70,13 @@ def has_fused_layers(model: LanguageModel) -> bool:
 
 
 def has_plain_layers(model: LanguageModel) -> bool:
-    """Return whether the layers are Llama's or Qwen3's, without biases or windows, and none of their parts replaced.
+    """Return whether the layers are Llama's or Qwen3's, or its experts', without biases, windows or replaced parts.
 
     In float16 the products of tokens that have not been normalized could overflow.
     """
     return (
         isinstance(model, LlamaForCausalLM)
-        and all(type(layer) in (LlamaLayer, Qwen3Layer) for layer in model.layers)
+        and all(type(layer) in (LlamaLayer, Qwen3Layer, Qwen3MoeLayer) for layer in model.layers)
         and ops.has_layer_kernels(model.device)
         and model.dtype == torch.bfloat16
         and not model.config.attention_bias

@@ -11,7 +11,7 @@ import torch
 from mini_engine.attention.backend import create_backend
 from mini_engine.batch import StepBatch
 from mini_engine.kv_cache.paged import PagedKVCache
-from mini_engine.models.llama import LlamaForCausalLM, LlamaLayer, decoder_layer
+from mini_engine.models.llama import LlamaForCausalLM, PreNormLayer, decoder_layer
 from mini_engine.models.transform import bind_layers
 from mini_engine.parts import Parts, default_parts
 from tests.attention.stepping import KV_SCALES, narrow
@@ -20,13 +20,13 @@ from tests.models.families import our_model, transformers_model, whole
 PAGE = 16
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_folding_the_norms_changes_no_layer(family: str) -> None:
     model = our_model(transformers_model(family, seed=2, dtype=torch.float64))
     (want,) = whole(model, [[5, 9, 33, 4, 60]])
     for _ in range(2):  # the second time does nothing
         for layer in model.layers:
-            assert isinstance(layer, LlamaLayer)
+            assert isinstance(layer, PreNormLayer)
             layer.fold_norms()
             assert (layer.input_norm == 1).all() and (layer.mlp_norm == 1).all()
     torch.testing.assert_close(whole(model, [[5, 9, 33, 4, 60]])[0], want)
@@ -37,7 +37,7 @@ def test_folding_the_norms_changes_no_layer(family: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "is_narrow"), [("flashinfer", False), ("cascade", False), ("cascade", True), ("flash_decoding", True)]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 # On Hopper: six launches, five, whose thread blocks have all tokens or 64 of them, and seven.
 @pytest.mark.parametrize("chunk", [0, 20, 60, 130], ids=["3 tokens", "31 tokens", "71 tokens", "141 tokens"])
 def test_fused_layers_are_as_exact_as_their_parts(
@@ -50,7 +50,10 @@ def test_fused_layers_are_as_exact_as_their_parts(
     """
     num_new, kv_lens = ([1, 1, 9, chunk], [33, 16, 9, 30 + chunk]) if chunk else ([1, 1, 1], [33, 16, 9])
     pytest.importorskip("flashinfer")
-    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
+    sizes = {"head_dim": 64, "hidden_size": 64}
+    if family == "qwen3_moe":  # a token of every expert, because rounding may let a router choose another one
+        sizes |= {"num_experts_per_tok": 6}
+    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, **sizes)
     fused = default_parts(torch.device("cuda"))
 
     def by_parts(*args: object) -> torch.Tensor:

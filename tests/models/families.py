@@ -25,6 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SMALL | {"sliding_window": 5},
     "qwen2": SMALL,
     "qwen3": SMALL | {"head_dim": 16},
+    "qwen3_moe": SMALL
+    | {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     "gemma2": SMALL
     | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
     | {"final_logit_softcapping": 1.5, "tie_word_embeddings": False},
@@ -44,7 +47,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     import transformers
 
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
-    names |= {"gemma3_text": "Gemma3Text", "gpt2": "GPT2"}
+    names |= {"qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3Text", "gpt2": "GPT2"}
     # End tokens outside the tiny vocabulary would draw a warning.
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values = copy.deepcopy(ends | FAMILIES[family] | changes)  # transformers changes what it gets
@@ -56,7 +59,7 @@ def transformers_model(family: str, seed: int = 0, dtype: torch.dtype = torch.fl
     import transformers
 
     config = transformers_config(family, **changes)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

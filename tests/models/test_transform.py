@@ -16,7 +16,7 @@ from mini_engine.attention.torch import TorchBackend
 from mini_engine.chunks import ChunkMemory
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.base import LanguageModel
-from mini_engine.models.llama import LlamaLayer, decoder_layer
+from mini_engine.models.llama import LlamaLayer, PreNormLayer, decoder_layer
 from mini_engine.models.transform import bind_layers, has_fused_layers, identity_of, prepare_weights
 from mini_engine.parts import Parts
 from tests.helpers import make_engine
@@ -31,7 +31,7 @@ class StubFusedLayer:
     def __init__(self, model: LanguageModel) -> None:
         self.num_calls = 0
 
-    def __call__(self, layer: LlamaLayer, *args: object) -> torch.Tensor:
+    def __call__(self, layer: PreNormLayer, *args: object) -> torch.Tensor:
         self.num_calls += 1
         assert (layer.input_norm == 1).all() and (layer.mlp_norm == 1).all()
         return decoder_layer(layer, *args)
@@ -57,7 +57,7 @@ def backend_of(model: LanguageModel, kv_dtype: torch.dtype | None = None, name: 
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_the_fused_layer_runs_where_it_computes_the_same(family: str) -> None:
     model, exact = bfloat16_model(family), bfloat16_model(family)
     forward = bind_layers(model, backend_of(model))
@@ -80,7 +80,7 @@ def test_the_fused_layer_runs_where_it_computes_the_same(family: str) -> None:
 def test_no_other_layer_is_fused_or_folded(family: str) -> None:
     parts = {name: replace(Parts(), **{name: lambda *args: args[0]}) for name in ("decoder_layer", "rms_norm")}
     others = [our_model(transformers_model(family, seed=2)), *(bfloat16_model(family, own) for own in parts.values())]
-    others += [] if family in ("llama", "qwen3") else [bfloat16_model(family)]
+    others += [] if family in ("llama", "qwen3", "qwen3_moe") else [bfloat16_model(family)]
     if family != "gpt2":  # which has biases anyway
         others.append(our_model(transformers_model(family, dtype=torch.bfloat16, attention_bias=True)))
     for model in others:

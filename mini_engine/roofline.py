@@ -76,6 +76,10 @@ class ModelShape:
         gated: whether the MLP has a gate. GPT-2's has none.
         window: keys that a query of a layer with a sliding window sees, its own included.
         windowed_layers: number of layers with a sliding window.
+        num_experts: experts of a sparse layer.
+        experts_per_token: how many of them compute a token.
+        expert_size: intermediate size of an expert.
+        sparse_layers: number of layers that have experts instead of a dense MLP.
         weight_bytes: bytes of a number of the weights, with its share of scales; None: as of all other numbers.
         kv_bytes: bytes of a number of the KV cache; None: as of all other numbers.
     """
@@ -90,6 +94,10 @@ class ModelShape:
     gated: bool = True
     window: int | None = None
     windowed_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    sparse_layers: int = 0
     weight_bytes: float | None = None
     kv_bytes: float | None = None
 
@@ -175,6 +183,14 @@ def attention_cost(
     return Cost(4 * pairs * num_qo_heads * head_dim, queries_and_output + keys_and_values + scores)
 
 
+def experts_touched(num_experts: int, per_token: int, num_tokens: int) -> float:
+    """Compute the expected number of experts that at least one token has, if each token's are chosen at random.
+
+    A token misses a given expert with probability 1 - k/E, and B tokens miss it with probability (1 - k/E)^B.
+    """
+    return num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)
+
+
 def decoder_layer_costs(
     shape: ModelShape,
     num_tokens: int,
@@ -184,7 +200,7 @@ def decoder_layer_costs(
     *,
     window: int | None = None,
 ) -> dict[str, Cost]:
-    """Compute the cost of each operator of one decoder layer, in the order in which they run.
+    """Compute the cost of each operator of one dense decoder layer, in the order in which they run.
 
     Args:
         shape: the model.
@@ -194,8 +210,21 @@ def decoder_layer_costs(
         batch_size: sequences in the step. They share the weights, but no keys or values.
         window: keys that a query sees, its own included; None: all.
     """
-    tokens = batch_size * num_tokens
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    of_attention = attention_costs(shape, num_tokens, kv_len, dtype_bytes, batch_size, window=window)
+    return of_attention | mlp_costs(shape, batch_size * num_tokens, dtype_bytes)
+
+
+def attention_costs(
+    shape: ModelShape,
+    num_tokens: int,
+    kv_len: int,
+    dtype_bytes: int,
+    batch_size: int = 1,
+    *,
+    window: int | None = None,
+) -> dict[str, Cost]:
+    """Compute the cost of each operator of a layer up to its MLP; the arguments are those of `decoder_layer_costs`."""
+    tokens, hidden = batch_size * num_tokens, shape.hidden_size
     q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
     sine_bytes = tokens * shape.head_dim * 4  # float32, shared by all heads
@@ -210,6 +239,19 @@ def decoder_layer_costs(
         "attention": attention * batch_size,
         "o_proj": linear_cost(tokens, q_size, hidden, *widths),
         "attention_residual": elementwise_cost(tokens * hidden, 1, 3, dtype_bytes),
+    }
+
+
+def mlp_costs(shape: ModelShape, tokens: int, dtype_bytes: int) -> dict[str, Cost]:
+    """Compute the cost of each operator of a dense layer's MLP.
+
+    Args:
+        shape: the model.
+        tokens: tokens of the step.
+        dtype_bytes: see `decoder_layer_costs`.
+    """
+    hidden, inner, widths = shape.hidden_size, shape.intermediate_size, (dtype_bytes, shape.weight_bytes)
+    return {
         "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),
         "gate_up_proj": linear_cost(tokens, hidden, (1 + shape.gated) * inner, *widths),
         # act(gate) * up, an exponential counted as 1.
@@ -219,14 +261,45 @@ def decoder_layer_costs(
     }
 
 
+def expert_costs(shape: ModelShape, tokens: int, dtype_bytes: int) -> dict[str, Cost]:
+    """Compute the cost of each operator of a sparse layer's mixture of experts: a token has k experts.
+
+    A step reads the weights of the experts that it is expected to touch, each of them once, and each token once.
+
+    Args:
+        shape: the model.
+        tokens: tokens of the step.
+        dtype_bytes: see `decoder_layer_costs`.
+    """
+    hidden, inner, pairs = shape.hidden_size, shape.expert_size, tokens * shape.experts_per_token
+    touched = experts_touched(shape.num_experts, shape.experts_per_token, tokens)
+    of_expert = hidden * inner * (dtype_bytes if shape.weight_bytes is None else shape.weight_bytes)
+    return {
+        "mlp_norm": norm_cost(tokens, hidden, dtype_bytes),
+        "router": linear_cost(tokens, hidden, shape.num_experts, dtype_bytes, shape.weight_bytes),
+        "gate_up_proj": Cost(
+            2 * pairs * hidden * 2 * inner,
+            (tokens * hidden + pairs * 2 * inner) * dtype_bytes + touched * 2 * of_expert,
+        ),
+        "activation": elementwise_cost(pairs * inner, 5, 3, dtype_bytes),
+        "down_proj": Cost(2 * pairs * hidden * inner, pairs * (inner + hidden) * dtype_bytes + touched * of_expert),
+        # A multiplication by its weight and an addition for each expert, and the addition to the residual stream.
+        "mlp_residual": Cost((2 * pairs + tokens) * hidden, (pairs + 2 * tokens) * hidden * dtype_bytes),
+    }
+
+
 def model_step_cost(shape: ModelShape, num_tokens: int, kv_len: int, dtype_bytes: int, batch_size: int = 1) -> Cost:
     """Compute the cost of one step of the whole model, with logits for the last token of each sequence."""
     tokens = batch_size * num_tokens
     sizes = shape, num_tokens, kv_len, dtype_bytes, batch_size
-    layer, windowed = (
-        sum(decoder_layer_costs(*sizes, window=window).values(), Cost(0, 0)) for window in (None, shape.window)
-    )
-    layers = layer * (shape.num_layers - shape.windowed_layers) + windowed * shape.windowed_layers
+    layers = Cost(0, 0)
+    for costs, number in (
+        (attention_costs(*sizes), shape.num_layers - shape.windowed_layers),
+        (attention_costs(*sizes, window=shape.window), shape.windowed_layers),
+        (mlp_costs(shape, tokens, dtype_bytes), shape.num_layers - shape.sparse_layers),
+        (expert_costs(shape, tokens, dtype_bytes) if shape.sparse_layers else {}, shape.sparse_layers),
+    ):
+        layers += sum(costs.values(), Cost(0, 0)) * number
     embedding = elementwise_cost(tokens * shape.hidden_size, 0, 2, dtype_bytes)
     final_norm = norm_cost(batch_size, shape.hidden_size, dtype_bytes)
     lm_head = linear_cost(batch_size, shape.hidden_size, shape.vocab_size, dtype_bytes, shape.weight_bytes)

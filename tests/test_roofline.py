@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mini_engine.attention.naive import attention_mask, masked_attention
+from mini_engine.models.config import MoEConfig
+from mini_engine.models.moe import mix_experts
 from mini_engine.roofline import (
     Cost,
     Machine,
@@ -17,6 +19,8 @@ from mini_engine.roofline import (
     attention_cost,
     decoder_layer_costs,
     device_name,
+    expert_costs,
+    experts_touched,
     linear_cost,
     measure_machine,
     model_step_cost,
@@ -28,6 +32,7 @@ from mini_engine.roofline import (
 SHAPE = ModelShape(
     hidden_size=32, num_layers=3, num_qo_heads=6, num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=100
 )
+SPARSE = replace(SHAPE, num_experts=6, experts_per_token=2, expert_size=10, sparse_layers=2)
 
 
 def counted_flops(run) -> int:
@@ -133,6 +138,39 @@ def test_layers_with_a_window_read_the_keys_in_it() -> None:
     key_bytes = 2 * 2 * 8 * 2  # keys and values, KV heads, head size, bytes of a number
     assert none.bytes - some.bytes == 2 * (100 - 4) * key_bytes
     assert model_step_cost(shape, 1, 4, 2) == model_step_cost(SHAPE, 1, 4, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+def test_experts_touched_are_those_of_a_simulation(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    chosen = torch.rand(4000, num_tokens, 16, generator=generator).topk(3).indices
+    touched = torch.zeros(4000, 16).scatter_(1, chosen.flatten(1), 1.0).sum(1)
+    assert experts_touched(16, 3, num_tokens) == pytest.approx(touched.mean().item(), abs=0.1)
+    assert experts_touched(16, 3, 0) == 0 and experts_touched(16, 3, 1) == pytest.approx(3)
+
+
+def test_a_sparse_layer_computes_with_the_experts_of_each_token() -> None:
+    moe = MoEConfig(6, 2, 10, True, 1.0, frozenset())
+    x, logits, gate_up, down = (torch.randn(shape) for shape in [(7, 32), (7, 6), (6, 20, 32), (6, 32, 10)])
+    with FlopCounterMode(display=False) as counter:
+        mix_experts(x, logits, gate_up, down, moe, F.silu)
+    costs = expert_costs(SPARSE, 7, 4)
+    assert counter.get_total_flops() == costs["gate_up_proj"].flops + costs["down_proj"].flops
+
+
+def test_one_token_reads_its_experts_and_many_tokens_read_all() -> None:
+    of_expert = 3 * 32 * 10 * 2
+    one, many = expert_costs(SPARSE, 1, 2), expert_costs(SPARSE, 1000, 2)
+    numbers = 32 + 2 * 20 + 2 * (10 + 32)
+    assert one["gate_up_proj"].bytes + one["down_proj"].bytes == pytest.approx(2 * of_expert + 2 * numbers)
+    assert many["gate_up_proj"].bytes + many["down_proj"].bytes == pytest.approx(6 * of_expert + 2000 * numbers)
+
+
+def test_a_step_has_dense_and_sparse_layers() -> None:
+    step = model_step_cost(SPARSE, 1, 10, 2, batch_size=2)
+    none, every = (model_step_cost(replace(SPARSE, sparse_layers=n), 1, 10, 2, batch_size=2) for n in (0, 3))
+    assert none == model_step_cost(SHAPE, 1, 10, 2, batch_size=2)
+    assert step.bytes == pytest.approx(none.bytes / 3 + every.bytes * 2 / 3)
 
 
 def test_the_slower_bound_decides() -> None:

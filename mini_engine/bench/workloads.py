@@ -182,6 +182,7 @@ def least_seconds(
 
 def model_shape(config: ModelConfig) -> ModelShape:
     """Return the sizes that determine the cost of a step."""
+    moe = config.moe
     return ModelShape(
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -193,4 +194,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
         gated=config.architecture != "GPT2LMHeadModel",
         window=config.sliding_window,
         windowed_layers=config.layer_types.count("sliding_attention"),
+        num_experts=moe.num_experts if moe else 0,
+        experts_per_token=moe.num_experts_per_tok if moe else 0,
+        expert_size=moe.moe_intermediate_size if moe else 0,
+        sparse_layers=len(moe.sparse_layers) if moe else 0,
     )

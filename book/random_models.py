@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from mini_engine.loading.checkpoint import open_checkpoint
@@ -53,6 +54,23 @@ QWEN3_8B = Qwen3Config(
     tie_word_embeddings=False,
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     architectures=["Qwen3ForCausalLM"],
+)
+QWEN3_30B_A3B = Qwen3MoeConfig(  # type: ignore[call-arg]  # not all values are fields
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    architectures=["Qwen3MoeForCausalLM"],
 )
 LLAMA_3_2_1B = LlamaConfig(
     vocab_size=128_256,

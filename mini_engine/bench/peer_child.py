@@ -59,6 +59,7 @@ def load_vllm(options: dict[str, Any]) -> Generate:
         **_given(
             {name: options[name] for name in names}
             | {"gpu_memory_utilization": options["memory_share"], "kv_cache_memory_bytes": options["cache_bytes"]}
+            | {"load_format": "dummy" if options["random_weights"] else None}
         ),
         generation_config="vllm",  # no sampling parameters of the checkpoint
         skip_tokenizer_init=True,
@@ -87,6 +88,7 @@ def load_sglang(options: dict[str, Any]) -> Generate:
                 "disable_radix_cache": None if caches is None else not caches,
                 "max_total_tokens": options["cache_tokens"],
                 "quantization": options["quantization"],
+                "load_format": "dummy" if options["random_weights"] else None,
                 "kv_cache_dtype": "fp8_e4m3" if options["kv_cache_dtype"] == "fp8" else options["kv_cache_dtype"],
             }
         ),

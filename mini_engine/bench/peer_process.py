@@ -43,6 +43,7 @@ class PeerOptions:
         batch_invariant: whether logits must not depend on the other requests of a step; only ours and vLLM.
         speculative_config: see `EngineConfig`, whose names are vLLM's; only ours and vLLM.
         config: YAML file of our engine's options; the other engines do not read it.
+        random_weights: whether the engine draws the weights, because the folder has none; only vLLM and SGLang.
     """
 
     model: str
@@ -58,6 +59,7 @@ class PeerOptions:
     batch_invariant: bool | None = None
     speculative_config: dict[str, Any] | None = None
     config: str | None = None
+    random_weights: bool | None = None
 
 
 class PeerProcess:

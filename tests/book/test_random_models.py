@@ -4,13 +4,16 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from book.random_models import GEMMA2_2B, QWEN3_0_6B, random_model, random_transformers_model
+from book.random_models import GEMMA2_2B, QWEN3_0_6B, QWEN3_30B_A3B, random_model, random_transformers_model
 from mini_engine.models.config import ModelConfig
 from mini_engine.models.registry import build_model
 from mini_engine.parts import Parts
 
 
-@pytest.mark.parametrize(("config", "parameters"), [(QWEN3_0_6B, 596_049_920), (GEMMA2_2B, 2_614_341_888)])
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(QWEN3_0_6B, 596_049_920), (GEMMA2_2B, 2_614_341_888), (QWEN3_30B_A3B, 30_532_122_624)],
+)
 def test_parameters_are_as_many_as_published(config, parameters):
     meta = torch.device("meta")
     theirs = random_transformers_model(config, torch.bfloat16, meta)

@@ -44,7 +44,10 @@ SUMMED = 1024  # columns that a program of `_add_slots` adds
 
 @dataclass(frozen=True)
 class TileShape:
-    """The sizes of a program of the tensor cores: rows and columns of the weight at a time, warps, and buffers."""
+    """The sizes of a program of the tensor cores: rows and columns of the weight at a time, warps, and buffers.
+
+    In float32, a program has half of the columns.
+    """
 
     rows: int
     columns: int
@@ -214,12 +217,12 @@ def _mix(
     tiles, most_tiles = (pairs.order, pairs.tiles, pairs.num_tiles), pairs.tiles.shape[1]
     _gate_up_tiles[(triton.cdiv(size, shape.rows), most_tiles)](
         x, scales, *tiles, gate_up, inner, most_tiles, TOKENS=pairs.tile_tokens, **common,
-        **_program(shape, hidden, pdl),
+        **_program(shape, hidden, x.dtype, pdl),
     )  # fmt: skip
     of_pairs = x.new_empty(num_tokens * k, hidden)
     _down_tiles[(triton.cdiv(hidden, down_shape.rows), most_tiles)](
         inner, pairs.weights, *tiles, down, of_pairs, most_tiles, HIDDEN=hidden, SIZE=size, TOKENS=pairs.tile_tokens,
-        **_program(down_shape, size, pdl),
+        **_program(down_shape, size, x.dtype, pdl),
     )  # fmt: skip
     _add_slots[(num_tokens, triton.cdiv(hidden, SUMMED))](of_pairs, out, K=k, HIDDEN=hidden, COLUMNS=SUMMED, **ends)
     return out
@@ -229,8 +232,8 @@ def _launch(pdl: bool) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
-def _program(shape: TileShape, num_columns: int, pdl: bool) -> dict[str, Any]:
-    columns = min(shape.columns, max(16, triton.next_power_of_2(num_columns)))
+def _program(shape: TileShape, num_columns: int, dtype: torch.dtype, pdl: bool) -> dict[str, Any]:
+    columns = min(shape.columns * 2 // dtype.itemsize, max(16, triton.next_power_of_2(num_columns)))
     options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     return {"ROWS": shape.rows, "COLUMNS": columns, **options, **_launch(pdl)}
 

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from mini_engine.models.config import MoEConfig
 from mini_engine.models.layers import rms_norm
 from mini_engine.models.moe import MoE, mix_experts, route
+from mini_engine.parts import default_parts
 from tests.kernels.random_tensors import Random
+from tests.models.families import our_model, transformers_model
 
 pytest.importorskip("triton")
 # On a GPU machine Triton compiles the kernels, and a compiled kernel accepts no tensors on the CPU.
@@ -178,6 +180,32 @@ def test_the_sizes_of_a_published_model(num_tokens: int, dtype: torch.dtype) -> 
     assert error < {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
 
 
+@pytest.mark.gpu
+def test_an_engine_without_options_replays_graphs_of_these_kernels() -> None:
+    """The persistent kernel refuses the model, and graphs compute the same tokens as launches one by one."""
+    pytest.importorskip("flashinfer")
+    from mini_engine import SamplingParams
+    from mini_engine.config import EngineConfig
+    from mini_engine.engine import LLMEngine
+    from mini_engine.models.base import LanguageModel
+
+    device = torch.device("cuda")
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "moe_intermediate_size": 128}
+    theirs = transformers_model("qwen3_moe", seed=2, dtype=torch.bfloat16, mlp_only_layers=[1], **sizes)
+    model: LanguageModel = our_model(theirs, parts=default_parts(device)).to(device)
+    outputs = []
+    for eager in (True, False):
+        config = EngineConfig.of({"max_batch_size": 8, "enforce_eager": eager})
+        engine = LLMEngine(model, config, parts=default_parts(device))
+        assert not engine.config.persistent_decode and bool(engine.config.cuda_graph_batch_sizes) != eager
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        added = [engine.add_request(str(i), [3 + i, 7, 9, 4], params) for i in range(8)]  # a graph has this size
+        while engine.has_unfinished:
+            engine.step()
+        outputs.append([request.output_token_ids for request in added])
+    assert outputs[0] == outputs[1]
+
+
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -221,7 +249,7 @@ for tokens in moe.SHAPES:
         (moe._gate_up_tiles, moe.SHAPES[tokens], {"K": 8, "HAS_FACTORS": True}),
         (moe._down_tiles, moe.DOWN_SHAPES[tokens], {}),
     ):
-        program = moe._program(shape, 768, True)
+        program = moe._program(shape, 768, torch.bfloat16, True)
         program.pop("launch_pdl")
         build(kernel, TOKENS=tokens, HIDDEN=2048, SIZE=768, **of_kernel, **program)
 build(moe._add_slots, K=8, COLUMNS=1024, ADD=True, **HIDDEN)

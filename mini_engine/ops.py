@@ -47,7 +47,8 @@ STEP_KERNELS = {
         lambda destination, source: destination.is_cuda or source.is_cuda,
     ),
     "keep_tokens": Kernel("mini_engine.kernels.pinned_copy:keep_tokens"),
-    "mix_experts": Kernel(  # once per layer
+    "merge_sinks": Kernel("mini_engine.kernels.sinks:merge_sinks"),  # once per layer, as the next one
+    "mix_experts": Kernel(
         "mini_engine.kernels.moe:mix_experts",
         lambda x, logits, gate_up, down, moe, activation, *others: (
             x.is_cuda and x.dtype != torch.float64 and activation is F.silu

@@ -86,7 +86,6 @@ class FlashDecodes(Decodes):
             and spec.group <= 8
             and spec.kv_dtype in (None, cache.dtype, torch.float8_e4m3fn)
             and spec.alibi_slopes is None
-            and not spec.has_sinks
         )
 
     def begin(self) -> None:

@@ -40,13 +40,14 @@ class LayerKind(NamedTuple):
     kv_dtype: torch.dtype | None
     k_scale: float
     v_scale: float
+    has_sinks: bool = False
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> "LayerKind":
         """Return the kind of a layer."""
         return cls(
             spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap,
-            spec.alibi_slopes is not None, spec.kv_dtype, *(spec.kv_scales or (1.0, 1.0)),
+            spec.alibi_slopes is not None, spec.kv_dtype, *(spec.kv_scales or (1.0, 1.0)), spec.has_sinks,
         )  # fmt: skip
 
     @property
@@ -159,7 +160,7 @@ class Decodes(ABC):
         wrappers: FlashInfer's wrappers, among which it keeps its own plans.
 
     Attributes:
-        returns_lse: whether the result can be merged with that of levels.
+        returns_lse: whether the result can be merged with that of levels, or with sinks.
         waits_for_keys: see `PagedBackend`.
     """
 

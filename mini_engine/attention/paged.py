@@ -22,6 +22,7 @@ from mini_engine.attention.flashinfer import Decodes, FlashInferDecodes, FlashIn
 from mini_engine.attention.flashinfer_cascade import FlashInferLevels
 from mini_engine.attention.levels import H200_COSTS, CascadeCosts
 from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.state import merge_sinks
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import round_kv
@@ -30,9 +31,9 @@ from mini_engine.kv_cache.paged import round_kv
 class PagedBackend(AttentionBackend):
     """FlashInfer's kernels over the paged cache, with a choice of decode kernels, and with levels or without.
 
-    It reads both layouts, and supports windows, soft-cap, ALiBi and float8 keys. Decodes and prompts of a step are
-    planned separately, because FlashInfer's kernels choose one tile size for all queries of a plan. The kernels mask,
-    normalize, merge and append, so no part of the engine's attention is called.
+    It reads both layouts, and supports windows, soft-cap, ALiBi, sinks and float8 keys. Decodes and prompts of a step
+    are planned separately, because FlashInfer's kernels choose one tile size for all queries of a plan. The kernels
+    mask, normalize, merge and append, so no part of the engine's attention is called.
 
     Keys are counted from the first page that a request still has. For windows and ALiBi, which depend only on
     distances, that is right if only the first pages have been evicted, but not if pages are missing in between. Layers
@@ -141,11 +142,15 @@ class PagedBackend(AttentionBackend):
         pages, kind = self.cache.layers[layer], self._kinds[layer]
         planned, scales = self._planned[kind], kind.scales
         out = q.new_empty(q.shape)
-        if self._levels and self._merged and kind in self._merged:
+        has_levels = self._levels is not None and kind in self._merged
+        if has_levels or kind.has_sinks:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             for tokens, wrapper in planned:
                 wrapper.run(q[tokens], pages, out=out[tokens], lse=lse[tokens], return_lse=True, **scales)
-            self._levels.merge(self.specs[layer], kind, q, out, lse)
+            if self._levels is not None and has_levels:
+                self._levels.merge(self.specs[layer], kind, q, out, lse)
+            if kind.has_sinks:  # last, so that they count once
+                merge_sinks(out, lse, self.sinks[layer])
             return out
         if len(planned) == 1:  # views cost host time
             [(_, wrapper)] = planned
@@ -159,7 +164,7 @@ class PagedBackend(AttentionBackend):
         planned: list[tuple[slice, Any]] = []
         has_levels = kind in self._merged
         if count:
-            can = kind in self._able and (self._decodes.returns_lse or not has_levels)
+            can = kind in self._able and (self._decodes.returns_lse or not (has_levels or kind.has_sinks))
             decodes = self._decodes if can else self._fallback
             planned.append((slice(count), decodes.plan(batch, count, kind, has_levels)))
         if count < batch.num_sequences:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mini_engine.attention.naive import attention_scores
+from mini_engine.ops import with_kernel
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,18 @@ def with_sinks(state: AttentionState, sinks: Float[Tensor, " Hq"]) -> AttentionS
     sinks = sinks.to(state.lse.dtype)
     weight = torch.sigmoid(_finite(state.lse) - sinks)  # without keys the output is 0, whatever its weight
     return AttentionState(weight[..., None].to(state.out.dtype) * state.out, torch.logaddexp(state.lse, sinks))
+
+
+@with_kernel
+def merge_sinks(out: Float[Tensor, "T Hq D"], lse: Float[Tensor, "T Hq"], sinks: Float[Tensor, " Hq"]) -> None:
+    """Merge the attention of queries over all their keys with the learned sinks, in place.
+
+    Args:
+        out: the output, contiguous.
+        lse: base-2 logarithms of the sums of the weights, as FlashInfer's kernels return them.
+        sinks: one natural logarithm for each query head.
+    """
+    out.copy_(with_sinks(AttentionState(out, lse * math.log(2)), sinks).out)
 
 
 def chunked_attention(

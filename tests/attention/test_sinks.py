@@ -19,7 +19,9 @@ from torch import Tensor
 from mini_engine.attention.backend import BACKENDS, AttentionBackend, PlannedCache, create_backend
 from mini_engine.attention.cascade import CascadeBackend
 from mini_engine.attention.flash_decoding import FlashDecodes
+from mini_engine.attention.flashinfer import Decodes, FlashInferDecodes
 from mini_engine.attention.levels import CascadeCosts
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.split_kv import SplitKVBackend
 from mini_engine.attention.state import AttentionState, attention_state, merge_states, with_sinks
@@ -28,6 +30,7 @@ from mini_engine.attention.trtllm import TRTLLMDecodes
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.parts import Parts
+from tests.attention import fake_flashinfer
 from tests.attention.prefix_steps import Step, in_pages, prefixed, steps
 from tests.attention.stepping import check_equal, expected, full_cache, random_qkv, run_in_steps
 from tests.helpers import GREEDY, double_model, make_engine, serve
@@ -184,14 +187,72 @@ def test_a_query_without_keys_gets_0_whatever_the_sink() -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_only_backends_in_plain_pytorch_have_sinks() -> None:
-    on_gpu = [name for name, info in BACKENDS.items() if "has_sinks" in info.on("cuda").features]
-    assert on_gpu == ["torch", "torch_padded", "chunked", "split_kv"]
-    assert set(NAMES) == {*on_gpu, "batch_invariant", "cascade"}
+def test_which_backends_have_sinks() -> None:
+    """Those that return an LSE. XQA returns none, so FlashInfer computes such layers for it."""
+    without = {name for name, info in BACKENDS.items() if "has_sinks" not in info.on("cuda").features}
+    assert without == {"flex", "batch_invariant"} and "batch_invariant" in NAMES
     cache = PlannedCache(16, "NHD", torch.bfloat16, torch.device("cuda"))
     spec = replace(FULL, head_dim=64)
-    for decodes in (FlashDecodes, TRTLLMDecodes):
-        assert not decodes.computes(spec, cache) and decodes.computes(replace(spec, has_sinks=False), cache)
+    assert FlashDecodes.computes(spec, cache) and not TRTLLMDecodes.computes(spec, cache)
+
+
+# --- kernels that know nothing of sinks ------------------------------------------------------------------------------
+
+WIDE = tuple(replace(spec, head_dim=64) for spec in SPECS)  # of a size that FlashInfer supports
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on machines without a GPU")
+DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("decodes", [FlashInferDecodes, TRTLLMDecodes, FlashDecodes])
+@settings(max_examples=5, deadline=None)
+@given(steps(), st.sampled_from([0.0, 1e9]))
+def test_sinks_are_merged_after_decodes_prompts_and_levels(decodes: type[Decodes], step: Step, cost: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fake_flashinfer.install(patch, has_fa3=False)
+        patch.setattr("mini_engine.attention.flash_decoding.FlashDecoding", fake_flashinfer.Kernel)
+        caches = [PagedKVCache(WIDE, step.num_pages + 1, step.page_size, torch.float64) for _ in range(2)]
+        mine = PagedBackend(WIDE, caches[0], Parts(), decodes=decodes, levels=True)
+        theirs = TorchBackend(WIDE, caches[1], Parts())
+        mine.sinks = theirs.sinks = SINKS
+        check_equal(step.batch(*step.plan(in_pages(cost))), mine, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_the_kernel_equals_the_reference(device: str, head_dim: int) -> None:
+    pytest.importorskip("triton")
+    from mini_engine.kernels.sinks import merge_sinks
+
+    generator = torch.Generator().manual_seed(head_dim)
+    out = torch.randn(7, 6, head_dim, generator=generator)
+    lse, sinks = torch.randn(7, 6, generator=generator) * 5, torch.randn(6, generator=generator) * 3
+    lse[2, 3], sinks[4] = -torch.inf, -torch.inf
+    want = with_sinks(AttentionState(out.double(), lse.double() * math.log(2)), sinks).out
+    out[2, 3], want[2, 3] = torch.nan, 0  # without keys
+    got = out.to(device)
+    merge_sinks(got, lse.to(device), sinks.to(device))
+    torch.testing.assert_close(got.cpu().double(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_trtllm", "flash_decoding", "flash_decoding+cascade"])
+def test_sinks_on_a_gpu(name: str) -> None:
+    """Prompts and decodes of gpt-oss's heads, in bfloat16, against transformers in float64."""
+    pytest.importorskip("flashinfer")
+    full = AttentionSpec(0, num_qo_heads=64, num_kv_heads=8, head_dim=64, scale=0.125, has_sinks=True)
+    specs = (full, replace(full, layer=1, window=128))
+    generator = torch.Generator().manual_seed(0)
+    sinks = {layer: torch.randn(64, generator=generator, dtype=torch.float64) * 2 for layer in (0, 1)}
+    on_gpu = {layer: own.to("cuda", torch.bfloat16) for layer, own in sinks.items()}
+    sinks = {layer: own.double().cpu() for layer, own in on_gpu.items()}
+    cache = full_cache(specs, 80, 16, torch.bfloat16, device="cuda")
+    backend = create_backend(name, specs, cache, Parts(), on_gpu)
+    order = torch.randperm(80, generator=generator).tolist()
+    options: dict[str, Any] = {"oracle": lambda spec, *qkv: gpt_oss(sinks, spec, *(x.double().cpu() for x in qkv))}
+    options["device"] = "cuda"
+    lens, cuts = [9, 300, 414, 128], [4, 299, 407, 125]
+    for _, got, want in run_in_steps(backend, specs, lens, cuts, order, 16, torch.bfloat16, **options):
+        torch.testing.assert_close(got.double().cpu(), want, atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("sinks", [{}, {0: SINKS[0]}, {0: SINKS[0], 1: torch.zeros(1)}, {**SINKS, 2: SINKS[0]}])

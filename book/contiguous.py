@@ -22,7 +22,7 @@ class ContiguousKVCache:
         device: where keys and values are stored.
 
     Attributes:
-        layers: for each KV layer its (k, v), each [pages, page_size, num_kv_heads, head_dim].
+        layers: for each KV layer the two tensors of its entry, such as (k, v), each [pages, page_size, heads, size].
         layout: "NHD", the order of a page's axes.
     """
 
@@ -39,9 +39,11 @@ class ContiguousKVCache:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.layers: list[tuple[Tensor, Tensor]] = []
         for spec in specs:
-            shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-            pair = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            self.layers.append((pair[0], pair[1]))
+            k, v = (
+                torch.empty((num_pages, page_size, heads, size), dtype=dtype, device=device)
+                for heads, size in spec.entry
+            )
+            self.layers.append((k, v))
         self._free = list(reversed(range(num_pages)))
 
     def allocate(self) -> int:

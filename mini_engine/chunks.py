@@ -105,6 +105,8 @@ class ChunkMemory:
             )
         if any(spec.alibi_slopes is not None for spec in specs):
             raise ConfigError("the model uses ALiBi, which chunks do not support; use a model with RoPE")
+        if any(spec.mla is not None for spec in specs):
+            raise ConfigError("the model stores latents (MLA), which chunks do not support; use a model without MLA")
         if engine.backend.planner is None:
             raise ConfigError(
                 f"the {engine.config.attn_backend} backend attends only to a request's own pages; use "

@@ -305,7 +305,7 @@ class LLMEngine:
         cache = PagedKVCache(specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout)
         executor = LocalExecutor(
             batch_invariant(model) if config.batch_invariant else model,
-            create_backend(config.attn_backend, specs, cache, self.parts, model.sinks),
+            create_backend(config.attn_backend, specs, cache, self.parts, model.sinks, model.up_projections),
             cache,
             config,
             graph_sizes=config.cuda_graph_batch_sizes,

@@ -89,7 +89,7 @@ class Parts:
     decoder_layer: Callable[..., Tensor] = part(decoder_layer, "Decoder layer", 3, LAYER)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = part(rms_norm, "RMSNorm", 3, LAYER)
     qk_norm: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = part(qk_norm, "QK-norm", 3, LAYER)
-    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = part(apply_rope, "RoPE", 1, LAYER)
+    apply_rope: Callable[..., Tensor] = part(apply_rope, "RoPE", 1, LAYER)
     append_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = part(append_kv, "Cache append", 4, LAYER)
     masked_attention: Callable[..., Tensor] = part(sdpa_attention, "Attention", 1, LAYER)
     merge_states: Callable[[AttentionState, AttentionState], AttentionState] = part(

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE): rotate each pair of a head's components by an angle proportional to the position.
 
 RoFormer (Su et al. 2021, section 3.2.2) defines the rotation, Chen et al. 2023 the linear scaling of positions, and
-the Llama 3.1 release the scaling of the slow pairs only. Explained in chapter 01.
+the Llama 3.1 release and YaRN (Peng et al. 2023) the scaling of the slow pairs only. Explained in chapter 01.
 """
 
 from __future__ import annotations
@@ -38,6 +38,34 @@ class Llama3:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Divide the frequencies of slow pairs by `factor`, as `Llama3` does, and sharpen the softmax (Peng et al. 2023).
+
+    A pair is slow if it makes fewer than `beta_slow` turns within the model's original context, and fast if it makes
+    more than `beta_fast` turns. The pairs between them are blended by their index.
+
+    Attributes:
+        factor: the context is this many times as long as the original one.
+        original_max_position_embeddings: tokens of the original context.
+        beta_fast: see above.
+        beta_slow: see above.
+        mscale: DeepSeek's coefficient of the length of rotated vectors; None: 1.
+        mscale_all_dim: DeepSeek's coefficient of the length of whole queries and keys; None: they keep their length.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def magnitude(self, mscale: float) -> float:
+        """Return the factor by which YaRN lengthens both queries and keys (section 3.4)."""
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """The rotation of a model's queries and keys.
 
@@ -49,7 +77,25 @@ class RopeConfig:
 
     theta: float
     head_dim: int
-    scaling: Linear | Llama3 | None = None
+    scaling: Linear | Llama3 | Yarn | None = None
+
+    @property
+    def length_factor(self) -> float:
+        """Factor on rotated vectors, 1 without YaRN. The coefficients of DeepSeek-V2 are equal, so it is 1 there."""
+        yarn = self.scaling
+        if not isinstance(yarn, Yarn):
+            return 1.0
+        if yarn.mscale is None or yarn.mscale_all_dim is None:
+            return yarn.magnitude(1.0)
+        return yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor on the scores, 1 unless YaRN lengthens whole queries and keys."""
+        yarn = self.scaling
+        if not isinstance(yarn, Yarn) or yarn.mscale_all_dim is None:
+            return 1.0
+        return yarn.magnitude(yarn.mscale_all_dim) ** 2
 
 
 def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " half"]:
@@ -65,6 +111,15 @@ def inverse_frequencies(config: RopeConfig) -> Float[Tensor, " half"]:
             turns = original_length * frequencies / (2 * math.pi)
             keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: a slow pair, divided; 1: a fast pair, kept
             return (1 - keep) * frequencies / factor + keep * frequencies
+        case Yarn(factor, original_length, fast, slow):
+            pairs = config.head_dim // 2
+            # The pairs that make that many turns, as real numbers.
+            first, last = (
+                pairs * math.log(original_length / (2 * math.pi * turns), config.theta) for turns in (fast, slow)
+            )
+            first, last = max(math.floor(first), 0), min(math.ceil(last), config.head_dim - 1)
+            slowness = ((torch.arange(pairs) - first) / max(last - first, 0.001)).clamp(0, 1)
+            return slowness * frequencies / factor + (1 - slowness) * frequencies
 
 
 @with_kernel

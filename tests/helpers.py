@@ -177,9 +177,11 @@ def alone(
 
     if guess and (len(prompt) + len(guess) == longest or guess[-1] in ends) and not ends.intersection(guess[:-1]):
         tokens = [*prompt, *guess[:-1]]
-        if len(prompt) + len(guess) <= longest and sampled(ListAttend(specs), tokens, 0, len(guess)) == list(guess):
+        if len(prompt) + len(guess) <= longest and sampled(
+            ListAttend(specs, model.up_projections), tokens, 0, len(guess)
+        ) == list(guess):
             return list(guess)
-    naive = ListAttend(specs)
+    naive = ListAttend(specs, model.up_projections)
     tokens, computed = list(prompt), 0
     while len(tokens) < longest:
         [token] = sampled(naive, tokens, computed, 1)

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mini_engine.attention.mla import UpProjections
 from mini_engine.attention.naive import alibi_slopes
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
@@ -56,7 +57,7 @@ class KVCache(CacheFormat, Protocol):
     """The KV cache, as a backend sees it.
 
     Attributes:
-        layers: for each KV layer its (k, v), each [pages, *layout].
+        layers: for each KV layer the two tensors of its entry (`AttentionSpec.entry`), each [pages, *layout].
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -96,6 +97,7 @@ class AttentionBackend(ABC):
             another step with the same number of requests.
         outputs_apart: see `Scheduler`.
         sinks: [Hq] the sinks of each layer that has them, by layer; `create_backend` sets them.
+        up_projections: the matrices of each layer with MLA, by layer; `create_backend` sets them.
         specs: one for each layer; a layer index selects among them.
         cache: see above.
         parts: see above.
@@ -108,6 +110,7 @@ class AttentionBackend(ABC):
     takes_single_queries: ClassVar[bool] = False
     outputs_apart: ClassVar[bool] = False
     sinks: Mapping[int, Float[Tensor, " Hq"]] = MappingProxyType({})
+    up_projections: Mapping[int, UpProjections] = MappingProxyType({})
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         self.specs, self.cache, self.parts = tuple(specs), cache, parts
@@ -117,23 +120,23 @@ class AttentionBackend(ABC):
         """Prepare a step on the host. Called once per step, before the first layer."""
 
     @abstractmethod
-    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
-        """Store the step's keys and values of one layer in the cache."""
+    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk Dv"]) -> None:
+        """Store the step's keys and values of one layer in the cache, or with MLA its latents and rotated keys."""
 
     @abstractmethod
-    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq Dv"]:
         """Compute the attention of each query of the step over all keys that it may see, including the new ones."""
 
     def __call__(
-        self, layer: int, q: Float[Tensor, "T Hq D"], k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]
-    ) -> Float[Tensor, "T Hq D"]:
-        """Store the keys and values, then attend."""
-        self.append(layer, k, v)
+        self, layer: int, q: Float[Tensor, "T Hq D"], *entry: Float[Tensor, "T _ _"]
+    ) -> Float[Tensor, "T Hq Dv"]:
+        """Store the step's entry, such as its keys and values, then attend."""
+        self.append(layer, *entry)
         return self.run(layer, q)
 
 
 # The fields of AttentionSpec that a backend must implement if a layer sets them.
-FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales", "has_sinks"})
+FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales", "has_sinks", "mla"})
 WIDE = torch.float32, torch.bfloat16, torch.float16, torch.float64
 Refusal = tuple[str, str | None]  # why (the predicate of a sentence), and an engine option that would help
 
@@ -165,7 +168,7 @@ class BackendInfo:
     dtypes: tuple[torch.dtype, ...] = WIDE
     kv_dtypes: tuple[torch.dtype, ...] = WIDE
     architectures: tuple[int, ...] | None = None
-    features: frozenset[str] = FEATURES - {"kv_scales", "has_sinks"}
+    features: frozenset[str] = FEATURES - {"kv_scales", "has_sinks", "mla"}
     sizes: Callable[[AttentionSpec, CacheFormat], Refusal | None] = lambda spec, cache: None
     package: str | None = None
     page_size: int = 128
@@ -261,6 +264,8 @@ def _batch_invariant_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal |
 TORCH = BackendInfo(
     "mini_engine.attention.torch:TorchBackend", kv_dtypes=(*WIDE, torch.float8_e4m3fn), features=FEATURES
 )
+# Its subclasses that plan the keys of a step in their own way compute no MLA.
+TILED = replace(TORCH, features=FEATURES - {"mla"})
 # Prompts and decodes on FlashInfer. The backends made from it differ in the decode kernel, and in whether they have
 # levels. A decode kernel may compute only some layers; FlashInfer computes the others.
 FLASHINFER = BackendInfo(
@@ -269,7 +274,7 @@ FLASHINFER = BackendInfo(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     kv_dtypes=(torch.float8_e4m3fn,),
-    features=FEATURES,
+    features=FEATURES - {"mla"},
     sizes=_flashinfer_sizes,
     package="flashinfer",
     page_size=16,
@@ -295,7 +300,7 @@ BACKENDS = {
     "torch_padded": replace(TORCH, path="mini_engine.attention.torch:PaddedTorchBackend"),
     "chunked": replace(TORCH, path="mini_engine.attention.torch:ChunkedBackend"),
     "batch_invariant": replace(
-        TORCH,
+        TILED,
         path="mini_engine.attention.batch_invariant:BatchInvariantBackend",
         on_cuda=replace(
             FLASH_DECODING,
@@ -311,14 +316,14 @@ BACKENDS = {
         sizes=_flex_sizes,
         kv_dtypes=(),
         # For the sinks it would have to return the LSE, and torch compiles no kernel for CPUs that does.
-        features=FEATURES - {"kv_dtype", "kv_scales", "has_sinks"},
+        features=FEATURES - {"kv_dtype", "kv_scales", "has_sinks", "mla"},
     ),
     "flashinfer": FLASHINFER,
     "flashinfer_trtllm": TRTLLM,
     "flash_decoding": FLASH_DECODING,
-    "split_kv": replace(TORCH, path="mini_engine.attention.split_kv:SplitKVBackend"),
+    "split_kv": replace(TILED, path="mini_engine.attention.split_kv:SplitKVBackend"),
     "cascade": replace(
-        TORCH, path="mini_engine.attention.cascade:CascadeBackend", on_cuda=replace(FLASHINFER, levels=True)
+        TILED, path="mini_engine.attention.cascade:CascadeBackend", on_cuda=replace(FLASHINFER, levels=True)
     ),
     "flashinfer_trtllm+cascade": replace(TRTLLM, levels=True),
     "flash_decoding+cascade": replace(FLASH_DECODING, levels=True),
@@ -361,6 +366,7 @@ def create_backend(
     cache: KVCache,
     parts: AttentionParts,
     sinks: Mapping[int, Float[Tensor, " Hq"]] = AttentionBackend.sinks,
+    up_projections: Mapping[int, UpProjections] = AttentionBackend.up_projections,
 ) -> AttentionBackend:
     """Build a backend.
 
@@ -370,10 +376,11 @@ def create_backend(
         cache: the KV cache.
         parts: the engine's replaceable parts.
         sinks: the sinks of each layer that has them, by layer (`LanguageModel.sinks`).
+        up_projections: the matrices of each layer with MLA, by layer (`LanguageModel.up_projections`).
 
     Raises:
         ConfigError: if there is no such backend, it does not support the model, the cache or the machine, or the sinks
-            are not those of the specs.
+            or the matrices are not those of the specs.
     """
     check_backend(name)
     info = {other: info.on(cache.device.type) for other, info in BACKENDS.items()}
@@ -385,8 +392,14 @@ def create_backend(
     expected = {spec.layer: (spec.num_qo_heads,) for spec in specs if spec.has_sinks}
     if expected != (given := {layer: tuple(own.shape) for layer, own in sinks.items()}):
         raise ConfigError(f"the specs need sinks of the shapes {expected} by layer, not {given}; give model.sinks")
+    latent = {spec.layer for spec in specs if spec.mla is not None}
+    if latent != up_projections.keys():
+        raise ConfigError(
+            f"the specs need the up-projections of the layers {sorted(latent)}, not {sorted(up_projections)}; give "
+            "model.up_projections"
+        )
     backend = info[name].create(specs, cache, parts)
-    backend.sinks = sinks
+    backend.sinks, backend.up_projections = sinks, up_projections
     return backend
 
 

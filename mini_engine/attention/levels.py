@@ -72,7 +72,7 @@ class LevelCosts:
     @classmethod
     def of(cls, costs: CascadeCosts, spec: AttentionSpec, page_size: int, dtype: torch.dtype) -> "LevelCosts":
         """Apply the coefficients to a layer over a cache of this page size and dtype."""
-        page_bytes = 2 * page_size * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize
+        page_bytes = page_size * spec.entry_size * (spec.kv_dtype or dtype).itemsize
         page_flops = 4 * page_size * spec.num_qo_heads * spec.head_dim
         state_bytes = spec.num_qo_heads * spec.head_dim * dtype.itemsize
         return cls(

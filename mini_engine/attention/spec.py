@@ -11,6 +11,23 @@ from mini_engine.rope import RopeConfig
 
 
 @dataclass(frozen=True)
+class MLASizes:
+    """Sizes of multi-head latent attention (MLA; DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+    Attributes:
+        kv_lora_rank: numbers in the latent of a token, from which each head computes its key and its value.
+        qk_nope_head_dim: size of the key of a head that comes from the latent.
+        qk_rope_head_dim: size of the rotated key, which all heads share.
+        v_head_dim: size of a value.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """The attention of one layer, fixed when the model is built.
 
@@ -18,7 +35,7 @@ class AttentionSpec:
         layer: index of the layer in the model and in the KV cache.
         num_qo_heads: query (and output) heads.
         num_kv_heads: key and value heads; divides `num_qo_heads` (grouped-query attention).
-        head_dim: size of one head.
+        head_dim: size of one head of queries and keys.
         scale: factor on the scores, usually `head_dim ** -0.5`.
         window: number of keys that a query may see, its own included; None: no limit.
         softcap: if set, a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
@@ -30,6 +47,7 @@ class AttentionSpec:
             them when they are read; None: 1 and 1.
         has_sinks: whether each query head has a learned sink (`state.with_sinks`). The sinks are weights of the model,
             `LanguageModel.sinks`, and not part of the spec.
+        mla: sizes of multi-head latent attention; None: the cache stores a key and a value for each KV head.
     """
 
     layer: int
@@ -44,11 +62,32 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None
     kv_scales: tuple[float, float] | None = None
     has_sinks: bool = False
+    mla: MLASizes | None = None
 
     @property
     def group(self) -> int:
         """Query heads for each KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def entry(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and head size of the two tensors that a token stores in the KV cache.
+
+        They are its keys and values or, with MLA, its latent and its rotated key, which all heads share.
+        """
+        if self.mla is not None:
+            return (1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim)
+        return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers that a token stores in the KV cache."""
+        return sum(heads * size for heads, size in self.entry)
+
+    @property
+    def value_dim(self) -> int:
+        """Size of one head of values, and of the output."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     @property
     def kind(self) -> "AttentionSpec":
@@ -58,24 +97,20 @@ class AttentionSpec:
 
 @runtime_checkable
 class Attend(Protocol):
-    """Store a step's keys and values of one layer, and return the attention of its queries.
+    """Store what a step's tokens keep in one layer, and return the attention of its queries.
 
-    This is all that a model knows about keys and values. Every `AttentionBackend` is an `Attend`.
+    This is all that a model knows about the KV cache. Every `AttentionBackend` is an `Attend`.
 
     Args:
         layer: index of the layer in the model and in the KV cache.
         q: [T, Hq, D] queries of all sequences, laid end to end.
-        k: [T, Hk, D] their keys.
-        v: [T, Hk, D] their values.
+        entry: the two tensors of `AttentionSpec.entry`, one row for each token: keys and values, [T, Hk, D] each, or
+            with MLA, latents and rotated keys, [T, 1, kv_lora_rank] and [T, 1, qk_rope_head_dim].
 
     Returns:
-        [T, Hq, D] for each query, the attention over the keys of its own sequence that it may see.
+        [T, Hq, Dv] for each query, the attention over the keys of its own sequence that it may see.
     """
 
     def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "T Hq D"],
-        k: Float[Tensor, "T Hk D"],
-        v: Float[Tensor, "T Hk D"],
-    ) -> Float[Tensor, "T Hq D"]: ...
+        self, layer: int, q: Float[Tensor, "T Hq D"], *entry: Float[Tensor, "T _ _"]
+    ) -> Float[Tensor, "T Hq Dv"]: ...

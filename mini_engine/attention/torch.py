@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
 from mini_engine.attention.masks import MaskMod
+from mini_engine.attention.mla import absorbed_attention, unabsorbed_attention
 from mini_engine.attention.naive import alibi_bias, fused_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.state import AttentionState, chunked_attention, with_sinks
@@ -68,7 +69,7 @@ class TorchBackend(AttentionBackend):
         self._slot_mapping = batch.slot_mapping
         self._sequences = self._plan_sequences(batch, range(batch.num_sequences))
 
-    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
+    def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk Dv"]) -> None:
         spec, slots = self.specs[layer], tuple(pages.flatten(0, 1) for pages in self.cache.layers[layer])
         if spec.kv_dtype is not None:
             scales = spec.kv_scales or (1.0, 1.0)
@@ -77,33 +78,43 @@ class TorchBackend(AttentionBackend):
             slots, k, v = tuple(x.view(torch.uint8) for x in slots), k.view(torch.uint8), v.view(torch.uint8)
         self.parts.append_kv(*slots, k, v, self._slot_mapping)
 
-    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq Dv"]:
         spec = self.specs[layer]
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], spec.value_dim)
         for sequence in self._sequences:
             out[sequence.tokens] = self._attend(spec, sequence, q[sequence.tokens])
         return out
 
     def _attend(
         self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]
-    ) -> Float[Tensor, "n Hq D"]:
-        if spec.has_sinks or len(sequence.key_positions) > self.KEY_CHUNK:
-            return self._merge_sinks(spec, self._state(spec, sequence, q)).out
-        return self.parts.masked_attention(q, *self._gather(spec, sequence, q.dtype), **_options(spec, sequence, q))
+    ) -> Float[Tensor, "n Hq Dv"]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            options = _options(spec, sequence, q)
+            if spec.has_sinks or len(k) > self.KEY_CHUNK:
+                return self._merge_sinks(spec, self._in_tiles(q, k, v, options)).out.to(q.dtype)
+            return self.parts.masked_attention(q, k, v, **options)
+
+        entry = self._gather(spec, sequence, q.dtype)
+        if spec.mla is None:
+            return attend(q, *entry)
+        is_whole = 1 < len(q) == len(sequence.key_positions)  # a prompt without keys in the cache before it
+        form = unabsorbed_attention if is_whole else absorbed_attention
+        return form(self.up_projections[spec.layer], q, *entry, attend)
 
     def _merge_sinks(self, spec: AttentionSpec, state: AttentionState) -> AttentionState:
         """Merge the state over all keys with the sinks, if the layer has any."""
         return with_sinks(state, self.sinks[spec.layer]) if spec.has_sinks else state
 
     def _state(self, spec: AttentionSpec, sequence: SequencePlan, q: Float[Tensor, "n Hq D"]) -> AttentionState:
-        k, v = self._gather(spec, sequence, q.dtype)
-        options, merge = _options(spec, sequence, q), self.parts.merge_states
-        return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=merge, **options)
+        return self._in_tiles(q, *self._gather(spec, sequence, q.dtype), _options(spec, sequence, q))
+
+    def _in_tiles(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> AttentionState:
+        return chunked_attention(q, k, v, chunk_size=self.KEY_CHUNK, merge=self.parts.merge_states, **options)
 
     def _gather(
         self, spec: AttentionSpec, sequence: SequencePlan, dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk D"]]:
-        """Read a sequence's keys and values from their pages."""
+    ) -> tuple[Float[Tensor, "m Hk D"], Float[Tensor, "m Hk Dv"]]:
+        """Read a sequence's keys and values, or with MLA its latents and rotated keys, from their pages."""
         k, v = (pages.flatten(0, 1)[sequence.slots] for pages in self.cache.layers[spec.layer])
         return widened(spec, k, v, dtype)
 
@@ -146,7 +157,7 @@ class PaddedTorchBackend(TorchBackend):
     of all decodes before it reads them, while the loop copies and reads one sequence after the other. With 8 or 32
     decodes of one and a half times `MAX_BYTES` in SmolLM2-135M's shape, the loop is 1.4 to 2.4 times as fast (AMD EPYC,
     2 threads). A likely reason is that the copy of one sequence stays in a core's cache. Decodes go through the loop,
-    too, if a layer has a soft-cap or ALiBi slopes, which the padded call does not implement.
+    too, if a layer has a soft-cap, ALiBi slopes or MLA, which the padded call does not implement.
 
     The padded call does not use `masked_attention`, so that part is listed as bypassed although prompts use it.
     """
@@ -157,9 +168,9 @@ class PaddedTorchBackend(TorchBackend):
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)
-        bytes_per_key = max(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * cache.dtype.itemsize
+        bytes_per_key = max(spec.entry_size for spec in specs) * cache.dtype.itemsize
         self._max_keys = self.MAX_BYTES // bytes_per_key
-        self._may_pad = all(spec.softcap is None and spec.alibi_slopes is None for spec in specs)
+        self._may_pad = all(spec.softcap is spec.alibi_slopes is spec.mla is None for spec in specs)
 
     def plan(self, batch: StepBatch) -> None:
         self._slot_mapping = batch.slot_mapping
@@ -168,7 +179,7 @@ class PaddedTorchBackend(TorchBackend):
             self._decodes, num_padded = PaddedDecodes.of(batch, self._mask_mods), batch.num_decodes
         self._sequences = self._plan_sequences(batch, range(num_padded, batch.num_sequences))
 
-    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+    def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq Dv"]:
         out = super().run(layer, q)
         if self._decodes is not None:
             spec, count = self.specs[layer], len(self._decodes.pages)

@@ -17,7 +17,7 @@ MOST_CPU_CACHE_BYTES = 2 * 2**30
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages that a `PageTable` assigns.
+    """What tokens store in all layers (`AttentionSpec.entry`), in pages that a `PageTable` assigns.
 
     Args:
         specs: one for each layer of the model.
@@ -28,8 +28,8 @@ class PagedKVCache:
         layout: order of a page's axes: "NHD" is [page_size, heads, head_dim], "HND" [heads, page_size, head_dim].
 
     Attributes:
-        layers: for each KV layer its (k, v), each [pages, *layout].
-        bytes_per_token: bytes that one token's keys and values take, over all layers.
+        layers: for each KV layer the two tensors of its entry, such as (k, v), each [pages, *layout].
+        bytes_per_token: bytes that one token stores, over all layers.
 
     Raises:
         ConfigError: for an unknown layout, or a cache that does not fit into memory.
@@ -56,9 +56,14 @@ class PagedKVCache:
         self.dtype, self.device = dtype, torch.device(device)
         self.layers: list[tuple[Tensor, Tensor]] = []
         for spec in specs:
-            page = (page_size, spec.num_kv_heads) if layout == "NHD" else (spec.num_kv_heads, page_size)
-            shape, stored = (num_pages, *page, spec.head_dim), spec.kv_dtype or dtype
-            k, v = (_zeros(shape, stored, self.device) for _ in range(2))
+            k, v = (
+                _zeros(
+                    (num_pages, page_size, heads, size) if layout == "NHD" else (num_pages, heads, page_size, size),
+                    spec.kv_dtype or dtype,
+                    self.device,
+                )
+                for heads, size in spec.entry
+            )
             self.layers.append((k, v))
         self.bytes_per_token = page_bytes(specs, 1, dtype)
 
@@ -69,25 +74,25 @@ class PagedKVCache:
             pairs: (source, destination) pages, copied in order: a destination may be a later pair's source.
         """
         for source, destination in pairs:
-            for k_and_v in self.layers:
-                for cache in k_and_v:
+            for entry in self.layers:
+                for cache in entry:
                     cache[destination] = cache[source]
 
 
 def append_kv(
     k_cache: Shaped[Tensor, "slots Hk D"],
-    v_cache: Shaped[Tensor, "slots Hk D"],
+    v_cache: Shaped[Tensor, "slots Hk Dv"],
     k: Shaped[Tensor, "T Hk D"],
-    v: Shaped[Tensor, "T Hk D"],
+    v: Shaped[Tensor, "T Hk Dv"],
     slot_mapping: Int[Tensor, " T"],
 ) -> None:
     """Store each token's key and value in its slot, in place.
 
     Args:
         k_cache: [slots, Hk, D] keys of one layer, the pages laid end to end: slot = page * page_size + offset.
-        v_cache: [slots, Hk, D] its values.
+        v_cache: [slots, Hk, Dv] its values.
         k: [T, Hk, D] new keys.
-        v: [T, Hk, D] new values.
+        v: [T, Hk, Dv] new values.
         slot_mapping: [T] slot of each token; no two are equal.
     """
     k_cache.index_copy_(0, slot_mapping, k)
@@ -134,7 +139,7 @@ def default_num_pages(
 
 def page_bytes(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one page over all layers."""
-    return page_size * sum(2 * spec.num_kv_heads * spec.head_dim * (spec.kv_dtype or dtype).itemsize for spec in specs)
+    return page_size * sum(spec.entry_size * (spec.kv_dtype or dtype).itemsize for spec in specs)
 
 
 def free_memory(device: torch.device) -> int:

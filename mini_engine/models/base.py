@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mini_engine.attention.mla import UpProjections
 from mini_engine.attention.spec import Attend, AttentionSpec
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.config import ModelConfig, ModelLimits
@@ -53,6 +54,11 @@ class LanguageModel(nn.Module):
         return {}
 
     @property
+    def up_projections(self) -> Mapping[int, UpProjections]:
+        """The matrices of each layer whose spec has `mla`, by layer (`attention.mla`)."""
+        return {}
+
+    @property
     def num_parameters(self) -> int:
         """Numbers in the weights, whatever their format."""
         quantized = (own for own in self.modules() if isinstance(own, QuantizedLinear))
@@ -67,8 +73,8 @@ class LanguageModel(nn.Module):
         Args:
             token_ids: [T] tokens of all sequences, laid end to end.
             positions: [T] position of each token in its own sequence, from 0.
-            attend: called once in each layer as `attend(layer, q, k, v)`; stores the keys and values, and returns the
-                attention of each query over its own sequence.
+            attend: called once in each layer as `attend(layer, q, k, v)`, or with another entry in place of the keys
+                and values; stores the entry, and returns the attention of each query over its own sequence.
         """
 
     @abstractmethod
@@ -100,6 +106,8 @@ class CausalLM(LanguageModel):
         else:
             self.lm_head = projection(config.formats, "", config.hidden_size, head)
         scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5 if config.scale_attn_weights else 1.0
+        if config.rope is not None:
+            scale *= config.rope.score_factor
         by_layer = config.scale_attn_by_inverse_layer_idx
         self.attention_specs = tuple(
             attention_spec(config, layer, scale / (layer + 1) if by_layer else scale)

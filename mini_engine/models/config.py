@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from mini_engine.attention.spec import MLASizes
 from mini_engine.errors import ModelLoadError
 from mini_engine.quantization import Format
-from mini_engine.rope import Linear, Llama3, RopeConfig
+from mini_engine.rope import Linear, Llama3, RopeConfig, Yarn
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -50,6 +51,7 @@ _GEMMA2 = _LLAMA | {"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "ge
 _GEMMA2 |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}
 _GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+_DEEPSEEK_V2 = _LLAMA | {"q_lora_rank": 1536}
 _GPT2 = _COMMON | {"hidden_act": "gelu_new", "norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": True}
 _GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
@@ -57,6 +59,8 @@ _GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 _NORM = {"norm_eps": "rms_norm_eps"}
 _OF_GEMMA = _NORM | {"hidden_act": "hidden_activation"}
 _FIXED_BIAS = _NORM | {"attention_bias": None}
+_OF_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None}
+_OF_DEEPSEEK = _FIXED_BIAS | {"head_dim": None, "num_key_value_heads": None}
 _OF_GPT2 = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
 _OF_GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 _OF_GPT2 |= {"hidden_act": "activation_function", "norm_eps": "layer_norm_epsilon"}
@@ -70,19 +74,22 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str | None]]]
     "Qwen3MoeForCausalLM": ("qwen3_moe", _QWEN3_MOE, _NORM),
     "Gemma2ForCausalLM": ("gemma2", _GEMMA2, _OF_GEMMA),
     "Gemma3ForCausalLM": ("gemma3_text", _GEMMA3, _OF_GEMMA),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", _DEEPSEEK_V2, _OF_DEEPSEEK),
     "GPT2LMHeadModel": ("gpt2", _GPT2, _OF_GPT2),
 }
 
 # The checks of each value. The largest sizes are several times those of any released model.
 _LARGEST = {"vocab_size": 2**22, "hidden_size": 2**17, "intermediate_size": 2**20, "head_dim": 2**12}
 _LARGEST |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**10)
+_LARGEST |= dict.fromkeys(("q_lora_rank", *(field.name for field in fields(MLASizes))), 2**16)
 _LARGEST |= dict.fromkeys(("max_position_embeddings", "sliding_window", "original_max_position_embeddings"), 2**30)
 _LARGEST |= {"num_experts": 2**10, "num_experts_per_tok": 2**10, "moe_intermediate_size": 2**20}
 _NUMBERS = {"norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
 _NUMBERS |= {"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
+_NUMBERS |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 _FLAGS = {"tie_word_embeddings", "attention_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
 _FLAGS |= {"norm_topk_prob"}
-_MAY_BE_NONE = {"attn_logit_softcapping", "final_logit_softcapping"}
+_MAY_BE_NONE = {"attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank", "mscale", "mscale_all_dim"}
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,8 @@ class ModelConfig(ModelLimits):
         rope: rotation of queries and keys by position; None if positions are learned.
         rope_local: Gemma 3's rotation in sliding layers; None: `rope`, as in full layers.
         attention_bias: the attention's projections have biases.
+        mla: DeepSeek-V2's sizes of latent attention, in which `head_dim` is the size of queries and keys.
+        q_lora_rank: DeepSeek-V2's size of the latent from which queries are computed; None: they have none.
         query_pre_attn_scalar: Gemma divides the scores by its square root.
         attn_logit_softcapping: Gemma 2's soft-cap on the scores.
         final_logit_softcapping: Gemma's soft-cap on the logits.
@@ -164,6 +173,8 @@ class ModelConfig(ModelLimits):
     rope: RopeConfig | None = None
     rope_local: RopeConfig | None = None
     attention_bias: bool = False
+    mla: MLASizes | None = None
+    q_lora_rank: int | None = None
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -196,6 +207,9 @@ class ModelConfig(ModelLimits):
         hidden, heads, layers = (
             _checked(name, values[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
+        if model_type == "deepseek_v2":
+            values["mla"] = mla = _latents(hf, heads, layers)
+            values["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         if values["head_dim"] is None and hidden % heads:
             raise _bad("hidden_size", hidden, f"it must be a multiple of {heads} heads")
         derived = {"head_dim": hidden // heads, "num_key_value_heads": heads}
@@ -210,6 +224,8 @@ class ModelConfig(ModelLimits):
             if (cap := values["attn_logit_softcapping"]) is not None:
                 raise _bad("attn_logit_softcapping", cap, "Gemma 3 caps no scores: set it to null")
             values["rope"], values["rope_local"] = (_rope(own, *sizes) for own in _ropes_of_gemma3(hf))
+        elif model_type == "deepseek_v2":
+            values["rope"] = _rope(hf, mla.qk_rope_head_dim, sizes[1], has_yarn=True)
         elif model_type != "gpt2":
             values["rope"] = _rope(hf, *sizes)
         if model_type == "qwen3_moe":
@@ -335,6 +351,25 @@ def _moe_of_qwen3(hf: Mapping[str, Any], layers: int) -> MoEConfig:
     return MoEConfig(**values, routed_scaling_factor=1.0, sparse_layers=sparse)
 
 
+def _latents(hf: Mapping[str, Any], heads: int, layers: int) -> MLASizes:
+    """Read the sizes of DeepSeek-V2's attention.
+
+    Raises:
+        ModelLoadError: for a size that no model can have, biases, KV heads, or layers with experts.
+    """
+    defaults = MLASizes(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    sizes = MLASizes(**{name: _checked(name, hf.get(name, value)) for name, value in vars(defaults).items()})
+    if sizes.v_head_dim > sizes.qk_nope_head_dim + sizes.qk_rope_head_dim:
+        raise _bad("v_head_dim", sizes.v_head_dim, "it must be at most qk_nope_head_dim + qk_rope_head_dim")
+    if hf.get("attention_bias"):
+        raise _bad("attention_bias", hf["attention_bias"], "use a DeepSeek-V2 without biases")
+    if (kv_heads := hf.get("num_key_value_heads")) not in (None, heads):
+        raise _bad("num_key_value_heads", kv_heads, f"it must be {heads}, the number of query heads")
+    if (dense := _whole(hf, "first_k_dense_replace", 0, at_least=0)) < layers:
+        raise _bad("first_k_dense_replace", dense, f"experts are not implemented, so all {layers} layers must be dense")
+    return sizes
+
+
 def _ropes_of_gemma3(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what the files of families with one rotation would state for the full layers, and for the sliding ones."""
     new, names = hf.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
@@ -345,8 +380,15 @@ def _ropes_of_gemma3(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[
     return {**hf, **full, "rope_theta": thetas[0]}, {**hf, **sliding, "rope_theta": thetas[1], "rope_scaling": None}
 
 
-def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
-    """Read `rope_parameters`, or the `rope_theta` and `rope_scaling` of files older than transformers 5."""
+def _rope(hf: Mapping[str, Any], head_dim: int, longest: int, has_yarn: bool = False) -> RopeConfig:
+    """Read `rope_parameters`, or the `rope_theta` and `rope_scaling` of files older than transformers 5.
+
+    Args:
+        hf: the parsed file.
+        head_dim: components of a head that are rotated.
+        longest: the default of `original_max_position_embeddings`.
+        has_yarn: whether the family implements YaRN.
+    """
     new, old = (hf.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     for given in (new, old):
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -364,7 +406,7 @@ def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
     def value(name: str) -> Any:
         return _checked(name, given.get(name))
 
-    scaling: Linear | Llama3 | None
+    scaling: Linear | Llama3 | Yarn | None
     match given["rope_type"]:
         case "default":
             scaling = None
@@ -374,6 +416,17 @@ def _rope(hf: Mapping[str, Any], head_dim: int, longest: int) -> RopeConfig:
             scaling = Llama3(**{field.name: value(field.name) for field in fields(Llama3)})
             if scaling.low_freq_factor >= scaling.high_freq_factor:
                 raise _bad("low_freq_factor", scaling.low_freq_factor, "it must be below high_freq_factor")
+        case "yarn" if has_yarn:
+            # As in transformers, a coefficient of 0 is none, and these have defaults.
+            given |= {name: given.get(name) or default for name, default in _OF_YARN.items()}
+            scaling = Yarn(**{field.name: value(field.name) for field in fields(Yarn)})
+            if scaling.beta_slow >= scaling.beta_fast:
+                raise _bad("beta_slow", scaling.beta_slow, "it must be below beta_fast")
+            if value("rope_theta") <= 1:
+                raise _bad("rope_theta", given["rope_theta"], "it must be above 1 for YaRN")
+            if given.get("attention_factor") is not None or given.get("truncate", True) is not True:
+                raise _bad("rope_parameters", given, "attention_factor and truncate are not implemented: remove them")
         case kind:
-            raise _bad("rope_type", kind, "it must be default, linear or llama3")
+            known = "default, linear, llama3 or yarn" if has_yarn else "default, linear or llama3"
+            raise _bad("rope_type", kind, f"it must be {known}")
     return RopeConfig(value("rope_theta"), head_dim, scaling)

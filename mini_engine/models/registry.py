@@ -9,6 +9,7 @@ import torch
 from mini_engine.errors import ModelLoadError
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ModelConfig
+from mini_engine.models.deepseek_v2 import DeepseekV2ForCausalLM
 from mini_engine.models.gemma2 import Gemma2ForCausalLM
 from mini_engine.models.gemma3 import Gemma3ForCausalLM
 from mini_engine.models.gpt2 import GPT2LMHeadModel
@@ -29,6 +30,7 @@ FAMILIES: Mapping[str, type[CausalLM]] = {
         Qwen3MoeForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
+        DeepseekV2ForCausalLM,
         GPT2LMHeadModel,
     )
 }

@@ -32,8 +32,8 @@ def expected(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def random_qkv(spec: AttentionSpec, n: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
-    return [torch.randn(n, h, spec.head_dim, generator=generator, dtype=torch.float64).to(device, dtype) for h in heads]
+    sizes = (spec.num_qo_heads, spec.head_dim), *spec.entry
+    return [torch.randn(n, *size, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
 
 
 def full_cache(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mini_engine.attention.mla import UpProjections, unabsorbed_attention
 from mini_engine.attention.naive import attention_mask, masked_attention
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.models.base import CausalLM
@@ -35,9 +37,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
     | {"rope_theta": 50.0, "rope_local_base_freq": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     | {"tie_word_embeddings": False},
+    "deepseek_v2": SMALL
+    | {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12}
+    | {"qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 3},
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     | {"tie_word_embeddings": False},
 }
+WITHOUT_MLA = [family for family in FAMILIES if family != "deepseek_v2"]
 # With tied embeddings a random model repeats its last token, whatever attention returns. So no LM head is tied unless a
 # test asks for it.
 
@@ -47,7 +53,7 @@ def transformers_config(family: str, **changes: Any) -> Any:
     import transformers
 
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
-    names |= {"qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3Text", "gpt2": "GPT2"}
+    names |= {"qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3Text", "deepseek_v2": "DeepseekV2", "gpt2": "GPT2"}
     # End tokens outside the tiny vocabulary would draw a warning.
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values = copy.deepcopy(ends | FAMILIES[family] | changes)  # transformers changes what it gets
@@ -88,10 +94,13 @@ class ListAttend:
 
     Args:
         specs: one for each layer.
+        up_projections: those of each layer with MLA, which is computed in the un-absorbed form.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec]) -> None:
-        self.specs = specs
+    def __init__(
+        self, specs: Sequence[AttentionSpec], up_projections: Mapping[int, UpProjections] | None = None
+    ) -> None:
+        self.specs, self.up_projections = specs, up_projections or {}
         self.stored: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self.step: list[tuple[int, int, int]] = []
 
@@ -103,7 +112,12 @@ class ListAttend:
             kept.append((k[part], v[part]))
             keys, values = (torch.cat(tensors) for tensors in zip(*kept, strict=True))
             mask = attention_mask(torch.arange(start, start + length), torch.arange(start + length), spec.window)
-            out.append(masked_attention(q[part], keys, values, scale=spec.scale, mask=mask, softcap=spec.softcap))
+            attend = partial(masked_attention, scale=spec.scale, mask=mask, softcap=spec.softcap)
+            if spec.mla is None:
+                out.append(attend(q[part], keys, values))
+            else:
+                up = self.up_projections[spec.layer]
+                out.append(unabsorbed_attention(up, q[part], keys, values, attend))
             rows += length
         return torch.cat(out)
 
@@ -116,7 +130,7 @@ def run_schedule(
     Args:
         steps: each step is a list of (sequence, number of its next tokens to compute), packed in that order.
     """
-    attend = ListAttend(model.attention_specs)
+    attend = ListAttend(model.attention_specs, model.up_projections)
     done = [0] * len(sequences)
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in steps:

@@ -33,10 +33,12 @@ def test_values_that_are_left_out_are_those_of_transformers(family: str) -> None
 def test_a_file_may_state_the_sizes_alone(family: str) -> None:
     """Everything else is as in transformers' configuration without any arguments."""
     full = type(transformers_config(family))().to_dict()
+    if family == "deepseek_v2":  # whose layers have experts by default
+        full["first_k_dense_replace"] = full["num_hidden_layers"]
     sizes = ["n_embd", "n_layer", "n_head", "n_positions", "vocab_size"]
     if family != "gpt2":
         sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        sizes += ["max_position_embeddings", "vocab_size"]
+        sizes += ["max_position_embeddings", "vocab_size"] + ["first_k_dense_replace"] * (family == "deepseek_v2")
     stated = {"model_type": family} | {name: full[name] for name in sizes}
     if family == "qwen3":
         stated |= {"sliding_window": None}  # as in the files of released models
@@ -202,6 +204,22 @@ BAD = [
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0"),
     ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar = -1"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("deepseek_v2", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1: experts are not implemented"),
+    ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2: it must be 4, the number of query heads"),
+    ("deepseek_v2", {"attention_bias": True}, "attention_bias = True"),
+    ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
+    ("deepseek_v2", {"q_lora_rank": "all"}, "q_lora_rank = 'all'"),
+    ("deepseek_v2", {"v_head_dim": 21}, "v_head_dim = 21: it must be at most qk_nope_head_dim"),
+    ("deepseek_v2", {"qk_rope_head_dim": 7, "v_head_dim": 4}, "even"),
+    ("deepseek_v2", {"rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic'.*default, linear, llama3 or yarn"),
+    ("deepseek_v2", {"rope_scaling": {"type": "yarn"}}, "factor = None"),
+    ("deepseek_v2", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1}}, "beta_slow = 1.0"),
+    (
+        "deepseek_v2",
+        {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": False}},
+        "attention_factor and truncate",
+    ),
+    ("deepseek_v2", {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_theta = 1.0.*above 1"),
     ("gpt2", {"n_embd": 30}, "multiple of 4 heads"),
     ("gpt2", {"n_layer": None}, "num_hidden_layers = None"),
     ("gpt2", {"n_positions": -1}, "max_position_embeddings = -1"),

@@ -21,7 +21,7 @@ from mini_engine.outputs import StepReport
 from mini_engine.parts import Parts
 from mini_engine.sampling import SamplingBatch, filter_logits
 from tests.helpers import WORDS, check_nothing_leaked
-from tests.models.families import FAMILIES, our_model, their_logits, transformers_model, whole
+from tests.models.families import WITHOUT_MLA, our_model, their_logits, transformers_model, whole
 
 PROMPTS = [[5, 9, 33], [7], [1, 60, 22, 18, 4, 4, 31, 8, 50], [12, 13]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -52,7 +52,7 @@ def assert_tokens_of_transformers(theirs: Any, outputs: list[RequestOutput], max
         assert equal == len(want) or gaps[equal] < 1e-4
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=WITHOUT_MLA)
 def theirs(request) -> Any:
     return transformers_model(request.param, seed=3)
 
@@ -63,7 +63,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "attn_backend"), [*((family, "torch_padded") for family in FAMILIES), ("gemma2", "flex")]
+    ("family", "attn_backend"), [*((family, "torch_padded") for family in WITHOUT_MLA), ("gemma2", "flex")]
 )
 def test_greedy_tokens_equal_transformers(family, attn_backend):
     """tests/test_engine.py serves these models under other schedules."""
@@ -117,7 +117,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("family, changes", [(family, {}) for family in FAMILIES] + VARIANTS)
+@pytest.mark.parametrize("family, changes", [(family, {}) for family in WITHOUT_MLA] + VARIANTS)
 def test_layers_ask_for_what_our_own_models_do(family, changes):
     theirs = transformers_model(family, **changes)
     model = HFModel(theirs)
@@ -381,7 +381,7 @@ def assert_chosen_well(theirs: Any, outputs: list[RequestOutput]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITHOUT_MLA)
 def test_bfloat16_on_the_gpu_has_the_logits_of_transformers(family):
     theirs = transformers_model(family, seed=3, dtype=torch.bfloat16).to("cuda")
     outputs = Inference(theirs, WORDS, n_pages=64, page_size=16).generate(PROMPTS, GREEDY)

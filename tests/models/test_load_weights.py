@@ -128,7 +128,7 @@ def test_a_missing_tensor_is_named_with_its_shape(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(family: str) -> None:
-    name = {"gpt2": "transformer.h.1.mlp.c_proj.bias"}.get(family, "model.layers.1.self_attn.k_proj.weight")
+    name = {"gpt2": "transformer.h.1.mlp.c_proj.bias"}.get(family, "model.layers.1.self_attn.o_proj.weight")
     tensors = checkpoint(family)
     right = list(tensors[name].shape)
     for wrong in ([*right[:-1], right[-1] + 1], [*right, 1], [1] * len(right), []):

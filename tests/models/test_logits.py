@@ -24,6 +24,9 @@ SEQUENCES = [[3, 4, 5, 60, 7, 8, 9, 10, 11, 12, 0], [1], [5, 6, 7, 8] * 5]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+YARN |= {"original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"num_key_value_heads": 4}),
@@ -54,6 +57,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"final_logit_softcapping": 1.5}),
     ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     ("gemma3_text", {"layer_types": ["full_attention"] * 3, "rope_scaling": LLAMA3}),
+    ("deepseek_v2", {"q_lora_rank": 20}),
+    ("deepseek_v2", {"tie_word_embeddings": True, "v_head_dim": 20}),
+    ("deepseek_v2", {"q_lora_rank": 20, "rms_norm_eps": 0.1}),
+    ("deepseek_v2", {"rope_parameters": YARN}),
+    ("deepseek_v2", {"rope_parameters": {**YARN, "mscale": 1.3}}),
+    ("deepseek_v2", {"rope_parameters": {**YARN, "mscale": 0, "mscale_all_dim": 0}}),
+    ("deepseek_v2", {"rope_parameters": {**YARN, "beta_fast": 4.0, "beta_slow": 0.1, "rope_theta": 100.0}}),
     ("gpt2", {"tie_word_embeddings": True}),
     ("gpt2", {"n_inner": 40, "activation_function": "relu"}),
     ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
@@ -81,6 +91,14 @@ def test_random_shapes_have_the_logits_of_transformers(data: st.DataObject, fami
     changes: dict[str, Any] = {"vocab_size": draw(5, 40), "tie_word_embeddings": tied}
     if family == "gpt2":
         changes |= {"n_head": kv_heads, "n_embd": kv_heads * head_dim, "n_layer": draw(1, 3), "n_inner": draw(1, 30)}
+    elif family == "deepseek_v2":
+        heads = kv_heads * group
+        changes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * draw(1, 8)}
+        # transformers wants the rotated parts at an even offset.
+        changes |= {"kv_lora_rank": 2 * draw(1, 15), "q_lora_rank": data.draw(st.none() | st.integers(1, 30))}
+        changes |= {"qk_nope_head_dim": 2 * draw(1, 6), "qk_rope_head_dim": head_dim}
+        changes |= {"v_head_dim": draw(1, changes["qk_nope_head_dim"] + head_dim), "intermediate_size": draw(1, 30)}
+        changes |= {"num_hidden_layers": draw(1, 3)}
     else:
         # transformers wants a hidden size that its heads divide, even where head_dim is given.
         changes |= {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads, "head_dim": head_dim}

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma2Config,
     LlamaConfig,
     PretrainedConfig,
@@ -72,6 +73,30 @@ QWEN3_30B_A3B = Qwen3MoeConfig(  # type: ignore[call-arg]  # not all values are 
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     architectures=["Qwen3MoeForCausalLM"],
 )
+DEEPSEEK_V2_LITE = DeepseekV2Config(
+    vocab_size=102_400,
+    hidden_size=2048,
+    intermediate_size=10_944,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    first_k_dense_replace=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+    q_lora_rank=None,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    max_position_embeddings=163_840,
+    rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096,
+    },
+    architectures=["DeepseekV2ForCausalLM"],
+)  # fmt: skip
 LLAMA_3_2_1B = LlamaConfig(
     vocab_size=128_256,
     hidden_size=2048,

@@ -75,7 +75,7 @@ def generate_steps(model: CausalLM, requests: Sequence[Request], attn_backend: s
     """
     page_size = -(-max(request.max_len for request in requests) // 128) * 128  # whole blocks, for any backend
     cache = ContiguousKVCache(model.attention_specs, len(requests), page_size, model.dtype, model.device)
-    backend = create_backend(attn_backend, model.attention_specs, cache, parts)
+    backend = create_backend(attn_backend, model.attention_specs, cache, parts, model.sinks, model.up_projections)
     pages = {request: cache.allocate() for request in requests}
     computed = dict.fromkeys(requests, 0)
     rows = {request: row for row, request in enumerate(requests)}

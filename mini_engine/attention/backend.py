@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mini_engine.attention.mla import UpProjections
 from mini_engine.attention.naive import alibi_slopes
-from mini_engine.attention.spec import AttentionSpec
+from mini_engine.attention.spec import AttentionSpec, MLASizes
 from mini_engine.batch import StepBatch
 from mini_engine.errors import ConfigError
 from mini_engine.kernels.nvcc import has_nvcc
@@ -138,6 +138,7 @@ class AttentionBackend(ABC):
 # The fields of AttentionSpec that a backend must implement if a layer sets them.
 FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales", "has_sinks", "mla"})
 WIDE = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DEEPSEEK_V2 = MLASizes(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 Refusal = tuple[str, str | None]  # why (the predicate of a sentence), and an engine option that would help
 
 
@@ -241,6 +242,14 @@ def _flashinfer_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None
     return None
 
 
+def _mla_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
+    if spec.mla is None:
+        return f"computes only multi-head latent attention, unlike layer {spec.layer}", None
+    if spec.mla != DEEPSEEK_V2:
+        return f"needs the sizes of DeepSeek-V2 ({DEEPSEEK_V2}), not {spec.mla}", None
+    return None
+
+
 def _trtllm_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
     if cache.page_size not in (16, 32, 64, 128):
         return f"needs pages of 16, 32, 64 or 128 tokens; page_size is {cache.page_size}", "page_size=16"
@@ -293,6 +302,17 @@ FLASH_DECODING = replace(
     architectures=(9,),
     sizes=_flash_decoding_sizes,
 )
+# Layers with latents: prompts on FlashInfer, and decodes on FlashInfer or on our own kernel.
+FLASHINFER_MLA = BackendInfo(
+    "mini_engine.attention.mla_paged:FlashInferMLABackend",
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    kv_dtypes=(),
+    features=frozenset({"mla"}),
+    sizes=_mla_sizes,
+    package="flashinfer",
+    page_size=64,
+)
 
 # In order of preference: if a backend refuses, the error message names the first one that does not.
 BACKENDS = {
@@ -327,9 +347,11 @@ BACKENDS = {
     ),
     "flashinfer_trtllm+cascade": replace(TRTLLM, levels=True),
     "flash_decoding+cascade": replace(FLASH_DECODING, levels=True),
+    "flashinfer_mla": FLASHINFER_MLA,
+    "triton_mla": replace(FLASHINFER_MLA, path="mini_engine.attention.mla_paged:TritonMLABackend"),
 }
-# What `attn_backend="auto"` chooses from, best first (experiments 06, 07 and 11).
-AUTO = {"cuda": ("flash_decoding+cascade", "cascade", "flex", "torch"), "cpu": ("torch_padded",)}
+# What `attn_backend="auto"` chooses from, best first (experiments 06, 07, 11 and 19).
+AUTO = {"cuda": ("flash_decoding+cascade", "cascade", "flashinfer_mla", "flex", "torch"), "cpu": ("torch_padded",)}
 
 
 def choose_backend(

@@ -8,7 +8,7 @@ the same in PyTorch. Explained in chapter 08.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -83,11 +83,9 @@ class Wrappers:
 
         self.flashinfer, self.cache = flashinfer, cache
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
-        self.made: dict[tuple[LayerKind, str], Any] = {}
+        self.made: dict[tuple[Hashable, str], Any] = {}
 
-    def get(
-        self, kind: LayerKind, name: str, make: Callable[..., Any], buffers: Mapping[str, int] | None = None
-    ) -> Any:
+    def get(self, kind: Hashable, name: str, make: Callable[..., Any], buffers: Mapping[str, int] | None = None) -> Any:
         """Return the wrapper of a kind of layer. It is created when needed, because each takes 8 MiB on the GPU.
 
         Args:

@@ -35,37 +35,46 @@ class UpProjections:
     """The matrices of one layer that compute each head's key and value from a latent; weights of the model.
 
     Attributes:
-        keys: [H, N, L] W_UK of each head; N is `qk_nope_head_dim`, and L is `kv_lora_rank`.
-        values: [H, V, L] W_UV of each head; V is `v_head_dim`.
+        weight: [H, N + V, L] W_UK of each head above its W_UV, as in the checkpoint's `kv_b_proj`; N is
+            `qk_nope_head_dim`, V is `v_head_dim`, and L is `kv_lora_rank`.
+        num_keys: N.
     """
 
-    keys: Float[Tensor, "H N L"]
-    values: Float[Tensor, "H V L"]
+    weight: Float[Tensor, "H NV L"]
+    num_keys: int
 
     @classmethod
-    def of(cls, weight: Float[Tensor, "rows L"], sizes: MLASizes) -> UpProjections:
-        """View the two matrices in the checkpoint's `kv_b_proj`, whose rows are each head's key and then its value."""
-        keys, values = weight.unflatten(0, (-1, sizes.qk_nope_head_dim + sizes.v_head_dim)).split(
-            (sizes.qk_nope_head_dim, sizes.v_head_dim), dim=1
-        )
-        return cls(keys, values)
+    def of(cls, kv_b_proj: Float[Tensor, "rows L"], sizes: MLASizes) -> UpProjections:
+        """View the matrices of all heads in one of the checkpoint."""
+        rows = sizes.qk_nope_head_dim + sizes.v_head_dim
+        return cls(kv_b_proj.unflatten(0, (-1, rows)), sizes.qk_nope_head_dim)
 
-    def absorb(self, q: Float[Tensor, "n H D"]) -> tuple[Float[Tensor, "n H L"], Float[Tensor, "n H R"]]:
-        """Return the queries over latents, and the rotated part of the queries."""
-        size = self.keys.shape[1]
-        return torch.einsum("thn,hnl->thl", q[..., :size], self.keys), q[..., size:]
+    @property
+    def keys(self) -> Float[Tensor, "H N L"]:
+        """W_UK of each head."""
+        return self.weight[:, : self.num_keys]
+
+    @property
+    def values(self) -> Float[Tensor, "H V L"]:
+        """W_UV of each head."""
+        return self.weight[:, self.num_keys :]
 
     def expand(
         self, latents: Float[Tensor, "m 1 L"], rotated: Float[Tensor, "m 1 R"]
     ) -> tuple[Float[Tensor, "m H D"], Float[Tensor, "m H V"]]:
-        """Compute the keys and values of all heads."""
-        keys = torch.einsum("mkl,hnl->mhn", latents, self.keys)
-        values = torch.einsum("mkl,hvl->mhv", latents, self.values)
+        """Compute the keys and values of all heads, in one product."""
+        expanded = F.linear(latents[:, 0], self.weight.flatten(0, 1)).unflatten(1, self.weight.shape[:2])
+        keys, values = expanded[..., : self.num_keys], expanded[..., self.num_keys :]
         return torch.cat((keys, rotated.expand(-1, keys.shape[1], -1)), dim=-1), values
+
+    def absorb(self, q: Float[Tensor, "n H D"]) -> tuple[Float[Tensor, "n H L"], Float[Tensor, "n H R"]]:
+        """Return the queries over latents, and the rotated part of the queries."""
+        over_latents = torch.bmm(q[..., : self.num_keys].transpose(0, 1), self.keys)
+        return over_latents.transpose(0, 1), q[..., self.num_keys :]
 
     def values_of(self, mixed: Float[Tensor, "n H L"]) -> Float[Tensor, "n H V"]:
         """Apply W_UV to weighted sums of latents."""
-        return torch.einsum("thl,hvl->thv", mixed, self.values)
+        return torch.bmm(mixed.transpose(0, 1), self.values.transpose(1, 2)).transpose(0, 1)
 
 
 def unabsorbed_attention(

@@ -86,7 +86,7 @@ _LARGEST |= dict.fromkeys(("max_position_embeddings", "sliding_window", "origina
 _LARGEST |= {"num_experts": 2**10, "num_experts_per_tok": 2**10, "moe_intermediate_size": 2**20}
 _NUMBERS = {"norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
 _NUMBERS |= {"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
-_NUMBERS |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_NUMBERS |= {"routed_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 _FLAGS = {"tie_word_embeddings", "attention_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
 _FLAGS |= {"norm_topk_prob"}
 _MAY_BE_NONE = {"attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank", "mscale", "mscale_all_dim"}
@@ -116,6 +116,7 @@ class MoEConfig:
         norm_topk_prob: divide the weights of a token's experts by their sum.
         routed_scaling_factor: multiplies these weights.
         sparse_layers: the layers that have experts; the others have a dense MLP.
+        shared_intermediate_size: width inside the experts that compute every token, all together; 0: there are none.
     """
 
     num_experts: int
@@ -124,6 +125,7 @@ class MoEConfig:
     norm_topk_prob: bool
     routed_scaling_factor: float
     sparse_layers: frozenset[int]
+    shared_intermediate_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ class ModelConfig(ModelLimits):
             _checked(name, values[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
         if model_type == "deepseek_v2":
-            values["mla"] = mla = _latents(hf, heads, layers)
+            values["mla"] = mla = _latents(hf, heads)
+            values["moe"] = _moe_of_deepseek(hf, layers)
             values["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         if values["head_dim"] is None and hidden % heads:
             raise _bad("hidden_size", hidden, f"it must be a multiple of {heads} heads")
@@ -351,11 +354,11 @@ def _moe_of_qwen3(hf: Mapping[str, Any], layers: int) -> MoEConfig:
     return MoEConfig(**values, routed_scaling_factor=1.0, sparse_layers=sparse)
 
 
-def _latents(hf: Mapping[str, Any], heads: int, layers: int) -> MLASizes:
+def _latents(hf: Mapping[str, Any], heads: int) -> MLASizes:
     """Read the sizes of DeepSeek-V2's attention.
 
     Raises:
-        ModelLoadError: for a size that no model can have, biases, KV heads, or layers with experts.
+        ModelLoadError: for a size that no model can have, biases, or KV heads.
     """
     defaults = MLASizes(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     sizes = MLASizes(**{name: _checked(name, hf.get(name, value)) for name, value in vars(defaults).items()})
@@ -365,9 +368,34 @@ def _latents(hf: Mapping[str, Any], heads: int, layers: int) -> MLASizes:
         raise _bad("attention_bias", hf["attention_bias"], "use a DeepSeek-V2 without biases")
     if (kv_heads := hf.get("num_key_value_heads")) not in (None, heads):
         raise _bad("num_key_value_heads", kv_heads, f"it must be {heads}, the number of query heads")
-    if (dense := _whole(hf, "first_k_dense_replace", 0, at_least=0)) < layers:
-        raise _bad("first_k_dense_replace", dense, f"experts are not implemented, so all {layers} layers must be dense")
     return sizes
+
+
+def _moe_of_deepseek(hf: Mapping[str, Any], layers: int) -> MoEConfig | None:
+    """Return the experts of DeepSeek-V2, which all layers after the first few have.
+
+    Raises:
+        ModelLoadError: for values that no model can have, or another choice of experts than those of DeepSeek-V2-Lite.
+    """
+    dense = _whole(hf, "first_k_dense_replace", 0, at_least=0)
+    if dense >= layers:
+        return None
+    experts = hf.get("n_routed_experts", hf.get("num_experts", 64))  # the name depends on transformers' version
+    names = {"num_experts": experts, "num_experts_per_tok": hf.get("num_experts_per_tok")}
+    names |= {"moe_intermediate_size": hf.get("moe_intermediate_size", 1407)}
+    names |= {"routed_scaling_factor": hf.get("routed_scaling_factor", 1.0)}
+    values = {name: _checked(name, value) for name, value in names.items()}
+    if (chosen := values["num_experts_per_tok"]) > experts:
+        raise _bad("num_experts_per_tok", chosen, f"a token cannot have more than all {experts} experts")
+    if (method := hf.get("topk_method", "greedy")) != "greedy":
+        raise _bad("topk_method", method, "experts are chosen from all of a layer, so it must be greedy")
+    for name, only in (("norm_topk_prob", False), ("scoring_func", "softmax"), ("moe_layer_freq", 1)):
+        if (value := hf.get(name, only)) != only:
+            raise _bad(name, value, f"DeepSeek-V2 has {only}")
+    shared = _whole(hf, "n_shared_experts", 2, at_least=0) * values["moe_intermediate_size"]
+    return MoEConfig(
+        **values, norm_topk_prob=False, sparse_layers=frozenset(range(dense, layers)), shared_intermediate_size=shared
+    )
 
 
 def _ropes_of_gemma3(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -9,6 +9,7 @@ chapter 15.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +19,7 @@ from mini_engine import ops
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.models.base import CausalLM
 from mini_engine.models.config import ACTIVATIONS, ModelConfig, MoEConfig
-from mini_engine.models.layers import LAYERS, MLP, ModelParts, with_prefix
+from mini_engine.models.layers import LAYERS, MLP, GatedMLP, ModelParts, with_prefix
 from mini_engine.models.linear import linear
 from mini_engine.models.llama import PreNormLayer
 from mini_engine.models.weights import Destination, Linear, empty_weight
@@ -106,9 +107,13 @@ def mix_experts(
 
 
 class MoE(MLP):
-    """The mixture of experts of a layer: the router, and the stacked matrices of `mix_experts`."""
+    """The mixture of experts of a layer: the router, and the stacked matrices of `mix_experts`.
 
-    def __init__(self, config: ModelConfig) -> None:
+    The shared experts of DeepSeek's models compute every token (Dai et al. 2024, "DeepSeekMoE"), so together they are
+    one dense MLP.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, parts: ModelParts) -> None:
         super().__init__()
         assert config.moe is not None, "a sparse layer needs the sizes of its experts"
         self.moe, self.activation = config.moe, ACTIVATIONS[config.hidden_act]
@@ -117,16 +122,19 @@ class MoE(MLP):
         self.router = Linear(hidden, {"gate": experts})
         self.gate_up = empty_weight(experts, 2 * inner, hidden)
         self.down = empty_weight(experts, hidden, inner)
+        shared = replace(config, intermediate_size=config.moe.shared_intermediate_size)
+        self.shared = GatedMLP(shared, layer, parts) if config.moe.shared_intermediate_size else None
 
     @property
     def input_matrices(self) -> tuple[Tensor, ...]:
         return self.router.weight, self.gate_up
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
-        return mix_experts(x, self.router(x), self.gate_up, self.down, self.moe, self.activation, self.multiply)
+        out = mix_experts(x, self.router(x), self.gate_up, self.down, self.moe, self.activation, self.multiply)
+        return out if self.shared is None else out + self.shared(x)
 
     def destinations(self) -> dict[str, Destination]:
-        found: dict[str, Destination] = self.router.destinations()
+        found = self._dense_destinations()
         for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
             matrices: dict[str, Destination] = {"gate_proj": gate, "up_proj": up, "down_proj": down}
@@ -136,7 +144,12 @@ class MoE(MLP):
     def stacked(self) -> dict[str, Destination]:
         """Return `destinations` for a checkpoint whose matrices are stacked, as transformers 5 holds them in memory."""
         stacked: dict[str, Destination] = {"experts.gate_up_proj": self.gate_up, "experts.down_proj": self.down}
-        return {**self.router.destinations(), **stacked}
+        return self._dense_destinations() | stacked
+
+    def _dense_destinations(self) -> dict[str, Destination]:
+        """Return the destinations of the matrices that compute every token."""
+        shared = {} if self.shared is None else self.shared.destinations()
+        return self.router.destinations() | with_prefix("shared_experts.", shared)
 
 
 class MoELayer(PreNormLayer):
@@ -146,7 +159,7 @@ class MoELayer(PreNormLayer):
 
     def __init__(self, config: ModelConfig, spec: AttentionSpec, parts: ModelParts) -> None:
         super().__init__(config, spec, parts)
-        self.mlp = MoE(config)
+        self.mlp = MoE(config, spec.layer, parts)
 
 
 def moe_destinations(model: CausalLM, names: Container[str]) -> dict[str, Destination]:

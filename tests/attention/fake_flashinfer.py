@@ -7,6 +7,7 @@ the kernels. The kernels themselves are tested on a GPU, in test_flashinfer.py.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -101,6 +102,80 @@ class Prefill(Wrapper):
         page_size: int, *, causal: bool, **how: Any,
     ) -> None:  # fmt: skip
         self.keep(qo_indptr, indptr, indices, last_page_len, page_size, causal, how)
+
+
+class Ragged:
+    """The wrapper for prompts whose keys are given as tensors, and whose values may have another size."""
+
+    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
+        assert kv_layout == "NHD" and backend in ("fa2", "fa3")
+
+    def plan(
+        self, qo_indptr: Tensor, kv_indptr: Tensor, qo: int, kv: int, head_dim_qk: int, *, head_dim_vo: int,
+        causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32 and torch.equal(qo_indptr, kv_indptr) and causal
+        self.indptr, self.scale, self.sizes = qo_indptr.clone(), sm_scale, (qo, kv, head_dim_qk, head_dim_vo)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert (*q.shape[1:], v.shape[2]) == (self.sizes[0], *self.sizes[2:]) and len(q) == len(k) == self.indptr[-1]
+        assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+        outputs = []
+        for first, end in pairwise(self.indptr.tolist()):
+            positions, values = torch.arange(end - first), F.pad(v[first:end], (0, k.shape[2] - v.shape[2]))
+            mask = attention_mask(positions, positions)
+            own = masked_attention(q[first:end], k[first:end], values, scale=self.scale, mask=mask)
+            outputs.append(own[..., : v.shape[2]])
+        return torch.cat(outputs)
+
+
+class MLA:
+    """The wrapper for absorbed latent attention."""
+
+    def __init__(
+        self, workspace: Tensor, use_cuda_graph: bool = False, backend: str = "auto", **buffers: Tensor
+    ) -> None:
+        assert backend in ("fa2", "fa3") and use_cuda_graph == bool(buffers)
+        self.buffers = buffers
+
+    def plan(
+        self, *, metadata: tuple[Tensor, ...], num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int,
+        causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype, query_layout: str,
+        kv_cache_layout: str,
+    ) -> None:  # fmt: skip
+        qo_indptr, kv_indptr, indices, kv_lens = metadata
+        assert {x.dtype for x in metadata} == {torch.int32} and query_layout == kv_cache_layout == "split" and causal
+        assert torch.equal(-(-kv_lens // page_size), kv_indptr.diff()) and kv_indptr[-1] <= len(indices)
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_lens) + 1 and qo_indptr[0] == kv_indptr[0] == 0
+        for name, array in zip(("qo_indptr", "kv_indptr", "kv_len_arr"), (qo_indptr, kv_indptr, kv_lens), strict=True):
+            assert name not in self.buffers or self.buffers[name].shape == array.shape
+        assert len(self.buffers.get("kv_indices", indices)) >= len(indices)
+        self.arrays, self.scale = tuple(x.clone() for x in metadata), sm_scale
+
+    def run(self, *, query: tuple[Tensor, Tensor], kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        qo_indptr, kv_indptr, indices, kv_lens = self.arrays
+        q, outputs = torch.cat(query, dim=-1), []
+        assert len(q) == qo_indptr[-1] and all(x.stride(-1) == 1 for x in (*query, *kv_cache))
+        for b, kv_len in enumerate(kv_lens.tolist()):
+            own = indices[kv_indptr[b] : kv_indptr[b + 1]].long()
+            keys = torch.cat([x[own].flatten(0, 1)[:kv_len, None] for x in kv_cache], dim=-1)
+            tokens = slice(*qo_indptr[b : b + 2].tolist())
+            positions = torch.arange(kv_len)
+            mask = attention_mask(positions[kv_len - (tokens.stop - tokens.start) :], positions)
+            out = masked_attention(q[tokens], keys, keys, scale=self.scale, mask=mask)
+            outputs.append(out[..., : query[0].shape[2]])
+        return torch.cat(outputs)
+
+
+def append_paged_mla_kv_cache(
+    latents: Tensor, rotated: Tensor, batch_indices: Tensor, positions: Tensor, ckv_cache: Tensor, kpe_cache: Tensor,
+    indices: Tensor, indptr: Tensor, last_page_len: Tensor,
+) -> None:  # fmt: skip
+    assert latents.ndim == rotated.ndim == 2 and ckv_cache.ndim == kpe_cache.ndim == 3
+    for token, (b, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
+        page = int(indices[indptr[b] + position // ckv_cache.shape[1]])
+        ckv_cache[page, position % ckv_cache.shape[1]] = latents[token]
+        kpe_cache[page, position % ckv_cache.shape[1]] = rotated[token]
 
 
 def merge_state_in_place(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -258,6 +333,10 @@ def install(monkeypatch: pytest.MonkeyPatch, has_fa3: bool = True, architecture:
     module = ModuleType("flashinfer")
     module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
+    module.BatchPrefillWithRaggedKVCacheWrapper = Ragged  # type: ignore[attr-defined]
+    metadata = SimpleNamespace(csr=lambda *arrays: arrays)
+    module.mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=MLA, MLAPlanMetadata=metadata)  # type: ignore
+    module.page = SimpleNamespace(append_paged_mla_kv_cache=append_paged_mla_kv_cache)  # type: ignore[attr-defined]
     module.merge_state_in_place = merge_state_in_place  # type: ignore[attr-defined]
     module.append_paged_kv_cache = append_paged_kv_cache  # type: ignore[attr-defined]
     module.decode = SimpleNamespace(  # type: ignore[attr-defined]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mini_engine.attention.backend import BACKENDS, choose_backend, create_backend
+from mini_engine.attention.backend import BACKENDS, DEEPSEEK_V2, PlannedCache, choose_backend, create_backend
 from mini_engine.attention.mla import UpProjections, absorbed_attention, unabsorbed_attention
+from mini_engine.attention.mla_paged import FlashInferMLABackend, TritonMLABackend
 from mini_engine.attention.naive import attention_mask, masked_attention
 from mini_engine.attention.spec import AttentionSpec, MLASizes
+from mini_engine.batch import StepBatch, StepBuffers, step_memory
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.config import ModelConfig
@@ -23,7 +26,8 @@ from mini_engine.models.registry import build_model
 from mini_engine.parts import Parts
 from mini_engine.quantization import Format
 from mini_engine.sampling_params import SamplingParams
-from tests.attention.stepping import full_cache, random_qkv, run_in_steps
+from tests.attention import fake_flashinfer
+from tests.attention.stepping import full_cache, random_qkv, random_step, recorded, run_in_steps
 from tests.helpers import alone, make_engine, serve
 from tests.models.families import our_model, transformers_model
 
@@ -164,7 +168,111 @@ def test_weights_may_be_quantized_except_the_matrix_that_expands_latents(q_lora_
     model = build_model(config, Parts(), torch.float64, "cpu")
     model.load_weights(theirs.state_dict())
     exact = theirs.state_dict()["model.layers.0.self_attn.kv_b_proj.weight"]
-    up = model.up_projections[0]
-    assert torch.equal(torch.cat((up.keys, up.values), dim=1).flatten(0, 1), exact)
+    assert torch.equal(model.up_projections[0].weight.flatten(0, 1), exact)
     got = serve(make_engine(model, page_size=4), {0: [("a", PROMPT, PARAMS)]})["a"]
     assert got == alone(model, PROMPT, PARAMS)
+
+
+# --- on FlashInfer, by its stand-in, and on a GPU --------------------------------------------------------------------
+
+PAGED = {"flashinfer_mla": FlashInferMLABackend, "triton_mla": TritonMLABackend}
+POWERS = replace(
+    SPEC, mla=MLASizes(kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=16, v_head_dim=5), head_dim=22
+)
+
+
+@pytest.mark.parametrize("name", PAGED)
+@settings(deadline=None, max_examples=8)
+@given(st.data())
+def test_plans_for_flashinfer_compute_the_same(name: str, data: st.DataObject) -> None:
+    """Decodes, whole prompts and later chunks, which may be in any order behind the decodes."""
+    spec, dtype = (SPEC, torch.float64) if name == "flashinfer_mla" else (POWERS, torch.float32)
+    batch, num_pages = random_step(data, 4, gaps=False)
+    assume(batch.page_positions is None)  # pages are evicted only behind windows, which these backends refuse
+    with pytest.MonkeyPatch.context() as patch:
+        fake_flashinfer.install(patch, has_fa3=data.draw(st.booleans()))
+        patch.setattr("mini_engine.attention.flashinfer.WORKSPACE_BYTES", 64)
+        properties = SimpleNamespace(multi_processor_count=5)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        mine, theirs = (PagedKVCache([spec], num_pages, 4, dtype) for _ in range(2))
+        backend = PAGED[name]([spec], mine, Parts())
+        reference = create_backend("torch", [spec], theirs, Parts(), up_projections={0: up_projections(spec, dtype)})
+        backend.up_projections = reference.up_projections
+        q, *entry = random_qkv(spec, batch.num_tokens, dtype, 1)
+        for own, other in zip(mine.layers[0], theirs.layers[0], strict=True):
+            own.copy_(torch.randn(own.shape, generator=torch.Generator().manual_seed(2)))
+            other.copy_(own)
+        for each in (backend, reference):
+            each.plan(batch)
+        got, want = backend(0, q, *entry), reference(0, q, *entry)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10 if dtype == torch.float64 else 1e-4)
+        for own, other in zip(mine.layers[0], theirs.layers[0], strict=True):
+            assert torch.equal(own, other)
+        backend.plan(replace(batch, page_capacity=2 * num_pages))  # as a CUDA graph does
+        torch.testing.assert_close(backend(0, q, *entry), got, rtol=0, atol=1e-6)
+
+
+RELEASED = AttentionSpec(0, num_qo_heads=16, num_kv_heads=16, head_dim=192, scale=192**-0.5, mla=DEEPSEEK_V2)
+
+
+def test_other_sizes_and_layers_are_refused_on_a_gpu() -> None:
+    cache = PlannedCache(64, "NHD", torch.bfloat16, torch.device("cuda"))
+    info = replace(BACKENDS["flashinfer_mla"], package=None)
+    assert info.refusal([RELEASED], cache) is None
+    for spec, message in [
+        (SPEC, "needs the sizes of DeepSeek-V2"),
+        (replace(RELEASED, mla=None), "computes only multi-head latent attention"),
+        (replace(RELEASED, kv_dtype=torch.float8_e4m3fn), "does not implement kv_dtype"),
+        (replace(RELEASED, window=9), "does not implement window"),
+    ]:
+        refusal = info.refusal([spec], cache)
+        assert refusal is not None and message in refusal[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_equals_the_reference_on_a_gpu(name: str, heads: int, page_size: int) -> None:
+    """Decodes, a whole prompt, a later chunk and another whole prompt in one step; then the same decodes in a graph."""
+    spec = replace(RELEASED, num_qo_heads=heads, num_kv_heads=heads)
+    lens, new = [1, 700, 8192, 300, 900, 513], [1, 1, 1, 300, 40, 513]
+    counts = [-(-n // page_size) for n in lens]
+    generator = torch.Generator().manual_seed(heads)
+    pages = torch.randperm(sum(counts) + 2, generator=generator)[: sum(counts)].tolist()
+    caches = [
+        PagedKVCache([spec], sum(counts) + 2, page_size, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32)
+    ]
+    for own, other in zip(caches[0].layers[0], caches[1].layers[0], strict=True):
+        own.copy_(torch.randn(own.shape, generator=generator).cuda())
+        other.copy_(own)
+    matrices = [{0: up_projections(spec, cache.dtype, "cuda")} for cache in caches]
+    matrices[1] = {0: replace(matrices[0][0], weight=matrices[0][0].weight.float())}
+    backends = [
+        create_backend(own, [spec], cache, Parts(), up_projections=up)
+        for own, cache, up in zip((name, "torch"), caches, matrices, strict=True)
+    ]
+    step = {"page_size": page_size, "device": "cuda"}
+    tokens = [x.cuda().bfloat16() for x in random_qkv(spec, sum(new), torch.float64, 3)]
+    batch = StepBatch.build(token_ids=[0] * sum(new), num_new=new, kv_lens=lens, pages=pages, **step)
+    for backend in backends:
+        backend.plan(batch)
+    got, want = backends[0](0, *tokens), backends[1](0, *(x.float() for x in tokens))
+    assert float((got.float() - want).norm() / want.norm()) < 2e-2
+    for own, other in zip(caches[0].layers[0], caches[1].layers[0], strict=True):
+        assert torch.equal(own.float(), other)
+
+    decodes = {"token_ids": [0] * 3, "num_new": None, "kv_lens": lens[:3], "pages": pages[: sum(counts[:3])]}
+    memory = StepBuffers("cuda", step_memory(3, 1000, "cuda"))
+    batch = StepBatch.build(**decodes, page_size=page_size, page_capacity=1000, into=memory)
+    graph, outputs = recorded(backends[0], batch, [[x[:3] for x in tokens]])
+    shorter = [1, 650, 5000]
+    counts = [-(-n // page_size) for n in shorter]
+    decodes |= {"kv_lens": shorter, "pages": pages[-sum(counts) :]}
+    torch.cuda.synchronize()
+    batch = StepBatch.build(**decodes, page_size=page_size, page_capacity=1000, into=memory)
+    for backend in backends:
+        backend.plan(batch)
+    graph.replay()
+    want = backends[1](0, *(x[:3].float() for x in tokens))
+    assert float((outputs[0].float() - want).norm() / want.norm()) < 2e-2

@@ -39,7 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"tie_word_embeddings": False},
     "deepseek_v2": SMALL
     | {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12}
-    | {"qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 3},
+    | {"qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 10},
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     | {"tie_word_embeddings": False},
 }

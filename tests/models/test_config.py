@@ -33,12 +33,12 @@ def test_values_that_are_left_out_are_those_of_transformers(family: str) -> None
 def test_a_file_may_state_the_sizes_alone(family: str) -> None:
     """Everything else is as in transformers' configuration without any arguments."""
     full = type(transformers_config(family))().to_dict()
-    if family == "deepseek_v2":  # whose layers have experts by default
-        full["first_k_dense_replace"] = full["num_hidden_layers"]
+    if family == "deepseek_v2":  # it has no default for how many of its experts compute a token
+        full["num_experts_per_tok"] = 6
     sizes = ["n_embd", "n_layer", "n_head", "n_positions", "vocab_size"]
     if family != "gpt2":
         sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        sizes += ["max_position_embeddings", "vocab_size"] + ["first_k_dense_replace"] * (family == "deepseek_v2")
+        sizes += ["max_position_embeddings", "vocab_size"] + ["num_experts_per_tok"] * (family == "deepseek_v2")
     stated = {"model_type": family} | {name: full[name] for name in sizes}
     if family == "qwen3":
         stated |= {"sliding_window": None}  # as in the files of released models
@@ -204,7 +204,12 @@ BAD = [
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0"),
     ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar = -1"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    ("deepseek_v2", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1: experts are not implemented"),
+    ("deepseek_v2", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+    ("deepseek_v2", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7: a token cannot have more than all 6 experts"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method = 'group_limited_greedy'.*must be greedy"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True: DeepSeek-V2 has False"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid': DeepSeek-V2 has softmax"),
+    ("deepseek_v2", {"n_shared_experts": None}, "n_shared_experts"),
     ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2: it must be 4, the number of query heads"),
     ("deepseek_v2", {"attention_bias": True}, "attention_bias = True"),
     ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),

@@ -57,6 +57,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"final_logit_softcapping": 1.5}),
     ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     ("gemma3_text", {"layer_types": ["full_attention"] * 3, "rope_scaling": LLAMA3}),
+    ("deepseek_v2", {"first_k_dense_replace": 3}),
+    ("deepseek_v2", {"first_k_dense_replace": 0, "routed_scaling_factor": 2.5}),
     ("deepseek_v2", {"q_lora_rank": 20}),
     ("deepseek_v2", {"tie_word_embeddings": True, "v_head_dim": 20}),
     ("deepseek_v2", {"q_lora_rank": 20, "rms_norm_eps": 0.1}),

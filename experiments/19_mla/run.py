@@ -184,19 +184,18 @@ def decode_ways(setting: Setting, requests: int, num_layers: int, device: torch.
     indptr = np.arange(requests + 1, dtype=np.int32) * counts
     host_pages = torch.from_numpy(np.random.default_rng(0).permutation(requests * counts).astype(np.int32))
     pages = host_pages.to(device)
-    q = [
-        torch.randn(requests, spec.num_qo_heads, size, device=device, dtype=setting.dtype)
-        for size in (rank, spec.entry_size - rank)
-    ]
+    shapes = ((requests, spec.num_qo_heads, size) for size in (rank, spec.entry_size - rank))
+    q, q_rope = (torch.randn(shape, device=device, dtype=setting.dtype) for shape in shapes)
+    query = q, q_rope
     from mini_engine.kernels.mla_decode import mla_decode, mla_decode_reference, plan_items
 
-    reference = partial(mla_decode_reference, q, pages=pages, kv_lens=lens, page_indptr=indptr, scale=scale)
+    reference = partial(mla_decode_reference, query, pages=pages, kv_lens=lens, page_indptr=indptr, scale=scale)
     yield "torch", lambda: [reference(entry) for entry in cache.layers]
     if device.type == "cpu":
         return
     workers = torch.cuda.get_device_properties(device).multi_processor_count
     work = {name: torch.from_numpy(x).to(device) for name, x in plan_items(lens, indptr, workers).items()}
-    yield "Triton", lambda: [mla_decode(tuple(q), entry, pages, **work, scale=scale) for entry in cache.layers]
+    yield "Triton", lambda: [mla_decode(query, entry, pages, **work, scale=scale) for entry in cache.layers]
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
     entries = [tuple(stored.squeeze(2) for stored in layer) for layer in cache.layers]
@@ -209,7 +208,7 @@ def decode_ways(setting: Setting, requests: int, num_layers: int, device: torch.
             head_dim_kpe=spec.entry_size - rank, page_size=PAGE_SIZE, causal=True, sm_scale=scale,
             q_data_type=setting.dtype, kv_data_type=setting.dtype, query_layout="split", kv_cache_layout="split",
         )  # fmt: skip
-        yield f"FlashInfer {algorithm}", partial(_run_wrapper, wrapper, tuple(q), entries)
+        yield f"FlashInfer {algorithm}", partial(_run_wrapper, wrapper, query, entries)
 
 
 def _run_wrapper(wrapper: object, query: tuple, entries: list[tuple]) -> list:
@@ -323,14 +322,15 @@ def step_bytes(config: ModelConfig, requests: int, keys: float, itemsize: int) -
 
 
 def make_engine(model: CausalLM, backend: str, workload: Workload) -> LLMEngine:
-    """An engine whose pool holds all requests at once."""
+    """An engine whose pool holds all requests at once, and whose first step computes all prompts."""
+    requests = workload.requests(model.config.vocab_size)
     config = EngineConfig(
         attn_backend=backend,
-        num_pages=pages_needed(workload.requests(model.config.vocab_size), PAGE_SIZE) + workload.num_requests,
+        num_pages=pages_needed(requests, PAGE_SIZE) + workload.num_requests,
         page_size=PAGE_SIZE,
         max_batch_size=workload.num_requests,
         max_model_len=workload.longest,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=sum(len(prompt) for prompt, _ in requests),
         enable_prefix_caching=False,
     )
     return LLMEngine(model, config, parts=model.parts)
@@ -381,8 +381,9 @@ def predictions() -> str:
         values[f"{way}, {requests} requests"] = f"{quantity(seconds / share, 's')} at {share:.0%} of it"
     for tokens in setting.prompts:
         whole, absorbed = (prompt_cost(setting, form, tokens).flops for form in ("un-absorbed", "absorbed"))
-        values[f"prompt of {tokens:,} tokens"] = (
-            f"{quantity(whole, 'FLOP')} un-absorbed, {quantity(absorbed, 'FLOP')} absorbed: {absorbed / whole:.1f} times"
+        values[f"prompt of {tokens:,} tokens, un-absorbed"] = quantity(whole, "FLOP")
+        values[f"prompt of {tokens:,} tokens, absorbed"] = (
+            f"{quantity(absorbed, 'FLOP')}, {absorbed / whole:.1f} times as many"
         )
     config = ModelConfig.from_hf(setting.config.to_dict())
     for name, workload in setting.workloads.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from mini_engine.errors import ConfigError
 from mini_engine.models.config import ModelConfig
 from mini_engine.roofline import Machine, ModelShape, attention_cost, model_step_cost
 from mini_engine.sampling_params import SamplingParams
@@ -181,7 +182,13 @@ def least_seconds(
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
-    """Return the sizes that determine the cost of a step."""
+    """Return the sizes that determine the cost of a step.
+
+    Raises:
+        ConfigError: for layers with latents, of which a token stores other bytes than keys and values.
+    """
+    if config.mla is not None:
+        raise ConfigError("the benchmark's bounds do not cover latent attention (MLA): choose another model")
     moe = config.moe
     return ModelShape(
         hidden_size=config.hidden_size,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mini_engine.attention import backend as backend_module
-from mini_engine.attention.backend import BACKENDS, choose_backend
+from mini_engine.attention.backend import BACKENDS, DEEPSEEK_V2, choose_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.bench.host import StubModel
 from mini_engine.config import EngineConfig, ResolvedConfig
@@ -24,6 +24,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 QWEN3 = AttentionSpec(0, num_qo_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 WINDOW = replace(QWEN3, layer=1, window=512)
 GEMMA2 = replace(QWEN3, head_dim=256, softcap=50.0)
+LATENT = replace(QWEN3, num_kv_heads=16, head_dim=192, mla=DEEPSEEK_V2)
 BF16 = torch.bfloat16
 GIB = 2**30
 
@@ -66,6 +67,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Machine], None]]:
         (Machine(packages=("triton",)), [QWEN3], {}, "flex"),
         (Machine(), [QWEN3], {"dtype": torch.float32}, "flex"),
         (Machine(), [replace(QWEN3, head_dim=96)], {}, "flex"),
+        (Machine(), [LATENT], {}, "flashinfer_mla"),
+        (Machine(architecture=8, has_nvcc=False), [LATENT], {}, "flashinfer_mla"),
+        (Machine(packages=("triton",)), [LATENT], {}, "torch"),
+        (Machine(), [LATENT], {"dtype": torch.float32}, "torch"),
+        (Machine(), [LATENT], {"device": CPU}, "torch_padded"),
         (Machine(packages=()), [QWEN3], {}, "torch"),
         (Machine(), [QWEN3], {"dtype": torch.float32, "page_size": 16}, "torch"),
         (Machine(), [QWEN3], {"device": CPU}, "torch_padded"),

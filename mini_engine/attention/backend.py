@@ -247,6 +247,8 @@ def _mla_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
         return f"computes only multi-head latent attention, unlike layer {spec.layer}", None
     if spec.mla != DEEPSEEK_V2:
         return f"needs the sizes of DeepSeek-V2 ({DEEPSEEK_V2}), not {spec.mla}", None
+    if 128 % spec.num_qo_heads:  # otherwise a query's heads would be in two of FlashInfer's tiles
+        return f"needs a number of heads that divides 128, not {spec.num_qo_heads}", None
     return None
 
 

@@ -17,6 +17,8 @@ TINY = {
     "llama": {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
     "gemma2": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 20},
+    "deepseek_v2": {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"hidden_size": 128, "first_k_dense_replace": 3},
     "gpt2": {"n_embd": 128, "n_head": 2},
 }
 

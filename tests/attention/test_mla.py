@@ -19,6 +19,8 @@ from mini_engine.attention.mla_paged import FlashInferMLABackend, TritonMLABacke
 from mini_engine.attention.naive import attention_mask, masked_attention
 from mini_engine.attention.spec import AttentionSpec, MLASizes
 from mini_engine.batch import StepBatch, StepBuffers, step_memory
+from mini_engine.bench.workloads import model_shape
+from mini_engine.chunks import ChunkMemory
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.models.config import ModelConfig
@@ -27,6 +29,7 @@ from mini_engine.parts import Parts
 from mini_engine.quantization import Format
 from mini_engine.sampling_params import SamplingParams
 from tests.attention import fake_flashinfer
+from tests.attention.greedy import check_greedy
 from tests.attention.stepping import full_cache, random_qkv, random_step, recorded, run_in_steps
 from tests.helpers import alone, make_engine, serve
 from tests.models.families import our_model, transformers_model
@@ -150,6 +153,14 @@ def test_options_without_latents_are_refused(options: dict[str, Any], message: s
         make_engine(our_model(transformers_model("deepseek_v2")), **options)
 
 
+def test_chunk_memory_and_the_benchmark_refuse_latents() -> None:
+    model = our_model(transformers_model("deepseek_v2"))
+    with pytest.raises(ConfigError, match=r"the model stores latents \(MLA\), which chunks do not support"):
+        ChunkMemory(make_engine(model))
+    with pytest.raises(ConfigError, match="bounds do not cover latent attention"):
+        model_shape(model.config)
+
+
 def test_latents_may_be_stored_in_float8() -> None:
     """The prompt reads what the cache holds, so chunks and decodes see the same keys as the whole prompt."""
     model = our_model(transformers_model("deepseek_v2", dtype=torch.float64))
@@ -224,6 +235,7 @@ def test_other_sizes_and_layers_are_refused_on_a_gpu() -> None:
         (replace(RELEASED, mla=None), "computes only multi-head latent attention"),
         (replace(RELEASED, kv_dtype=torch.float8_e4m3fn), "does not implement kv_dtype"),
         (replace(RELEASED, window=9), "does not implement window"),
+        (replace(RELEASED, num_qo_heads=20), "needs a number of heads that divides 128, not 20"),
     ]:
         refusal = info.refusal([spec], cache)
         assert refusal is not None and message in refusal[0]
@@ -276,3 +288,11 @@ def test_equals_the_reference_on_a_gpu(name: str, heads: int, page_size: int) ->
     graph.replay()
     want = backends[1](0, *(x[:3].float() for x in tokens))
     assert float((outputs[0].float() - want).norm() / want.norm()) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["auto", *PAGED, "torch"])
+def test_greedy_tokens_on_a_gpu(name: str, options: dict[str, Any]) -> None:
+    """Preempted, in chunks, with shared prefixes, and decodes in CUDA graphs."""
+    check_greedy(torch.device("cuda"), "deepseek_v2", attn_backend=name, **options)

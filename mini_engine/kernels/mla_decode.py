@@ -159,8 +159,8 @@ def _merge(
 ):  # fmt: skip
     request, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(item_indptr + request), tl.load(item_indptr + request + 1)
-    item, column = first + tl.arange(0, SPLITS), tl.arange(0, RANK)
-    lses = tl.load(lse + item.to(tl.int64) * num_heads + head, mask=item < end, other=float("-inf"))
+    every, column = first + tl.arange(0, SPLITS), tl.arange(0, RANK)
+    lses = tl.load(lse + every.to(tl.int64) * num_heads + head, mask=every < end, other=float("-inf"))
     most = tl.max(lses, 0)
     total = tl.sum(tl.exp2(lses - most), 0)
     mixed = tl.zeros((RANK,), tl.float32)

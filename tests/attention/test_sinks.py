@@ -235,7 +235,7 @@ def test_the_kernel_equals_the_reference(device: str, head_dim: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_trtllm", "flash_decoding", "flash_decoding+cascade"])
+@pytest.mark.parametrize("name", ["flashinfer", "flash_decoding", "flash_decoding+cascade"])
 def test_sinks_on_a_gpu(name: str) -> None:
     """Prompts and decodes of gpt-oss's heads, in bfloat16, against transformers in float64."""
     pytest.importorskip("flashinfer")

@@ -321,7 +321,8 @@ class LLMEngine:
             return None
         drafter = create_drafter(speculative) if model is None else self._new_model_drafter(config, model)
         most, can_pipeline = speculative.num_speculative_tokens, config.pipeline_depth > 0
-        return Speculation(drafter, most, config.max_batch_size, can_pipeline)
+        sizes = config.cuda_graph_batch_sizes
+        return Speculation(drafter, most, config.max_batch_size, can_pipeline, most_tokens=sizes[-1] if sizes else None)
 
     def _new_model_drafter(self, config: ResolvedConfig, model: LanguageModel) -> DraftModelDrafter:
         same = "max_batch_size", "num_pages", "page_size", "kv_layout", "kv_cache_dtype", "max_num_batched_tokens"

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -147,23 +147,21 @@ def rows_of(
     return rows
 
 
-def text_rows(device: str) -> list[results.Row]:
+def text_rows(device: str) -> Iterator[list[results.Row]]:
     llm = LLM(MODEL, dtype="bfloat16", device=device, enable_prefix_caching=False, warm_up=False, num_pages=64)
-    engines, rows = engines_of(llm, device), list[results.Row]()
+    engines = engines_of(llm, device)
     for workload in (COPY, FREE):
         for num_requests in BATCHES[device]:
-            rows += rows_of(engines, prompts(llm, workload, num_requests), workload, device)
-            shown(rows[-4 * len(engines) :])
-    return rows
+            yield rows_of(engines, prompts(llm, workload, num_requests), workload, device)
 
 
 # --- vLLM ------------------------------------------------------------------------------------------------------------
 
 
-def peer_rows(device: str, methods: Sequence[str]) -> list[results.Row]:
+def peer_rows(device: str, methods: Sequence[str]) -> Iterator[list[results.Row]]:
     """Serve the same text with vLLM."""
     check_installed("vllm")
-    llm, rows = LLM(MODEL, dtype="bfloat16", device="cpu", warm_up=False), list[results.Row]()
+    llm = LLM(MODEL, dtype="bfloat16", device="cpu", warm_up=False)
     with tempfile.TemporaryDirectory() as folder:
         write_embedded(llm, Path(folder))
         for name in methods:
@@ -187,9 +185,7 @@ def peer_rows(device: str, methods: Sequence[str]) -> list[results.Row]:
                         spread = tuple(num_requests * MAX_TOKENS / limit(seconds) for limit in (max, min))
                         value = num_requests * MAX_TOKENS / statistics.median(seconds)
                         why = "beside the rows of our engine"
-                        rows.append(results.Row("tokens per second", value, "tokens/s", None, why, case, spread))
-                        shown(rows[-1:])
-    return rows
+                        yield [results.Row("tokens per second", value, "tokens/s", None, why, case, spread)]
 
 
 # --- a draft model ---------------------------------------------------------------------------------------------------
@@ -245,7 +241,7 @@ def seconds_of(engine: LLMEngine, num_tokens: int = 200) -> tuple[float, float]:
     return seconds / steps, seconds / (engine.metrics.output_tokens - before)
 
 
-def draft_rows(device: str) -> list[results.Row]:
+def draft_rows(device: str) -> Iterator[list[results.Row]]:
     """Guess with a model of another size, and compare with what the times of its parts predict."""
     rows, where = list[results.Row](), torch.device(device)
     same = {"max_num_seqs": 8, "max_model_len": 2048, "num_pages": 1024, "enable_prefix_caching": False}
@@ -271,13 +267,7 @@ def draft_rows(device: str) -> list[results.Row]:
             case = {"part": "draft", "guesses": count}
             rows.append(results.Row("tokens per second", 1 / of_token, "tokens/s", expected, PREDICTED, case))
             del engine, drafter
-    shown(rows)
-    return rows
-
-
-def shown(rows: Sequence[results.Row]) -> None:
-    for row in rows:
-        print(row.cells()[:5], flush=True)
+    yield rows
 
 
 # --- prediction ------------------------------------------------------------------------------------------------------
@@ -307,9 +297,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     measure = {"text": text_rows, "peer": partial(peer_rows, methods=chosen.methods), "draft": draft_rows}
     for part in chosen.only or PARTS[chosen.device]:
-        rows = measure[part](chosen.device)
-        result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
-        record(results.with_recorded(result, chosen.out, section="part"), chosen.out)
+        rows = list[results.Row]()
+        for more in measure[part](chosen.device):
+            rows += more  # recorded at once, so that an interrupted run keeps what it has measured
+            result = results.new_result(EXPERIMENT, rows, parameters, chosen.device)
+            record(results.with_recorded(result, chosen.out, section="part"), chosen.out)
 
 
 if __name__ == "__main__":

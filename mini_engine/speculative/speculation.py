@@ -35,6 +35,8 @@ class Speculation:
         max_rows: rows of the engine.
         can_pipeline: whether steps without guesses may be pipelined.
         clock: seconds.
+        most_tokens: most tokens of a step with guesses: no CUDA graph computes a larger one, and launching its kernels
+            one by one takes longer than guesses save. None: any number.
 
     Attributes:
         drafter: see above.
@@ -49,8 +51,9 @@ class Speculation:
         max_rows: int,
         can_pipeline: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        most_tokens: int | None = None,
     ) -> None:
-        self._can_pipeline = can_pipeline
+        self._can_pipeline, self._most_tokens = can_pipeline, most_tokens
         self.drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
         self._step_seconds, self._pipelined_seconds = StepSeconds(1.0), StepSeconds(1.0)
         self._guess_seconds, self._hits = StepSeconds(0.0), 1.0
@@ -85,7 +88,7 @@ class Speculation:
             Guesses for each row, and how many of them count.
         """
         self._choose(running, rows, num_tokens, self._turn)
-        most = np.minimum(most, self._num_tokens)
+        most = np.minimum(most, self._most(len(rows), num_tokens))
         limits = np.minimum(self._limits[rows], most)
         limits[self._chosen_for[rows] != running.admission[rows]] = 0  # a new request waits for the next choice
         if self._turn >= self._explore_at and self._step_seconds.knows(num_tokens):
@@ -164,8 +167,14 @@ class Speculation:
     def _best(self, rows: Int64[np.ndarray, " B"], num_tokens: int) -> Int64[np.ndarray, " B"]:
         """Return the number of guesses of each row that pays most."""
         of_guess = self._guess_seconds(np.array([len(rows)])).item()
-        most = np.full(len(rows), self._num_tokens)
+        most = np.full(len(rows), self._most(len(rows), num_tokens))
         return best_counts(self._acceptance.of(rows), most, num_tokens, self._step_seconds, of_guess)
+
+    def _most(self, num_rows: int, num_tokens: int) -> int:
+        """Return the most guesses that each row can have in a step of `num_tokens` without guesses."""
+        if self._most_tokens is None:
+            return self._num_tokens
+        return min(self._num_tokens, max(self._most_tokens - num_tokens, 0) // num_rows)
 
     def check(
         self,

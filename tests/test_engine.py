@@ -126,6 +126,19 @@ def test_tokens_do_not_depend_on_the_schedule_with_flex(data, family):
     check_tokens(data, family, "flex", most=3, longest=12)
 
 
+def test_guesses_share_a_page_with_flex():
+    """Each is a sequence of its own where a graph computes them, and FlexAttention's cache zeroes unwritten slots."""
+    model, prompt = double_model("llama"), [37, 20, 36, 39, 48, 47, 50, 55, 10, 3, 24, 52, 28, 35, 3, 39]
+    engine = make_engine(
+        model, draft_model=model, attn_backend="flex", num_pages=12, page_size=4, max_batch_size=2, pipeline_depth=0,
+        speculative_config=DRAFT_MODEL | {"num_speculative_tokens": 2}, cuda_graph_batch_sizes=[4],
+    )  # fmt: skip
+    let_all_guesses_pay(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    assert serve(engine, {0: [("a", prompt, params)]})["a"] == alone(model, prompt, params)
+    assert engine.metrics.num_accepted_tokens > 0
+
+
 def tight_traffic(engine: LLMEngine, family: str, seed: int) -> None:
     """Requests that share prefixes, in a pool so small that some are preempted."""
     rng = np.random.default_rng(seed)

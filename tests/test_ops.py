@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mini_engine import ops, rope, transfer
+from mini_engine.attention import state
 from mini_engine.models import moe
 from mini_engine.parts import Parts
 from tests.attention import fake_flashinfer
@@ -18,6 +19,7 @@ REFERENCES = {
     "rope_tables": rope.rope_tables,
     "copy_pinned": transfer.copy_pinned,
     "keep_tokens": transfer.keep_tokens,
+    "merge_sinks": state.merge_sinks,
     "mix_experts": moe.mix_experts,
 }
 

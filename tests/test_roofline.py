@@ -151,7 +151,10 @@ def test_experts_touched_are_those_of_a_simulation(num_tokens: int) -> None:
 
 def test_a_sparse_layer_computes_with_the_experts_of_each_token() -> None:
     moe = MoEConfig(6, 2, 10, True, 1.0, frozenset())
-    x, logits, gate_up, down = (torch.randn(shape) for shape in [(7, 32), (7, 6), (6, 20, 32), (6, 32, 10)])
+    x, gate_up, down = (torch.randn(shape) for shape in [(7, 32), (6, 20, 32), (6, 32, 10)])
+    # Each expert has several tokens or none: the counter does not count the product of a matrix and a single vector.
+    logits = torch.zeros(7, 6)
+    logits[:4, :2] = logits[4:, 2:4] = 1
     with FlopCounterMode(display=False) as counter:
         mix_experts(x, logits, gate_up, down, moe, F.silu)
     costs = expert_costs(SPARSE, 7, 4)

@@ -164,9 +164,9 @@ class FlexBackend(AttentionBackend):
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         k_cache, v_cache = self._layers[layer]
-        self.parts.append_kv(k_cache, v_cache, k, v, self._slot_mapping)
-        if self._unwritten is not None:
+        if self._unwritten is not None:  # before the keys of this step, some of which may be behind a shorter sequence
             v_cache.index_fill_(0, self._unwritten, 0)
+        self.parts.append_kv(k_cache, v_cache, k, v, self._slot_mapping)
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         spec = self.specs[layer]

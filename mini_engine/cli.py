@@ -1,18 +1,21 @@
-"""The command line: `mini-engine generate | chat | bench | trace`.
+"""The command line: `mini-engine generate | chat | serve | bench | trace`.
 
 torch and transformers take seconds to import, so a command imports what needs them, and `--help` does not wait.
 """
 
 import os
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
 from mini_engine.bench.options import BenchOptions
-from mini_engine.cli_options import EXAMPLES, SMALL_POOL, Bench, Engine, EngineOptions, Sampling, given
-from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.cli_options import EXAMPLES, SMALL_POOL, Bench, Engine, EngineOptions, Sampling, Server, given
+from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+from mini_engine.serving.options import ServerOptions
 from mini_engine.terminal import make_console, print_error, read_line, show
 
 CHAT_TOKENS = 4096  # most tokens in the pool of a watched chat
@@ -110,6 +113,27 @@ def bench(*, engine: Engine = None, bench: Bench = None) -> None:
 
 
 @app.command
+def serve(model: str | None = None, /, *, engine: Engine = None, server: Server = None) -> None:
+    """Serve a model over HTTP, with OpenAI's protocol, until Ctrl-C.
+
+    Args:
+        model: The model, instead of --model.
+        engine: The model and the engine's options.
+        server: Where to listen, and limits.
+    """
+    console = make_console()
+    options, own = EngineOptions.of(engine, console), ServerOptions(**given(server))
+    options = options if model is None else replace(options, model=model)
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a server needs the package {missing[0]}: pip install 'mini-engine[server]'")
+    llm, _ = options.load(console)
+    from mini_engine.serving.server import run_server
+
+    run_server(llm, options.model, own, lambda address: show(console, _example(address)))
+
+
+@app.command
 def trace(*, out: Annotated[Path, Parameter(alias="-o")], engine: Engine = None) -> None:
     """Serve eight requests from a small pool of pages, and record every step.
 
@@ -146,6 +170,14 @@ def main(app: App = app) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(f"cannot write to standard output: {error.strerror}")
         sys.exit(1)
+
+
+def _example(address: str) -> str:
+    body = '{"messages": [{"role": "user", "content": "What is a page table?"}], "stream": true}'
+    return (
+        f"listening on {address}\n\n"
+        f"curl -N {address}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{body}'"
+    )
 
 
 def _read_template(path: Path | None) -> str | None:

@@ -1,4 +1,5 @@
-"""Command-line options made from the dataclasses that hold them: `EngineConfig`, `SamplingParams`, `BenchOptions`.
+"""Command-line options made from the dataclasses that hold them: `EngineConfig`, `SamplingParams`,
+`BenchOptions`, `ServerOptions`.
 
 Cyclopts makes an option of each field of a dataclass. The help of an option is the description of its field, and an
 option that is not given overrides nothing.
@@ -21,6 +22,7 @@ from mini_engine.bench.options import BenchOptions
 from mini_engine.config import ALIASES, EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.options import ServerOptions
 from mini_engine.terminal import show
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and `--help` should not wait
@@ -91,8 +93,10 @@ if TYPE_CHECKING:
     Engine = Any
     Sampling = Any
     Bench = Any
+    Server = Any
 else:
-    Engine, Sampling, Bench = options_of(Source, EngineConfig), options_of(SamplingParams), options_of(BenchOptions)
+    Engine, Sampling = options_of(Source, EngineConfig), options_of(SamplingParams)
+    Bench, Server = options_of(BenchOptions), options_of(ServerOptions)
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,57 @@ class TextEngine:
         longest = self.engine.config.max_model_len
         return encode(prompt, self.tokenizer, longest, add_special_tokens=add_special_tokens)
 
+    # --- prompts that arrive while others are served ---------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        inbox: deque[Piece],
+        *,
+        index: int = 0,
+        context: Context = (),
+        each_step: bool = True,
+    ) -> PromptOutputs:
+        """Queue a prompt, and return at once; each `step` puts its new pieces into the inbox.
+
+        Args:
+            prompt: a prompt as in `generate`.
+            sampling_params: default `default_params`.
+            inbox: receives its pieces; several prompts may share one.
+            index: the index of its pieces.
+            context: registered chunks before the prompt.
+            each_step: deliver text as it is generated, and not only when it has ended.
+
+        Returns:
+            The outputs so far, for `abort`.
+
+        Raises:
+            RequestError: if the prompt cannot be served.
+        """
+        owner = PromptOutputs(index, prompt, sampling_params or self.default_params, inbox)
+        try:
+            self._add(owner, each_step, context)
+        except RequestError:
+            self.abort(owner)
+            raise
+        return owner
+
+    def abort(self, submitted: PromptOutputs) -> None:
+        """End a prompt now and free its pages, unless it has ended already."""
+        for request in submitted.requests:
+            self._texts.pop(request, None)
+            self.engine.finish(request, "abort")
+
+    def step(self) -> None:
+        """Step the engine once, and put the new pieces of each prompt into its inbox.
+
+        Raises:
+            ScheduleError: if a scheduling part fails, or computes nothing although requests wait.
+        """
+        with self._turn():
+            self._step_and_deliver()
+
     # --- requests ------------------------------------------------------------------------------------------------
 
     def _pieces(
@@ -243,7 +294,7 @@ class TextEngine:
                 try:
                     self._add(owners[index], each_step, contexts[index]() if contexts else ())
                 except RequestError as refused:
-                    self._abort(owners.pop(index))
+                    self.abort(owners.pop(index))
                     if on_error == "raise":
                         raise _numbered(refused, index, len(prompts)) from refused
                     failed = CompletionOutput(0, "", [], "error")
@@ -259,12 +310,7 @@ class TextEngine:
                     yield piece
         finally:
             for owner in owners.values():
-                self._abort(owner)
-
-    def _abort(self, owner: PromptOutputs) -> None:
-        for request in owner.requests:
-            self._texts.pop(request, None)
-            self.engine.finish(request, "abort")
+                self.abort(owner)
 
     def _add(self, owner: PromptOutputs, each_step: bool, context: Context) -> None:
         """Queue the requests of a prompt: one for each of its `n` outputs."""
@@ -314,22 +360,24 @@ class TextEngine:
         if self._waiting:  # otherwise this thread, which has just released the lock, would get it again
             time.sleep(HANDOVER_SECONDS)
         with self._turn():
-            if inbox:
-                return
-            report = self.engine.step()
-            finished, num_finished = report.finished, self.engine.metrics.finished
-            if num_finished != self._num_finished + len(finished):  # another step ended some, or we were interrupted
-                finished = [request for request in list(self._texts) if request.finish_reason]
-            for request in (*report.sampled_by, *finished):
-                text = self._texts.get(request)
-                if text and (text.detokenizer or request.finish_reason):
-                    has_ended = request.finish_reason is not None
-                    try:
-                        text.deliver(self._read(text), report, has_ended=has_ended)
-                    finally:
-                        if text.is_done:
-                            self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
-            self._num_finished = num_finished
+            if not inbox:
+                self._step_and_deliver()
+
+    def _step_and_deliver(self) -> None:
+        report = self.engine.step()
+        finished, num_finished = report.finished, self.engine.metrics.finished
+        if num_finished != self._num_finished + len(finished):  # another step ended some, or we were interrupted
+            finished = [request for request in list(self._texts) if request.finish_reason]
+        for request in (*report.sampled_by, *finished):
+            text = self._texts.get(request)
+            if text and (text.detokenizer or request.finish_reason):
+                has_ended = request.finish_reason is not None
+                try:
+                    text.deliver(self._read(text), report, has_ended=has_ended)
+                finally:
+                    if text.is_done:
+                        self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
+        self._num_finished = num_finished
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -128,17 +128,19 @@ def keep_logprobs(asked: Iterable[tuple[LogprobRows, list[Request]]], found: Ite
             request.logprobs[position] = tuple(of_token)
 
 
-def output_logprobs(request: Request, decode: Decode) -> list[dict[int, Logprob]] | None:
-    """Return the log probabilities of each token of a request's output; None if the request asks for none.
+def output_logprobs(request: Request, decode: Decode, start: int, end: int) -> list[dict[int, Logprob]] | None:
+    """Return the log probabilities of tokens of a request's output; None if the request asks for none.
 
     Args:
-        request: a request that has ended.
+        request: the request.
         decode: returns the text of a token.
+        start: index of the first of these tokens in the output.
+        end: index after the last one; at most the number of known tokens.
     """
     if request.params.logprobs is None:
         return None
     first = len(request.prompt_token_ids)
-    return [_as_dict(request.logprobs[position], decode) for position in range(first, len(request.token_ids))]
+    return [_as_dict(request.logprobs[first + index], decode) for index in range(start, end)]
 
 
 def prompt_logprobs(request: Request, decode: Decode) -> list[dict[int, Logprob] | None] | None:

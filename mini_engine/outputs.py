@@ -204,6 +204,8 @@ class Piece:
         output: the whole output, once the request has ended.
         step: the step that collected the tokens; None for a request that was refused.
         completion: number of the output that the text belongs to, among the `n` of the prompt.
+        logprobs: log probabilities of the new tokens, if the parameters ask for them and each step is delivered.
+        finish_reason: why the output has ended; None while it goes on.
     """
 
     index: int
@@ -212,3 +214,5 @@ class Piece:
     output: RequestOutput | None
     step: StepReport | None = field(repr=False)
     completion: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from mini_engine.detokenizer import Detokenizer, context_of, decode_after
 from mini_engine.errors import MiniEngineError, RequestError
-from mini_engine.logprobs import Logprob, output_logprobs, prompt_logprobs
+from mini_engine.logprobs import Decode, Logprob, output_logprobs, prompt_logprobs
 from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput, StepReport
 from mini_engine.request import Request
 from mini_engine.sampling_params import SamplingParams
@@ -52,7 +52,6 @@ class TextRequest:
         detokenizer: its text, if it is needed in every step, to be shown or searched for stop strings.
         num_told: number of output tokens that the pieces so far have counted.
         num_shown: characters of the pieces so far.
-        logprobs: log probabilities of the output, once it has ended.
         is_done: its last piece is in the inbox.
     """
 
@@ -63,7 +62,6 @@ class TextRequest:
     detokenizer: Detokenizer | None
     num_told: int = 0
     num_shown: int = 0
-    logprobs: list[dict[int, Logprob]] | None = None
     is_done: bool = False
 
     @property
@@ -77,8 +75,6 @@ class TextRequest:
         A request whose text is not needed in every step is decoded in one call when it has ended.
         """
         request, detokenizer, params = self.request, self.detokenizer, self.owner.params
-        if request.finish_reason and request.asks_for_logprobs:
-            self._read_logprobs()
         shows_end = params.include_stop_str_in_output  # otherwise the token that ends the output is not shown
         if detokenizer is None:
             tokens = request.output_token_ids
@@ -93,15 +89,13 @@ class TextRequest:
             detokenizer.finish()
         return detokenizer.text
 
-    def _read_logprobs(self) -> None:
+    def logprobs(self, start: int, end: int) -> list[dict[int, Logprob]] | None:
+        """Return the log probabilities of tokens `start` to `end - 1` of the output, if the request asks for them."""
+        return output_logprobs(self.request, self._decoder(), start, end)
+
+    def _decoder(self) -> Decode:
         has_text = self.backend.get_vocab_size() > 0
-
-        @cache
-        def decode(token_id: int) -> str | None:
-            return self.backend.decode([token_id], skip_special_tokens=False) if has_text else None
-
-        self.logprobs = output_logprobs(self.request, decode)
-        self.owner.logprobs = prompt_logprobs(self.request, decode) or self.owner.logprobs
+        return cache(lambda token: self.backend.decode([token], skip_special_tokens=False) if has_text else None)
 
     def deliver(self, text: str, report: StepReport, *, has_ended: bool) -> None:
         """Put new text into the inbox, and the whole output if this was the last request of the prompt.
@@ -121,12 +115,17 @@ class TextRequest:
             if request.finish_reason == "abort":
                 error = RequestError(f"the request {request.request_id!r} was aborted; send it again if still needed")
             num_tokens, owner.error = len(tokens), owner.error or error
-            logprobs = self.logprobs and self.logprobs[:num_tokens]
-            owner.outputs[self.index] = CompletionOutput(self.index, text, tokens, request.finish_reason, logprobs)
+            logprobs, reason = self.logprobs(0, num_tokens), request.finish_reason
+            owner.logprobs = prompt_logprobs(request, self._decoder()) or owner.logprobs
+            owner.outputs[self.index] = CompletionOutput(self.index, text, tokens, reason, logprobs)
             if len(owner.outputs) == owner.params.n:
                 outputs = [owner.outputs[i] for i in range(owner.params.n)]
                 output = RequestOutput(owner.prompt, request.prompt_token_ids, outputs, owner.error, owner.logprobs)
-        piece = Piece(owner.index, text[self.num_shown :], num_tokens - self.num_told, output, report, self.index)
+        piece = Piece(
+            owner.index, text[self.num_shown :], num_tokens - self.num_told, output, report, self.index,
+            logprobs=self.logprobs(self.num_told, num_tokens) if detokenizer else None,
+            finish_reason=request.finish_reason if has_ended else None,
+        )  # fmt: skip
         try:
             owner.inbox.append(piece)
         finally:  # even if Ctrl-C was pressed during the call: what has been delivered counts as delivered

@@ -1,0 +1,407 @@
+"""The HTTP interface: OpenAI's endpoints over an engine that runs on its own thread.
+
+An answer begins once its first token is there, because most clients take an error within a stream for success. A client
+that leaves ends its request, which frees its pages in the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as HTTPRequest
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.answers import DONE, PING, Answer, Json, error_body, event
+from mini_engine.serving.engine_thread import EngineThread, QueueFullError, ShuttingDownError
+from mini_engine.serving.metrics import CONTENT_TYPE, Metrics
+from mini_engine.serving.options import ServerOptions
+from mini_engine.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Request,
+    TokenizeRequest,
+)
+
+PING_SECONDS = 15.0  # between comments that keep an idle stream open
+LEFT = Response(status_code=499)  # to a client that has left
+
+
+class ClientError(Exception):
+    """An error that is answered with a status of its own."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def create_app(thread: EngineThread, model: str, options: ServerOptions) -> FastAPI:
+    """Build the application.
+
+    Args:
+        thread: the engine, on a thread that is not started yet.
+        model: the served model's name.
+        options: the server's options.
+    """
+    api = Api(thread, model, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        thread.start()
+        yield
+        await run_in_threadpool(thread.close)
+
+    app = FastAPI(title="mini-engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_api_route("/health", api.health, methods=["GET"])
+    app.add_api_route("/metrics", api.metrics_text, methods=["GET", "HEAD"])
+    app.add_api_route("/v1/models", api.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", api.one_model, methods=["GET"])
+    app.add_api_route("/v1/completions", api.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
+    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(ClientError, _client_error)
+    app.add_exception_handler(MiniEngineError, _engine_error)
+    app.add_middleware(_BodyLimit, most=options.max_body_bytes)
+    if options.api_key is not None:
+        app.add_middleware(_ApiKey, key=options.api_key)
+    return app
+
+
+class Api:
+    """The endpoints.
+
+    Args:
+        thread: the engine.
+        model: the served model's name.
+        options: the server's options.
+    """
+
+    def __init__(self, thread: EngineThread, model: str, options: ServerOptions) -> None:
+        self._thread, self._engine, self._model = thread, thread.engine, model
+        self._metrics, self._card = Metrics(thread.engine, model), _card(model, thread)
+
+    async def health(self) -> Json:
+        """Answer 200 while the engine's thread lives."""
+        if not self._thread.is_alive:
+            raise ClientError(503, "the engine has stopped")
+        return {}
+
+    async def metrics_text(self) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def models(self) -> Json:
+        return {"object": "list", "data": [self._card]}
+
+    async def one_model(self, name: str) -> Json:
+        self._check_model(name)
+        return self._card
+
+    async def tokenize(self, body: TokenizeRequest) -> Json:
+        """Return the tokens of a text, or of a conversation."""
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages")
+        if body.prompt is None:
+            chat = ChatRequest(messages=body.messages or [], add_generation_prompt=body.add_generation_prompt)
+            tokens = await self._chat_tokens(chat)
+        else:
+            tokens = await run_in_threadpool(self._engine.tokens_of, body.prompt, body.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": self._engine.engine.config.max_model_len, "tokens": tokens}
+
+    async def detokenize(self, body: DetokenizeRequest) -> Json:
+        """Return the text of tokens."""
+        self._check_model(body.model)
+        tokenizer = self._engine.get_tokenizer()
+        if tokenizer is None:
+            raise RequestError("the model has no tokenizer")
+        if wrong := [token for token in body.tokens if token >= len(tokenizer)]:
+            raise RequestError(f"tokens has {wrong[0]}, and the tokenizer has {len(tokenizer)} tokens")
+        return {"prompt": tokenizer.decode(body.tokens)}
+
+    async def completions(self, body: CompletionRequest, http: HTTPRequest) -> Response:
+        """Continue one text or several."""
+        self._check_model(body.model)
+        params, prompts = body.params(self._engine.default_params), body.prompts()
+        if not prompts:
+            raise RequestError("prompt is an empty list; give at least one text")
+        tokens = [await run_in_threadpool(self._engine.tokens_of, prompt) for prompt in prompts]
+        echoes = [prompt if isinstance(prompt, str) else self._decode(prompt) for prompt in prompts]
+        answer = Answer(False, self._model, body.logprobs)
+        return await self._answer(body, http, answer, tokens, params, echoes if body.echo else None)
+
+    async def chat(self, body: ChatRequest, http: HTTPRequest) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        params = body.params(self._engine.default_params)
+        answer = Answer(True, self._model, params.logprobs)
+        return await self._answer(body, http, answer, [await self._chat_tokens(body)], params, None)
+
+    # --- details -------------------------------------------------------------------------------------------------
+
+    async def _chat_tokens(self, body: ChatRequest) -> list[int]:
+        messages, options = body.conversation(), body.template_options()
+        return await run_in_threadpool(lambda: self._engine.chat_prompt(messages, **options))
+
+    def _decode(self, tokens: list[int]) -> str:
+        tokenizer = self._engine.get_tokenizer()
+        return "" if tokenizer is None else str(tokenizer.decode(tokens))
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            message = f"the model {name[:200]!r} is not served here; use {self._model!r}"
+            raise ClientError(404, message, "model_not_found", "model")
+
+    async def _answer(
+        self,
+        body: Request,
+        http: HTTPRequest,
+        answer: Answer,
+        tokens: list[list[int]],
+        params: SamplingParams,
+        echoes: list[str] | None,
+    ) -> Response:
+        """Serve all prompts of a request, as a stream or as a whole."""
+        pieces = self._pieces(tokens, params, each_step=bool(body.stream))
+        if not body.stream:
+            async with aclosing(pieces):
+                outputs = await _unless_left(http, _outputs(pieces, len(tokens)))
+            return LEFT if outputs is None else JSONResponse(answer.whole(outputs, echoes))
+        first = await _unless_left(http, anext(pieces))
+        if first is None:
+            await pieces.aclose()
+            return LEFT
+        answer.num_prompt = sum(map(len, tokens))
+        options = body.stream_options
+        answer.with_usage = options is not None and options.continuous_usage_stats
+        chunks = _chunks(answer, first, pieces, params.n * len(tokens), echoes, params.n)
+        last = [lambda: event(answer.counts())] if options is not None and options.include_usage else []
+        return StreamingResponse(
+            _with_pings(_events(chunks, last)), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+    async def _pieces(
+        self, tokens: list[list[int]], params: SamplingParams, each_step: bool
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Yield the pieces of several prompts as they come, each with the number of its prompt."""
+        arrived: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+        watches = [self._metrics.watch() for _ in tokens]
+
+        async def serve(number: int) -> None:
+            try:
+                async with aclosing(self._thread.stream(tokens[number], params, each_step=each_step)) as pieces:
+                    async for piece in pieces:
+                        watches[number].add(piece)
+                        arrived.put_nowait((number, piece))
+            except Exception as error:
+                arrived.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(serve(number)) for number in range(len(tokens))]
+        try:
+            left = len(tasks)
+            while left:
+                number, piece = await arrived.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                if piece.output is not None:
+                    left -= 1
+                    if piece.output.error is not None:
+                        raise piece.output.error
+                yield number, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _card(model: str, thread: EngineThread) -> Json:
+    length = thread.engine.engine.config.max_model_len
+    names = {"id": model, "object": "model", "created": 0, "owned_by": "mini-engine"}
+    return names | {"root": model, "parent": None, "max_model_len": length}
+
+
+async def _outputs(pieces: AsyncIterator[tuple[int, Piece]], count: int) -> list[RequestOutput]:
+    outputs: dict[int, RequestOutput] = {}
+    async for number, piece in pieces:
+        if piece.output is not None:
+            outputs[number] = piece.output
+    return [outputs[number] for number in range(count)]
+
+
+async def _unless_left(http: HTTPRequest, work: Awaitable[Any]) -> Any:
+    """Return what the work returns, or None if the client leaves first, which ends the work."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _chunks(
+    answer: Answer,
+    first: tuple[int, Piece],
+    rest: AsyncGenerator[tuple[int, Piece], None],
+    num_choices: int,
+    echoes: list[str] | None,
+    n: int,
+) -> AsyncGenerator[Json, None]:
+    """Yield the chunks of a stream: what each choice begins with, then the pieces as they come."""
+    async with aclosing(rest):
+        for index in range(num_choices):
+            if answer.is_chat:
+                yield answer.first(index)
+            elif echoes is not None:
+                yield answer.text(index, echoes[index // n])
+        number, piece = first
+        while True:
+            for chunk in answer.pieces(number * n + piece.completion, piece):
+                yield chunk
+            try:
+                number, piece = await anext(rest)
+            except StopAsyncIteration:
+                return
+
+
+async def _events(chunks: AsyncGenerator[Json, None], last: list[Callable[[], bytes]]) -> AsyncGenerator[bytes, None]:
+    """Yield a stream's events; an error becomes the last one, and the connection ends as broken."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield event(chunk)
+        except MiniEngineError as error:
+            status, body = _as_error(error)
+            yield event(body | {"status": status})
+            raise  # without the last chunk of the transfer, so that clients that ignore errors notice
+        for make in last:
+            yield make()
+        yield DONE
+
+
+async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield events, and a comment where none has come for a while."""
+    async with aclosing(events):
+        while True:
+            waiting = asyncio.ensure_future(anext(events))
+            try:
+                while not (await asyncio.wait({waiting}, timeout=PING_SECONDS))[0]:
+                    yield PING
+                yield waiting.result()
+            except StopAsyncIteration:
+                return
+            finally:
+                if not waiting.done():
+                    waiting.cancel()
+                    await asyncio.gather(waiting, return_exceptions=True)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _as_error(error: MiniEngineError) -> tuple[int, Json]:
+    if isinstance(error, QueueFullError):
+        return 429, error_body(str(error), "rate_limit_error", "queue_full")
+    if isinstance(error, ShuttingDownError):
+        return 503, error_body(str(error), "service_unavailable", "shutting_down")
+    if isinstance(error, RequestError):
+        return 400, error_body(str(error), "invalid_request_error")
+    return 500, error_body(str(error), "server_error")
+
+
+async def _engine_error(http: HTTPRequest, error: Exception) -> Response:
+    assert isinstance(error, MiniEngineError)
+    status, body = _as_error(error)
+    # Clients wait so long before they try again. Some do not try at all if it is more than 120 s.
+    return JSONResponse(body, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+
+
+async def _client_error(http: HTTPRequest, error: Exception) -> Response:
+    assert isinstance(error, ClientError)
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return JSONResponse(error_body(str(error), kind, error.code, error.param), error.status)
+
+
+async def _http_error(http: HTTPRequest, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+
+async def _invalid(http: HTTPRequest, error: Exception) -> Response:
+    """Name the first field that is wrong."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # A value of several types has an error for each of them, whose places end in the types' names.
+    param = first["loc"][1] if len(first["loc"]) > 1 and first["type"] != "json_invalid" else None
+    message = f"{param}: {first['msg']}" if param else f"the body is not a request in JSON: {first['msg']}"
+    if first["type"] == "extra_forbidden":
+        message = f"the field {param!r} is not supported here; leave it out"
+    return JSONResponse(error_body(message, "invalid_request_error", first["type"], param), 400)
+
+
+# --- middleware ------------------------------------------------------------------------------------------------------
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class _ApiKey:
+    """Refuses requests without the key, except to /health."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._wanted = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._wanted):
+                body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
+                await JSONResponse(body, 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _BodyLimit:
+    """Refuses bodies that are too long, before they are in memory."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        left = self._most
+
+        async def counted() -> Any:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, f"the body has more than {self._most} bytes; send less")
+            return message
+
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._most:
+            body = error_body(f"the body has more than {self._most} bytes; send less", "invalid_request_error")
+            return await JSONResponse(body, 413)(scope, receive, send)
+        await self._app(scope, counted, send)

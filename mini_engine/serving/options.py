@@ -1,0 +1,39 @@
+"""The options of a server; apart from the server, so that the command line need not import it."""
+
+from dataclasses import dataclass
+
+from mini_engine.errors import ConfigError, check_positive
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of a server.
+
+    Attributes:
+        host: address to listen on; the default can be reached from this machine alone.
+        port: port to listen on; 0 takes a free one.
+        api_key: clients must send it as their bearer token; default none.
+        served_model_name: name of the model for clients; default the model's own.
+        max_queued_requests: outputs that may wait for a place in the batch; more are refused with status 429.
+        max_body_bytes: longest body of a request.
+        shutdown_seconds: time in which running requests may end after SIGTERM.
+
+    Raises:
+        ConfigError: for a number out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    max_queued_requests: int = 1024
+    max_body_bytes: int = 16 << 20
+    shutdown_seconds: int = 30
+
+    def __post_init__(self) -> None:
+        check_positive(max_body_bytes=self.max_body_bytes, shutdown_seconds=self.shutdown_seconds)
+        for name, value, most in (("port", self.port, 65535), ("max_queued_requests", self.max_queued_requests, 10**9)):
+            if not 0 <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be 0 to {most}")
+        if self.api_key == "":
+            raise ConfigError("api_key is empty; leave it out if clients need none")

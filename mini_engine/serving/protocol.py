@@ -1,0 +1,222 @@
+"""What clients send: OpenAI's requests, with vLLM's further sampling parameters, checked by pydantic.
+
+A field that is not listed is refused by name. Fields that only OpenAI's own service uses are accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mini_engine.errors import RequestError
+from mini_engine.sampling_params import SamplingParams
+
+MOST_OUTPUTS, MOST_STOPS, MOST_PROMPTS, MOST_LOGPROBS = 128, 64, 1024, 20
+# Fields of SamplingParams that a request may have under the same name.
+SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+
+class StreamOptions(BaseModel):
+    """Which chunks of a stream have token counts.
+
+    Attributes:
+        include_usage: a last chunk without choices has them.
+        continuous_usage_stats: every chunk has them, too.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+
+
+class Request(BaseModel):
+    """The fields that chats and completions share. Those of `SamplingParams` have its meaning; None is its default.
+
+    Attributes:
+        model: the served model's name; None: whichever is served.
+        stream: send the text as it is generated, as server-sent events.
+        stream_options: only with `stream`.
+        logit_bias: token ids, as strings, and numbers that are added to their logits.
+        user: ignored, like the fields after it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    model: StrictStr | None = None
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[StrictInt, Field(le=MOST_OUTPUTS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: StrictInt | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: StrictInt | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    ignore_eos: StrictBool | None = None
+    min_tokens: StrictInt | None = None
+    bad_words: list[StrictStr] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: StrictInt | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    def sampling_params(self, default: SamplingParams, **own: Any) -> SamplingParams:
+        """Return the parameters of the request.
+
+        Args:
+            default: those of the model, for fields that the request does not have.
+            own: parameters that the kind of the request determines.
+
+        Raises:
+            RequestError: for a value out of range.
+        """
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for streams; leave it out, or set stream to true")
+        if self.logit_bias:
+            if wrong := [token for token in self.logit_bias if not token.isdecimal()]:
+                raise RequestError(f"logit_bias has the key {wrong[0][:40]!r}; give token ids")
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        values: dict[str, Any] = {name: getattr(default, name) for name in SamplingParams.__dataclass_fields__}
+        return SamplingParams(**values | given | own)
+
+
+class CompletionRequest(Request):
+    """`POST /v1/completions`.
+
+    Attributes:
+        prompt: a text, its tokens, or several of either.
+        max_tokens: 16 by default, as in OpenAI's API.
+        logprobs: log probabilities of this many likeliest tokens, and of each sampled one.
+        echo: put the prompt before each output.
+        best_of: only equal to `n`.
+        suffix: not supported.
+    """
+
+    prompt: StrictStr | list[StrictInt] | Annotated[list[StrictStr | list[StrictInt]], Field(max_length=MOST_PROMPTS)]
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: StrictBool | None = False
+    best_of: StrictInt | None = None
+    suffix: None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return one prompt or several as a list."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters; see `sampling_params`."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(f"best_of is {self.best_of}, and n is {self.n or 1}; leave best_of out")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        echoed = self.logprobs if self.echo else None
+        return self.sampling_params(default, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed)
+
+
+class ResponseFormat(BaseModel):
+    """The format of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class ChatRequest(Request):
+    """`POST /v1/chat/completions`.
+
+    Attributes:
+        messages: the conversation. The content of a message is a text, or a list of parts with a text each.
+        max_tokens: as many as the model takes by default.
+        max_completion_tokens: the newer name of `max_tokens`.
+        logprobs: return the log probability of each token.
+        top_logprobs: and those of this many of the likeliest tokens.
+        response_format: text.
+        chat_template_kwargs: further variables of the chat template.
+        add_generation_prompt: end the prompt where the model's answer begins.
+        continue_final_message: let the model continue the last message.
+    """
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters; see `sampling_params`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs; set it to true")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(default, max_tokens=most, logprobs=num_top)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages with their content as text.
+
+        Raises:
+            RequestError: for a part that is not text.
+        """
+        return [message | {"content": as_text(message["content"])} if "content" in message else message
+                for message in self.messages]  # fmt: skip
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the options of `TextEngine.chat_prompt`."""
+        return {
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+
+class TokenizeRequest(BaseModel):
+    """`POST /tokenize`, as in vLLM: of a text, or of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: StrictBool = True
+    add_generation_prompt: StrictBool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """`POST /detokenize`, as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: StrictStr | None = None
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+def as_text(content: Any) -> str | None:
+    """Return a message's content as one text; None if it is missing.
+
+    Raises:
+        RequestError: if it is neither text nor a list of parts with text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [None]:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RequestError('the content of a message is text, or a list of {"type": "text", "text": ...}')
+        texts.append(text)
+    return "".join(texts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from mini_engine.attention.sparse_config import SparseAttentionConfig
 from mini_engine.errors import ConfigError, check_positive
 from mini_engine.speculative.config import SpeculativeConfig
 
@@ -40,6 +41,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
     "compile_backend": {"torch-cudagraph": False, "torch-simple": True},
 }
+# Options that are several options with a name.
+GROUPS: dict[str, Any] = {"speculative_config": SpeculativeConfig, "sparse_attention_config": SparseAttentionConfig}
 # Options of vLLM that have no meaning here, and the values that ask for nothing that this engine lacks.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
@@ -98,6 +101,8 @@ class EngineConfig:
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.
         speculative_config: guess tokens and check several in one step, for example `{"method": "ngram",
             "num_speculative_tokens": 4}`; see `SpeculativeConfig`. Default: do not.
+        sparse_attention_config: let decodes attend only to the pages of keys that may matter, for example `{"method":
+            "quest", "budget": 4096}`; see `SparseAttentionConfig`. Default: attend to all keys.
 
     Raises:
         ConfigError: for a value that is invalid whatever the model and the machine.
@@ -125,6 +130,7 @@ class EngineConfig:
     batch_invariant: bool = False
     seed: int | None = None
     speculative_config: SpeculativeConfig | None = None
+    sparse_attention_config: SparseAttentionConfig | None = None
 
     def __post_init__(self) -> None:
         from mini_engine.attention.backend import check_backend  # imports torch, which would slow down `--help`
@@ -228,7 +234,7 @@ def _by_field(options: Mapping[str, Any]) -> dict[str, Any]:
         values = VALUES.get(given, {})
         if given in ALIASES and values and value not in list(values):
             raise ConfigError(f"{given} is {str(value)[:40]!r}; choose one of: {', '.join(values)}")
-        if name == "speculative_config" and not isinstance(value, SpeculativeConfig | None):
-            value = SpeculativeConfig.of(value)
+        if name in GROUPS and not isinstance(value, GROUPS[name] | None):
+            value = GROUPS[name].of(value)
         named[name] = values.get(value, value) if isinstance(value, str) else value
     return named

@@ -45,6 +45,11 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
             f"the model is loaded without quantization; the engine cannot run it with quantization="
             f"{config.quantization!r}: leave it out, or load the model again"
         )
+    if config.sparse_attention_config and all(spec.key_budget is None for spec in specs):
+        raise ConfigError(
+            f"sparse_attention_config changes none of the {len(specs)} layers: those with a window attend to all keys "
+            "in it, and the first num_dense_layers attend to all keys; leave it out, or lower num_dense_layers"
+        )
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
         raise ConfigError(f"max_model_len is {length}; this model takes 2 to {longest} tokens")
@@ -132,13 +137,17 @@ def measured_pages(
 
 
 def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec, ...]:
-    """Return the model's layers with the options applied: the sliding window, and the dtype of the cache."""
+    """Return the model's layers with the options applied: sliding window, dtype of the cache, and budget of keys."""
     specs, window = model.attention_specs, config.sliding_window
     if config.kv_cache_dtype == "fp8_e4m3":
         scales = model.kv_scales
         specs = tuple(replace(s, kv_dtype=torch.float8_e4m3fn, kv_scales=scales.get(s.layer)) for s in specs)
     if window is not None:
         specs = tuple(replace(spec, window=min(window, spec.window or window)) for spec in specs)
+    if sparse := config.sparse_attention_config:
+        dense = [spec.layer < sparse.num_dense_layers or spec.window is not None for spec in specs]
+        budgets = (None if is_dense else sparse.budget for is_dense in dense)
+        specs = tuple(replace(spec, key_budget=budget) for spec, budget in zip(specs, budgets, strict=True))
     return specs
 
 

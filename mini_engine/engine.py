@@ -369,7 +369,8 @@ def _persistent_decode(
     if not PersistentDecode.accepts(model, specs, cache):
         raise ConfigError(
             "persistent_decode needs a Llama or Qwen3 in bfloat16 on a Hopper GPU, without biases, windows, "
-            "soft-caps or sinks, and of sizes that its kernel supports (see PersistentDecode.accepts); leave it out"
+            "soft-caps, sinks or budgets of keys, and of sizes that its kernel supports (see "
+            "PersistentDecode.accepts); leave it out"
         )
     if 1 not in config.cuda_graph_batch_sizes:
         raise ConfigError(

@@ -47,7 +47,10 @@ STEP_KERNELS = {
         lambda destination, source: destination.is_cuda or source.is_cuda,
     ),
     "keep_tokens": Kernel("mini_engine.kernels.pinned_copy:keep_tokens"),
-    "merge_sinks": Kernel("mini_engine.kernels.sinks:merge_sinks"),  # once per layer, as the next one
+    "merge_sinks": Kernel("mini_engine.kernels.sinks:merge_sinks"),  # once per layer, as the next ones
+    "summarize_pages": Kernel("mini_engine.kernels.page_selection:summarize_pages"),
+    "bound_scores": Kernel("mini_engine.kernels.page_selection:bound_scores"),
+    "attend_to_pages": Kernel("mini_engine.kernels.page_selection:attend_to_pages"),
     "mix_experts": Kernel(
         "mini_engine.kernels.moe:mix_experts",
         lambda x, logits, gate_up, down, moe, activation, *others: (

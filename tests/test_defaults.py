@@ -156,7 +156,7 @@ def test_every_option_has_a_value_and_resolves_to_itself() -> None:
     model = double_model("llama")
     config = resolve(EngineConfig(), model)
     unset = {field.name for field in fields(config) if getattr(config, field.name) is None}
-    assert unset == {"sliding_window", "seed", "quantization", "speculative_config"}
+    assert unset == {"sliding_window", "seed", "quantization", "speculative_config", "sparse_attention_config"}
     assert resolve(config, model) == config
 
 

@@ -136,7 +136,7 @@ class AttentionBackend(ABC):
 
 
 # The fields of AttentionSpec that a backend must implement if a layer sets them.
-FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales", "has_sinks", "mla"})
+FEATURES = frozenset({"window", "softcap", "alibi_slopes", "kv_dtype", "kv_scales", "has_sinks", "mla", "key_budget"})
 WIDE = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DEEPSEEK_V2 = MLASizes(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 Refusal = tuple[str, str | None]  # why (the predicate of a sentence), and an engine option that would help
@@ -169,7 +169,7 @@ class BackendInfo:
     dtypes: tuple[torch.dtype, ...] = WIDE
     kv_dtypes: tuple[torch.dtype, ...] = WIDE
     architectures: tuple[int, ...] | None = None
-    features: frozenset[str] = FEATURES - {"kv_scales", "has_sinks", "mla"}
+    features: frozenset[str] = FEATURES - {"kv_scales", "has_sinks", "mla", "key_budget"}
     sizes: Callable[[AttentionSpec, CacheFormat], Refusal | None] = lambda spec, cache: None
     package: str | None = None
     page_size: int = 128
@@ -272,11 +272,28 @@ def _batch_invariant_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal |
     return _flash_decoding_sizes(spec, cache)
 
 
+def _sparse_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
+    if spec.key_budget is None:
+        return None
+    if spec.key_budget < 2 * cache.page_size:
+        needed = f"a budget of {2 * cache.page_size} keys or more"
+        return f"needs a budget of two pages or more, not {spec.key_budget} keys", needed
+    for feature in ("window", "alibi_slopes", "kv_dtype", "has_sinks"):
+        if getattr(spec, feature) not in (None, False):
+            return (
+                f"selects no pages in a layer with {feature}, such as layer {spec.layer}",
+                "sparse_attention_config=None",
+            )
+    return None
+
+
 TORCH = BackendInfo(
-    "mini_engine.attention.torch:TorchBackend", kv_dtypes=(*WIDE, torch.float8_e4m3fn), features=FEATURES
+    "mini_engine.attention.torch:TorchBackend",
+    kv_dtypes=(*WIDE, torch.float8_e4m3fn),
+    features=FEATURES - {"key_budget"},
 )
 # Its subclasses that plan the keys of a step in their own way compute no MLA.
-TILED = replace(TORCH, features=FEATURES - {"mla"})
+TILED = replace(TORCH, features=TORCH.features - {"mla"})
 # Prompts and decodes on FlashInfer. The backends made from it differ in the decode kernel, and in whether they have
 # levels. A decode kernel may compute only some layers; FlashInfer computes the others.
 FLASHINFER = BackendInfo(
@@ -285,7 +302,7 @@ FLASHINFER = BackendInfo(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     kv_dtypes=(torch.float8_e4m3fn,),
-    features=FEATURES - {"mla"},
+    features=FEATURES - {"mla", "key_budget"},
     sizes=_flashinfer_sizes,
     package="flashinfer",
     page_size=16,
@@ -338,7 +355,7 @@ BACKENDS = {
         sizes=_flex_sizes,
         kv_dtypes=(),
         # For the sinks it would have to return the LSE, and torch compiles no kernel for CPUs that does.
-        features=FEATURES - {"kv_dtype", "kv_scales", "has_sinks", "mla"},
+        features=FEATURES - {"kv_dtype", "kv_scales", "has_sinks", "mla", "key_budget"},
     ),
     "flashinfer": FLASHINFER,
     "flashinfer_trtllm": TRTLLM,
@@ -351,9 +368,25 @@ BACKENDS = {
     "flash_decoding+cascade": replace(FLASH_DECODING, levels=True),
     "flashinfer_mla": FLASHINFER_MLA,
     "triton_mla": replace(FLASHINFER_MLA, path="mini_engine.attention.mla_paged:TritonMLABackend"),
+    "sparse": replace(
+        TORCH,
+        path="mini_engine.attention.sparse:SparseBackend",
+        features=FEATURES - {"mla"},
+        sizes=_sparse_sizes,
+        page_size=16,
+        on_cuda=replace(
+            FLASHINFER,
+            path="mini_engine.attention.sparse_paged:SparsePagedBackend",
+            features=FLASHINFER.features | {"key_budget"},
+            sizes=lambda spec, cache: _sparse_sizes(spec, cache) or _flashinfer_sizes(spec, cache),
+        ),
+    ),
 }
 # What `attn_backend="auto"` chooses from, best first (experiments 06, 07, 11 and 19).
-AUTO = {"cuda": ("flash_decoding+cascade", "cascade", "flashinfer_mla", "flex", "torch"), "cpu": ("torch_padded",)}
+AUTO = {
+    "cuda": ("flash_decoding+cascade", "cascade", "flashinfer_mla", "flex", "torch", "sparse"),
+    "cpu": ("torch_padded", "sparse"),
+}
 
 
 def choose_backend(

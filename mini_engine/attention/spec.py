@@ -48,6 +48,7 @@ class AttentionSpec:
         has_sinks: whether each query head has a learned sink (`state.with_sinks`). The sinks are weights of the model,
             `LanguageModel.sinks`, and not part of the spec.
         mla: sizes of multi-head latent attention; None: the cache stores a key and a value for each KV head.
+        key_budget: most keys that a decode attends to in each KV head, in whole pages (`page_selection`); None: all.
     """
 
     layer: int
@@ -63,6 +64,7 @@ class AttentionSpec:
     kv_scales: tuple[float, float] | None = None
     has_sinks: bool = False
     mla: MLASizes | None = None
+    key_budget: int | None = None
 
     @property
     def group(self) -> int:

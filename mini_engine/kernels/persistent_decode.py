@@ -210,7 +210,7 @@ class PersistentDecode:
             and (not config.formats or row_sizes[1] + kv_size >= STRIP * _num_blocks(model))
             and config.hidden_act == "silu"
             and {spec.kv_dtype for spec in specs} in ({None}, {torch.float8_e4m3fn})
-            and not any(spec.window or spec.softcap or spec.has_sinks for spec in specs)
+            and not any(spec.window or spec.softcap or spec.has_sinks or spec.key_budget for spec in specs)
         )
 
     def __call__(self, batch: StepBatch, last_token: Int[Tensor, " rows"]) -> Float[Tensor, "T V"]:

@@ -29,6 +29,8 @@ class PagedKVCache:
 
     Attributes:
         layers: for each KV layer the two tensors of its entry, such as (k, v), each [pages, *layout].
+        summaries: for each layer with a `key_budget` the smallest and the largest number of each dimension of a page's
+            keys, each [pages, Hk, D] (`attention.page_selection`).
         bytes_per_token: bytes that one token stores, over all layers.
 
     Raises:
@@ -65,17 +67,22 @@ class PagedKVCache:
                 for heads, size in spec.entry
             )
             self.layers.append((k, v))
-        self.bytes_per_token = page_bytes(specs, 1, dtype)
+        self.summaries: dict[int, tuple[Tensor, Tensor]] = {}
+        for spec in specs:
+            if spec.key_budget is not None:
+                low, high = (_zeros((num_pages, *spec.entry[0]), dtype, self.device) for _ in range(2))
+                self.summaries[spec.layer] = low, high
+        self.bytes_per_token = sum(_token_bytes(spec, dtype) for spec in specs)
 
     def copy_pages(self, pairs: Sequence[Sequence[int]]) -> None:
-        """Copy whole pages, in every layer.
+        """Copy whole pages and their summaries, in every layer.
 
         Args:
             pairs: (source, destination) pages, copied in order: a destination may be a later pair's source.
         """
         for source, destination in pairs:
-            for entry in self.layers:
-                for cache in entry:
+            for pair in (*self.layers, *self.summaries.values()):
+                for cache in pair:
                     cache[destination] = cache[source]
 
 
@@ -138,8 +145,14 @@ def default_num_pages(
 
 
 def page_bytes(specs: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one page over all layers."""
-    return page_size * sum(spec.entry_size * (spec.kv_dtype or dtype).itemsize for spec in specs)
+    """Return the bytes of one page over all layers, with its summaries."""
+    summarized = [spec for spec in specs if spec.key_budget is not None]
+    of_summaries = sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in summarized)
+    return page_size * sum(_token_bytes(spec, dtype) for spec in specs) + of_summaries
+
+
+def _token_bytes(spec: AttentionSpec, dtype: torch.dtype) -> int:
+    return spec.entry_size * (spec.kv_dtype or dtype).itemsize
 
 
 def free_memory(device: torch.device) -> int:

@@ -127,8 +127,8 @@ def _bound(
         own = q + row.to(tl.int64) * q_row + (head * GROUP + member)[:, None] * q_head + column
         query = tl.load(own, mask=is_member, other=0.0)
         zero = tl.zeros_like(query)
-        bounds = tl.dot(tl.maximum(query, zero), tl.trans(highs), input_precision="ieee")
-        bounds = tl.dot(tl.minimum(query, zero), tl.trans(lows), bounds, input_precision="ieee")
+        bounds = tl.dot(tl.where(query > 0, query, zero), tl.trans(highs), input_precision="ieee")
+        bounds = tl.dot(tl.where(query < 0, query, zero), tl.trans(lows), bounds, input_precision="ieee")
         bounds = tl.max(tl.where(is_member, bounds, float("-inf")), 0)
         best = tl.where(is_full, bounds, best)
     tl.store(out + (row.to(tl.int64) * num_heads + head) * width + index, best, mask=index < width)

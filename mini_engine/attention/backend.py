@@ -277,7 +277,10 @@ def _sparse_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
         return None
     if spec.key_budget < 2 * cache.page_size:
         needed = f"a budget of {2 * cache.page_size} keys or more"
-        return f"needs a budget of two pages or more, not {spec.key_budget} keys", needed
+        return (
+            f"always selects the first page and the last, so it cannot keep a budget of {spec.key_budget} keys",
+            needed,
+        )
     for feature in ("window", "alibi_slopes", "kv_dtype", "has_sinks"):
         if getattr(spec, feature) not in (None, False):
             return (

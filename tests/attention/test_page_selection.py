@@ -72,7 +72,7 @@ def test_a_budget_for_all_pages_changes_nothing(name: str, data: st.DataObject) 
 def selected_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, page_size: int) -> Tensor:
     """The attention of the last query, by the definition: all pages but those of the largest bounds are masked.
 
-    The heads of a group see the same pages; the last page is always among them.
+    The heads of a group see the same pages; the first page and the last are always among them.
     """
     assert spec.key_budget is not None
     out, last = [], (len(k) - 1) // page_size
@@ -80,13 +80,13 @@ def selected_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, pag
         own = head // spec.group
         group = q[-1, own * spec.group : (own + 1) * spec.group]
         bounds = {}
-        for page in range(last):
+        for page in range(1, last):
             keys = k[page * page_size : (page + 1) * page_size, own]
             low, high = keys.min(0).values, keys.max(0).values
-            bounds[page] = float(torch.maximum(group * low, group * high).sum(-1).max())
-        best = sorted(bounds, key=lambda page: -bounds[page])[: spec.key_budget // page_size - 1]
+            bounds[page] = float(torch.maximum(group * low, group * high).sum())
+        best = sorted(bounds, key=lambda page: -bounds[page])[: spec.key_budget // page_size - 2]
         mask = torch.zeros(1, len(k), dtype=torch.bool)
-        for page in (*best, last):
+        for page in (0, *best, last):
             mask[:, page * page_size : (page + 1) * page_size] = True
         one = slice(head, head + 1), slice(own, own + 1)
         out.append(
@@ -154,29 +154,29 @@ def run(
 
 
 def test_a_selection_belongs_to_a_kv_head() -> None:
-    """Each KV head has one page that its query likes, and attends to it and to the last page."""
-    spec = replace(DENSE, num_qo_heads=2, key_budget=2, scale=1.0)
+    """Each KV head has one page that its query likes, and attends to it, to the first page and to the last."""
+    spec = replace(DENSE, num_qo_heads=2, key_budget=3, scale=1.0)
     cache = PagedKVCache([spec], 4, 1, torch.float64)
     backend = create_backend("sparse", [spec], cache, Parts())
     k, v = torch.zeros(4, 2, 16, dtype=torch.float64), torch.zeros(4, 2, 16, dtype=torch.float64)
     v[:, :, 0] = torch.arange(4.0)[:, None]
-    k[0, 0, 0] = k[2, 1, 0] = 50.0
+    k[1, 0, 0] = k[2, 1, 0] = 50.0
     backend.plan(StepBatch.build(token_ids=[0] * 3, num_new=[3], kv_lens=[3], pages=range(3), page_size=1))
     backend(0, torch.zeros_like(k[:3]), k[:3], v[:3])
     backend.plan(decodes([4], range(4), 1))
     q = torch.zeros(1, 2, 16, dtype=torch.float64)
     q[..., 0] = 1.0
-    assert torch.allclose(backend(0, q, k[3:], v[3:])[0, :, 0], torch.tensor([0.0, 2.0], dtype=torch.float64))
+    assert torch.allclose(backend(0, q, k[3:], v[3:])[0, :, 0], torch.tensor([1.0, 2.0], dtype=torch.float64))
 
 
-def test_a_page_counts_as_for_the_head_of_the_group_that_needs_it_most() -> None:
-    """One head needs the first page a little, the other one the second page very much; with one place, it is taken."""
-    low = high = torch.tensor([[[1.0, 0.0]], [[0.0, 5.0]], [[0.0, 0.0]]])
-    q = torch.tensor([[[4.0, 0.0], [0.0, 1.0]]])
-    pages = DecodePages(torch.arange(3).int(), torch.tensor([0]), torch.tensor([3]), page_size=1, width=4)
+def test_bounds_are_added_over_the_heads_of_a_group() -> None:
+    """The first page and the last are always selected. Page 1 matters to one head, and page 2 a little less to both."""
+    low = high = torch.tensor([[[0.0, 0.0]], [[5.0, -3.0]], [[3.0, 3.0]], [[0.0, 0.0]]])
+    q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    pages = DecodePages(torch.arange(4).int(), torch.tensor([0]), torch.tensor([4]), page_size=1, width=5)
     bounds = bound_scores(q, low, high, pages)
-    assert bounds.tolist() == [[[4.0, 5.0, torch.inf, -torch.inf]]]
-    assert set(select_pages(bounds, 2).flatten().tolist()) == {1, 2}
+    assert bounds.tolist() == [[[torch.inf, 2.0, 6.0, torch.inf, -torch.inf]]]
+    assert set(select_pages(bounds, 3).flatten().tolist()) == {0, 2, 3}
 
 
 # --- summaries -------------------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ def test_a_bound_reaches_every_score_of_its_page(seed: int, page_size: int, coun
         torch.arange(count).int(), torch.tensor([0]), torch.tensor([count * page_size]), page_size, count
     )
     bounds = bound_scores(q, low, high, pages)
-    scores = torch.einsum("hgd,cphd->hcgp", q[0].unflatten(0, (2, 3)), k_pages).amax(dim=(2, 3))
-    assert bool((bounds[0] >= scores - 1e-12 * size).all())
-    if page_size == 1 and count > 1:  # then the bound is the score itself
-        torch.testing.assert_close(bounds[0, :, :-1], scores[:, :-1], atol=1e-11 * size, rtol=0)
+    scores = torch.einsum("hgd,cphd->hcgp", q[0].unflatten(0, (2, 3)), k_pages).sum(dim=2).amax(dim=2)
+    assert bool((bounds[0] >= scores - 1e-11 * size).all())
+    if page_size == 1:  # then the bound is the score itself
+        torch.testing.assert_close(bounds[0, :, 1:-1], scores[:, 1:-1], atol=1e-11 * size, rtol=0)
 
 
 class Requests:

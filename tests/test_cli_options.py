@@ -12,6 +12,7 @@ import pytest
 from cyclopts import App, CycloptsError
 
 from mini_engine import cli
+from mini_engine.attention.sparse_config import SparseAttentionConfig
 from mini_engine.bench.options import BenchOptions
 from mini_engine.cli_options import LEFT_OUT, Bench, Engine, EngineOptions, Sampling, given
 from mini_engine.config import ALIASES, EngineConfig
@@ -69,6 +70,12 @@ def test_options_of_speculative_decoding_are_given_one_by_one(seen):
     made = EngineConfig.of(seen(*arguments)[0].options).speculative_config
     assert made == SpeculativeConfig("suffix", suffix_min_length=3)
     assert made.options["suffix_decoding_max_spec_factor"] == 1.0
+
+
+def test_options_of_sparse_attention_are_given_one_by_one(seen):
+    arguments = ["--sparse-attention-config.method", "quest", "--sparse-attention-config.budget", "64"]
+    made = EngineConfig.of(seen(*arguments)[0].options).sparse_attention_config
+    assert made == SparseAttentionConfig("quest", budget=64)
 
 
 def test_short_names(seen):

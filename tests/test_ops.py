@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mini_engine import ops, rope, transfer
-from mini_engine.attention import state
+from mini_engine.attention import page_selection, state
 from mini_engine.models import moe
 from mini_engine.parts import Parts
 from tests.attention import fake_flashinfer
@@ -20,6 +20,9 @@ REFERENCES = {
     "copy_pinned": transfer.copy_pinned,
     "keep_tokens": transfer.keep_tokens,
     "merge_sinks": state.merge_sinks,
+    "summarize_pages": page_selection.summarize_pages,
+    "bound_scores": page_selection.bound_scores,
+    "attend_to_pages": page_selection.attend_to_pages,
     "mix_experts": moe.mix_experts,
 }
 

@@ -26,6 +26,9 @@ class SparseBackend(TorchBackend):
         specs: one for each layer of the model, in order.
         cache: the KV cache, with summaries, in layout NHD.
         parts: the engine's replaceable parts.
+
+    Attributes:
+        selection: selects the pages of decodes, and attends to them.
     """
 
     bypasses: ClassVar[frozenset[str]] = TorchBackend.bypasses | {"masked_attention"}  # in decodes
@@ -34,21 +37,21 @@ class SparseBackend(TorchBackend):
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: SummarizedCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)
-        self._selection = PageSelection(specs, cache)
+        self.selection = PageSelection(specs, cache)
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
-        self._selection.plan(batch)
+        self.selection.plan(batch)
         self._num_decodes = batch.num_decodes
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq Dv"]:
         spec, count = self.specs[layer], self._num_decodes
         if spec.key_budget is None:
             return super().run(layer, q)
-        self._selection.summarize(layer)
+        self.selection.summarize(layer)
         out = q.new_empty(q.shape)
         if count:
-            out[:count] = self._selection.attend(layer, q[:count])
+            out[:count] = self.selection.attend(layer, q[:count])
         for sequence in self._sequences[count:]:
             out[sequence.tokens] = self._attend(spec, sequence, q[sequence.tokens])
         return out

@@ -26,6 +26,9 @@ class SparsePagedBackend(PagedBackend):
         cache: the KV cache, with summaries, on a GPU.
         parts: the engine's replaceable parts.
         options: those of `PagedBackend`, without levels.
+
+    Attributes:
+        selection: selects the pages of decodes, and attends to them.
     """
 
     outputs_apart: ClassVar[bool] = True
@@ -34,22 +37,22 @@ class SparsePagedBackend(PagedBackend):
         self, specs: Sequence[AttentionSpec], cache: SummarizedCache, parts: AttentionParts, **options: Any
     ) -> None:
         super().__init__(specs, cache, parts, **options)
-        self._selection = PageSelection(specs, cache)
+        self.selection = PageSelection(specs, cache)
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
-        self._selection.plan(batch)
+        self.selection.plan(batch)
         self._num_decodes = batch.num_decodes
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         if self.specs[layer].key_budget is None:
             return super().run(layer, q)
-        self._selection.summarize(layer)  # here and not in `append`: a fused kernel may have stored the keys
+        self.selection.summarize(layer)  # here and not in `append`: a fused kernel may have stored the keys
         count, out = self._num_decodes, q.new_empty(q.shape)
         if count == len(q):
-            return self._selection.attend(layer, q)
+            return self.selection.attend(layer, q)
         if count:
-            out[:count] = self._selection.attend(layer, q[:count])
+            out[:count] = self.selection.attend(layer, q[:count])
         _, prompts = self._planned[self._kinds[layer]][-1]  # after the decodes
         prompts.run(q[count:], self.cache.layers[layer], out=out[count:])
         return out

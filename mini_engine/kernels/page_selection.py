@@ -23,7 +23,7 @@ ROWS = 16  # fewest rows of a matrix product; those after the heads of the group
 PAGES, TILE = 64, 64  # pages of a program, and keys of one matrix product
 SLOTS = 16  # keys that are compared at once
 PROGRAMS = 264  # two for each multiprocessor of an H200
-MOST_SPLITS = 16  # of a decode
+MOST_SPLITS = 32  # of a decode
 
 
 def summarize_pages(
@@ -81,7 +81,7 @@ def attend_to_pages(
     )  # fmt: skip
     out = q.new_empty(q.shape)
     _merge[count, num_qo_heads](
-        partial, lse, out, num_qo_heads, splits, DIM=head_dim, SPLITS=triton.next_power_of_2(splits), num_warps=1
+        partial, lse, out, num_qo_heads, splits, DIM=head_dim, SPLITS=triton.next_power_of_2(splits)
     )
     return out
 

@@ -12,8 +12,8 @@ WRITING = ("take", "claim", "share", "replace", "drop_front", "truncate", "relea
 class GuardedPageTable(PageTable):
     """A page table whose arrays only its own methods can change; a write from outside raises ValueError."""
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int, max_pages_per_row: int | None = None) -> None:
-        super().__init__(num_pages, page_size, max_rows, max_pages_per_row)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._lock(True)
 
     def _lock(self, locked: bool) -> bool:

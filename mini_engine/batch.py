@@ -3,9 +3,9 @@
 The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, unpadded. Explained in chapter 04.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -106,6 +106,7 @@ class StepBatch:
             (see `decode_graphs.py`) and have no pages in it.
         page_capacity: the most pages that any step with this number of requests can have, if a CUDA graph replays the
             step, whose kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
+        other_groups: the same step with the pages of the other groups of layers, if there are several (`grouped.py`).
     """
 
     token_ids: Int[Tensor, " T"]
@@ -128,6 +129,7 @@ class StepBatch:
     has_gaps: bool = False
     levels: tuple[PrefixLevel, ...] = ()
     page_capacity: int | None = field(default=None, repr=False)
+    other_groups: tuple["StepBatch", ...] = field(default=(), repr=False)
 
     @classmethod
     def build(
@@ -234,7 +236,34 @@ class StepBatch:
             has_gaps=has_gaps,
             levels=levels,
             page_capacity=page_capacity,
+            other_groups=(),
         )
+
+    @classmethod
+    def build_groups(
+        cls,
+        groups: Sequence[Mapping[str, Any]],
+        into: Sequence["StepBuffers"],
+        levels: tuple[PrefixLevel, ...] = (),
+        **arguments: Any,
+    ) -> "StepBatch":
+        """Build a step for each group of layers: the tokens are the same, the pages are not.
+
+        Args:
+            groups: the arguments of `build` that differ between the groups.
+            into: buffers of each group.
+            levels: levels of the first group; the layers of the others have windows, and use none.
+            arguments: the other arguments of `build`.
+
+        Returns:
+            The step of the first group, which has the others.
+        """
+        first, *others = [
+            cls.build(**own, **arguments, levels=() if index else levels, into=buffers)
+            for index, (own, buffers) in enumerate(zip(groups, into, strict=True))
+        ]
+        first.other_groups = tuple(others)
+        return first
 
     @property
     def num_sequences(self) -> int:

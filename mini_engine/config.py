@@ -19,6 +19,7 @@ CHOICES = {
     "kv_layout": ("NHD", "HND"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "enable_prefix_caching": (False, True),
+    "disable_hybrid_kv_cache_manager": (False, True),
     "pipeline_depth": (None, 0, 1),
     "enforce_eager": (False, True),
     "batch_invariant": (False, True),
@@ -82,6 +83,9 @@ class EngineConfig:
         sliding_window: no layer sees farther back than this many keys; default the model's own windows.
         enable_prefix_caching: let requests that begin with the same tokens share pages, and keep the pages of finished
             requests for later ones until the space is needed.
+        disable_hybrid_kv_cache_manager: keep one page table for all layers, even if some have a sliding window and
+            others see all keys. By default such models have a page table for each group of layers, so that pages that
+            have left a window are free (`layer_groups.py`).
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
         cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A smaller step
@@ -122,6 +126,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     sliding_window: int | None = None
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
     pipeline_depth: int | None = None
     cuda_graph_batch_sizes: Sequence[int] | None = None
     enforce_eager: bool = False

@@ -119,10 +119,12 @@ class DecodeGraphs:
         num_buffers: number of steps whose arrays the host keeps, because their copies may not have ended.
         device: device that computes the steps.
         pad: pads a step to a size, as `pad_decodes` does.
+        num_layer_groups: groups of layers that have page tables of their own.
 
     Attributes:
         sizes: the sizes.
-        buffers: buffers that take turns; every step must be built into one of them. All graphs read the same memory.
+        buffers: buffers that take turns, one for each group of layers; every step must be built into one of them. All
+            graphs read the same memory.
     """
 
     def __init__(
@@ -138,15 +140,17 @@ class DecodeGraphs:
         num_buffers: int,
         device: torch.device,
         pad: Callable[[DecodeArrays, int, int], DecodeArrays] = pad_decodes,
+        num_layer_groups: int = 1,
     ) -> None:
         self.sizes, self._step, self._plan, self._device = sizes, step, plan, device
         self._page_size, self._pages_per_row = page_size, pages_per_row
         self._padding_page, self._padding_row, self._pad = padding_page, padding_row, pad
         self._graphs: dict[tuple[int, tuple[int, ...]], DecodeGraph] = {}
         largest, on_gpu = max(sizes, default=0), device.type == "cuda"
-        self._memory = step_memory(largest, self.page_capacity(largest), device)
+        capacity = self.page_capacity(largest)
+        self._memory = [step_memory(largest, capacity, device) for _ in range(num_layer_groups)]
         # A CPU computes a step while it is launched.
-        self.buffers = [StepBuffers(device, self._memory) for _ in range(num_buffers if on_gpu else 1)]
+        self.buffers = [self._new_buffers() for _ in range(num_buffers if on_gpu else 1)]
         # Shared, although the graphs are replayed in any order: replays do not overlap, no graph reads what another one
         # has left in the pool, and the tokens and logits of a step are used before the next replay
         # (`LocalExecutor.launch`).
@@ -195,19 +199,24 @@ class DecodeGraphs:
         """Capture a step that consists of padding only, so running it writes nothing that a request reads."""
         nothing = np.zeros(0, dtype=np.int64)
         names = "token_ids", "kv_lens", "pages", "token_source"  # a step whose requests have lost pages has no levels
-        batch = StepBatch.build(
-            **self.pad(dict.fromkeys(names, nothing) | {"page_positions": None}, size),
+        padding = self.pad(dict.fromkeys(names, nothing) | {"page_positions": None}, size)
+        batch = StepBatch.build_groups(
+            [padding] * len(self._memory),
             num_new=None,
             page_size=self._page_size,
             levels=tuple(_empty_level(count, size, self._device) for count in groups),
             page_capacity=self.page_capacity(size),
-            into=StepBuffers(self._device, self._memory),  # copies from the other buffers may not have ended
+            into=self._new_buffers(),  # copies from the other buffers may not have ended
         )
-        for buffers in self.buffers:
-            buffers.forget()
+        for own in self.buffers:
+            for buffers in own:
+                buffers.forget()
         rows = torch.full((size,), self._padding_row, device=self._device)
         self._plan(batch)
         return DecodeGraph(rows, self._padding_row, self._record(lambda: self._step(batch, rows)))
+
+    def _new_buffers(self) -> list[StepBuffers]:
+        return [StepBuffers(self._device, memory) for memory in self._memory]
 
     def _record(self, run: Callable[[], TokensAndLogits]) -> Callable[[], TokensAndLogits]:
         if self._device.type != "cuda":

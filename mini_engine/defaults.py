@@ -14,6 +14,7 @@ from mini_engine.decode_graphs import graph_sizes
 from mini_engine.errors import ConfigError
 from mini_engine.kernels.nvcc import has_nvcc
 from mini_engine.kernels.persistent_decode import PersistentDecode
+from mini_engine.kv_cache.layer_groups import LayerGroup, layer_groups, one_group, stored_specs
 from mini_engine.kv_cache.paged import default_num_pages, free_memory, page_bytes
 from mini_engine.models.base import LanguageModel
 
@@ -69,11 +70,12 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
     if name == "auto":
         name, why = choose_backend(specs, config.page_size, config.kv_layout, model.dtype, device)
     page_size = config.page_size or BACKENDS[name].on(device.type).page_size
-    _check_bookkeeping(batch_size, length, page_size, config.num_pages)
+    groups = groups_of(config, model)
+    _check_bookkeeping(batch_size, length, page_size, config.num_pages, len(groups))
     num_pages = config.num_pages
     if num_pages is None:
-        most = batch_size * -(-length // page_size)
-        num_pages = default_num_pages(specs, page_size, model.dtype, device, most, config.gpu_memory_utilization)
+        most, stored = batch_size * -(-length // page_size), stored_specs(specs, groups)
+        num_pages = default_num_pages(stored, page_size, model.dtype, device, most, config.gpu_memory_utilization)
     captures = pkgutil.resolve_name(BACKENDS[name].on(device.type).path).captures
     sizes = graph_sizes(replace(config, attn_backend=name, max_batch_size=batch_size), device, captures)
     persistent = config.persistent_decode
@@ -118,7 +120,9 @@ def measured_pages(
         ConfigError: if there is no room for a single page.
     """
     device = models[0].device
-    of_page = sum(page_bytes(specs_of(config, model), config.page_size, model.dtype) for model in models)
+    main, *drafts = models
+    of_page = page_bytes(stored_specs(specs_of(config, main), groups_of(config, main)), config.page_size, main.dtype)
+    of_page += sum(page_bytes(specs_of(config, draft), config.page_size, draft.dtype) for draft in drafts)
     few = -(-config.max_num_batched_tokens // config.page_size) + config.max_batch_size  # pages of the longest step
     trial = replace(config, num_pages=min(few, config.num_pages), cuda_graph_batch_sizes=(), persistent_decode=False)
     torch.cuda.empty_cache()
@@ -151,6 +155,14 @@ def specs_of(config: EngineConfig, model: LanguageModel) -> tuple[AttentionSpec,
     return specs
 
 
+def groups_of(config: EngineConfig, model: LanguageModel) -> tuple[LayerGroup, ...]:
+    """Return the groups of the model's layers that have page tables of their own."""
+    specs = specs_of(config, model)
+    if config.disable_hybrid_kv_cache_manager:
+        return one_group(specs)
+    return layer_groups(specs, config.max_model_len or model.config.max_position_embeddings)
+
+
 def pick_device(name: str) -> torch.device:
     """Return the device of that name. Raises ConfigError if this machine does not have it."""
     if name == "auto":
@@ -168,9 +180,9 @@ def pick_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype) -
     return torch.float32 if slow else checkpoint_dtype
 
 
-def _check_bookkeeping(batch_size: int, length: int, page_size: int, num_pages: int | None) -> None:
+def _check_bookkeeping(batch_size: int, length: int, page_size: int, num_pages: int | None, num_groups: int) -> None:
     """Raise ConfigError if the host cannot hold the tokens and pages of each request, and three numbers per page."""
-    needed = 4 * batch_size * (length + -(-length // page_size)) + 16 * (num_pages or 0)
+    needed = 4 * batch_size * (length + num_groups * -(-length // page_size)) + 16 * num_groups * (num_pages or 0)
     if needed > free_memory(torch.device("cpu")):
         raise ConfigError(
             f"max_batch_size={batch_size} and num_pages={num_pages} need {needed} bytes of bookkeeping, more than this "

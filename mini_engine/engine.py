@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from mini_engine.attention.backend import create_backend
+from mini_engine.attention.grouped import create_grouped_backend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.config import EngineConfig, ResolvedConfig
 from mini_engine.core import NOTHING, Core, CoreStep
-from mini_engine.defaults import measured_pages, resolve, specs_of
+from mini_engine.defaults import groups_of, measured_pages, resolve, specs_of
 from mini_engine.errors import ConfigError, RequestError
 from mini_engine.executor import LocalExecutor
 from mini_engine.kernels.persistent_decode import PersistentDecode
@@ -60,6 +60,7 @@ class LLMEngine:
         config: the options, with every default resolved.
         cache: the KV cache.
         backend: the attention.
+        layer_groups: groups of layers that have page tables of their own. A page of the options is a page of each.
         executor: computes the steps.
         core: schedules them.
         metrics: totals so far.
@@ -294,22 +295,28 @@ class LLMEngine:
     def _build(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache, and build what works on it."""
         self.config = config
-        self._specs, self._executors = specs_of(config, self.model), list[LocalExecutor]()
+        self.layer_groups, self._executors = groups_of(config, self.model), list[LocalExecutor]()
         self.executor = self._new_executor(self.model, config)
         self.cache, self.backend = self.executor.cache, self.executor.backend
         self.core = Core(self.executor, self._new_scheduler, self.backend.planner, self._new_speculation(config))
         self._recovery = Recovery(self.core, config.pipeline_depth)
 
     def _new_executor(self, model: LanguageModel, config: ResolvedConfig) -> LocalExecutor:
-        specs = specs_of(config, model)
-        cache = PagedKVCache(specs, config.num_pages + 1, config.page_size, model.dtype, model.device, config.kv_layout)
+        specs, groups = specs_of(config, model), groups_of(config, model)
+        num_pages = (config.num_pages + 1) * len(groups)  # the last ones hold the padding of CUDA graphs
+        tensors = [specs[layer] for layer in groups[0].layers]  # each stores a layer of every group
+        cache = PagedKVCache(tensors, num_pages, config.page_size, model.dtype, model.device, config.kv_layout)
+        backend = create_grouped_backend(
+            config.attn_backend, specs, groups, cache, self.parts, model.sinks, model.up_projections
+        )
         executor = LocalExecutor(
             batch_invariant(model) if config.batch_invariant else model,
-            create_backend(config.attn_backend, specs, cache, self.parts, model.sinks, model.up_projections),
+            backend,
             cache,
             config,
             graph_sizes=config.cuda_graph_batch_sizes,
             persistent=_persistent_decode(model, config, specs, cache),
+            num_layer_groups=len(groups),
             parts=self.parts,
         )
         self._executors.append(executor)
@@ -329,7 +336,7 @@ class LLMEngine:
         options: dict[str, Any] = {name: getattr(config, name) for name in (*same, "pipeline_depth")}
         options["enforce_eager"] = not config.cuda_graph_batch_sizes
         length = min(config.max_model_len, model.config.max_position_embeddings)
-        own = resolve(EngineConfig(**options, max_model_len=length), model)
+        own = resolve(EngineConfig(**options, max_model_len=length, disable_hybrid_kv_cache_manager=True), model)
         table = PageTable(own.num_pages, own.page_size, own.max_batch_size, -(-length // own.page_size))
         most = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         return DraftModelDrafter(self._new_executor(model, own), table, most, length, own.max_num_batched_tokens)
@@ -347,14 +354,17 @@ class LLMEngine:
         gc.collect()
 
     def _new_scheduler(self) -> Scheduler:
-        config, windows = self.config, [spec.window for spec in self._specs]
+        config, num_groups = self.config, len(self.layer_groups)
+        window, *other_windows = [group.window for group in self.layer_groups]
         pages_per_row = -(-config.max_model_len // config.page_size)
         return Scheduler(
-            self.parts.page_table(config.num_pages, config.page_size, config.max_batch_size, pages_per_row),
+            self.parts.page_table(
+                config.num_pages * num_groups, config.page_size, config.max_batch_size, pages_per_row, num_groups
+            ),
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            # All layers share one page table, so a page is returned when it has left the widest window.
-            window=None if None in windows else max(window for window in windows if window is not None),
+            window=window,
+            other_windows=[own for own in other_windows if own is not None],
             prefix_sharing=config.enable_prefix_caching,
             outputs_apart=self.backend.outputs_apart,
             parts=self.parts,

@@ -62,6 +62,7 @@ class LocalExecutor:
         config: the engine's options, with every default resolved.
         graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
         persistent: computes captured steps of a few requests instead of the model; None if the model does.
+        num_layer_groups: groups of layers that have page tables of their own.
         parts: the engine's replaceable parts.
     """
 
@@ -74,6 +75,7 @@ class LocalExecutor:
         *,
         graph_sizes: Sequence[int],
         persistent: "PersistentDecode | None",
+        num_layer_groups: int = 1,
         parts: "Parts",
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
@@ -92,9 +94,12 @@ class LocalExecutor:
             num_buffers=config.pipeline_depth + 1,
             device=self._device,
             pad=parts.pad_decodes,
+            num_layer_groups=num_layer_groups,
         )
         # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
-        self._buffers = [StepBuffers(self._device) for _ in range(config.pipeline_depth + 1)]
+        self._buffers = [
+            [StepBuffers(self._device) for _ in range(num_layer_groups)] for _ in range(config.pipeline_depth + 1)
+        ]
         self._num_launched = 0
         # Kept from step to step while they are the same.
         self._host_rows, self._rows = b"", self._last_token[:0]
@@ -146,8 +151,9 @@ class LocalExecutor:
         """Wait for the device to finish, then forget the requests of earlier steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for buffers in (*self._buffers, *self._graphs.buffers):
-            buffers.forget()
+        for of_groups in (*self._buffers, *self._graphs.buffers):
+            for buffers in of_groups:
+                buffers.forget()
 
     def _graph_size(self, step: StepInput) -> int | None:
         """Return the size of the graph that can run a step; None if there is none.
@@ -178,20 +184,15 @@ class LocalExecutor:
         singles = graph_size is not None or self.backend.takes_single_queries
         step = step.with_single_queries(self.cache.page_size) if singles else step
         num_requests = len(step.rows)
-        arrays: DecodeArrays = {
-            "token_ids": step.token_ids,
-            "kv_lens": step.kv_lens,
-            "pages": step.pages,
-            "token_source": step.token_source,
-            "page_positions": step.page_positions,
-        }
+        tokens = {"token_ids": step.token_ids, "token_source": step.token_source}
+        groups: list[DecodeArrays] = [tokens | group._asdict() for group in step.groups]
         if graph_size and graph_size > num_requests:
-            arrays = self._graphs.pad(arrays, graph_size)
+            groups = [self._graphs.pad(arrays, graph_size) for arrays in groups]
         self._num_launched += 1
         buffers = self._graphs.buffers if graph_size else self._buffers
         all_sample = np.count_nonzero(step.num_logits == 1) == num_requests
-        return StepBatch.build(
-            **arrays,
+        return StepBatch.build_groups(
+            groups,
             num_new=step.num_new if len(step.token_ids) > num_requests else None,
             page_size=self.cache.page_size,
             num_logits=None if all_sample else step.num_logits,

@@ -93,7 +93,7 @@ class StepReport:
         finished: requests that ended since the previous report, whatever the reason.
         start: when the call began, by `time.perf_counter`.
         seconds: its duration.
-        bytes_per_token: bytes of one token's keys and values, over all layers.
+        bytes_per_token: bytes of one token's keys and values, over all layers of a group (`layer_groups.py`).
     """
 
     schedule: Schedule
@@ -124,7 +124,8 @@ class StepReport:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that attention reads in the step."""
-        return 0 if self.step is None else int(self.step.kv_lens.sum()) * self.bytes_per_token
+        groups = () if self.step is None else self.step.groups
+        return sum(int(group.kv_lens.sum()) for group in groups) * self.bytes_per_token
 
 
 @dataclass(frozen=True)

@@ -139,13 +139,15 @@ class Running:
     Args:
         max_rows: rows of the page table.
         max_len: longest prompt and output together.
+        num_groups: groups of layers that have page tables of their own.
 
     Attributes:
         order: rows in use, oldest request first.
         tokens: [rows, max_len] token ids of each request.
         context_len: number of tokens at the start whose keys are in the pages of chunks.
-        num_evicted: number of tokens at the start whose keys are not in the row's pages: those of `context_len`, and
-            those that have left the window.
+        num_evicted: [num_groups * rows] number of tokens at the start whose keys are not in the pages of a row of the
+            page table: those of `context_len`, and those that have left the window. It alone has an entry for each
+            group of layers, in the order of the page table's rows.
         has_evicted: whether any request has ever had such tokens.
         num_prompt: tokens of each request's prompt.
         max_len: most tokens of each request.
@@ -158,12 +160,13 @@ class Running:
         num_asking: number of rows whose request asks for log probabilities.
     """
 
-    def __init__(self, max_rows: int, max_len: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, num_groups: int = 1) -> None:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
-        columns = np.zeros((9, max_rows), dtype=np.int64)
+        columns = np.zeros((8, max_rows), dtype=np.int64)
         self.num_known, self.num_scheduled, self.num_computed, self.admission = columns[:4]
-        self.context_len, self.num_evicted, self.num_prompt, self.max_len, self.may_guess = columns[4:]
+        self.context_len, self.num_prompt, self.max_len, self.may_guess = columns[4:]
+        self.num_evicted = np.zeros(num_groups * max_rows, dtype=np.int64)
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.requests: list[Request | None] = [None] * max_rows
@@ -179,7 +182,8 @@ class Running:
         num_tokens, ends = len(request.token_ids), request.end_token_ids
         self.tokens[row, :num_tokens] = request.token_ids
         self.num_known[row] = self.num_scheduled[row] = num_tokens
-        self.num_computed[row] = self.num_evicted[row] = self.context_len[row] = request.context_len
+        self.num_computed[row] = self.context_len[row] = request.context_len
+        self.num_evicted[row :: len(self.requests)] = request.context_len
         if request.context:
             self.num_contexts += 1
             self.has_evicted = True

@@ -7,7 +7,7 @@ are in `policy.py`; this module keeps the queues and the page bookkeeping.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from jaxtyping import Int, Int32
 
 from mini_engine.attention.levels import Level
 from mini_engine.errors import RequestError
+from mini_engine.kv_cache.grouped_prefix_tree import GroupedPrefixTree, PagesOfGroups
 from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.logprobs import lacks_prompt_logprobs
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Rows = Int[np.ndarray, " B"]
 Tokens = Int32[np.ndarray, " n"]
+NO_PAGES = np.zeros(0, dtype=np.int32)
 EVICTION_BATCHES = 64  # a 64th of the pool is evicted at a time, so that most steps evict nothing
 
 
@@ -65,6 +67,8 @@ class Scheduler:
         max_model_len: longest prompt and output together.
         max_num_batched_tokens: most tokens in one step, at least one for each row (`EngineConfig` checks it).
         window: most keys that any layer sees; pages that have left it are returned. None if a layer sees all keys.
+        other_windows: with several groups of layers (`layer_groups.py`), the windows of the others; then `window` is
+            None, the first group's. The page table has the same groups.
         prefix_sharing: let requests that begin with the same tokens share pages, and keep pages for later requests.
         outputs_apart: compute the tokens of a prompt and those of the output always in different sequences, also when
             a preempted request is recomputed, and share only prompts. Then different kernels may compute them, and the
@@ -87,16 +91,24 @@ class Scheduler:
         max_model_len: int,
         max_num_batched_tokens: int,
         window: int | None,
+        other_windows: Sequence[int] = (),
         prefix_sharing: bool,
         outputs_apart: bool = False,
         parts: "Parts",
     ) -> None:
         self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
         self.waiting: OrderedDict[Request, None] = OrderedDict()
-        self.running = Running(page_table.max_rows, max_model_len)
+        self.running = Running(page_table.max_rows, max_model_len, page_table.num_groups)
         self.num_pinned = 0
-        self.outputs_apart, self._window = outputs_apart, window
-        self.prefix_tree = PrefixTree(page_table, parts.match_prefix) if prefix_sharing else None
+        self.outputs_apart, self._windows = outputs_apart, (window, *other_windows)
+        # Row of each group of a request, counted from the row of the first group.
+        self._offsets = [group * page_table.max_rows for group in range(page_table.num_groups)]
+        self.prefix_tree: PrefixTree | None = None
+        self._grouped_tree: GroupedPrefixTree | None = None
+        if prefix_sharing and other_windows:
+            self.prefix_tree = self._grouped_tree = GroupedPrefixTree(page_table, other_windows, parts.match_prefix)
+        elif prefix_sharing:
+            self.prefix_tree = PrefixTree(page_table, parts.match_prefix)
         # Rows whose prompts are not fully computed, and the place in the tree that each has reached.
         self._inserting: dict[int, Place | None] = {}
         self._next: tuple[Request, Tokens] | None = None  # the request that was last looked up in the tree
@@ -165,6 +177,7 @@ class Scheduler:
             self.waiting.pop(request, None)
             return
         self._cache_pages(row)
+        self._release_other_groups(row)
         self.running.leave(row)
         self.page_table.release(row)
 
@@ -195,16 +208,19 @@ class Scheduler:
             False if there are too few pages; then only the pages that have left the window are returned.
         """
         running, table = self.running, self.page_table
-        if self._window is not None:
-            self._evict(rows)
-        first = running.num_computed[rows]
+        for window, offset in zip(self._windows, self._offsets, strict=True):
+            if window is not None:
+                self._evict(rows, window, offset)
+        own, num_tokens = table.rows_of(rows), running.num_computed[rows] + num_new
+        if table.num_groups > 1:
+            num_tokens = np.tile(num_tokens, table.num_groups)
         if running.has_evicted:
-            first = first - running.num_evicted[rows]
-        missing, num_missing = table.missing(rows, first + num_new)
+            num_tokens = num_tokens - running.num_evicted[own]
+        missing, num_missing = table.missing(own, num_tokens)
         if num_missing:
             if not self._make_room(num_missing):
                 return False
-            table.take(rows, missing)
+            table.take(own, missing)
         if self._inserting:
             for b in np.flatnonzero(np.isin(rows, list(self._inserting))).tolist():
                 self._insert_prompt(int(rows[b]), int(num_new[b]))
@@ -212,7 +228,9 @@ class Scheduler:
 
     def preempt(self) -> Request:
         """Preempt the newest running request."""
-        self._cache_pages(int(self.running.order[-1]))
+        row = int(self.running.order[-1])
+        self._cache_pages(row)
+        self._release_other_groups(row)
         return self.parts.preempt(self.running, self.waiting, self.page_table)
 
     def admit(self, budget: int, copies: list[tuple[int, int]]) -> tuple[list[Request], list[int], int]:
@@ -229,14 +247,12 @@ class Scheduler:
         admitted, num_new, num_shared = list[Request](), list[int](), 0
         earlier = running.order
         # The watermark keeps a free page for each running request; otherwise they would soon preempt each other.
-        held_back = len(earlier)
+        held_back = len(earlier) * table.num_groups
         while self.waiting and table.num_free_rows and budget > 0:
             request = next(iter(self.waiting))
             num_tokens = len(request.token_ids) - request.context_len
             pages, shared_tokens = self._match(request, earlier)
-            # Pages that would leave the window at once are not worth sharing.
-            shared_pages = pages[: shared_tokens // table.page_size if self._window is None else 0]
-            own_pages = self._pages_at_most(num_tokens) - len(shared_pages)
+            own_pages, shared_pages = self._demand(num_tokens, pages, shared_tokens)
             free_pages = table.num_free_pages - held_back
             if own_pages > free_pages and self.prefix_tree is not None:
                 # Cached pages can be evicted, except those that the request shares.
@@ -277,26 +293,41 @@ class Scheduler:
         return np.minimum(known, running.num_prompt[rows]) if self.outputs_apart else known
 
     def _enter(
-        self, request: Request, pages: np.ndarray, num_shared: int, num_new: int, copies: list[tuple[int, int]]
+        self, request: Request, pages: PagesOfGroups, num_shared: int, num_new: int, copies: list[tuple[int, int]]
     ) -> None:
-        """Give an admitted request a row, the pages that it shares, and pages for all other tokens."""
+        """Give an admitted request a row, the pages that it shares, and pages for all other tokens.
+
+        Args:
+            request: the request.
+            pages: the pages of each group that it shares; see `_match`.
+            num_shared: tokens in these pages, as far as they are the request's.
+            num_new: tokens that the step computes.
+            copies: as for `admit`.
+        """
         table, running = self.page_table, self.running
         row = table.allocate()
         running.enter(row, request)
         running.num_computed[row] += num_shared
-        if len(pages):
-            table.share(row, pages)
+        for own, offset in zip(pages, self._offsets, strict=True):
+            if len(own):
+                table.share(row + offset, own)
+            if num_gone := len(pages[0]) - len(own):
+                running.num_evicted[row + offset] = num_gone * table.page_size
+                running.has_evicted = True
         rows = np.array([row])
         reserved = self.reserve(rows, np.array([num_new]))
-        held = self._tokens_at_most(int(running.num_known[row] - running.num_evicted[row]))
-        missing, num_missing = table.missing(rows, np.array([held]))
+        of_groups = table.rows_of(rows)
+        num_left = (running.num_known[row] - running.num_evicted[of_groups]).tolist()
+        held = [self._tokens_at_most(num, window) for num, window in zip(num_left, self._windows, strict=True)]
+        missing, num_missing = table.missing(of_groups, np.array(held))
         is_partial = num_shared % table.page_size > 0  # the request is about to write to the last shared page
-        reserved = reserved and self._make_room(num_missing + is_partial)
+        reserved = reserved and self._make_room(num_missing + is_partial * table.num_groups)
         assert reserved, "admitted without pages"
-        table.take(rows, missing)
+        table.take(of_groups, missing)
         if is_partial:
-            first = int(running.num_computed[row] - running.num_evicted[row])
-            copies += self.parts.copy_on_write(table, row, first, first + num_new)
+            for own_row in of_groups.tolist():
+                first = int(running.num_computed[row] - running.num_evicted[own_row])
+                copies += self.parts.copy_on_write(table, own_row, first, first + num_new)
         if self.prefix_tree is not None:
             self._inserting[row] = None
             self._insert_prompt(row, num_new)
@@ -331,15 +362,22 @@ class Scheduler:
         num_tokens = min(num_tokens, int(self._num_sharable(np.array([row]))[0]))
         if self.prefix_tree is None or request is None or running.num_evicted[row] > first:
             return None
-        tokens, pages = running.tokens[row, first:num_tokens], self.page_table.pages(row)
-        return self.prefix_tree.insert(tokens, pages, after, request.cache_key)
+        tokens, table = running.tokens[row, first:num_tokens], self.page_table
+        if self._grouped_tree is None:
+            return self.prefix_tree.insert(tokens, table.pages(row), after, request.cache_key)
+        rows = [row + offset for offset in self._offsets]
+        pages, num_evicted = [table.pages(own) for own in rows], running.num_evicted[rows] // table.page_size
+        return self._grouped_tree.insert_groups(tokens, pages, num_evicted.tolist(), after, request.cache_key)
 
-    def _match(self, request: Request, earlier: Rows) -> tuple[np.ndarray, int]:
+    def _match(self, request: Request, earlier: Rows) -> tuple[PagesOfGroups, int]:
         """Return the pages that a waiting request can share, and how many of its tokens they hold.
 
         Args:
             request: a waiting request.
             earlier: rows that were admitted before this step.
+
+        Returns:
+            The pages of each group of layers. All end at the same page; a group with a window has only the last ones.
         """
         if self._next is None or self._next[0] is not request:
             # The last token is always computed, because its logits are needed.
@@ -348,12 +386,15 @@ class Scheduler:
                 end = min(end, len(request.prompt_token_ids))
             self._next = request, np.array(request.token_ids[request.context_len : end], dtype=np.int32)
         tokens, prefix = self._next[1], request.prefix
-        tree = None if lacks_prompt_logprobs(request) else self.prefix_tree  # cached pages have no logits
-        pages = tree.match(tokens, request.cache_key) if tree else np.zeros(0, dtype=np.int32)
         table, running = self.page_table, self.running
-        count, size = len(pages), table.page_size
+        tree = None if lacks_prompt_logprobs(request) else self.prefix_tree  # cached pages have no logits
+        pages: PagesOfGroups = [NO_PAGES] * table.num_groups
+        if tree is not None:
+            grouped, key = self._grouped_tree, request.cache_key
+            pages = [tree.match(tokens, key)] if grouped is None else grouped.match_groups(tokens, key)
+        count, size = len(pages[0]), table.page_size
         if prefix is not None and count * size < len(prefix.token_ids):  # the last page may be partly filled
-            return prefix.pinned.pages, len(prefix.token_ids)
+            return [prefix.pinned.pages], len(prefix.token_ids)
         if tree is None or request.context:
             return pages, count * size
         # A request that has the same pages may have computed more of the same tokens, in a page that is not full yet.
@@ -361,8 +402,10 @@ class Scheduler:
         rest = tokens[count * size : (count + 1) * size]
         rows = earlier[running.tokens[earlier, count * size] == rest[0]] if len(rest) else earlier[:0]
         rows = rows[(running.num_evicted[rows] == 0) & (table.counts[rows] > count)]
+        for offset in self._offsets[1:]:
+            rows = rows[running.num_evicted[rows + offset] <= count * size]
         if count:
-            rows = rows[table.table[rows, count - 1] == pages[-1]]
+            rows = rows[table.table[rows, count - 1] == pages[0][-1]]
         in_page = running.tokens[rows, count * size : count * size + len(rest)]
         equal = np.logical_and.accumulate(in_page == rest[: in_page.shape[1]], axis=1).sum(1)
         known = np.minimum(running.num_computed[rows], self._num_sharable(rows)) - count * size
@@ -370,31 +413,60 @@ class Scheduler:
         if equal.max(initial=0) == 0:
             return pages, count * size
         best = int(equal.argmax())
-        return np.append(pages, table.table[rows[best], count]), count * size + int(equal[best])
+        donors = [int(rows[best]) + offset for offset in self._offsets]
+        index = count - running.num_evicted[donors] // size
+        partial = table.table[donors, index]
+        return [np.append(*both) for both in zip(pages, partial, strict=True)], count * size + int(equal[best])
 
-    def _evict(self, rows: Rows) -> None:
-        assert self._window is not None
-        running, size = self.running, self.page_table.page_size
-        counts = self.parts.pages_to_evict(running.num_computed[rows], running.num_evicted[rows], self._window, size)
-        counts = np.minimum(counts, self.page_table.counts[rows])
+    def _demand(self, num_tokens: int, pages: PagesOfGroups, num_shared: int) -> tuple[int, Int32[np.ndarray, " _"]]:
+        """Return how many free pages a request needs at most, and the full pages that it need not have for itself.
+
+        Args:
+            num_tokens: its tokens.
+            pages: the pages that it can share; see `_match`.
+            num_shared: its tokens in these pages.
+        """
+        if self._windows[0] is not None:  # the pages of a prompt would leave the window at once
+            return self._pages_at_most(num_tokens), NO_PAGES
+        size, num_pages, shared = self.page_table.page_size, 0, []
+        for own, window in zip(pages, self._windows, strict=True):
+            num_gone = len(pages[0]) - len(own)
+            full = own[: num_shared // size - num_gone]
+            held = self._tokens_at_most(num_tokens - num_gone * size, window)
+            num_pages += self.page_table.pages_for(held) - len(full)
+            shared.append(full)
+        return num_pages, np.concatenate(shared)
+
+    def _evict(self, rows: Rows, window: int, offset: int) -> None:
+        """Return the pages of a group of layers that have left its window."""
+        running, table, own = self.running, self.page_table, rows + offset
+        counts = self.parts.pages_to_evict(
+            running.num_computed[rows], running.num_evicted[own], window, table.page_size
+        )
+        counts = np.minimum(counts, table.counts[own])
         for b in np.flatnonzero(counts).tolist():
-            self.page_table.drop_front(int(rows[b]), int(counts[b]))
-        running.num_evicted[rows] += counts * size
+            table.drop_front(int(own[b]), int(counts[b]))
+        running.num_evicted[own] += counts * table.page_size
         running.has_evicted = True
+
+    def _release_other_groups(self, row: int) -> None:
+        """Return a request's pages in all groups but the first, whose row is released with the request."""
+        for offset in self._offsets[1:]:
+            self.page_table.truncate(row + offset, 0)
 
     def _most_pages(self, request: Request) -> int:
         """Return the pages that a request fills at its end, not counting those of chunks."""
         of_prefix = len(request.prefix.token_ids) // self.page_table.page_size if request.prefix else 0
         return self._pages_at_most(request.max_len - request.context_len) - of_prefix
 
-    def _tokens_at_most(self, num_tokens: int) -> int:
+    def _tokens_at_most(self, num_tokens: int, window: int | None) -> int:
         """Return the most tokens that a request of up to `num_tokens` has in pages at once; a window limits them."""
-        if self._window is None:
+        if window is None:
             return num_tokens
-        return min(num_tokens, self._window + self.budget + self.page_table.page_size)
+        return min(num_tokens, window + self.budget + self.page_table.page_size)
 
     def _pages_at_most(self, num_tokens: int) -> int:
-        return self.page_table.pages_for(self._tokens_at_most(num_tokens))
+        return sum(self.page_table.pages_for(self._tokens_at_most(num_tokens, own)) for own in self._windows)
 
 
 def schedule_step(scheduler: Scheduler) -> Schedule | None:

@@ -5,13 +5,13 @@ executor, or sent to another process. Explained in chapter 07.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
 from mini_engine.attention.levels import Level
-from mini_engine.kv_cache.page_table import PageTable
+from mini_engine.kv_cache.page_table import PageTable, Rows
 from mini_engine.logprobs import LogprobArrays, LogprobRows, rows_with_logprobs
 from mini_engine.ragged import members
 from mini_engine.request import Request, Running
@@ -19,6 +19,20 @@ from mini_engine.sampling_params import Admission
 from mini_engine.scheduler import Schedule
 
 NO_COPIES = np.zeros((0, 2), dtype=np.int32)
+
+
+class GroupPages(NamedTuple):
+    """The pages of a step's requests in one group of layers (`layer_groups.py`).
+
+    Attributes:
+        kv_lens: [B] keys of each request in its pages after the step.
+        pages: [P] pages of all requests, in order of position.
+        page_positions: [P] position of each page's first key; None while every request has all its pages.
+    """
+
+    kv_lens: Int64[np.ndarray, " B"]
+    pages: Int32[np.ndarray, " P"]
+    page_positions: Int64[np.ndarray, " P"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +55,7 @@ class StepInput:
         copies: [C, 2] pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes and chunks that requests share; see `StepBatch`. The same object while they are unchanged.
         logprobs: tokens whose log probabilities the step computes; empty if no request asks for them.
+        other_groups: the pages in the other groups of layers, if there are several; those above are the first group's.
     """
 
     rows: Int64[np.ndarray, " B"]
@@ -57,6 +72,12 @@ class StepInput:
     copies: Int[np.ndarray, "C 2"]
     levels: tuple[Level, ...]
     logprobs: tuple[LogprobRows, ...] = ()
+    other_groups: tuple[GroupPages, ...] = ()
+
+    @property
+    def groups(self) -> tuple[GroupPages, ...]:
+        """The pages in each group of layers."""
+        return (GroupPages(self.kv_lens, self.pages, self.page_positions), *self.other_groups)
 
     @property
     def sampling_rows(self) -> Int64[np.ndarray, " R"]:
@@ -87,19 +108,24 @@ class StepInput:
         counts = np.where(decodes, self.num_new, 1)
         of, index = members(counts)
         later, is_single = counts[of] - 1 - index, decodes[of]  # tokens after it that the same request decodes
-        kv_lens, of_request = self.kv_lens[of] - later, -(-self.kv_lens // page_size)
-        of_page, page = members(-(-kv_lens // page_size))
-        entries = (of_request.cumsum() - of_request)[of][of_page] + page
+
+        def repeated(group: GroupPages) -> GroupPages:
+            kv_lens, of_request = group.kv_lens[of] - later, -(-group.kv_lens // page_size)
+            of_page, page = members(-(-kv_lens // page_size))
+            entries = (of_request.cumsum() - of_request)[of][of_page] + page
+            positions = None if group.page_positions is None else group.page_positions[entries]
+            return GroupPages(kv_lens, group.pages[entries], positions)
+
+        first, *others = map(repeated, self.groups)
         return replace(
             self,
             rows=self.rows[of],
             num_new=np.where(is_single, 1, self.num_new[of]),
             num_logits=np.where(is_single, later < self.num_logits[of], self.num_logits[of]),
-            kv_lens=kv_lens,
+            **first._asdict(),
             num_computed=self.num_computed[of] - later,
-            pages=self.pages[entries],
-            page_positions=None if self.page_positions is None else self.page_positions[entries],
             num_decodes=int(np.count_nonzero(is_single)),
+            other_groups=tuple(others),
         )
 
 
@@ -145,21 +171,15 @@ def build_step_input(
     """
     # A part of the scheduler may count in smaller integers.
     rows, num_new = (array.astype(np.int64, copy=False) for array in (schedule.rows, schedule.num_new))
-    size = page_table.page_size
     num_computed = running.num_computed[rows] + num_new
-    kv_lens, token_rows, positions, page_positions = num_computed, rows, num_computed - 1, None
+    token_rows, positions = rows, num_computed - 1
     if schedule.num_tokens > len(rows):
         token_rows = rows.repeat(num_new)
         positions = np.arange(schedule.num_tokens) + (num_computed - num_new.cumsum()).repeat(num_new)
-    if running.has_evicted:
-        kv_lens = num_computed - running.num_evicted[rows]
-    page_counts = (kv_lens + (size - 1)) // size
-    if running.has_evicted and np.count_nonzero(kv_lens < num_computed):
-        index = np.arange(page_counts.sum()) - (page_counts.cumsum() - page_counts).repeat(page_counts)
-        page_positions = (num_computed - kv_lens).repeat(page_counts) + index * size
     # Tokens that the host does not know yet; guesses come after those.
     on_device = (positions >= running.num_known[token_rows]) & (positions < running.num_scheduled[token_rows])
-    pages = page_table.pages_of(rows, page_counts)
+    rows_of_groups = page_table.rows_of(rows).reshape(page_table.num_groups, -1)
+    first, *others = [pages_of(own, num_computed, running, page_table) for own in rows_of_groups]
     # A request in the middle of its prompt has uncomputed tokens left, and samples none. Otherwise a token is sampled
     # after the last one and after each guess.
     num_logits = np.maximum(num_computed - running.num_scheduled[rows] + 1, 0)
@@ -174,18 +194,38 @@ def build_step_input(
         rows=rows,
         num_new=num_new,
         num_logits=num_logits,
-        kv_lens=kv_lens,
+        **first._asdict(),
         num_computed=num_computed,
         token_ids=running.tokens[token_rows, positions],
         token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
-        pages=pages.copy() if len(rows) == 1 else pages,  # of one row it is a view, which the next step changes
-        page_positions=page_positions,
         admitted=tuple(admission_of(request, running) for request in schedule.admitted),
         num_decodes=len(rows) if decodes.all() else int(decodes.argmin()),
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
         levels=schedule.levels,
         logprobs=logprobs,
+        other_groups=tuple(others),
     )
+
+
+def pages_of(rows: Rows, num_computed: Rows, running: Running, page_table: PageTable) -> GroupPages:
+    """Collect the pages of a step's requests in a group of layers.
+
+    Args:
+        rows: [B] the requests' rows of the page table in this group.
+        num_computed: [B] their tokens whose keys exist after the step.
+        running: the columns of the running requests.
+        page_table: their pages.
+    """
+    size, kv_lens, page_positions = page_table.page_size, num_computed, None
+    if running.has_evicted:
+        kv_lens = num_computed - running.num_evicted[rows]
+    page_counts = (kv_lens + (size - 1)) // size
+    if running.has_evicted and np.count_nonzero(kv_lens < num_computed):
+        index = np.arange(page_counts.sum()) - (page_counts.cumsum() - page_counts).repeat(page_counts)
+        page_positions = (num_computed - kv_lens).repeat(page_counts) + index * size
+    pages = page_table.pages_of(rows, page_counts)
+    # The pages of one row are a view, which the next step changes.
+    return GroupPages(kv_lens, pages.copy() if len(rows) == 1 else pages, page_positions)
 
 
 def admission_of(request: Request, running: Running) -> Admission:

@@ -1,6 +1,7 @@
 """The scheduler under random arrivals, ends and aborts: no request starves, no page leaks, budgets hold."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mini_engine.errors import RequestError
+from mini_engine.kv_cache.grouped_prefix_tree import GroupedPrefixTree
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.parts import Parts
 from mini_engine.request import Request
@@ -21,13 +23,18 @@ LONGEST = 48
 
 
 def make_scheduler(
-    table: PageTable, budget: int = 64, window: int | None = None, prefix_sharing: bool = False
+    table: PageTable,
+    budget: int = 64,
+    window: int | None = None,
+    prefix_sharing: bool = False,
+    other_windows: Sequence[int] = (),
 ) -> Scheduler:
     return Scheduler(
         table,
         max_model_len=LONGEST,
         max_num_batched_tokens=budget,
         window=window,
+        other_windows=other_windows,
         prefix_sharing=prefix_sharing,
         parts=Parts(),
     )
@@ -45,14 +52,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         batch=st.integers(1, 4),
         extra=st.integers(0, 40),
-        window=st.none() | st.integers(1, 6),
+        windows=st.tuples(st.none() | st.integers(1, 6)) | st.tuples(st.none(), st.integers(1, 6), st.integers(1, 6)),
         prefix_sharing=st.booleans(),
         depth=st.integers(0, 1),
     )
-    def build(self, num_pages, page_size, batch, extra, window, prefix_sharing, depth):
-        self.table = PageTable(num_pages, page_size, batch)
-        self.scheduler = make_scheduler(self.table, batch + extra, window, prefix_sharing)
-        self.batch, self.budget, self.window, self.depth = batch, batch + extra, window, depth
+    def build(self, num_pages, page_size, batch, extra, windows, prefix_sharing, depth):
+        num_groups = len(windows)
+        self.table = PageTable(num_groups * num_pages, page_size, batch, num_groups=num_groups)
+        self.scheduler = make_scheduler(self.table, batch + extra, windows[0], prefix_sharing, windows[1:])
+        self.batch, self.budget, self.windows, self.depth = batch, batch + extra, windows, depth
         self.slots: dict[int, tuple[int, ...]] = {}  # what each key was computed from: its token and all before it
         self.in_flight: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
         self.texts: dict[Request, list[int]] = {}
@@ -72,12 +80,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, prompt, max_tokens, has_end=False):
         request = make_request(prompt, max_tokens, len(self.texts), (END,) if has_end else ())
         pages = self.table.pages_for(len(prompt) + max_tokens)
-        if pages <= self.table.num_pages:
+        if pages * len(self.windows) <= self.table.num_pages:
             self.scheduler.add(request)
             self.unfinished.append(request)
             self.texts[request] = list(prompt)
             self.prompts.append(prompt)
-        elif self.window is None:
+        elif self.windows == (None,):
             with pytest.raises(RequestError, match=f"fill {pages} pages"):
                 self.scheduler.add(request)
 
@@ -149,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.met["copied"] += len(schedule.copies)
         self.met["shared"] += schedule.num_shared
         self.met["returned"] += sum(len(request.output_token_ids) > 0 for request in schedule.admitted)
-        self.met["evicted"] += int(running.num_evicted[schedule.rows].any())
+        self.met["evicted"] += int(running.num_evicted[self.table.rows_of(schedule.rows)].any())
 
     def launch(self, schedule: Schedule):
         """Copy and write what the schedule says, look at every key that a query would see, and sample."""
@@ -163,22 +171,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             text = self.texts[running.requests[row]]
             assert running.known_tokens(running.requests[row]) == text[: running.num_known[row]]
             for position in range(running.num_computed[row], running.num_computed[row] + num_new):
-                slot = self.slot(row, position)
-                self.slots[slot] = tuple(text[: position + 1])
-                assert writer.setdefault(slot // size, row) == row, "two requests write to one page"
-        for page, row in writer.items():
+                for own in self.rows_of(row):
+                    slot = self.slot(own, position)
+                    self.slots[slot] = tuple(text[: position + 1])
+                    assert writer.setdefault(slot // size, own) == own, "two requests or groups write to one page"
+        for page, own in writer.items():
             # A page may have other owners at once only if it is full after this step: it is not written to again.
-            filled = running.num_computed[row] + dict(work)[row] - running.num_evicted[row]
-            full = self.table.pages(row)[: filled // size]
+            row = own % self.batch
+            filled = running.num_computed[row] + dict(work)[row] - running.num_evicted[own]
+            full = self.table.pages(own)[: filled // size]
             assert self.table.refcounts[page] == 1 or page in full, "a page that is written to has several owners"
         sampled = []
         for row, num_new in work:
             text = self.texts[running.requests[row]]
             end = int(running.num_computed[row]) + num_new
             for query in range(end - num_new, end):
-                first = 0 if self.window is None else max(0, query - self.window + 1)
-                for key in range(first, query + 1):
-                    assert self.slots[self.slot(row, key)] == tuple(text[: key + 1]), "a key is not the request's own"
+                for own, window in zip(self.rows_of(row), self.windows, strict=True):
+                    for key in range(0 if window is None else max(0, query - window + 1), query + 1):
+                        wrong = self.slots[self.slot(own, key)] != tuple(text[: key + 1])
+                        assert not wrong, "a key is not the request's own"
             running.num_computed[row] = end
             if end == running.num_scheduled[row]:
                 text.append((sum(text) + len(text) // 3) % 3)
@@ -186,8 +197,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sampled.append((row, int(running.admission[row]), text[-1]))
         self.in_flight.append(tuple(np.array(column, dtype=np.int64) for column in zip(*sampled, strict=True)) or NONE)
 
+    def rows_of(self, row: int) -> list[int]:
+        """The rows of the page table that a request has, one for each group of layers."""
+        return self.table.rows_of(np.array([row])).tolist()
+
     def slot(self, row: int, position: int) -> int:
-        """The slot of a token; its page must not have been released."""
+        """The slot of a token in a row of the page table; its page must not have been released."""
         running, size = self.scheduler.running, self.table.page_size
         index = position - int(running.num_evicted[row])
         assert index >= 0, "a visible page was evicted"
@@ -215,8 +230,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         tree, size = self.scheduler.prefix_tree, self.table.page_size
         if tree is not None:
             for page in tree.pages.tolist():  # each is found by what its keys were computed from
-                text = self.slots[(page + 1) * size - 1]
-                assert tree.match(np.array(text, dtype=np.int32)).tolist()[-1] == page
+                text = np.array(self.slots[(page + 1) * size - 1], dtype=np.int32)
+                last = int(tree.match(text)[-1])
+                beside = tree._beside[:, last] if isinstance(tree, GroupedPrefixTree) else []
+                assert page == last or page in beside
             self.met["cached"] += len(tree.pages)
             tree.evict(self.table.num_pages)
         assert self.table.num_free_pages == self.table.num_pages and self.table.num_free_rows == self.batch
@@ -231,15 +248,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert ((flying >= 0) & (flying <= self.depth)).all()
         assert (running.num_computed[rows] <= running.num_scheduled[rows]).all()
         assert (running.num_scheduled[rows] <= running.max_len[rows]).all()
-        assert (running.num_evicted[rows] <= running.num_computed[rows]).all()
-        pages = [self.table.pages(row).tolist() for row in rows.tolist()]
+        held = [[self.table.pages(own).tolist() for own in self.rows_of(row)] for row in rows.tolist()]
+        assert all((running.num_evicted[self.rows_of(row)] <= running.num_computed[row]).all() for row in rows)
+        pages = [own for of_groups in held for own in of_groups]
         owners = np.bincount([page for held in pages for page in held], minlength=self.table.num_pages)
         if self.scheduler.prefix_tree is not None:
             owners[self.scheduler.prefix_tree.pages] += 1
         assert self.table.refcounts.tolist() == owners.tolist()
-        if self.window is not None:
-            most = (self.window + self.budget) // self.table.page_size + 2
-            assert all(len(held) <= most for held in pages)
+        for of_groups in held:
+            for own, window in zip(of_groups, self.windows, strict=True):
+                assert window is None or len(own) <= (window + self.budget) // self.table.page_size + 2
 
 
 NONE = (np.zeros(0, dtype=np.int64),) * 3
@@ -249,7 +267,11 @@ TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadl
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("prefix_sharing", [False, True])
-@pytest.mark.parametrize("windows", [[None], [1, 2, 3, 5, 8]], ids=["no window", "windows"])
+@pytest.mark.parametrize(
+    "windows",
+    [[(None,)], [(1,), (2,), (3,), (5,), (8,)], [(None, 1), (None, 3), (None, 8), (None, 2, 5)]],
+    ids=["no window", "windows", "groups"],
+)
 def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
     """Traffic that the machine rarely draws: many requests share, are preempted, return, and share again."""
     met = Counter()
@@ -261,7 +283,7 @@ def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
             page_size=random.randint(1, 4),
             batch=random.randint(2, 6),
             extra=random.randint(0, 8),
-            window=random.choice(windows),
+            windows=random.choice(windows),
             prefix_sharing=prefix_sharing,
             depth=depth,
         )
@@ -279,7 +301,7 @@ def test_dense_traffic_in_a_tight_pool(windows, prefix_sharing, depth):
         met += machine.met
     assert met["preempted"] > 2 and met["returned"] > 2
     assert (met["shared"] > 20 and met["copied"] > 2) if prefix_sharing else met["shared"] == met["copied"] == 0
-    assert met["evicted"] == 0 if windows == [None] else met["evicted"] > 20
+    assert met["evicted"] == 0 if windows == [(None,)] else met["evicted"] > 20
     assert (met["dropped"] > 4 and met["drained"] > 2) if depth else met["dropped"] == met["drained"] == 0
 
 

@@ -442,6 +442,20 @@ def create_backend(
         ConfigError: if there is no such backend, it does not support the model, the cache or the machine, or the sinks
             or the matrices are not those of the specs.
     """
+    check_layers(name, specs, cache, sinks, up_projections)
+    backend = BACKENDS[name].on(cache.device.type).create(specs, cache, parts)
+    backend.sinks, backend.up_projections = sinks, up_projections
+    return backend
+
+
+def check_layers(
+    name: str,
+    specs: Sequence[AttentionSpec],
+    cache: CacheFormat,
+    sinks: Mapping[int, Float[Tensor, " Hq"]],
+    up_projections: Mapping[int, UpProjections],
+) -> None:
+    """Raise ConfigError if a backend cannot be built for some layers; see `create_backend`."""
     check_backend(name)
     info = {other: info.on(cache.device.type) for other, info in BACKENDS.items()}
     if refusal := info[name].refusal(specs, cache):
@@ -458,9 +472,6 @@ def create_backend(
             f"the specs need the up-projections of the layers {sorted(latent)}, not {sorted(up_projections)}; give "
             "model.up_projections"
         )
-    backend = info[name].create(specs, cache, parts)
-    backend.sinks, backend.up_projections = sinks, up_projections
-    return backend
 
 
 def check_backend(name: str) -> None:

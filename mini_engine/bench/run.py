@@ -198,7 +198,7 @@ def peer_options(folder: str, llm: LLM, longest: int) -> PeerOptions:
         free, total = torch.cuda.mem_get_info(llm.model.device)
         share = SHARE_OF_FREE * free / total
     num_tokens = round(SPARE_CACHE * config.num_pages * config.page_size)
-    num_bytes = num_tokens * llm.engine.cache.bytes_per_token
+    num_bytes = num_tokens * llm.engine.cache.bytes_per_token * len(llm.engine.layer_groups)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     caches = config.enable_prefix_caching
     return PeerOptions(

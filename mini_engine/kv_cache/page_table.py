@@ -25,11 +25,13 @@ class PageTable:
         page_size: tokens per page.
         max_rows: requests that can run at once.
         max_pages_per_row: pages that one request can hold; default the whole pool.
+        num_groups: groups of layers, in each of which a request has pages of its own (`layer_groups.py`). The request
+            in row r owns the rows r, r + max_rows, r + 2 * max_rows, …, one for each group.
 
     Attributes:
-        table: [max_rows, max_pages_per_row] row b owns `table[b, :counts[b]]`, in order of position. Later entries are
-            stale.
-        counts: [max_rows] pages of each row.
+        table: [num_groups * max_rows, max_pages_per_row] row b owns `table[b, :counts[b]]`, in order of position. Later
+            entries are stale.
+        counts: [num_groups * max_rows] pages of each row.
         refcounts: [num_pages] owners of each page.
         generation: [num_pages] how often each page has been taken from the pool. A page id and its generation together
             identify the page's contents, so a stale reference can be recognized.
@@ -40,12 +42,14 @@ class PageTable:
         ConfigError: for a size that is not a positive integer.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int, max_pages_per_row: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, max_rows: int, max_pages_per_row: int | None = None, num_groups: int = 1
+    ) -> None:
         check_positive(num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_pages_per_row=max_pages_per_row)
-        self.num_pages, self.page_size, self.max_rows = num_pages, page_size, max_rows
+        self.num_pages, self.page_size, self.max_rows, self.num_groups = num_pages, page_size, max_rows, num_groups
         width = num_pages if max_pages_per_row is None else min(max_pages_per_row, num_pages)
-        self.table = np.zeros((max_rows, width), dtype=np.int32)
-        self.counts = np.zeros(max_rows, dtype=np.int64)
+        self.table = np.zeros((num_groups * max_rows, width), dtype=np.int32)
+        self.counts = np.zeros(num_groups * max_rows, dtype=np.int64)
         self.refcounts = np.zeros(num_pages, dtype=np.int32)
         self.generation = np.zeros(num_pages, dtype=np.int64)
         # Both are stacks, because the most recently freed page is the most likely to be in the hardware's caches.
@@ -155,6 +159,12 @@ class PageTable:
         freed = pages[self.refcounts[pages] == 0][::-1]
         self._free_pages[self.num_free_pages : self.num_free_pages + len(freed)] = freed
         self.num_free_pages += len(freed)
+
+    def rows_of(self, rows: Rows) -> Int[np.ndarray, " _"]:
+        """Return the rows of some requests in all groups, group by group: `rows` itself if there is one group."""
+        if self.num_groups == 1:
+            return rows
+        return np.concatenate([rows + group * self.max_rows for group in range(self.num_groups)])
 
     def pages(self, row: int) -> Pages:
         """Return the row's pages in order of position: a view, valid until the row changes."""

@@ -20,7 +20,7 @@ class PagedKVCache:
     """What tokens store in all layers (`AttentionSpec.entry`), in pages that a `PageTable` assigns.
 
     Args:
-        specs: one for each layer of the model.
+        specs: one for each layer of the model, or of its first group of layers (`layer_groups.py`).
         num_pages: pages in the pool.
         page_size: tokens that fit in one page.
         dtype: dtype of keys and values, except in layers whose spec sets `kv_dtype`.
@@ -28,10 +28,10 @@ class PagedKVCache:
         layout: order of a page's axes: "NHD" is [page_size, heads, head_dim], "HND" [heads, page_size, head_dim].
 
     Attributes:
-        layers: for each KV layer the two tensors of its entry, such as (k, v), each [pages, *layout].
+        layers: for each of these layers the two tensors of its entry, such as (k, v), each [pages, *layout].
         summaries: for each layer with a `key_budget` the smallest and the largest number of each dimension of a page's
             keys, each [pages, Hk, D] (`attention.page_selection`).
-        bytes_per_token: bytes that one token stores, over all layers.
+        bytes_per_token: bytes that one token stores, over these layers.
 
     Raises:
         ConfigError: for an unknown layout, or a cache that does not fit into memory.

@@ -50,6 +50,15 @@ class Node:
         return self._pages[: self.num_pages]
 
     @property
+    def path(self) -> Pages:
+        """The pages between the root and the node, in order of position."""
+        node, path = self, [np.zeros(0, dtype=np.int32)]
+        while node.parent is not None:
+            path.append(node.pages)
+            node = node.parent
+        return np.concatenate(path[:0:-1] or path)
+
+    @property
     def key(self) -> bytes:
         """The tokens of the first page, the edge's key in its parent's `children`."""
         return self._tokens[: self._size].tobytes()
@@ -142,11 +151,7 @@ class PrefixTree:
         """
         node = self._node_at(*self._walk(token_ids, self._root(context), 0))
         self._use(node)
-        path = [np.zeros(0, dtype=np.int32)]
-        while node.parent is not None:
-            path.append(node.pages)
-            node = node.parent
-        return np.concatenate(path[:0:-1] or path)
+        return node.path
 
     def insert(self, token_ids: Tokens, pages: Pages, after: Place | None = None, context: Hashable = ()) -> Place:
         """Insert the full pages of a request. If the tree already has pages with the same tokens, it keeps those.

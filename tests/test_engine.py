@@ -56,7 +56,17 @@ def roomy(family: str = "qwen3", **options) -> LLMEngine:
 DRAFT_MODEL = {"method": "draft_model", "model": "given"}
 
 
-def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int, longest: int) -> None:
+WINDOWS = st.none() | st.integers(1, 12)
+
+
+def check_tokens(
+    data: st.DataObject,
+    family: str,
+    attn_backend: str,
+    most: int,
+    longest: int,
+    windows: st.SearchStrategy[int | None] = WINDOWS,
+) -> None:
     """Serve random requests by a random engine, some aborted on the way, and compare each with a run alone.
 
     Some are the next turn of a chat: they begin with the prompt and the output of another request, or a part of them.
@@ -66,7 +76,7 @@ def check_tokens(data: st.DataObject, family: str, attn_backend: str, most: int,
     model = data.draw(st.sampled_from(models))(family)
     arrivals: dict[int, list[Arrival]] = {}
     all_requests = data.draw(requests(most, longest))
-    window = data.draw(st.none() | st.integers(1, 12))
+    window = data.draw(windows)
     for name, prompt, params in all_requests:
         arrival = data.draw(st.integers(0, 4))
         arrivals.setdefault(arrival, []).append((name, prompt, params))
@@ -124,6 +134,22 @@ def test_tokens_do_not_depend_on_the_schedule(data, family, attn_backend):
 @given(st.data(), st.sampled_from(sorted(WITHOUT_MLA)))
 def test_tokens_do_not_depend_on_the_schedule_with_flex(data, family):
     check_tokens(data, family, "flex", most=3, longest=12)
+
+
+HYBRID = pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+CPU_BACKENDS = ["torch", "torch_padded", "chunked", "cascade", "split_kv"]
+
+
+@settings(max_examples=80)
+@given(st.data(), st.sampled_from(["gemma2", "gemma3_text"]), st.sampled_from(CPU_BACKENDS))
+def test_tokens_do_not_depend_on_the_schedule_with_a_page_table_for_each_group_of_layers(data, family, attn_backend):
+    check_tokens(data, family, attn_backend, most=5, longest=24, windows=st.none())
+
+
+@settings(max_examples=4)
+@given(st.data(), st.sampled_from(["gemma2", "gemma3_text"]))
+def test_tokens_do_not_depend_on_the_schedule_with_flex_and_several_page_tables(data, family):
+    check_tokens(data, family, "flex", most=3, longest=12, windows=st.none())
 
 
 def test_guesses_share_a_page_with_flex():
@@ -320,6 +346,45 @@ def test_a_page_is_returned_when_the_widest_window_has_passed_it():
     engine = make_engine(double_model("gemma2"), num_pages=24, page_size=2, max_batch_size=2, sliding_window=12)
     prompt = [5, 6, 7] * 5
     assert serve(engine, {0: [("a", prompt, params)]})["a"] == alone(engine.model, prompt, params, 12)
+
+
+@DEPTHS
+@HYBRID
+def test_pages_that_left_the_window_of_some_layers_are_free(family, depth):
+    """One of the three layers sees all 60 tokens, the others the last 5."""
+    prompt, params = [5, 6, 7] * 13, replace(GREEDY, max_tokens=21)
+    options = {"page_size": 2, "max_num_batched_tokens": 8, "pipeline_depth": depth, "num_pages": 40}
+    most = {}
+    for disabled in (False, True):
+        engine = make_engine(double_model(family), disable_hybrid_kv_cache_manager=disabled, **options)
+        engine.add_request("long", prompt, params)
+        most[disabled], num_bytes = 0, 0
+        while engine.has_unfinished:
+            report, table = engine.step(), engine.page_table
+            most[disabled] = max(most[disabled], table.num_pages - table.num_free_pages)
+            num_bytes = max(num_bytes, report.kv_bytes)
+        assert len(engine.layer_groups) == (1 if disabled else 3)
+        of_layer = 2 * 2 * 16 * 8  # keys and values, heads, their size, bytes of float64
+        assert num_bytes == 59 * 3 * of_layer if disabled else 59 * of_layer < num_bytes <= (59 + 2 * 13) * of_layer
+        assert serve(engine, {0: [("a", prompt, params)]})["a"] == alone(engine.model, prompt, params)
+    assert most[True] in (29, 30) and most[False] <= 30 + 2 * ((5 + 8) // 2 + 2) < 3 * 29  # pages of one layer each
+
+
+@HYBRID
+def test_a_common_beginning_is_shared_although_it_has_left_the_windows(family):
+    """A stream of prompts begins alike and fills a small pool again and again; see `test_grouped_prefix_tree.py`."""
+    engine = make_engine(
+        double_model(family), num_pages=24, page_size=2, max_batch_size=2, max_num_batched_tokens=16,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    rng, common = np.random.default_rng(3), [7, 9, 11, 13] * 5
+    for i in range(12):
+        prompt = common + rng.integers(20, 60, 12).tolist()
+        before = engine.metrics.shared_tokens
+        got = serve(engine, {0: [(str(i), prompt, GREEDY)]}, empty_cache=False)
+        assert got[str(i)] == alone(engine.model, prompt, GREEDY)
+        assert i < 2 or engine.metrics.shared_tokens - before >= len(common)
+    assert engine.metrics.evicted_pages > 2 * engine.page_table.num_pages
 
 
 def test_the_engine_s_own_limit_ends_an_output():

@@ -3,9 +3,9 @@
 The tokens of all requests are one ragged (packed, "varlen") batch in CSR form, unpadded. Explained in chapter 04.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -238,32 +238,6 @@ class StepBatch:
             page_capacity=page_capacity,
             other_groups=(),
         )
-
-    @classmethod
-    def build_groups(
-        cls,
-        groups: Sequence[Mapping[str, Any]],
-        into: Sequence["StepBuffers"],
-        levels: tuple[PrefixLevel, ...] = (),
-        **arguments: Any,
-    ) -> "StepBatch":
-        """Build a step for each group of layers: the tokens are the same, the pages are not.
-
-        Args:
-            groups: the arguments of `build` that differ between the groups.
-            into: buffers of each group.
-            levels: levels of the first group; the layers of the others have windows, and use none.
-            arguments: the other arguments of `build`.
-
-        Returns:
-            The step of the first group, which has the others.
-        """
-        first, *others = [
-            cls.build(**own, **arguments, levels=() if index else levels, into=buffers)
-            for index, (own, buffers) in enumerate(zip(groups, into, strict=True))
-        ]
-        first.other_groups = tuple(others)
-        return first
 
     @property
     def num_sequences(self) -> int:

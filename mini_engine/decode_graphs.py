@@ -199,15 +199,18 @@ class DecodeGraphs:
         """Capture a step that consists of padding only, so running it writes nothing that a request reads."""
         nothing = np.zeros(0, dtype=np.int64)
         names = "token_ids", "kv_lens", "pages", "token_source"  # a step whose requests have lost pages has no levels
-        padding = self.pad(dict.fromkeys(names, nothing) | {"page_positions": None}, size)
-        batch = StepBatch.build_groups(
-            [padding] * len(self._memory),
-            num_new=None,
-            page_size=self._page_size,
-            levels=tuple(_empty_level(count, size, self._device) for count in groups),
-            page_capacity=self.page_capacity(size),
-            into=self._new_buffers(),  # copies from the other buffers may not have ended
-        )
+        batch, *others = [
+            StepBatch.build(
+                **self.pad(dict.fromkeys(names, nothing) | {"page_positions": None}, size),
+                num_new=None,
+                page_size=self._page_size,
+                page_capacity=self.page_capacity(size),
+                into=buffers,
+            )
+            for buffers in self._new_buffers()  # copies from the other buffers may not have ended
+        ]
+        batch.levels = tuple(_empty_level(count, size, self._device) for count in groups)
+        batch.other_groups = tuple(others)
         for own in self.buffers:
             for buffers in own:
                 buffers.forget()

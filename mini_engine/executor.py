@@ -24,7 +24,7 @@ from mini_engine.logprobs import LogprobArrays, LogprobRows
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
 from mini_engine.sampler import Logprobs, Sampler, logprobs_of
-from mini_engine.step_input import SampledTokens, StepInput
+from mini_engine.step_input import GroupPages, SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
 
 if TYPE_CHECKING:
@@ -181,25 +181,47 @@ class LocalExecutor:
         return self._levels
 
     def _build(self, step: StepInput, graph_size: int | None) -> StepBatch:
-        singles = graph_size is not None or self.backend.takes_single_queries
-        step = step.with_single_queries(self.cache.page_size) if singles else step
-        num_requests = len(step.rows)
-        tokens = {"token_ids": step.token_ids, "token_source": step.token_source}
-        groups: list[DecodeArrays] = [tokens | group._asdict() for group in step.groups]
-        if graph_size and graph_size > num_requests:
-            groups = [self._graphs.pad(arrays, graph_size) for arrays in groups]
+        if graph_size is not None or self.backend.takes_single_queries:
+            step = step.with_single_queries(self.cache.page_size)
         self._num_launched += 1
         buffers = self._graphs.buffers if graph_size else self._buffers
+        first, *others = buffers[self._num_launched % len(buffers)]
+        batch = self._build_group(step, step, graph_size, self._upload(step), first)
+        if others:  # layers with windows have no levels
+            groups = zip(step.other_groups, others, strict=True)
+            batch.other_groups = tuple(self._build_group(step, own, graph_size, (), into) for own, into in groups)
+        return batch
+
+    def _build_group(
+        self,
+        step: StepInput,
+        own: StepInput | GroupPages,
+        graph_size: int | None,
+        levels: tuple[PrefixLevel, ...],
+        into: StepBuffers,
+    ) -> StepBatch:
+        """Build a step with the pages of one group of layers."""
+        num_requests = len(step.rows)
+        arrays: DecodeArrays = {
+            "token_ids": step.token_ids,
+            "kv_lens": own.kv_lens,
+            "pages": own.pages,
+            "token_source": step.token_source,
+            "page_positions": own.page_positions,
+        }
+        if graph_size and graph_size > num_requests:
+            arrays = self._graphs.pad(arrays, graph_size)
         all_sample = np.count_nonzero(step.num_logits == 1) == num_requests
-        return StepBatch.build_groups(
-            groups,
+        singles = self.backend.takes_single_queries and not graph_size  # padding decodes, too
+        return StepBatch.build(
+            **arrays,
             num_new=step.num_new if len(step.token_ids) > num_requests else None,
             page_size=self.cache.page_size,
             num_logits=None if all_sample else step.num_logits,
-            num_decodes=step.num_decodes if singles and not graph_size else None,  # padding decodes, too
-            levels=self._upload(step),
+            num_decodes=step.num_decodes if singles else None,
+            levels=levels,
             page_capacity=self._graphs.page_capacity(graph_size) if graph_size else None,
-            into=buffers[self._num_launched % len(buffers)],
+            into=into,
         )
 
     def _forward(self, batch: StepBatch) -> Float[Tensor, "T hidden"]:

@@ -124,8 +124,10 @@ class StepReport:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that attention reads in the step."""
-        groups = () if self.step is None else self.step.groups
-        return sum(int(group.kv_lens.sum()) for group in groups) * self.bytes_per_token
+        if self.step is None:
+            return 0
+        num_keys = int(self.step.kv_lens.sum()) + sum(int(own.kv_lens.sum()) for own in self.step.other_groups)
+        return num_keys * self.bytes_per_token
 
 
 @dataclass(frozen=True)

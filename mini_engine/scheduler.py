@@ -103,6 +103,8 @@ class Scheduler:
         self.outputs_apart, self._windows = outputs_apart, (window, *other_windows)
         # Row of each group of a request, counted from the row of the first group.
         self._offsets = [group * page_table.max_rows for group in range(page_table.num_groups)]
+        windows = zip(self._windows, self._offsets, strict=True)
+        self._evicting = [(own, offset) for own, offset in windows if own is not None]  # groups that lose pages
         self.prefix_tree: PrefixTree | None = None
         self._grouped_tree: GroupedPrefixTree | None = None
         if prefix_sharing and other_windows:
@@ -208,9 +210,8 @@ class Scheduler:
             False if there are too few pages; then only the pages that have left the window are returned.
         """
         running, table = self.running, self.page_table
-        for window, offset in zip(self._windows, self._offsets, strict=True):
-            if window is not None:
-                self._evict(rows, window, offset)
+        for window, offset in self._evicting:
+            self._evict(rows, window, offset)
         own, num_tokens = table.rows_of(rows), running.num_computed[rows] + num_new
         if table.num_groups > 1:
             num_tokens = np.tile(num_tokens, table.num_groups)

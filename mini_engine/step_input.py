@@ -178,8 +178,11 @@ def build_step_input(
         positions = np.arange(schedule.num_tokens) + (num_computed - num_new.cumsum()).repeat(num_new)
     # Tokens that the host does not know yet; guesses come after those.
     on_device = (positions >= running.num_known[token_rows]) & (positions < running.num_scheduled[token_rows])
-    rows_of_groups = page_table.rows_of(rows).reshape(page_table.num_groups, -1)
-    first, *others = [pages_of(own, num_computed, running, page_table) for own in rows_of_groups]
+    own = pages_of(rows, num_computed, running, page_table)
+    others = [
+        pages_of(rows + group * page_table.max_rows, num_computed, running, page_table)
+        for group in range(1, page_table.num_groups)
+    ]
     # A request in the middle of its prompt has uncomputed tokens left, and samples none. Otherwise a token is sampled
     # after the last one and after each guess.
     num_logits = np.maximum(num_computed - running.num_scheduled[rows] + 1, 0)
@@ -194,10 +197,12 @@ def build_step_input(
         rows=rows,
         num_new=num_new,
         num_logits=num_logits,
-        **first._asdict(),
+        kv_lens=own.kv_lens,
         num_computed=num_computed,
         token_ids=running.tokens[token_rows, positions],
         token_source=np.where(on_device, token_rows, -1) if np.count_nonzero(on_device) else None,
+        pages=own.pages,
+        page_positions=own.page_positions,
         admitted=tuple(admission_of(request, running) for request in schedule.admitted),
         num_decodes=len(rows) if decodes.all() else int(decodes.argmin()),
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,

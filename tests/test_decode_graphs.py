@@ -37,13 +37,20 @@ def test_a_graph_has_the_pages_of_each_group_of_layers_at_addresses_of_their_own
         {"kv_lens": np.array([40, 5]), "pages": np.array([1, 2, 3, 4]), "page_positions": None},
         {"kv_lens": np.array([8, 5]), "pages": np.array([5, 6]), "page_positions": np.array([32, 0])},
     ]
-    batch = StepBatch.build_groups(
-        [graphs.pad(tokens | group, 4) for group in groups], graphs.buffers[0], planned[0].levels,
-        num_new=None, page_size=16, page_capacity=graphs.page_capacity(4),
-    )  # fmt: skip
+    batch, other = [
+        StepBatch.build(
+            **graphs.pad(tokens | group, 4),
+            num_new=None,
+            page_size=16,
+            page_capacity=graphs.page_capacity(4),
+            into=into,
+        )
+        for group, into in zip(groups, graphs.buffers[0], strict=True)
+    ]
+    batch.other_groups = (other,)
     graphs.run(graph, batch, torch.tensor([0, 1]))
     captured, replayed = ([step, *step.other_groups] for step in planned)
-    assert len(captured) == len(replayed) == 2 and captured[1].levels == replayed[1].levels == ()
+    assert len(captured) == len(replayed) == 2 and len(captured[0].levels) == 1 and captured[1].levels == ()
     for before, after in zip(captured, replayed, strict=True):
         assert before.kv_page_indices.data_ptr() == after.kv_page_indices.data_ptr()
         assert before.slot_mapping.data_ptr() == after.slot_mapping.data_ptr()

@@ -5,7 +5,7 @@ from typing import Any
 
 from mini_engine.kv_cache.page_table import PageTable
 
-WRITING = ("take", "claim", "share", "replace", "drop_front", "truncate", "release", "retain", "drop")
+WRITING = ("take", "claim", "share", "replace", "drop_front", "drop_fronts", "truncate", "release", "retain", "drop")
 """The methods of a page table that write to its arrays."""
 
 

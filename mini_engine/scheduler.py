@@ -210,8 +210,8 @@ class Scheduler:
             False if there are too few pages; then only the pages that have left the window are returned.
         """
         running, table = self.running, self.page_table
-        for window, offset in self._evicting:
-            self._evict(rows, window, offset)
+        if self._evicting:
+            self._evict(rows)
         own, num_tokens = table.rows_of(rows), running.num_computed[rows] + num_new
         if table.num_groups > 1:
             num_tokens = np.tile(num_tokens, table.num_groups)
@@ -438,17 +438,20 @@ class Scheduler:
             shared.append(full)
         return num_pages, np.concatenate(shared)
 
-    def _evict(self, rows: Rows, window: int, offset: int) -> None:
-        """Return the pages of a group of layers that have left its window."""
-        running, table, own = self.running, self.page_table, rows + offset
-        counts = self.parts.pages_to_evict(
-            running.num_computed[rows], running.num_evicted[own], window, table.page_size
-        )
-        counts = np.minimum(counts, table.counts[own])
-        for b in np.flatnonzero(counts).tolist():
-            table.drop_front(int(own[b]), int(counts[b]))
-        running.num_evicted[own] += counts * table.page_size
-        running.has_evicted = True
+    def _evict(self, rows: Rows) -> None:
+        """Return the pages of some running rows that have left the window of their group of layers."""
+        running, table, num_computed = self.running, self.page_table, self.running.num_computed[rows]
+        own, counts = [rows + offset for _, offset in self._evicting], []
+        for of_group, (window, _) in zip(own, self._evicting, strict=True):
+            num_evicted = running.num_evicted[of_group]
+            counts.append(self.parts.pages_to_evict(num_computed, num_evicted, window, table.page_size))
+        every_row = np.concatenate(own)
+        num_pages = np.minimum(np.concatenate(counts), table.counts[every_row])
+        if np.count_nonzero(num_pages):
+            leaving, num_pages = every_row[num_pages > 0], num_pages[num_pages > 0]
+            table.drop_fronts(leaving, num_pages)
+            running.num_evicted[leaving] += num_pages * table.page_size
+            running.has_evicted = True
 
     def _release_other_groups(self, row: int) -> None:
         """Return a request's pages in all groups but the first, whose row is released with the request."""

@@ -341,7 +341,7 @@ def test_a_long_prompt_does_not_stop_the_decodes():
 def test_a_request_that_is_behind_its_window_cannot_be_shared_from():
     """All arrive at once: the second begins with 16 tokens of the first, and evicts most of their pages at once."""
     machine = SchedulerMachine()
-    machine.build(num_pages=60, page_size=2, batch=4, extra=96, window=3, prefix_sharing=True, depth=0)
+    machine.build(num_pages=60, page_size=2, batch=4, extra=96, windows=(3,), prefix_sharing=True, depth=0)
     for common, own in ((16, 4), (26, 4), (26, 5)):
         machine.arrive([0] * 16 + [1] * (common - 16) + [2] * own, 5)
     machine.step()
@@ -502,7 +502,7 @@ def test_without_prefix_sharing_nothing_is_shared():
 def test_a_request_is_preempted_only_when_all_its_tokens_are_known():
     """Two decodes in a full pool at depth 1: nothing is scheduled before the tokens on the device are collected."""
     machine = SchedulerMachine()
-    machine.build(num_pages=4, page_size=2, batch=2, extra=8, window=None, prefix_sharing=False, depth=1)
+    machine.build(num_pages=4, page_size=2, batch=2, extra=8, windows=(None,), prefix_sharing=False, depth=1)
     machine.arrive([1, 1, 1], 4)
     machine.arrive([0], 6)
     machine.all_end()

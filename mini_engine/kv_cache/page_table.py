@@ -143,6 +143,17 @@ class PageTable:
         self.counts[row] = len(kept)
         self.drop(dropped)
 
+    def drop_fronts(self, rows: Rows, num_pages: Int[np.ndarray, " B"]) -> None:
+        """Do the same as `drop_front` for several distinct rows, the first `num_pages[b]` pages of row `rows[b]`."""
+        longest = int(self.counts[rows].max(initial=0))
+        held, index, first = self.table[rows, :longest], np.arange(longest), num_pages[:, None]
+        dropped = held[index < first]
+        self.table[rows, :longest] = held[np.arange(len(rows))[:, None], np.minimum(index + first, longest - 1)]
+        self.counts[rows] -= num_pages
+        pages, owners = np.unique(dropped, return_counts=True)
+        self.refcounts[pages] -= (owners - 1).astype(np.int32)  # rows that share a page may drop it at once
+        self.drop(pages)
+
     def truncate(self, row: int, num_pages: int) -> None:
         """Return all pages of a row after its first `num_pages`."""
         dropped = self.table[row, num_pages : self.counts[row]].copy()

@@ -121,6 +121,16 @@ class PageTableMachine(RuleBasedStateMachine):
         self.rows[row], self.contents[row] = self.rows[row][count:], self.contents[row][count:]
 
     @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def drop_fronts(self, data: st.DataObject) -> None:
+        """Rows may drop the same page at once."""
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), min_size=1, unique=True))
+        counts = [data.draw(st.integers(0, len(self.rows[row]))) for row in rows]
+        self.table.drop_fronts(array(*rows), array(*counts))
+        for row, count in zip(rows, counts, strict=True):
+            self.rows[row], self.contents[row] = self.rows[row][count:], self.contents[row][count:]
+
+    @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(0, NUM_PAGES))
     def truncate(self, data: st.DataObject, count: int) -> None:
         row = self.draw_row(data)

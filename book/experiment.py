@@ -124,7 +124,7 @@ def rate_row(
     figure: str,
     num_tokens: int,
     seconds: Sequence[float],
-    bound: float,
+    bound: float | None,
     source: str,
     case: Mapping[str, results.Setting],
 ) -> results.Row:

@@ -38,6 +38,7 @@ from mini_engine.scheduler import Scheduler
 from mini_engine.speculative.draft_model import DraftModelDrafter
 from mini_engine.speculative.drafter import create_drafter
 from mini_engine.speculative.speculation import Speculation
+from mini_engine.structured import TokenGrammar
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -63,6 +64,7 @@ class LLMEngine:
         layer_groups: groups of layers that have page tables of their own. A page of the options is a page of each.
         executor: computes the steps.
         core: schedules them.
+        eos_token_ids: see above.
         metrics: totals so far.
 
     Raises:
@@ -87,7 +89,7 @@ class LLMEngine:
         prepare_weights(model)
         resolved = resolve(config, model)
         _check_draft(config, model, draft_model)
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._on_step: OnStep | None = None
         self._arrivals = 0
         self._random = random.Random(config.seed)
@@ -111,6 +113,7 @@ class LLMEngine:
         prompt_token_ids: ListLike[int],
         params: SamplingParams | None = None,
         context: Context = (),
+        grammar: TokenGrammar | None = None,
     ) -> Request:
         """Queue a request; it joins the batch as soon as there is room.
 
@@ -119,6 +122,7 @@ class LLMEngine:
             prompt_token_ids: the prompt.
             params: default `SamplingParams()`.
             context: registered chunks before the prompt, from `ChunkMemory.context`.
+            grammar: says which tokens may follow; it belongs to this request alone.
 
         Returns:
             The request. Read it, but do not change it.
@@ -135,9 +139,11 @@ class LLMEngine:
             raise RequestError(f"n is {params.n}, and the engine's core gives one output: use LLM for several")
         if params.stop:
             raise RequestError("the engine's core has no text to search: use LLM for stop strings, or stop_token_ids")
+        if params.structured_outputs and grammar is None:
+            raise RequestError("the engine's core has no tokenizer: use LLM for structured_outputs, or give a grammar")
         if params.bad_words and not params.bad_words_token_ids:
             raise RequestError("the engine's core has no tokenizer: use LLM for bad_words, or bad_words_token_ids")
-        ends = end_tokens(params, self._eos_token_ids)
+        ends = end_tokens(params, self.eos_token_ids)
         check_tokens(params, self.model.config.vocab_size, ends)
         if not isinstance(prompt_token_ids, ListLike):
             raise RequestError(f"the prompt is a {type(prompt_token_ids).__name__}; give a list of token ids")
@@ -165,6 +171,7 @@ class LLMEngine:
                 arrival=self._arrivals,
                 prefix=prefix,
                 context=() if prefix else context,
+                grammar=grammar,
             )
             self._recovery.add(request)
             self._arrivals += 1

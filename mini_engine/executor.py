@@ -111,6 +111,8 @@ class LocalExecutor:
         """Start a step; it reads nothing back from the device."""
         self.cache.copy_pages(step.copies.tolist())
         self._sampler.enter(step.admitted)
+        if step.masks is not None:
+            self._sampler.allow(**to_device(step.masks._asdict(), self._device))
         rows, size = self._rows_of(step.logit_owners), self._graph_size(step)
         graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
         batch = self._build(step, size)

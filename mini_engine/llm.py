@@ -35,6 +35,7 @@ from mini_engine.parts import Parts, default_parts
 from mini_engine.prompts import as_prompts, encode, needed, unpack
 from mini_engine.request import Context, Request
 from mini_engine.sampling_params import SamplingParams, tokenize_bad_words
+from mini_engine.structured import GrammarCompiler, TokenGrammar
 from mini_engine.text_request import PromptOutputs, TextRequest
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
@@ -81,6 +82,7 @@ class TextEngine:
         self._texts: dict[Request, TextRequest] = {}
         self._num_finished = engine.metrics.finished
         self._numbers = count()
+        self._compiler: GrammarCompiler | None = None
         self._lock = threading.RLock()
         self._waiting: set[object] = set()  # threads that wait for the lock
 
@@ -228,6 +230,7 @@ class TextEngine:
         *,
         index: int = 0,
         context: Context = (),
+        grammar: TokenGrammar | None = None,
         each_step: bool = True,
     ) -> PromptOutputs:
         """Queue a prompt, and return at once; each `step` puts its new pieces into the inbox.
@@ -238,6 +241,7 @@ class TextEngine:
             inbox: receives its pieces; several prompts may share one.
             index: the index of its pieces.
             context: registered chunks before the prompt.
+            grammar: of `compile`, if the parameters have structured outputs; None compiles it now.
             each_step: deliver text as it is generated, and not only when it has ended.
 
         Returns:
@@ -248,11 +252,24 @@ class TextEngine:
         """
         owner = PromptOutputs(index, prompt, sampling_params or self.default_params, inbox)
         try:
-            self._add(owner, each_step, context)
+            self._add(owner, each_step, context, grammar)
         except RequestError:
             self.abort(owner)
             raise
         return owner
+
+    def compile(self, params: SamplingParams) -> TokenGrammar | None:
+        """Compile the grammar of structured outputs; None if the parameters have none. Any thread may call it.
+
+        Raises:
+            RequestError: if it is not supported; the message names what is not.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self._compiler is None:
+            vocab_size = self.engine.model.config.vocab_size
+            self._compiler = GrammarCompiler(needed(self.tokenizer), vocab_size, self.engine.eos_token_ids)
+        return self._compiler.compile(params.structured_outputs)
 
     def abort(self, submitted: PromptOutputs) -> None:
         """End a prompt now and free its pages, unless it has ended already."""
@@ -312,11 +329,13 @@ class TextEngine:
             for owner in owners.values():
                 self.abort(owner)
 
-    def _add(self, owner: PromptOutputs, each_step: bool, context: Context) -> None:
+    def _add(
+        self, owner: PromptOutputs, each_step: bool, context: Context, grammar: TokenGrammar | None = None
+    ) -> None:
         """Queue the requests of a prompt: one for each of its `n` outputs."""
         token_ids, params = self.tokens_of(owner.prompt, add_special_tokens=not context), owner.params
         owner.prompt = unpack(owner.prompt)
-        core = self._core_params(params)
+        core, grammar = self._core_params(params), grammar or self.compile(params)
         with self._turn():
             for index in range(params.n):
                 if index and params.seed is not None:
@@ -324,7 +343,8 @@ class TextEngine:
                 if index and params.prompt_logprobs is not None:
                     core = replace(core, prompt_logprobs=None)  # those of the first request are those of the prompt
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
-                request = self.engine.add_request(name, token_ids, core, context)
+                own = grammar.copy() if grammar else None
+                request = self.engine.add_request(name, token_ids, core, context, own)
                 owner.requests.append(request)
                 backend = self._backend if params.detokenize else NO_WORDS
                 detokenizer = self._detokenizer(backend, request, params) if each_step or params.stop else None

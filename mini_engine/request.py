@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int, Int32, Int64
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.structured import TokenGrammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # A token and the n likeliest tokens, their log probabilities, and the rank of the token; see `logprobs.py`.
@@ -73,6 +74,7 @@ class Request:
         token_ids: prompt and output, as of when it last left its row.
         finish_reason: None while unfinished; "stop" at an end token or stop string, "length" at `max_len`.
         error: why it failed, if `finish_reason` is "error".
+        grammar: says which tokens may follow the output so far; None: any.
         logprobs: log probabilities collected so far, by the position of the token, if its parameters ask for them.
     """
 
@@ -85,6 +87,7 @@ class Request:
     arrival: int
     prefix: PlacedChunk | None = None
     context: Context = ()
+    grammar: TokenGrammar | None = None
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None
     error: MiniEngineError | None = None
@@ -151,6 +154,7 @@ class Running:
         has_evicted: whether any request has ever had such tokens.
         num_prompt: tokens of each request's prompt.
         max_len: most tokens of each request.
+        waits: 1 if a token can be sampled only after the host knows all tokens before it, because a grammar reads them.
         may_guess: 1 if one step may sample several tokens, because the output changes the logits only through the model
             (speculative decoding).
         end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
@@ -158,19 +162,20 @@ class Running:
         requests: request of each row.
         num_contexts: number of rows whose request has a context.
         num_asking: number of rows whose request asks for log probabilities.
+        num_waiting: number of rows that wait for their tokens.
     """
 
     def __init__(self, max_rows: int, max_len: int, num_groups: int = 1) -> None:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
-        columns = np.zeros((8, max_rows), dtype=np.int64)
+        columns = np.zeros((9, max_rows), dtype=np.int64)
         self.num_known, self.num_scheduled, self.num_computed, self.admission = columns[:4]
-        self.context_len, self.num_prompt, self.max_len, self.may_guess = columns[4:]
+        self.context_len, self.num_prompt, self.max_len, self.may_guess, self.waits = columns[4:]
         self.num_evicted = np.zeros(num_groups * max_rows, dtype=np.int64)
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
         self.requests: list[Request | None] = [None] * max_rows
-        self.num_contexts = self.num_asking = 0
+        self.num_contexts = self.num_asking = self.num_waiting = 0
         self._rows: dict[Request, int] = {}
         self._admissions = 0
 
@@ -189,7 +194,9 @@ class Running:
             self.has_evicted = True
         self.num_asking += request.asks_for_logprobs
         self.num_prompt[row], self.max_len[row] = len(request.prompt_token_ids), request.max_len
-        self.may_guess[row] = not request.params.depends_on_output
+        self.waits[row] = request.grammar is not None
+        self.num_waiting += request.grammar is not None
+        self.may_guess[row] = not (request.params.depends_on_output or request.grammar)
         self.end_tokens += [np.full_like(self.max_len, -1) for _ in range(len(ends) - len(self.end_tokens))]
         for i, of_rows in enumerate(self.end_tokens):
             of_rows[row] = ends[i] if i < len(ends) else -1
@@ -208,6 +215,7 @@ class Running:
         self.requests[row] = None
         self.num_contexts -= bool(request.context)
         self.num_asking -= request.asks_for_logprobs
+        self.num_waiting -= request.grammar is not None
         self.admission[row] = 0
         del self._rows[request]
         if len(self.end_tokens) == len(request.end_token_ids):  # `append` compares with every column in every step

@@ -107,6 +107,8 @@ class Sampler:
                 padded = np.zeros((MAX_EDITS, 3), dtype=np.int32)
                 padded[: len(edits)] = edits.view(np.int32).reshape(-1, 3)
                 tables["edits"].append((one.row, padded))
+            if one.is_masked:
+                record["flags"] |= MASKED
             if params.allowed_token_ids is not None:
                 record["flags"] |= MASKED
                 tables["allowed"].append((one.row, pack_bits(params.allowed_token_ids, self.vocab_size)))
@@ -141,7 +143,7 @@ class Sampler:
             self.counts.view(-1).index_copy_(0, moved["places"], moved["times"])
 
     def allow(self, rows: Int[Tensor, " n"], masks: Int32[Tensor, "n words"]) -> None:
-        """Replace the masks of rows that were admitted with `allowed_token_ids`, for structured output.
+        """Replace the masks of rows that were admitted as masked, for structured output.
 
         Args:
             rows: the rows, on the device.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mini_engine.errors import RequestError
+from mini_engine.structured import StructuredOutputsParams
 
 MAX_EDITS = 1024  # tokens of a request whose logits are changed one by one: they have a fixed place on the device
 MAX_BAD_WORDS = 256  # bad words of two tokens or more
@@ -72,6 +73,7 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string that ended the text.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: turn the tokens into text.
+        structured_outputs: what the text must be: JSON of a schema, a regular expression, a grammar, or a choice.
 
     Raises:
         RequestError: for a value of the wrong type or out of range.
@@ -100,6 +102,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -145,6 +148,12 @@ class SamplingParams:
             raise RequestError("allowed_token_ids is empty; give at least one token, or None to allow all")
         if not all(self.bad_words_token_ids):
             raise RequestError("bad_words_token_ids has a word without tokens; leave it out")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                kind = type(self.structured_outputs).__name__
+                raise RequestError(f"structured_outputs is a {kind}; give StructuredOutputsParams")
+            if self.allowed_token_ids is not None:
+                raise RequestError("allowed_token_ids and structured_outputs exclude each other; give one of them")
         if self.stop and not self.detokenize:
             raise RequestError("stop is a search in the text; leave detokenize on, or use stop_token_ids")
 
@@ -160,6 +169,7 @@ class Admission:
         prompt_token_ids: its prompt.
         output_token_ids: its output so far: empty, unless it has been preempted.
         end_token_ids: tokens at which it ends.
+        is_masked: whether each of its steps says which tokens it may sample (`StepInput.masks`).
     """
 
     row: int
@@ -168,6 +178,7 @@ class Admission:
     prompt_token_ids: Sequence[int] | np.ndarray
     output_token_ids: Sequence[int] | np.ndarray = ()
     end_token_ids: Sequence[int] = ()
+    is_masked: bool = False
 
 
 def check_tokens(params: SamplingParams, vocab_size: int, end_token_ids: Iterable[int] = ()) -> None:

@@ -188,10 +188,12 @@ class Scheduler:
     def pending(self) -> tuple[Rows, Rows]:
         """Return the running rows that have tokens to compute, oldest first, and the number of these tokens.
 
-        A row whose last token is already being sampled has none.
+        A row whose last token is already being sampled has none, nor has one that waits for a token on the device.
         """
         running, rows = self.running, self.running.order
         unfinished = running.num_scheduled[rows] < running.max_len[rows]
+        if running.num_waiting:
+            unfinished &= (running.waits[rows] == 0) | (running.num_scheduled[rows] == running.num_known[rows])
         if np.count_nonzero(unfinished) < len(rows):
             rows = rows[unfinished]
         num_computed = running.num_computed[rows]

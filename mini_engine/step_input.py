@@ -35,6 +35,18 @@ class GroupPages(NamedTuple):
     page_positions: Int64[np.ndarray, " P"] | None
 
 
+class TokenMasks(NamedTuple):
+    """The tokens that some rows may sample.
+
+    Attributes:
+        rows: [M] the rows.
+        masks: [M, V / 32] bit i % 32 of word i / 32 for token i.
+    """
+
+    rows: Int64[np.ndarray, " M"]
+    masks: Int32[np.ndarray, "M words"]
+
+
 @dataclass(frozen=True, eq=False)
 class StepInput:
     """One step: B requests, T new tokens in all, decodes first.
@@ -55,6 +67,7 @@ class StepInput:
         copies: [C, 2] pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes and chunks that requests share; see `StepBatch`. The same object while they are unchanged.
         logprobs: tokens whose log probabilities the step computes; empty if no request asks for them.
+        masks: the tokens that rows with a grammar may sample; None if there are no such rows.
         other_groups: the pages in the other groups of layers, if there are several; those above are the first group's.
     """
 
@@ -72,6 +85,7 @@ class StepInput:
     copies: Int[np.ndarray, "C 2"]
     levels: tuple[Level, ...]
     logprobs: tuple[LogprobRows, ...] = ()
+    masks: TokenMasks | None = None
     other_groups: tuple[GroupPages, ...] = ()
 
     @property
@@ -161,13 +175,16 @@ class Executor(Protocol):
 def build_step_input(
     schedule: Schedule, running: Running, page_table: PageTable, outputs_apart: bool = False
 ) -> StepInput:
-    """Collect the arrays of a step, without a loop over its requests.
+    """Collect the arrays of a step, without a loop over its requests, except those with a grammar.
 
     Args:
         schedule: the step, with at least one request.
         running: the columns of the running requests.
         page_table: their pages.
         outputs_apart: see `Scheduler`.
+
+    Raises:
+        RequestError: if an output does not follow its grammar.
     """
     # A part of the scheduler may count in smaller integers.
     rows, num_new = (array.astype(np.int64, copy=False) for array in (schedule.rows, schedule.num_new))
@@ -193,6 +210,7 @@ def build_step_input(
     logprobs: tuple[LogprobRows, ...] = ()
     if running.num_asking:
         logprobs = rows_with_logprobs(running.requests_of(rows), rows, num_new, num_computed, num_logits)
+    masks = masks_of(rows[(num_logits > 0) & (running.waits[rows] > 0)], running) if running.num_waiting else None
     return StepInput(
         rows=rows,
         num_new=num_new,
@@ -208,6 +226,7 @@ def build_step_input(
         copies=np.array(schedule.copies, dtype=np.int32) if schedule.copies else NO_COPIES,
         levels=schedule.levels,
         logprobs=logprobs,
+        masks=masks,
         other_groups=tuple(others),
     )
 
@@ -233,9 +252,28 @@ def pages_of(rows: Rows, num_computed: Rows, running: Running, page_table: PageT
     return GroupPages(kv_lens, pages.copy() if len(rows) == 1 else pages, page_positions)
 
 
+def masks_of(rows: Rows, running: Running) -> TokenMasks | None:
+    """Let the grammars of some rows read the tokens that they have not seen yet, and return what may follow.
+
+    Args:
+        rows: rows with a grammar, all of whose tokens are known.
+        running: the columns of the running requests.
+    """
+    masks = []
+    for row, request in zip(rows.tolist(), running.requests_of(rows), strict=True):
+        assert request.grammar is not None, f"row {row} waits without a grammar"
+        start = int(running.num_prompt[row]) + request.grammar.num_accepted
+        request.grammar.accept(running.tokens[row, start : running.num_known[row]].tolist())
+        masks.append(request.grammar.mask())
+    return TokenMasks(rows, np.stack(masks)) if masks else None
+
+
 def admission_of(request: Request, running: Running) -> Admission:
     """Return what the sampler needs to know of a running request."""
     row, num_prompt = running.row_of(request), len(request.prompt_token_ids)
     assert row is not None, "admitted without a row"
     output = running.tokens[row, num_prompt : running.num_known[row]].copy()
-    return Admission(row, request.params, request.seed, request.prompt_token_ids, output, request.end_token_ids)
+    return Admission(
+        row, request.params, request.seed, request.prompt_token_ids, output, request.end_token_ids,
+        is_masked=request.grammar is not None,
+    )  # fmt: skip

@@ -33,6 +33,7 @@ from mini_engine.serving.protocol import (
     Request,
     TokenizeRequest,
 )
+from mini_engine.structured import TokenGrammar
 
 PING_SECONDS = 15.0  # between comments that keep an idle stream open
 LEFT = Response(status_code=499)  # to a client that has left
@@ -175,7 +176,8 @@ class Api:
         echoes: list[str] | None,
     ) -> Response:
         """Serve all prompts of a request, as a stream or as a whole."""
-        pieces = self._pieces(tokens, params, each_step=bool(body.stream))
+        grammar = await run_in_threadpool(self._engine.compile, params)
+        pieces = self._pieces(tokens, params, grammar, each_step=bool(body.stream))
         if not body.stream:
             async with aclosing(pieces):
                 outputs = await _unless_left(http, _outputs(pieces, len(tokens)))
@@ -194,7 +196,7 @@ class Api:
         )
 
     async def _pieces(
-        self, tokens: list[list[int]], params: SamplingParams, each_step: bool
+        self, tokens: list[list[int]], params: SamplingParams, grammar: TokenGrammar | None, each_step: bool
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of several prompts as they come, each with the number of its prompt."""
         arrived: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
@@ -202,7 +204,8 @@ class Api:
 
         async def serve(number: int) -> None:
             try:
-                async with aclosing(self._thread.stream(tokens[number], params, each_step=each_step)) as pieces:
+                served = self._thread.stream(tokens[number], params, grammar, each_step=each_step)
+                async with aclosing(served) as pieces:
                     async for piece in pieces:
                         watches[number].add(piece)
                         arrived.put_nowait((number, piece))

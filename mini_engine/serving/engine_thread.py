@@ -19,6 +19,7 @@ from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.structured import TokenGrammar
 from mini_engine.text_request import PromptOutputs
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Stream:
         prompt: its tokens.
         params: its parameters.
         each_step: whether text is delivered as it is generated.
+        grammar: of structured outputs.
         arrived: its pieces, or the error that ended it; belongs to the event loop.
     """
 
@@ -48,6 +50,7 @@ class Stream:
     prompt: Sequence[int]
     params: SamplingParams
     each_step: bool
+    grammar: TokenGrammar | None
     arrived: asyncio.Queue[Piece | MiniEngineError]
 
 
@@ -92,13 +95,14 @@ class EngineThread:
         return sum(stream.params.n for stream in self._streams.values())
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, each_step: bool
+        self, prompt: Sequence[int], params: SamplingParams, grammar: TokenGrammar | None = None, *, each_step: bool
     ) -> AsyncGenerator[Piece, None]:
         """Serve a prompt, and yield its pieces; the last one has the output. Closing the generator ends the request.
 
         Args:
             prompt: its tokens.
             params: its parameters.
+            grammar: of `TextEngine.compile`, which takes too long for this thread.
             each_step: yield text as it is generated, and not only when it has ended.
 
         Raises:
@@ -110,7 +114,7 @@ class EngineThread:
             raise ShuttingDownError("the server is shutting down; send the request to another one")
         if self.num_outputs + params.n > self._most:
             raise QueueFullError(f"{self.num_outputs} outputs run or wait, and {self._most} may; send it again later")
-        stream = Stream(next(self._numbers), prompt, params, each_step, asyncio.Queue())
+        stream = Stream(next(self._numbers), prompt, params, each_step, grammar, asyncio.Queue())
         self._streams[stream.number] = stream
         self._commands.put(lambda: self._submit(stream))
         try:
@@ -168,8 +172,9 @@ class EngineThread:
     def _submit(self, stream: Stream) -> None:
         try:
             self._submitted[stream.number] = self.engine.submit(
-                stream.prompt, stream.params, self._inbox, index=stream.number, each_step=stream.each_step
-            )
+                stream.prompt, stream.params, self._inbox,
+                index=stream.number, grammar=stream.grammar, each_step=stream.each_step,
+            )  # fmt: skip
         except RequestError as error:
             self._send([(stream.number, error)])
 

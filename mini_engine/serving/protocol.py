@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mini_engine.errors import RequestError
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.structured import StructuredOutputsParams, close_objects
 
 MOST_OUTPUTS, MOST_STOPS, MOST_PROMPTS, MOST_LOGPROBS = 128, 64, 1024, 20
 # Fields of SamplingParams that a request may have under the same name.
@@ -35,6 +36,21 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: StrictBool = False
 
 
+class StructuredOutputs(BaseModel):
+    """The fields of `StructuredOutputsParams`."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: StrictStr | dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: StrictBool | None = None
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    grammar: StrictStr | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        """Return the engine's parameters."""
+        return StructuredOutputsParams(self.json_, bool(self.json_object), self.regex, self.choice, self.grammar)
+
+
 class Request(BaseModel):
     """The fields that chats and completions share. Those of `SamplingParams` have its meaning; None is its default.
 
@@ -43,6 +59,7 @@ class Request(BaseModel):
         stream: send the text as it is generated, as server-sent events.
         stream_options: only with `stream`.
         logit_bias: token ids, as strings, and numbers that are added to their logits.
+        structured_outputs: what the text must be, as in vLLM.
         user: ignored, like the fields after it.
     """
 
@@ -68,6 +85,7 @@ class Request(BaseModel):
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     logit_bias: dict[str, float] | None = None
+    structured_outputs: StructuredOutputs | None = None
     max_tokens: StrictInt | None = None
     user: Any = None
     metadata: Any = None
@@ -93,6 +111,8 @@ class Request(BaseModel):
             if wrong := [token for token in self.logit_bias if not token.isdecimal()]:
                 raise RequestError(f"logit_bias has the key {wrong[0][:40]!r}; give token ids")
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.params()
         values: dict[str, Any] = {name: getattr(default, name) for name in SamplingParams.__dataclass_fields__}
         return SamplingParams(**values | given | own)
 
@@ -129,11 +149,35 @@ class CompletionRequest(Request):
         return self.sampling_params(default, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed)
 
 
-class ResponseFormat(BaseModel):
-    """The format of an answer."""
+class JSONSchema(BaseModel):
+    """A schema of `ResponseFormat`; `name` and `description` are for the reader."""
 
     model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
+    name: StrictStr
+    description: StrictStr | None = None
+    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The format of an answer: text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    def params(self) -> StructuredOutputsParams | None:
+        """Return the engine's parameters; None for text.
+
+        Raises:
+            RequestError: if the type and the schema do not belong together.
+        """
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError('response_format needs json_schema with the type "json_schema", and with no other')
+        if self.json_schema is None:
+            return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+        schema = self.json_schema.schema_
+        return StructuredOutputsParams(json=close_objects(schema) if self.json_schema.strict else schema)
 
 
 class ChatRequest(Request):
@@ -145,7 +189,7 @@ class ChatRequest(Request):
         max_completion_tokens: the newer name of `max_tokens`.
         logprobs: return the log probability of each token.
         top_logprobs: and those of this many of the likeliest tokens.
-        response_format: text.
+        response_format: text or JSON.
         chat_template_kwargs: further variables of the chat template.
         add_generation_prompt: end the prompt where the model's answer begins.
         continue_final_message: let the model continue the last message.
@@ -166,7 +210,12 @@ class ChatRequest(Request):
             raise RequestError("top_logprobs needs logprobs; set it to true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling_params(default, max_tokens=most, logprobs=num_top)
+        own: dict[str, Any] = {"max_tokens": most, "logprobs": num_top}
+        if self.response_format is not None and (wanted := self.response_format.params()) is not None:
+            if self.structured_outputs is not None:
+                raise RequestError("response_format and structured_outputs exclude each other; give one of them")
+            own["structured_outputs"] = wanted
+        return self.sampling_params(default, **own)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages with their content as text.

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from mini_engine import LLM, SamplingParams
@@ -215,7 +216,6 @@ def test_text_beyond_ascii_is_escaped(served: Served) -> None:
         ({"logit_bias": {"x": 1}}, 400, None),
         ({"top_logprobs": 2}, 400, None),
         ({"stream_options": {"include_usage": True}}, 400, None),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"model": "another"}, 404, "model"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, 400, None),
     ],
@@ -393,3 +393,51 @@ def test_metrics_have_vllms_names(served: Served) -> None:
     counted = re.search(r"vllm:generation_tokens_total\{.*\} (\d+)", text)
     assert counted and int(counted[1]) == served.engine.engine.metrics.output_tokens
     assert get(served, "/metrics", "HEAD")[0] == 200
+
+
+# --- structured output -----------------------------------------------------------------------------------------------
+
+
+class Person(pydantic.BaseModel):
+    """What a client of OpenAI's wants to parse."""
+
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+def test_openais_parse_gets_an_object(served: Served) -> None:
+    messages: Any = [{"role": "user", "content": "A person, please."}]
+    answer = served.client().chat.completions.parse(
+        model=MODEL, messages=messages, response_format=Person, max_tokens=80, temperature=0
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person) and answer.choices[0].finish_reason == "stop"
+
+
+def test_structured_output_in_streams_and_completions(served: Served) -> None:
+    body = {"prompt": "A color:", "structured_outputs": {"choice": ["red", "green"]}, "stream": True, "n": 2, "seed": 1}
+    *sent, done = events(post(served, "/v1/completions", body)[2])
+    assert done == "[DONE]"
+    texts = ["", ""]
+    for line in sent:
+        choice = json.loads(line)["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert all(text in ("red", "green") for text in texts)
+    chat = {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 0}
+    answer = json.loads(post(served, "/v1/chat/completions", chat)[2])["choices"][0]
+    assert answer["finish_reason"] == "length" or isinstance(json.loads(answer["message"]["content"]), dict)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"structured_outputs": {"regex": "a(?=b)"}}, "look-around"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of"),
+        ({"structured_outputs": {"guided": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}}, "not"),
+    ],
+)
+def test_structured_output_that_is_not_supported(served: Served, change: dict[str, Any], named: str) -> None:
+    status, _, body = post(served, "/v1/chat/completions", {"messages": QUESTION} | change)
+    assert status == 400 and named in json.loads(body)["error"]["message"]

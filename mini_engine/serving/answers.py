@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from mini_engine.logprobs import Logprob
-from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.outputs import CompletionOutput, Piece, RequestOutput
+from mini_engine.request import FinishReason
+from mini_engine.serving.parts_of_output import Parser, ToolCall
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -77,108 +80,179 @@ def _likeliest(of: OfToken, num_top: int) -> list[Logprob]:
     return sorted(of.values(), key=lambda own: own.rank)[:num_top]
 
 
-@dataclass
-class Answer:
+class Answer(ABC):
     """The object that answers one request, as a whole or in chunks.
 
-    Attributes:
-        is_chat: whether it answers a chat; otherwise a completion.
+    Args:
         model: the served model's name.
         num_top: number of the likeliest tokens with log probabilities; None: no log probabilities.
+
+    Attributes:
         with_usage: whether every chunk has token counts.
-        identifier: the answer's id, the same in all chunks.
-        created: seconds since 1970.
-        num_prompt: tokens of the prompts whose number is known.
+        num_prompt: tokens of the prompts.
         num_output: tokens of the outputs so far.
     """
 
-    is_chat: bool
-    model: str
-    num_top: int | None
-    with_usage: bool = False
-    identifier: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    num_prompt: int = 0
-    num_output: int = 0
-    _offsets: dict[int, int] = field(default_factory=dict)
+    prefix: ClassVar[str]  # of its id
+    whole_name: ClassVar[str]  # what kind of object it is
+    chunk_name: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        self.identifier = self.identifier or f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(self, model: str, num_top: int | None) -> None:
+        self._names = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._num_top = num_top or 0
+        self.with_usage, self.num_prompt, self.num_output = False, 0, 0
 
-    def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> Json:
-        """Return the answer with all outputs.
+    @abstractmethod
+    def choice(self, output: RequestOutput, completion: CompletionOutput, prompt: int) -> Json:
+        """Return an output as a whole, without its index.
 
         Args:
-            outputs: one for each prompt.
-            echoes: the text of each prompt, to be put before its outputs.
+            output: the outputs of a prompt.
+            completion: one of them.
+            prompt: the number of the prompt.
         """
+
+    @abstractmethod
+    def begin(self, index: int, prompt: int) -> Json | None:
+        """Return what an output begins with in a stream, before its first token."""
+
+    @abstractmethod
+    def changes(self, index: int, piece: Piece) -> list[Json]:
+        """Return what a piece adds to an output in a stream: one item for each chunk, the end of the output last."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the answer with the outputs of all prompts."""
         choices = list[Json]()
-        for i, output in enumerate(outputs):
+        for prompt, output in enumerate(outputs):
             for completion in output.outputs:
-                choice: Json = {"index": len(choices), "finish_reason": completion.finish_reason, "logprobs": None}
-                found = completion.logprobs
-                if self.is_chat:
-                    choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
-                    if found is not None:
-                        choice["logprobs"] = chat_logprobs(found, self.num_top or 0)
-                else:
-                    choice["text"] = (echoes[i] if echoes else "") + completion.text
-                    if found is not None:
-                        before = (output.prompt_logprobs or []) if echoes else []
-                        others = sum(len(_own(of).decoded_token or "") for of in before if of is not None)
-                        first = echoes[i][: len(echoes[i]) - others] if echoes else ""
-                        choice["logprobs"] = completion_logprobs([*before, *found], self.num_top or 0, 0, first)
-                choices.append(choice)
+                choices.append({"index": len(choices)} | self.choice(output, completion, prompt))
                 self.num_output += len(completion.token_ids)
         self.num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        return self._object(choices) | {"usage": usage(self.num_prompt, self.num_output)}
+        return self._object(self.whole_name, choices) | {"usage": usage(self.num_prompt, self.num_output)}
 
-    def first(self, index: int) -> Json:
-        """Return the first chunk of an output of a chat: the role."""
-        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+    def first_chunks(self, num_choices: int, n: int) -> list[Json]:
+        """Return the chunks that come before the first token, for `n` outputs of each prompt."""
+        begun = [(index, self.begin(index, index // n)) for index in range(num_choices)]
+        return [self._chunk(index, changes) for index, changes in begun if changes is not None]
 
-    def text(self, index: int, text: str) -> Json:
-        """Return a chunk of a completion with a text that is not an output's."""
-        return self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
-
-    def pieces(self, index: int, piece: Piece) -> list[Json]:
-        """Return the chunks for new text of an output: one for the text if there is any, and one for its end.
-
-        Args:
-            index: the number of the choice.
-            piece: what is new.
-        """
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """Return the chunks for new text of an output."""
         self.num_output += piece.num_tokens
-        chunks = []
-        if piece.text or piece.logprobs:
-            choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
-            choice |= {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
-            if piece.logprobs is not None:
-                choice["logprobs"] = self._logprobs(index, piece.logprobs)
-            chunks.append(self._chunk([choice]))
-        if piece.finish_reason is not None:
-            end: Json = {"delta": {}} if self.is_chat else {"text": ""}
-            choice = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None} | end
-            chunks.append(self._chunk([choice]))
-        return chunks
+        return [self._chunk(index, changes) for changes in self.changes(index, piece)]
 
     def counts(self) -> Json:
         """Return the last chunk, which has token counts and no choices."""
-        return self._object([], is_chunk=True) | {"usage": usage(self.num_prompt, self.num_output)}
+        return self._object(self.chunk_name, []) | {"usage": usage(self.num_prompt, self.num_output)}
 
-    def _logprobs(self, index: int, tokens: Sequence[OfToken]) -> Json:
-        if self.is_chat:
-            return chat_logprobs(tokens, self.num_top or 0)
-        found = completion_logprobs(tokens, self.num_top or 0, self._offsets.get(index, 0))
-        self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, found["tokens"]))
-        return found
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk = self._object(choices, is_chunk=True)
+    def _chunk(self, index: int, changes: Json) -> Json:
+        choice = {"index": index, "logprobs": None, "finish_reason": None} | changes
+        chunk = self._object(self.chunk_name, [choice])
         return chunk | {"usage": usage(self.num_prompt, self.num_output)} if self.with_usage else chunk
 
-    def _object(self, choices: list[Json], is_chunk: bool = False) -> Json:
-        name = "text_completion" if not self.is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
-        return {
-            "id": self.identifier, "object": name, "created": self.created, "model": self.model, "choices": choices,
-        }  # fmt: skip
+    def _object(self, name: str, choices: list[Json]) -> Json:
+        return self._names | {"object": name, "choices": choices}
+
+
+class CompletionAnswer(Answer):
+    """The answer to a completion.
+
+    Args:
+        model: see `Answer`.
+        num_top: see `Answer`.
+        echoes: the text of each prompt, to be put before its outputs; None: it is not.
+    """
+
+    prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, num_top: int | None, echoes: Sequence[str] | None) -> None:
+        super().__init__(model, num_top)
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}  # characters of each output's tokens so far
+
+    def choice(self, output: RequestOutput, completion: CompletionOutput, prompt: int) -> Json:
+        echo, before = "", list[OfToken | None]()
+        if self._echoes is not None:
+            echo, before = self._echoes[prompt], [*(output.prompt_logprobs or [])]
+        choice: Json = {"text": echo + completion.text, "finish_reason": completion.finish_reason, "logprobs": None}
+        if completion.logprobs is not None:
+            others = sum(len(_own(of).decoded_token or "") for of in before if of is not None)
+            first = echo[: len(echo) - others]
+            choice["logprobs"] = completion_logprobs([*before, *completion.logprobs], self._num_top, 0, first)
+        return choice
+
+    def begin(self, index: int, prompt: int) -> Json | None:
+        return None if self._echoes is None else {"text": self._echoes[prompt]}
+
+    def changes(self, index: int, piece: Piece) -> list[Json]:
+        changes = list[Json]()
+        if piece.text or piece.logprobs:
+            changes.append({"text": piece.text})
+        if piece.logprobs:
+            offset = self._offsets.get(index, 0)
+            found = completion_logprobs(piece.logprobs, self._num_top, offset)
+            self._offsets[index] = offset + sum(map(len, found["tokens"]))
+            changes[0]["logprobs"] = found
+        if piece.finish_reason is not None:
+            changes.append({"text": "", "finish_reason": piece.finish_reason})
+        return changes
+
+
+class ChatAnswer(Answer):
+    """The answer to a chat.
+
+    Args:
+        model: see `Answer`.
+        num_top: see `Answer`.
+        new_parser: returns a parser for an output, which tells text, reasoning and tool calls apart.
+    """
+
+    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, num_top: int | None, new_parser: Callable[[], Parser]) -> None:
+        super().__init__(model, num_top)
+        self._new_parser = new_parser
+        self._parsers: dict[int, Parser] = {}
+
+    def choice(self, output: RequestOutput, completion: CompletionOutput, prompt: int) -> Json:
+        parser = self._new_parser()
+        parts = [*parser.push(completion.text), *parser.finish()]
+        texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")}
+        calls = [_call(part.call) for part in parts if part.call is not None]
+        message: Json = {"role": "assistant", "content": texts["content"] or (None if calls else ""), "refusal": None}
+        message |= {"reasoning_content": texts["reasoning"]} if texts["reasoning"] else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = None if completion.logprobs is None else chat_logprobs(completion.logprobs, self._num_top)
+        reason = _reason(completion.finish_reason, parser)
+        return {"message": message, "finish_reason": reason, "logprobs": logprobs}
+
+    def begin(self, index: int, prompt: int) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def changes(self, index: int, piece: Piece) -> list[Json]:
+        parser = self._parsers.get(index) or self._parsers.setdefault(index, self._new_parser())
+        changes, first = list[Json](), parser.num_calls
+        parts = [*parser.push(piece.text), *(parser.finish() if piece.finish_reason is not None else ())]
+        for part in parts:
+            if part.call is None:
+                name = "content" if part.kind == "content" else "reasoning_content"
+                changes.append({"delta": {name: part.text}})
+            else:  # the name and the id once, and the arguments apart
+                named = {"index": first} | _call(replace(part.call, arguments=""))
+                rest = {"index": first, "function": {"arguments": part.call.arguments}}
+                changes += [{"delta": {"tool_calls": [own]}} for own in (named, rest)]
+                first += 1
+        if piece.logprobs:
+            changes = changes or [{"delta": {"content": ""}}]
+            changes[0]["logprobs"] = chat_logprobs(piece.logprobs, self._num_top)
+        if piece.finish_reason is not None:
+            changes.append({"delta": {}, "finish_reason": _reason(piece.finish_reason, parser)})
+        return changes
+
+
+def _call(call: ToolCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.identifier, "type": "function", "function": function}
+
+
+def _reason(reason: FinishReason, parser: Parser) -> str:
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -19,13 +20,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from mini_engine.errors import MiniEngineError, RequestError
+from mini_engine.errors import ConfigError, MiniEngineError, RequestError
+from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece, RequestOutput
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.serving.answers import DONE, PING, Answer, Json, error_body, event
+from mini_engine.serving.answers import (
+    DONE,
+    PING,
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    error_body,
+    event,
+)
 from mini_engine.serving.engine_thread import EngineThread, QueueFullError, ShuttingDownError
 from mini_engine.serving.metrics import CONTENT_TYPE, Metrics
 from mini_engine.serving.options import ServerOptions
+from mini_engine.serving.parts_of_output import THINK, ForcedCalls, OutputParser, Parser, tool_format
 from mini_engine.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -94,6 +106,9 @@ class Api:
     def __init__(self, thread: EngineThread, model: str, options: ServerOptions) -> None:
         self._thread, self._engine, self._model = thread, thread.engine, model
         self._metrics, self._card = Metrics(thread.engine, model), _card(model, thread)
+        self._template = _read(options.chat_template)
+        template = self._template or _template_of(thread.engine)
+        self._tools, self._reasons = tool_format(template), template is not None and THINK in template
 
     async def health(self) -> Json:
         """Answer 200 while the engine's thread lives."""
@@ -141,21 +156,31 @@ class Api:
             raise RequestError("prompt is an empty list; give at least one text")
         tokens = [await run_in_threadpool(self._engine.tokens_of, prompt) for prompt in prompts]
         echoes = [prompt if isinstance(prompt, str) else self._decode(prompt) for prompt in prompts]
-        answer = Answer(False, self._model, body.logprobs)
-        return await self._answer(body, http, answer, tokens, params, echoes if body.echo else None)
+        answer = CompletionAnswer(self._model, body.logprobs, echoes if body.echo else None)
+        return await self._answer(body, http, answer, tokens, params)
 
     async def chat(self, body: ChatRequest, http: HTTPRequest) -> Response:
         """Answer a conversation."""
         self._check_model(body.model)
         params = body.params(self._engine.default_params)
-        answer = Answer(True, self._model, params.logprobs)
-        return await self._answer(body, http, answer, [await self._chat_tokens(body)], params, None)
+        tokens = await self._chat_tokens(body)
+        new_parser = self._parser_of(body, tokens)
+        return await self._answer(body, http, ChatAnswer(self._model, params.logprobs, new_parser), [tokens], params)
 
     # --- details -------------------------------------------------------------------------------------------------
 
     async def _chat_tokens(self, body: ChatRequest) -> list[int]:
-        messages, options = body.conversation(), body.template_options()
+        if body.offers_tools and not body.is_forced and self._tools is None:
+            raise ClientError(400, "the chat template of this model has no tools; leave them out", param="tools")
+        messages, options = body.conversation(), body.template_options() | {"chat_template": self._template}
         return await run_in_threadpool(lambda: self._engine.chat_prompt(messages, **options))
+
+    def _parser_of(self, body: ChatRequest, tokens: list[int]) -> Callable[[], Parser]:
+        if body.is_forced:
+            return lambda: ForcedCalls(body.forced_name)
+        tools = self._tools if body.offers_tools else None
+        thinks = self._reasons and self._decode(tokens[-8:]).rstrip().endswith(THINK)
+        return lambda: OutputParser(tools, self._reasons, thinks)
 
     def _decode(self, tokens: list[int]) -> str:
         tokenizer = self._engine.get_tokenizer()
@@ -173,7 +198,6 @@ class Api:
         answer: Answer,
         tokens: list[list[int]],
         params: SamplingParams,
-        echoes: list[str] | None,
     ) -> Response:
         """Serve all prompts of a request, as a stream or as a whole."""
         grammar = await run_in_threadpool(self._engine.compile, params)
@@ -181,7 +205,7 @@ class Api:
         if not body.stream:
             async with aclosing(pieces):
                 outputs = await _unless_left(http, _outputs(pieces, len(tokens)))
-            return LEFT if outputs is None else JSONResponse(answer.whole(outputs, echoes))
+            return LEFT if outputs is None else JSONResponse(answer.whole(outputs))
         first = await _unless_left(http, anext(pieces))
         if first is None:
             await pieces.aclose()
@@ -189,7 +213,7 @@ class Api:
         answer.num_prompt = sum(map(len, tokens))
         options = body.stream_options
         answer.with_usage = options is not None and options.continuous_usage_stats
-        chunks = _chunks(answer, first, pieces, params.n * len(tokens), echoes, params.n)
+        chunks = _chunks(answer, first, pieces, params.n * len(tokens), params.n)
         last = [lambda: event(answer.counts())] if options is not None and options.include_usage else []
         return StreamingResponse(
             _with_pings(_events(chunks, last)), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
@@ -229,6 +253,19 @@ class Api:
                 task.cancel()
 
 
+def _read(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the chat template {file}: {error}; give a Jinja file") from error
+
+
+def _template_of(engine: TextEngine) -> str | None:
+    tokenizer = engine.get_tokenizer()
+    template = None if tokenizer is None else tokenizer.chat_template
+    return template if isinstance(template, str) else None
+
+
 def _card(model: str, thread: EngineThread) -> Json:
     length = thread.engine.engine.config.max_model_len
     names = {"id": model, "object": "model", "created": 0, "owned_by": "mini-engine"}
@@ -265,19 +302,15 @@ async def _chunks(
     first: tuple[int, Piece],
     rest: AsyncGenerator[tuple[int, Piece], None],
     num_choices: int,
-    echoes: list[str] | None,
     n: int,
 ) -> AsyncGenerator[Json, None]:
     """Yield the chunks of a stream: what each choice begins with, then the pieces as they come."""
     async with aclosing(rest):
-        for index in range(num_choices):
-            if answer.is_chat:
-                yield answer.first(index)
-            elif echoes is not None:
-                yield answer.text(index, echoes[index // n])
+        for chunk in answer.first_chunks(num_choices, n):
+            yield chunk
         number, piece = first
         while True:
-            for chunk in answer.pieces(number * n + piece.completion, piece):
+            for chunk in answer.chunks(number * n + piece.completion, piece):
                 yield chunk
             try:
                 number, piece = await anext(rest)

@@ -1,6 +1,7 @@
 """The options of a server; apart from the server, so that the command line need not import it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mini_engine.errors import ConfigError, check_positive
 
@@ -13,6 +14,7 @@ class ServerOptions:
         host: address to listen on; the default can be reached from this machine alone.
         port: port to listen on; 0 takes a free one.
         api_key: clients must send it as their bearer token; default none.
+        chat_template: Jinja file to use instead of the model's chat template.
         served_model_name: name of the model for clients; default the model's own.
         max_queued_requests: outputs that may wait for a place in the batch; more are refused with status 429.
         max_body_bytes: longest body of a request.
@@ -25,6 +27,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    chat_template: Path | None = None
     served_model_name: str | None = None
     max_queued_requests: int = 1024
     max_body_bytes: int = 16 << 20

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mini_engine.errors import RequestError
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.parts_of_output import with_parsed_arguments
 from mini_engine.structured import StructuredOutputsParams, close_objects
 
-MOST_OUTPUTS, MOST_STOPS, MOST_PROMPTS, MOST_LOGPROBS = 128, 64, 1024, 20
+MOST_OUTPUTS, MOST_STOPS, MOST_PROMPTS, MOST_LOGPROBS, MOST_TOOLS = 128, 64, 1024, 20, 128
 # Fields of SamplingParams that a request may have under the same name.
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -180,6 +181,39 @@ class ResponseFormat(BaseModel):
         return StructuredOutputsParams(json=close_objects(schema) if self.json_schema.strict else schema)
 
 
+class Function(BaseModel):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: StrictBool | None = None
+
+
+class Tool(BaseModel):
+    """A tool of a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: StrictStr
+
+
+class NamedTool(BaseModel):
+    """The tool that the model must call."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(Request):
     """`POST /v1/chat/completions`.
 
@@ -190,6 +224,9 @@ class ChatRequest(Request):
         logprobs: return the log probability of each token.
         top_logprobs: and those of this many of the likeliest tokens.
         response_format: text or JSON.
+        tools: functions that the model may call.
+        tool_choice: whether it must call one, and which; default "auto".
+        parallel_tool_calls: whether it may call several at once; default yes.
         chat_template_kwargs: further variables of the chat template.
         add_generation_prompt: end the prompt where the model's answer begins.
         continue_final_message: let the model continue the last message.
@@ -200,6 +237,9 @@ class ChatRequest(Request):
     logprobs: StrictBool | None = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
@@ -215,16 +255,64 @@ class ChatRequest(Request):
             if self.structured_outputs is not None:
                 raise RequestError("response_format and structured_outputs exclude each other; give one of them")
             own["structured_outputs"] = wanted
+        if (calls := self._forced_calls()) is not None:
+            if self.structured_outputs is not None or "structured_outputs" in own:
+                raise RequestError("a forced tool_choice and another structured output exclude each other")
+            own["structured_outputs"] = StructuredOutputsParams(json=calls)
         return self.sampling_params(default, **own)
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model may call a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the model must call a tool."""
+        return self.offers_tools and self.tool_choice not in (None, "auto")
+
+    @property
+    def forced_name(self) -> str | None:
+        """The function that the model must call; None if it may choose."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    def _forced_calls(self) -> dict[str, Any] | None:
+        """Return the JSON schema of forced calls: of the arguments of the named function, or of a list of calls."""
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise RequestError("tool_choice needs tools; give them, or leave tool_choice out")
+        if not self.is_forced:
+            return None
+        functions = {tool.function.name: tool.function for tool in self.tools or ()}
+        schemas = {
+            name: close_objects(own.parameters) if own.strict else own.parameters for name, own in functions.items()
+        }
+        if (name := self.forced_name) is not None:
+            if name not in schemas:
+                raise RequestError(f"tool_choice names {name!r}, which is not among the tools")
+            return schemas[name]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name, schema in schemas.items()
+        ]
+        most = {"maxItems": 1} if self.parallel_tool_calls is False else {}
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages with their content as text.
+        """Return the messages with their content as text, and with the arguments of tool calls as objects.
 
         Raises:
             RequestError: for a part that is not text.
         """
-        return [message | {"content": as_text(message["content"])} if "content" in message else message
-                for message in self.messages]  # fmt: skip
+        texts = [
+            message | {"content": as_text(message["content"])} if "content" in message else message
+            for message in self.messages
+        ]
+        return [with_parsed_arguments(message) for message in texts]
 
     def template_options(self) -> dict[str, Any]:
         """Return the options of `TextEngine.chat_prompt`."""
@@ -232,6 +320,7 @@ class ChatRequest(Request):
             "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
             "continue_final_message": self.continue_final_message,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools or ()] if self.offers_tools else None,
         }
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -22,7 +22,7 @@ import pytest
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.serving.options import ServerOptions
-from tests.serving.conftest import MODEL, Served
+from tests.serving.conftest import MODEL, Served, serving
 
 QUESTION = [{"role": "user", "content": "Name a color."}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -441,3 +441,106 @@ def test_structured_output_in_streams_and_completions(served: Served) -> None:
 def test_structured_output_that_is_not_supported(served: Served, change: dict[str, Any], named: str) -> None:
     status, _, body = post(served, "/v1/chat/completions", {"messages": QUESTION} | change)
     assert status == 400 and named in json.loads(body)["error"]["message"]
+
+
+# --- tools and reasoning ---------------------------------------------------------------------------------------------
+
+TEMPLATE = """{% if tools %}Tools: {{ tools | tojson }} Call them in <tool_call></tool_call>, and think in <think>.
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments.place }}
+{% endfor %}{% endfor %}assistant: """
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather at a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["place", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern", "days": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def with_tools(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose chat template knows tools and reasoning. Outputs are made to have them by their grammar."""
+    file = tmp_path_factory.mktemp("template") / "chat.jinja"
+    file.write_text(TEMPLATE)
+    with serving(llm.with_options(), ServerOptions(chat_template=file)) as running:
+        yield running
+
+
+def test_a_call_of_a_tool(with_tools: Served) -> None:
+    text = f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}"
+    options: Any = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER], "max_tokens": 120}
+    options["extra_body"] = {"structured_outputs": {"choice": [text]}}
+    choice = with_tools.client().chat.completions.create(**options).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    assert choice.message.model_extra == {"reasoning_content": "hm"}
+    assert choice.message.tool_calls and len(choice.message.tool_calls) == 2
+    [first, second] = [call for call in choice.message.tool_calls if call.type == "function"]
+    assert first.id != second.id and first.function.name == "weather"
+    assert json.loads(first.function.arguments) == {"place": "Bern", "days": 2}
+    with with_tools.client().chat.completions.stream(**options) as stream:
+        stream.until_done()
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls" and streamed.message.content == "I look."
+    calls: Any = streamed.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"place": "Bern", "days": 2})
+    ] * 2
+
+
+def test_tool_deltas_have_an_index_and_name_a_call_once(with_tools: Served) -> None:
+    body = {"messages": QUESTION, "tools": [WEATHER], "stream": True, "max_tokens": 120}
+    body["structured_outputs"] = {"choice": [CALL + CALL]}
+    *sent, _ = events(post(with_tools, "/v1/chat/completions", body)[2])
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in sent]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+    assert ["id" in call for call in calls] == [True, False, True, False]
+    assert ["name" in call["function"] for call in calls] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_forced(served: Served, choice: Any) -> None:
+    """A grammar holds the output to the tools' schemas, so this works with any chat template."""
+    answer = served.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, max_tokens=120,
+        temperature=0,
+    )  # fmt: skip
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+    [call] = answer.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "weather"
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"place", "days"} and arguments["days"] <= 9
+
+
+def test_earlier_calls_are_in_the_prompt(with_tools: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "rain"})
+    status, _, body = post(with_tools, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert status == 200, body
+    tokens = json.loads(post(with_tools, "/tokenize", {"messages": messages})[2])["tokens"]
+    assert "weather Bern" in json.loads(post(with_tools, "/detokenize", {"tokens": tokens})[2])["prompt"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [WEATHER]},  # the template of this model has no tools
+        {"tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {"name": "two words"}}]},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+    ],
+)
+def test_tools_that_cannot_be_used(served: Served, change: dict[str, Any]) -> None:
+    status, _, body = post(served, "/v1/chat/completions", {"messages": QUESTION} | change)
+    assert status == 400 and json.loads(body)["error"]["message"]

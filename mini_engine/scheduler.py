@@ -124,9 +124,11 @@ class Scheduler:
         needed, available = self._most_pages(request), self.page_table.num_pages - self.num_pinned
         if needed > available:
             pinned = f", besides {self.num_pinned} that hold chunks" if self.num_pinned else ""
+            groups = self.page_table.num_groups  # a page of the options is a page for each group of layers
             raise RequestError(
-                f"the request may grow to {request.max_len} tokens, which fill {needed} pages of the KV cache, but "
-                f"there are only {available}{pinned}; shorten it, lower max_tokens, or raise num_pages"
+                f"the request may grow to {request.max_len} tokens, which fill {-(-needed // groups)} pages of the KV "
+                f"cache, but there are only {available // groups}{pinned}; shorten it, lower max_tokens, or raise "
+                "num_pages"
             )
         self.waiting[request] = None
 

@@ -64,7 +64,8 @@ class TraceStep:
         start: when it began, in seconds since the first step began.
         seconds: its duration.
         batch: the launched work, in the order of the StepBatch.
-        pages: the pages of each running request while the model ran, in order of position; oldest request first.
+        pages: the pages of each running request while the model ran, in order of position, one group of layers after
+            the other; oldest request first.
         arrived: requests that were added since the previous step, and the number of tokens of each prompt.
         admitted: requests that got pages for this step.
         preempted: requests that lost their pages, newest first.
@@ -246,13 +247,15 @@ def _works(report: StepReport) -> list[Work]:
 
 def _pages(engine: LLMEngine, report: StepReport) -> dict[str, list[int]]:
     """Return the pages of each request that was launched, or that runs without a new token."""
-    running = engine.scheduler.running
-    rows = zip(running.requests_of(running.order), running.order.tolist(), strict=True)
-    pages = {request: engine.page_table.pages(row).tolist() for request, row in rows}
+    running, table, pages = engine.scheduler.running, engine.page_table, dict[Request, list[int]]()
+    for request, row in zip(running.requests_of(running.order), running.order.tolist(), strict=True):
+        pages[request] = [page for own in table.rows_of(np.array([row])).tolist() for page in table.pages(own).tolist()]
     if report.step is not None:  # it has the pages of requests that have left their rows since
-        ends = (-(-report.step.kv_lens // engine.page_table.page_size)).cumsum()
-        of_each = np.split(report.step.pages, ends[:-1])
-        pages |= {request: own.tolist() for request, own in zip(report.requests, of_each, strict=True)}
+        pages |= {request: [] for request in report.requests}
+        for group in report.step.groups:
+            ends = (-(-group.kv_lens // table.page_size)).cumsum()
+            for request, own_pages in zip(report.requests, np.split(group.pages, ends[:-1]), strict=True):
+                pages[request] += own_pages.tolist()
     return {request.request_id: pages[request] for request in sorted(pages, key=attrgetter("arrival"))}
 
 

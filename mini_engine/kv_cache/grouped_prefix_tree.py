@@ -21,10 +21,11 @@ PagesOfGroups = Sequence[Int32[np.ndarray, " _"]]  # one array for each group of
 class GroupedPrefixTree(PrefixTree):
     """A prefix tree whose pages have pages of other groups of layers beside them.
 
-    The tree owns these, too. They leave it together with the page that they are beside, or earlier, to make room. Those
-    in the middle of an edge go first, because they serve only a prompt that is the first to leave the text there. Those
-    of the window at the end of an edge stay as long as the edge: every text that begins like another one leaves it at
-    the end of an edge, once a request has been looked up there.
+    The tree owns these, too. A page of another group is evicted together with the page that it is beside, or earlier to
+    make room. Pages in the middle of an edge are evicted first: they serve only a prompt that is the first to diverge
+    there. Pages of the last window of an edge stay as long as the edge. Later prompts diverge at the ends of edges,
+    because the first lookup has split the edge where its match ended. If these pages were recycled as soon as they left
+    the windows of running requests, no later prompt could share anything (vLLM, issue 48435).
 
     Args:
         table: the pages of all groups.
@@ -94,11 +95,10 @@ class GroupedPrefixTree(PrefixTree):
             beside[of_path[lacks]] = new
             self._refcount_if_cached[new] = 1
             self._table.retain(new)
-        first = min(num_evicted[1:])
-        place = node
-        while place.parent is not None and place.end > first:
-            self._thick[place] = None
-            place = place.parent
+        edge = node
+        while edge.parent is not None and edge.end > min(num_evicted[1:]):
+            self._thick[edge] = None
+            edge = edge.parent
         return node, end
 
     def evict(self, num_pages: int) -> int:
@@ -135,7 +135,7 @@ class GroupedPrefixTree(PrefixTree):
         return num_freed
 
     def _add(self, node: Node) -> Node:
-        self._thick[node] = None  # it may be the front of an edge that was
+        self._thick[node] = None  # it may be the front of an edge with such pages
         return super()._add(node)
 
     def _remove(self, node: Node) -> int:

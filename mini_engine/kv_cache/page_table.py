@@ -144,7 +144,7 @@ class PageTable:
         self.drop(dropped)
 
     def drop_fronts(self, rows: Rows, num_pages: Int[np.ndarray, " B"]) -> None:
-        """Do the same as `drop_front` for several distinct rows, the first `num_pages[b]` pages of row `rows[b]`."""
+        """Return the first `num_pages[b]` pages of row `rows[b]`, for all of these distinct rows at once."""
         longest = int(self.counts[rows].max(initial=0))
         held, index, first = self.table[rows, :longest], np.arange(longest), num_pages[:, None]
         dropped = held[index < first]

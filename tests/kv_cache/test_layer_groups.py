@@ -91,7 +91,7 @@ def running_at_once(windows: tuple[int | None, ...], num_pages: int, length: int
         schedule = scheduler.schedule()
         assert schedule is not None and not schedule.preempted
         running.num_computed[schedule.rows] += schedule.num_new
-        if schedule.num_tokens == len(schedule.rows):  # nobody else fits: all that run have computed their prompts
+        if schedule.num_tokens == len(schedule.rows):  # all that run decode, and no other fits
             break
     scheduler.reserve(running.order, np.ones(len(running), dtype=np.int64))
     return [int(table.counts[table.rows_of(np.array([row]))].sum()) for row in running.order.tolist()]

@@ -74,7 +74,7 @@ class EngineConfig:
         num_pages: pages of the KV cache; default as many as `max_batch_size` of the longest requests can use, or as fit
             in memory.
         gpu_memory_utilization: share of the GPU's memory that the engine may use, for weights, KV cache and steps.
-        page_size: tokens per page; default 16 on FlashInfer's backends and 128 on others.
+        page_size: tokens per page; default 16 on FlashInfer's backends and on `sparse`, 64 for MLA and 128 on others.
         kv_layout: order of a page's axes: "NHD" (tokens, heads, head size) or "HND" (heads first).
         kv_cache_dtype: dtype of keys and values in the cache: "auto" (the model's) or "fp8_e4m3" (half the memory
             of bfloat16; rounded to 4 significant bits).

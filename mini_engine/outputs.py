@@ -123,7 +123,7 @@ class StepReport:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that attention reads in the step."""
+        """Bytes of the keys and values of the step's requests; layers with a window or a budget read fewer of them."""
         if self.step is None:
             return 0
         num_keys = int(self.step.kv_lens.sum()) + sum(int(own.kv_lens.sum()) for own in self.step.other_groups)

@@ -153,8 +153,8 @@ def free() -> None:
 
 # --- ways to rank pages ----------------------------------------------------------------------------------------------
 
-QUEST, MAXIMUM, RECENT, RANDOM, BEST = WAYS = (
-    "Quest", "Quest, maximum of the heads", "first and recent pages", "random pages", "oracle",
+QUEST, SUMMED, RECENT, RANDOM, BEST = WAYS = (
+    "Quest", "Quest, sum of the heads", "first and recent pages", "random pages", "oracle",
 )  # fmt: skip
 
 
@@ -175,9 +175,9 @@ def ranks(
 ) -> Float[Tensor, "B Hk W"]:
     """How much each page matters by one of the ways, which all select the first page and the last."""
     bounds = bound_scores(q, *summaries, pages)
-    if way == MAXIMUM:  # the bounds of each head of the groups alone
+    if way == SUMMED:  # the bounds of each head of the groups alone
         alone = q.unflatten(1, (bounds.shape[1], -1)).transpose(1, 2)
-        own = torch.stack([bound_scores(head, *summaries, pages) for head in alone.unbind(1)]).amax(dim=0)
+        own = torch.stack([bound_scores(head, *summaries, pages) for head in alone.unbind(1)]).sum(dim=0)
     elif way == RECENT:
         own = torch.arange(pages.width, dtype=bounds.dtype).expand_as(bounds)
     elif way == RANDOM:

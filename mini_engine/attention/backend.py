@@ -290,6 +290,13 @@ def _sparse_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
     return None
 
 
+def _sparse_paged_sizes(spec: AttentionSpec, cache: CacheFormat) -> Refusal | None:
+    if spec.key_budget is not None and spec.group > 16:
+        needed = "sparse_attention_config=None"
+        return f"selects pages for at most 16 query heads for each KV head on a GPU, not {spec.group}", needed
+    return _sparse_sizes(spec, cache) or _flashinfer_sizes(spec, cache)
+
+
 TORCH = BackendInfo(
     "mini_engine.attention.torch:TorchBackend",
     kv_dtypes=(*WIDE, torch.float8_e4m3fn),
@@ -381,7 +388,7 @@ BACKENDS = {
             FLASHINFER,
             path="mini_engine.attention.sparse_paged:SparsePagedBackend",
             features=FLASHINFER.features | {"key_budget"},
-            sizes=lambda spec, cache: _sparse_sizes(spec, cache) or _flashinfer_sizes(spec, cache),
+            sizes=_sparse_paged_sizes,
         ),
     ),
 }

@@ -9,11 +9,11 @@ because k_d lies between low_d and high_d, so the right side, the *bound*, reach
 It reads two vectors where the scores read one for each key: with pages of 16 tokens, an eighth of the keys' bytes. A
 decode computes the bounds of its pages, selects the pages with the largest ones, and attends to their keys.
 
-The query heads of a group share each key that is read, so they share a selection: one for each KV head. The bounds of
-the heads are added, which bounds the sum of their scores. In experiment 18 the sum finds more of the attention than the
-maximum of the heads, and it is cheaper: the positive parts of the queries can be added before they meet the summaries,
-and so can the negative parts. Two pages are always selected. The last one has the query's own key. The first one often
-gets much weight whatever the query is (an attention sink, Xiao et al. 2023), more than its bound says.
+The query heads of a group share each key that is read, so they share a selection: one for each KV head. A page counts
+as much as for the head of the group that needs it most, so its bound is the maximum over the heads. Their sum finds a
+little more of the attention, but it loses pages that a single head needs, such as those of a number that was mentioned
+once (experiment 18). Two pages are always selected. The last one has the query's own key. The first one often gets much
+weight whatever the query is (an attention sink, Xiao et al. 2023), more than its bound says.
 
 **When a summary is right.** All pages of a request before the page of the query are full, and the last page is selected
 without a look at its summary. So only summaries of full pages are read, and it suffices to compute a page's summary
@@ -132,19 +132,18 @@ def bound_scores(
         pages: the pages of each decode.
 
     Returns:
-        For each decode and KV head, a bound for each of its pages: no key of the page has a larger score, added over
-        the query heads of the group. In float32 (float64 for float64): inf for the first page and the last one, whose
-        summary may be out of date, and -inf where a decode has no page.
+        For each decode and KV head, a bound for each of its pages: no key of the page has a larger score with any query
+        head of the group. In float32 (float64 for float64): inf for the first page and the last one, whose summary may
+        be out of date, and -inf where a decode has no page.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     index = torch.arange(pages.width, device=q.device).expand(len(q), 1, -1)
     own, last = pages.at(index)[:, 0], pages.last()[:, None, None]
     grouped = q.to(dtype).unflatten(1, (low.shape[1], -1))
     # max(q low, q high) is q high where q is positive, and q low where it is negative.
-    positive, negative = grouped.clamp(min=0).sum(dim=2), grouped.clamp(max=0).sum(dim=2)
-    bounds = torch.einsum("bhd,bwhd->bhw", positive, high[own].to(dtype))
-    bounds += torch.einsum("bhd,bwhd->bhw", negative, low[own].to(dtype))
-    bounds = bounds.masked_fill(index > last, -math.inf)
+    bounds = torch.einsum("bhgd,bwhd->bhgw", grouped.clamp(min=0), high[own].to(dtype))
+    bounds += torch.einsum("bhgd,bwhd->bhgw", grouped.clamp(max=0), low[own].to(dtype))
+    bounds = bounds.amax(dim=2).masked_fill(index > last, -math.inf)
     return bounds.masked_fill((index == 0) | (index == last), math.inf)
 
 

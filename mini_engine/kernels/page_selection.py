@@ -2,9 +2,9 @@
 
 All grids depend only on shapes, so CUDA graphs record them. The references are in `attention/page_selection.py`.
 
-The bounds read two vectors of each page, 4 D bytes in bfloat16 for each KV head, and compute little with them. The
-attention of a decode to one KV head is split among as many programs as fill the GPU. A second kernel merges their
-states (chapter 02) in a fixed order. Explained in chapter 15.
+The bounds are two matrix products, whose rows are the query heads of a group. They read two vectors of each page, 4 D
+bytes in bfloat16 for each KV head, once. The attention of a decode to one KV head is split among as many programs as
+fill the GPU. A second kernel merges their states (chapter 02) in a fixed order. Explained in chapter 15.
 """
 
 import math
@@ -46,12 +46,12 @@ def bound_scores(
     high: Float[Tensor, "pages Hk D"],
     pages: "DecodePages",
 ) -> Float[Tensor, "B Hk W"]:
-    """Compute `page_selection.bound_scores`; D is a power of two, and contiguous."""
+    """Compute `page_selection.bound_scores`; D is a power of two, 16 or more, and a group has at most 16 heads."""
     (count, num_qo_heads, head_dim), num_heads = q.shape, low.shape[1]
     bounds = q.new_empty(count, num_heads, pages.width, dtype=torch.float32)
     _bound[triton.cdiv(pages.width, PAGES), num_heads, count](
         q, *q.stride()[:2], low, high, pages.pages, pages.first, pages.kv_lens, bounds, pages.width, num_heads,
-        GROUP=num_qo_heads // num_heads, PAGE=pages.page_size, DIM=head_dim, PAGES=PAGES,
+        GROUP=num_qo_heads // num_heads, PAGE=pages.page_size, DIM=head_dim, ROWS=ROWS, PAGES=PAGES,
     )  # fmt: skip
     return bounds
 
@@ -65,7 +65,7 @@ def attend_to_pages(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Tensor, "B Hq D"]:
-    """Compute `page_selection.attend_to_pages`; D is a power of two, 16 or more, and a group has at most 16 heads."""
+    """Compute `page_selection.attend_to_pages`; the sizes are those of `bound_scores`."""
     (count, num_qo_heads, head_dim), (num_heads, num_selected) = q.shape, selected.shape[1:]
     num_tiles = triton.cdiv(num_selected * pages.page_size, TILE)
     splits = min(triton.cdiv(PROGRAMS, count * num_heads), num_tiles, MOST_SPLITS)
@@ -110,24 +110,26 @@ def _summarize(
 @triton.jit
 def _bound(
     q, q_row, q_head, low, high, pages, first, kv_lens, out, width, num_heads,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PAGES: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     index = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     last = (tl.load(kv_lens + row) - 1) // PAGE
     bounds = tl.where((index == 0) | (index == last), float("inf"), float("-inf"))
     if tl.program_id(0) * PAGES < last:
-        positive, negative = tl.zeros((DIM,), tl.float32), tl.zeros((DIM,), tl.float32)
-        for member in range(GROUP):
-            own = q + row.to(tl.int64) * q_row + (head * GROUP + member) * q_head + tl.arange(0, DIM)
-            query = tl.load(own).to(tl.float32)
-            positive, negative = positive + tl.maximum(query, 0.0), negative + tl.minimum(query, 0.0)
-        is_full = (index > 0) & (index < last)
+        column, member = tl.arange(0, DIM)[None, :], tl.arange(0, ROWS)
+        is_member, is_full = (member < GROUP)[:, None], (index > 0) & (index < last)
+        own = q + row.to(tl.int64) * q_row + (head * GROUP + member)[:, None] * q_head + column
+        query = tl.load(own, mask=is_member, other=0.0)
+        positive, negative = tl.where(query > 0, query, 0.0), tl.where(query < 0, query, 0.0)
         page = tl.load(pages + tl.load(first + row) + index, mask=is_full, other=0).to(tl.int64)
-        at = ((page * num_heads + head) * DIM)[:, None] + tl.arange(0, DIM)[None, :]
-        lows = tl.load(low + at, mask=is_full[:, None], other=0.0).to(tl.float32)
-        highs = tl.load(high + at, mask=is_full[:, None], other=0.0).to(tl.float32)
-        bounds = tl.where(is_full, tl.sum(highs * positive[None, :] + lows * negative[None, :], 1), bounds)
+        at = ((page * num_heads + head) * DIM)[:, None] + column
+        lows = tl.load(low + at, mask=is_full[:, None], other=0.0)
+        highs = tl.load(high + at, mask=is_full[:, None], other=0.0)
+        of_heads = tl.dot(positive.to(query.dtype), tl.trans(highs), input_precision="ieee")
+        of_heads = tl.dot(negative.to(query.dtype), tl.trans(lows), of_heads, input_precision="ieee")
+        most = tl.max(tl.where(is_member, of_heads, float("-inf")), 0)
+        bounds = tl.where(is_full, most, bounds)
     tl.store(out + (row.to(tl.int64) * num_heads + head) * width + index, bounds, mask=index < width)
 
 

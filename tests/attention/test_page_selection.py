@@ -83,7 +83,7 @@ def selected_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, pag
         for page in range(1, last):
             keys = k[page * page_size : (page + 1) * page_size, own]
             low, high = keys.min(0).values, keys.max(0).values
-            bounds[page] = float(torch.maximum(group * low, group * high).sum())
+            bounds[page] = float(torch.maximum(group * low, group * high).sum(-1).max())
         best = sorted(bounds, key=lambda page: -bounds[page])[: spec.key_budget // page_size - 2]
         mask = torch.zeros(1, len(k), dtype=torch.bool)
         for page in (0, *best, last):
@@ -169,14 +169,14 @@ def test_a_selection_belongs_to_a_kv_head() -> None:
     assert torch.allclose(backend(0, q, k[3:], v[3:])[0, :, 0], torch.tensor([1.0, 2.0], dtype=torch.float64))
 
 
-def test_bounds_are_added_over_the_heads_of_a_group() -> None:
-    """The first page and the last are always selected. Page 1 matters to one head, and page 2 a little less to both."""
+def test_a_page_counts_as_for_the_head_of_the_group_that_needs_it_most() -> None:
+    """The first page and the last are always selected. Page 2 matters to both heads, and page 1 more to one of them."""
     low = high = torch.tensor([[[0.0, 0.0]], [[5.0, -3.0]], [[3.0, 3.0]], [[0.0, 0.0]]])
     q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     pages = DecodePages(torch.arange(4).int(), torch.tensor([0]), torch.tensor([4]), page_size=1, width=5)
     bounds = bound_scores(q, low, high, pages)
-    assert bounds.tolist() == [[[torch.inf, 2.0, 6.0, torch.inf, -torch.inf]]]
-    assert set(select_pages(bounds, 3).flatten().tolist()) == {0, 2, 3}
+    assert bounds.tolist() == [[[torch.inf, 5.0, 3.0, torch.inf, -torch.inf]]]
+    assert set(select_pages(bounds, 3).flatten().tolist()) == {0, 1, 3}
 
 
 # --- summaries -------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_bound_reaches_every_score_of_its_page(seed: int, page_size: int, coun
         torch.arange(count).int(), torch.tensor([0]), torch.tensor([count * page_size]), page_size, count
     )
     bounds = bound_scores(q, low, high, pages)
-    scores = torch.einsum("hgd,cphd->hcgp", q[0].unflatten(0, (2, 3)), k_pages).sum(dim=2).amax(dim=2)
+    scores = torch.einsum("hgd,cphd->hcgp", q[0].unflatten(0, (2, 3)), k_pages).amax(dim=(2, 3))
     assert bool((bounds[0] >= scores - 1e-11 * size).all())
     if page_size == 1:  # then the bound is the score itself
         torch.testing.assert_close(bounds[0, :, 1:-1], scores[:, 1:-1], atol=1e-11 * size, rtol=0)
@@ -338,6 +338,12 @@ def test_the_backend_that_selects_pages_is_chosen_for_layers_with_a_budget(monke
     spec, gpu = replace(SPARSE, head_dim=64), torch.device("cuda")
     assert choose_backend([spec], None, "NHD", torch.bfloat16, gpu)[0] == "sparse"
     assert choose_backend([replace(spec, key_budget=None)], None, "NHD", torch.bfloat16, gpu)[0] != "sparse"
+    refusal = (
+        BACKENDS["sparse"]
+        .on("cuda")
+        .refusal([replace(spec, num_qo_heads=34)], PlannedCache(16, "NHD", torch.bfloat16, gpu))
+    )
+    assert refusal is not None and "at most 16 query heads" in refusal[0]
     for name in BACKENDS.keys() - {*NAMES}:
         cache = PlannedCache(16, "NHD", torch.float32, torch.device("cpu"))
         assert BACKENDS[name].on("cpu").refusal([SPARSE], cache) is not None

@@ -42,7 +42,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
     "compile_backend": {"torch-cudagraph": False, "torch-simple": True},
 }
-# Options that are several options with a name.
+# Options that have options of their own.
 GROUPS: dict[str, Any] = {"speculative_config": SpeculativeConfig, "sparse_attention_config": SparseAttentionConfig}
 # Options of vLLM that have no meaning here, and the values that ask for nothing that this engine lacks.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

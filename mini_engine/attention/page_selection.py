@@ -9,11 +9,11 @@ because k_d lies between low_d and high_d, so the right side, the *bound*, reach
 It reads two vectors where the scores read one for each key: with pages of 16 tokens, an eighth of the keys' bytes. A
 decode computes the bounds of its pages, selects the pages with the largest ones, and attends to their keys.
 
-The query heads of a group share each key that is read, so they share a selection: one for each KV head. A page counts
-as much as for the head of the group that needs it most, so its bound is the maximum over the heads. Their sum finds a
-little more of the attention, but it loses pages that a single head needs, such as those of a number that was mentioned
-once (experiment 18). Two pages are always selected. The last one has the query's own key. The first one often gets much
-weight whatever the query is (an attention sink, Xiao et al. 2023), more than its bound says.
+The query heads of a group share each key that is read, so they share a selection: one for each KV head. The bound of a
+page is the maximum over the heads of the group. Their sum finds a little more of the attention, but it loses pages that
+a single head needs, such as the page with a number that was mentioned once (experiment 18). Two pages are always
+selected. The last one has the query's own key. The first one often gets much weight whatever the query is (an attention
+sink, Xiao et al. 2023), more than its bound says.
 
 **When a summary is right.** All pages of a request before the page of the query are full, and the last page is selected
 without a look at its summary. So only summaries of full pages are read, and it suffices to compute a page's summary

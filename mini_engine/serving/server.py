@@ -54,7 +54,7 @@ def run_server(engine: TextEngine, model: str, options: ServerOptions, on_ready:
     thread = EngineThread(engine, options.max_queued_requests)
     app = create_app(thread, options.served_model_name or model, options)
     config = uvicorn.Config(
-        app, options.host, options.port, log_level="warning", timeout_graceful_shutdown=options.shutdown_seconds
+        app, options.host, options.port, log_level="error", timeout_graceful_shutdown=options.shutdown_seconds
     )
     server = Server(config, thread, on_ready)
     try:

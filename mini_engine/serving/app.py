@@ -17,7 +17,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
@@ -34,7 +34,9 @@ from mini_engine.serving.answers import (
     error_body,
     event,
 )
+from mini_engine.serving.chat_page import read_page
 from mini_engine.serving.engine_thread import EngineThread, QueueFullError, ShuttingDownError
+from mini_engine.serving.live import snapshots
 from mini_engine.serving.metrics import CONTENT_TYPE, Metrics
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.parts_of_output import THINK, ForcedCalls, OutputParser, Parser, tool_format
@@ -48,6 +50,7 @@ from mini_engine.serving.protocol import (
 from mini_engine.structured import TokenGrammar
 
 PING_SECONDS = 15.0  # between comments that keep an idle stream open
+OPEN_PATHS = ("/", "/health")  # need no API key; the page asks for it
 LEFT = Response(status_code=499)  # to a client that has left
 
 
@@ -76,6 +79,8 @@ def create_app(thread: EngineThread, model: str, options: ServerOptions) -> Fast
         await run_in_threadpool(thread.close)
 
     app = FastAPI(title="mini-engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_api_route("/", api.page, methods=["GET", "HEAD"])
+    app.add_api_route("/events", api.events, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"])
     app.add_api_route("/metrics", api.metrics_text, methods=["GET", "HEAD"])
     app.add_api_route("/v1/models", api.models, methods=["GET"])
@@ -109,6 +114,21 @@ class Api:
         self._template = _read(options.chat_template)
         template = self._template or _template_of(thread.engine)
         self._tools, self._reasons = tool_format(template), template is not None and THINK in template
+        self._page = read_page()
+
+    async def page(self) -> Response:
+        """Return the page on which to chat and to watch the engine."""
+        return HTMLResponse(self._page.html, headers=self._page.headers)
+
+    async def events(self) -> Response:
+        """Stream snapshots of the engine, which the page draws."""
+
+        async def live() -> AsyncGenerator[bytes, None]:
+            async with aclosing(snapshots(self._thread)) as several:
+                async for snapshot in several:
+                    yield event(snapshot)
+
+        return _event_stream(live())
 
     async def health(self) -> Json:
         """Answer 200 while the engine's thread lives."""
@@ -215,9 +235,7 @@ class Api:
         answer.with_usage = options is not None and options.continuous_usage_stats
         chunks = _chunks(answer, first, pieces, params.n * len(tokens), params.n)
         last = [lambda: event(answer.counts())] if options is not None and options.include_usage else []
-        return StreamingResponse(
-            _with_pings(_events(chunks, last)), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        return _event_stream(_events(chunks, last))
 
     async def _pieces(
         self, tokens: list[list[int]], params: SamplingParams, grammar: TokenGrammar | None, each_step: bool
@@ -333,6 +351,11 @@ async def _events(chunks: AsyncGenerator[Json, None], last: list[Callable[[], by
         yield DONE
 
 
+def _event_stream(events: AsyncGenerator[bytes, None]) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(_with_pings(events), media_type="text/event-stream", headers=headers)
+
+
 async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """Yield events, and a comment where none has come for a while."""
     async with aclosing(events):
@@ -402,13 +425,13 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class _ApiKey:
-    """Refuses requests without the key, except to /health."""
+    """Refuses requests without the key, except to `OPEN_PATHS`."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._wanted = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._wanted):
                 body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")

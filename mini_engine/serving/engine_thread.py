@@ -12,8 +12,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
@@ -23,6 +25,7 @@ from mini_engine.structured import TokenGrammar
 from mini_engine.text_request import PromptOutputs
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class QueueFullError(MiniEngineError):
@@ -90,6 +93,11 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the server is shutting down."""
+        return self._is_draining
+
+    @property
     def num_outputs(self) -> int:
         """Number of outputs that are unfinished, waiting or running."""
         return sum(stream.params.n for stream in self._streams.values())
@@ -128,6 +136,16 @@ class EngineThread:
         finally:
             del self._streams[stream.number]
             self._commands.put(lambda: self._abort(stream.number))
+
+    async def read(self, read: Callable[[TextEngine], T]) -> T:
+        """Call a function with the engine between two steps, on the thread, and return its result.
+
+        Args:
+            read: reads the engine and does not change it.
+        """
+        result = Future[T]()
+        self._commands.put(lambda: self._read(read, result))
+        return await asyncio.wrap_future(result)
 
     def drain(self) -> None:
         """Refuse new prompts, and end those that are not in the batch yet. The others go on."""
@@ -181,6 +199,14 @@ class EngineThread:
     def _abort(self, number: int) -> None:
         if (submitted := self._submitted.pop(number, None)) is not None:
             self.engine.abort(submitted)
+
+    def _read(self, read: Callable[[TextEngine], T], result: Future[T]) -> None:
+        if not result.set_running_or_notify_cancel():  # the client has left
+            return
+        try:
+            result.set_result(read(self.engine))
+        except Exception as error:
+            result.set_exception(error)
 
     def _refuse_waiting(self) -> None:
         waiting = self.engine.engine.scheduler.waiting

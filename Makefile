@@ -46,9 +46,10 @@ grader: $(READY)  # of one chapter as a reader starts it; the tests grade all an
 notebooks: $(READY)
 	$(BIN)/python -m book notebooks test
 
-serve: $(READY)  ## serve the embedded model over HTTP on this machine, with OpenAI's protocol
+serve: $(READY)  ## serve the embedded model on this machine: a page to chat and watch the engine, and OpenAI's protocol
 	@$(BIN)/python -m mini_engine.loading.hub > /dev/null
-	@$(BIN)/mini-engine serve
+	@# A small pool of small pages, so that the page of the server shows pages fill, be shared, and be evicted.
+	@$(BIN)/mini-engine serve --page-size 16 --num-pages 256 --max-model-len 2048
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --config jupyter/jupyter_server_config.py chapters

@@ -176,6 +176,7 @@ def _example(address: str) -> str:
     body = '{"messages": [{"role": "user", "content": "What is a page table?"}], "stream": true}'
     return (
         f"listening on {address}\n\n"
+        f"Open {address}/ in a browser to chat and to watch the engine, or call it:\n\n"
         f"curl -N {address}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{body}'"
     )
 

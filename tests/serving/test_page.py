@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from playwright import sync_api
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.sampling_params import StructuredOutputsParams
+from mini_engine.serving import live
 from mini_engine.serving.options import ServerOptions
+from mini_engine.serving.snapshot import take_snapshot
 from tests.book.site_under_test import CHROMIUM, DESKTOP, FLAGS, needs_browser
 from tests.serving.conftest import MODEL, Served
 from tests.serving.test_server import get, until
@@ -237,6 +240,38 @@ def test_requests_that_find_no_room_wait_in_the_queue(
         tab.page.get_by_role("button", name="Stop").click()
         until(lambda: has_ended(served) and tab.page.locator("#queue .chip").count() == 0)
         assert tab.problems == []
+
+
+@needs_browser
+def test_a_preemption_is_shown(browser: sync_api.Browser, new_server: Callable[..., Any]) -> None:
+    options = {"num_pages": 36, "page_size": 16, "enable_prefix_caching": True, "max_batch_size": 8}
+    with new_server(**options) as served, Tab(browser, served) as tab:
+        served.engine.default_params = ENDLESS
+        steps = Steps(served)
+        tab.page.get_by_role("button", name="Send 8 examples").click()
+        until(lambda: len(served.engine.engine.requests) == 8)
+        while served.engine.engine.metrics.preemptions == 0:
+            steps.left = 1
+            until(lambda: steps.left == 0)
+        until(lambda: "is preempted" in tab.page.locator("#news").inner_text())
+        until(lambda: tab.total("preemptions") == str(served.engine.engine.metrics.preemptions))
+        assert tab.page.locator("#queue .chip").count() > 0 and tab.problems == []
+        tab.page.get_by_role("button", name="Stop").click()
+        until(lambda: has_ended(served))
+
+
+@needs_browser
+def test_a_large_pool_is_drawn_in_squares_of_several_pages(
+    browser: sync_api.Browser, sharing: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "take_snapshot", partial(take_snapshot, max_cells=20))
+    steps = Steps(sharing)
+    with Tab(browser, sharing) as tab:
+        tab.page.get_by_text("a square is 5 pages").wait_for()
+        tab.ask("Name a color.")
+        steps.left = 3
+        until(lambda: tab.pages("owned") > 0)
+        assert tab.page.locator("#pages .page").count() == 20 and tab.problems == []
 
 
 @needs_browser

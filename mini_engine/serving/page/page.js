@@ -219,10 +219,10 @@ function chip(number) {
   return color(make("span", "chip", number), number);
 }
 
-function draw(snapshot) {
+function draw(snapshot, before) {
   owners = Array.from(snapshot.cells, () => []);
   for (const { number, cells } of snapshot.running) for (const cell of cells) owners[cell].push(number);
-  if (shown) addNews(shown, snapshot);
+  if (before) addNews(before, snapshot);
   shown = snapshot;
   drawTotals();
   drawPages();
@@ -333,7 +333,12 @@ find("pages").onpointerover = ({ target }) => {
 
 function mark(number) {
   hovered = number;
-  drawPages();
+  if (shown) drawPages();
+}
+
+async function nameModel() {
+  const models = await (await send("v1/models")).json();
+  find("model").textContent = models.data[0].id;
 }
 
 let watching = null; // an AbortController; null while the page is hidden, because it then needs no snapshots
@@ -344,7 +349,12 @@ async function watch() {
     try {
       const response = await send("events", { signal: own.signal });
       find("connection").textContent = "live";
-      for await (const snapshot of eventsOf(response)) draw(snapshot);
+      await nameModel();
+      let before = null; // what was shown before may be of an earlier server
+      for await (const snapshot of eventsOf(response)) {
+        draw(snapshot, before);
+        before = snapshot;
+      }
     } catch (error) {
       if (own.signal.aborted) return;
       console.info(`no snapshots: ${error.message}`);
@@ -360,10 +370,4 @@ document.onvisibilitychange = () => {
   if (!document.hidden) watch();
 };
 
-async function nameModel() {
-  const models = await (await send("v1/models")).json();
-  find("model").textContent = models.data[0].id;
-}
-
 watch();
-nameModel();

@@ -64,13 +64,10 @@ class EngineThread:
         engine: the engine; nothing else may step it.
         max_queued: outputs that may wait for a place in the batch. More are refused, because a client that is told at
             once can go elsewhere, while one in an endless queue waits for an answer that it has given up.
-        on_step: called on the thread after each step.
     """
 
-    def __init__(
-        self, engine: TextEngine, max_queued: int, on_step: Callable[[TextEngine], None] = lambda engine: None
-    ) -> None:
-        self.engine, self._on_step = engine, on_step
+    def __init__(self, engine: TextEngine, max_queued: int) -> None:
+        self.engine = engine
         self._most = engine.engine.config.max_batch_size + max_queued
         self._numbers, self._inbox = count(), deque[Piece]()
         self._streams: dict[int, Stream] = {}  # of the event loop
@@ -176,7 +173,6 @@ class EngineThread:
                 logger.exception("a step failed")
                 self._fail_all(MiniEngineError(f"the engine failed: {type(error).__name__}: {error}"))
             self._hand_over()
-            self._on_step(self.engine)
         self._fail_all(ShuttingDownError("the server is shutting down; send the request to another one"))
 
     def _take_commands(self, wait: bool) -> None:

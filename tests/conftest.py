@@ -3,15 +3,22 @@
 `python -m pytest -m gpu` collects only the files with such tests. They need a GPU, the package, pytest and Hypothesis.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:  # most tests run without a browser
+    from playwright.sync_api import Browser
 
 # Without a GPU, Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported.
 if not torch.cuda.is_available():
@@ -45,6 +52,19 @@ def embedded_model() -> None:
         importlib.metadata.version(hub.EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         hub.embedded_gguf = skip
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A browser for all tests of a process, because its interface, an event loop, can be started only once there."""
+    from playwright import sync_api
+
+    from tests.book.site_under_test import CHROMIUM, FLAGS
+
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

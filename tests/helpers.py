@@ -6,10 +6,11 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ WORDS = PreTrainedTokenizerFast(
 )
 WORDS.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
 EOS = 2
+T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 Arrival = tuple[str, list[int], SamplingParams]  # name, prompt, parameters
 
@@ -62,6 +64,12 @@ def save_tiny_model(folder: Path, words: ListLike[str]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=template).save_pretrained(
         folder
     )
+
+
+def in_a_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that runs an event loop. The thread of a browser test has one already, as long as it lives."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 def make_engine(

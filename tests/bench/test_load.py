@@ -18,6 +18,7 @@ from mini_engine import SamplingParams
 from mini_engine.bench.load import Arrivals, Objective, Report, Seen, drive, main
 from mini_engine.bench.workloads import BenchRequest
 from mini_engine.errors import PeerError
+from tests.helpers import in_a_thread
 from tests.serving.conftest import Served, llm, served
 
 __all__ = ["llm", "served"]  # fixtures
@@ -51,9 +52,8 @@ def test_what_clients_see() -> None:
 
 
 def test_a_load_on_a_server(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    main(
-        ["--address", served.address, "--rate", "20", "--num-requests", "6", "--prompt", "4", "8", "--output", "3", "5"]
-    )
+    load = "--rate 20 --num-requests 6 --prompt 4 8 --output 3 5"
+    in_a_thread(main, ["--address", served.address, *load.split()])
     report = json.loads(capsys.readouterr().out)
     assert (report["num_requests"], report["num_failed"]) == (6, 0)
     assert report["tokens_per_second"] > 0 and all(report["first"])
@@ -61,7 +61,7 @@ def test_a_load_on_a_server(served: Served, capsys: pytest.CaptureFixture[str]) 
 
 def test_every_token_has_a_time(served: Served) -> None:
     requests = [BenchRequest([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=n)) for n in (1, 4)]
-    seen = asyncio.run(drive(served.address, requests, Arrivals(math.inf)))
+    seen = in_a_thread(asyncio.run, drive(served.address, requests, Arrivals(math.inf)))
     assert all(own.error is None for own in seen)
     assert all(own.times == sorted(own.times) and len(own.times) <= n for own, n in zip(seen, (1, 4), strict=True))
 
@@ -77,7 +77,7 @@ def test_every_token_has_a_time(served: Served) -> None:
 )
 def test_broken_answers_are_failures(answer: bytes, closing_server: Callable[[bytes], str]) -> None:
     request = BenchRequest([5], SamplingParams(max_tokens=2))
-    [seen] = asyncio.run(drive(closing_server(answer), [request], Arrivals(math.inf)))
+    [seen] = in_a_thread(asyncio.run, drive(closing_server(answer), [request], Arrivals(math.inf)))
     assert seen.error is not None
 
 

@@ -1,4 +1,4 @@
-"""The built site and a browser, for every test that needs them: built and started once, since one worker runs these."""
+"""The built site, for every test that needs it: built once, since one worker runs these."""
 
 from __future__ import annotations
 
@@ -30,18 +30,6 @@ def address(site: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    from playwright import sync_api
-
-    from tests.book.site_under_test import CHROMIUM, FLAGS
-
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

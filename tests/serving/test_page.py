@@ -22,21 +22,13 @@ from mini_engine.sampling_params import StructuredOutputsParams
 from mini_engine.serving import live
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.snapshot import take_snapshot
-from tests.book.site_under_test import CHROMIUM, DESKTOP, FLAGS, needs_browser
+from tests.book.site_under_test import DESKTOP, needs_browser
 from tests.serving.conftest import MODEL, Served
 from tests.serving.test_server import get, until
 
 PHONE = sync_api.ViewportSize(width=375, height=812)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
 PASSWORD = "secret"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 class Steps:

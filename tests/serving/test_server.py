@@ -22,6 +22,7 @@ import pytest
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.serving.options import ServerOptions
+from tests.helpers import in_a_thread
 from tests.serving.conftest import MODEL, Served, serving
 
 QUESTION = [{"role": "user", "content": "Name a color."}]
@@ -164,7 +165,7 @@ def test_many_clients_at_once(served: Served, llm: LLM) -> None:
             answers = [client.completions.create(model=MODEL, prompt=p, temperature=0, max_tokens=8) for p in prompts]
             return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
 
-    assert asyncio.run(ask()) == want
+    assert in_a_thread(asyncio.run, ask()) == want
     until(lambda: is_idle(served))
 
 

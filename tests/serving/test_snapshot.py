@@ -21,7 +21,7 @@ from mini_engine.serving import live
 from mini_engine.serving.engine_thread import EngineThread
 from mini_engine.serving.live import Speed, snapshots
 from mini_engine.serving.snapshot import MAX_WAITING, Snapshot, take_snapshot
-from tests.helpers import GREEDY, double_model, make_engine, make_text_engine
+from tests.helpers import GREEDY, double_model, in_a_thread, make_engine, make_text_engine
 from tests.serving.conftest import Served
 from tests.serving.test_server import post
 
@@ -196,7 +196,7 @@ def test_an_engine_without_clients_of_its_stream_takes_no_snapshots(monkeypatch:
         await several.aclose()
         thread.close()
 
-    asyncio.run(run())
+    in_a_thread(asyncio.run, run())
 
 
 def test_the_stream_ends_when_the_server_does(new_server: Callable[..., Any]) -> None:
@@ -225,4 +225,4 @@ def test_a_client_that_leaves_while_a_step_runs_does_no_harm() -> None:
         thread.close()
         assert not thread.is_alive and [own async for own in snapshots(thread)] == []
 
-    asyncio.run(run())
+    in_a_thread(asyncio.run, run())

@@ -1,0 +1,191 @@
+"""Measure what clients of a server see: latency by offered load, and stalls by the tokens of a step.
+
+    python experiments/21_latency_under_load/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+    python experiments/21_latency_under_load/run.py --predict
+
+The server and the load generator (`mini_engine/bench/load.py`) are processes of their own. The result goes to
+experiments/21_latency_under_load/results/<device>.json, below DIR where one is given. Sections that are not measured
+again keep their rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from book import results
+from book.experiment import command_line, predicted, record
+from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive
+from mini_engine.bench.workloads import BenchRequest, Workload
+from mini_engine.sampling_params import SamplingParams
+
+EXPERIMENT = "21_latency_under_load"
+SECTIONS = RATES, STALL = "rates", "stall"
+MODEL = "smollm2-135m-instruct"
+LOADS = 0.3, 0.6, 0.9, 1.2  # of the rate at which the server answers requests that all arrive at once
+ROUNDS = 3
+NO_BOUND = "a latency under load has no bound but that of an idle server"
+CAPACITY = "the rate of requests that all arrive at once"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on a kind of device.
+
+    Attributes:
+        workload: the requests of the section `rates`.
+        options: of the server.
+        objective: what counts for goodput.
+        streams: requests that are being answered when a long prompt arrives.
+        long: tokens of that prompt.
+        chunks: most tokens of a step, in the section `stall`.
+    """
+
+    workload: Workload
+    options: tuple[str, ...]
+    objective: Objective
+    streams: int
+    long: int
+    chunks: tuple[int, ...]
+
+
+SETTINGS = {
+    "cpu": Setting(
+        Workload(24, (32, 96), (16, 48)), ("--max-batch-size=8", "--max-model-len=2048", "--dtype=bfloat16"),
+        Objective(2.0, 0.2), 6, 1536, (2048, 256, 64),
+    ),
+    "cuda": Setting(
+        Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 8000, (16_384, 2048, 512),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class At:
+    """Arrivals at given seconds."""
+
+    seconds: tuple[float, ...]
+
+    def times(self, count: int) -> np.ndarray:
+        return np.array(self.seconds[:count])
+
+
+@contextmanager
+def server(device: str, *options: str) -> Iterator[str]:
+    """Start a server, and yield its address."""
+    command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port=0", f"--device={device}", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield next(found[1] for line in process.stdout if (found := re.search(r"on (http://[\d.:]+)", line)))
+        finally:
+            process.terminate()
+
+
+def load_in_a_process(address: str, requests: Sequence[BenchRequest], arrivals: Arrivals | At) -> list[Seen]:
+    """Drive a load from another process, so that it takes no time from anything else here."""
+    import multiprocessing  # a fork would inherit what this process has loaded
+
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_drive, (address, list(requests), arrivals))
+
+
+def _drive(address: str, requests: list[BenchRequest], arrivals: Arrivals | At) -> list[Seen]:
+    return asyncio.run(drive(address, requests, arrivals))
+
+
+def row(
+    figure: str, values: Sequence[float], unit: str, case: dict[str, results.Setting], bound: float | None = None
+) -> results.Row:
+    """The median of the rounds, with the smallest and the largest."""
+    source = NO_BOUND if bound is None else CAPACITY
+    made = results.Row(figure, statistics.median(values), unit, bound, source, case, (min(values), max(values)))
+    print(made.cells()[:5], flush=True)
+    return made
+
+
+def rate_rows(setting: Setting, device: str) -> list[results.Row]:
+    """Latency and goodput by offered load, as shares of what the server can do."""
+    requests, rows = setting.workload.requests(VOCABULARY), list[results.Row]()
+    with server(device, *setting.options) as address:
+
+        def reports(arrivals: Callable[[int], Arrivals]) -> list[Report]:
+            seen = [load_in_a_process(address, requests, arrivals(i)) for i in range(ROUNDS)]
+            return [Report.of(own, setting.objective) for own in seen]
+
+        load_in_a_process(address, requests[:4], Arrivals(math.inf))  # a warm-up
+        most = statistics.median(own.requests_per_second for own in reports(lambda i: Arrivals(math.inf)))
+        for load in LOADS:
+            case: dict[str, results.Setting] = {"load": load, "engine": "mini_engine"}
+            found = reports(lambda i, load=load: Arrivals(load * most, seed=i))  # type: ignore[misc]
+            for i, percent in enumerate((50, 90, 99)):
+                rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
+                rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
+            rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
+            rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, load * most))
+            assert not any(own.num_failed for own in found)
+    return rows
+
+
+def stall_rows(setting: Setting, device: str) -> list[results.Row]:
+    """The longest pause of streams while a long prompt is computed, by the most tokens of a step."""
+    rows = list[results.Row]()
+    short = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+    requests = [BenchRequest([100 + i] * 16, short) for i in range(setting.streams)]
+    requests.append(BenchRequest([7 + i % 5000 for i in range(setting.long)], short))
+    for chunk in setting.chunks:
+        case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": "mini_engine"}
+        options = (*setting.options, f"--max-num-batched-tokens={chunk}", "--no-enable-prefix-caching")
+        with server(device, *options) as address:
+            arrivals = At((*[0.0] * setting.streams, 1.0))
+            load_in_a_process(address, requests, arrivals)  # a warm-up
+            seen = [load_in_a_process(address, requests, arrivals) for _ in range(ROUNDS)]
+        gaps = [max(max(own.between) for own in sorted(of, key=lambda own: own.arrival)[:-1]) for of in seen]
+        first = [max(of, key=lambda own: own.arrival).first for of in seen]
+        rows.append(row("longest pause of a stream", gaps, "s", case))
+        rows.append(row("TTFT of the long prompt", first, "s", case))
+    return rows
+
+
+def predictions() -> str:
+    """The numbers of the README's Prediction, for the CPU."""
+    setting = SETTINGS["cpu"]
+    return predicted({
+        f"steps of the long prompt, {chunk} tokens each": f"{-(-setting.long // (chunk - setting.streams))}"
+        for chunk in setting.chunks
+    })  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure the chosen sections and record them."""
+    parser = command_line(__doc__ or "", predictions)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    arguments = parser.parse_args(argv)
+    setting = SETTINGS[arguments.device]
+    parameters: dict[str, results.Setting] = {
+        "model": MODEL, "requests": setting.workload.num_requests, "rounds": ROUNDS,
+        "options": " ".join(setting.options), "long prompt": setting.long, "streams": setting.streams,
+        "objective": f"{setting.objective.first:g} s to the first token, {setting.objective.between:g} s per token",
+    }  # fmt: skip
+    measure = {RATES: rate_rows, STALL: stall_rows}
+    for section in arguments.only:
+        rows = measure[section](setting, arguments.device)
+        made = [results.Row(**{**vars(own), "case": {"section": section, **own.case}}) for own in rows]
+        result = results.new_result(EXPERIMENT, made, parameters, arguments.device)
+        record(results.with_recorded(result, arguments.out, "section"), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

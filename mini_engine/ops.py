@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     """
 
     path: str
-    accepts: Callable[..., bool] = lambda first, *others: first.is_cuda
+    accepts: Callable[..., bool] = lambda first, *others, **named: first.is_cuda
 
 
 # Once per step. Triton comes with PyTorch for CUDA, not with PyTorch for CPUs.

@@ -149,7 +149,7 @@ def rows_of(
 
 
 def text_rows(device: str) -> Iterator[list[results.Row]]:
-    llm = LLM(MODEL, dtype="bfloat16", device=device, enable_prefix_caching=False, warm_up=False, num_pages=64)
+    llm = LLM(MODEL, dtype="bfloat16", device=device, enable_prefix_caching=False, num_pages=64)
     engines = engines_of(llm, device)
     for workload in (COPY, FREE):
         for num_requests in BATCHES[device]:

@@ -118,10 +118,6 @@ class Acceptance:
         self._right[rows] = self._right[rows] * fades + num_right
         self._tried[rows] = self._tried[rows] * fades + tried
 
-    def forget(self) -> None:
-        """Forget all rows."""
-        self._admission[:] = 0
-
 
 def expected_right(right: Float64[np.ndarray, " B"], counts: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, " B"]:
     """Return how many of each row's guesses are expected to count: those before the first wrong one.
@@ -130,7 +126,8 @@ def expected_right(right: Float64[np.ndarray, " B"], counts: Int64[np.ndarray, "
         right: probability that a guess of the row is right, if those before it are.
         counts: guesses of each row.
     """
-    return np.where(right < 1, right * (1 - right**counts) / np.maximum(1 - right, 1e-12), counts)
+    wrong = np.maximum(1 - right, 1e-9)
+    return np.where(wrong > 1e-9, right * (1 - right**counts) / wrong, counts)  # near 1, rounding would hide the gain
 
 
 def best_counts(

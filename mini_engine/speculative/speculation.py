@@ -53,19 +53,23 @@ class Speculation:
         clock: Callable[[], float] = time.perf_counter,
         most_tokens: int | None = None,
     ) -> None:
-        self._can_pipeline, self._most_tokens = can_pipeline, most_tokens
+        self._can_pipeline, self._most_tokens, self._max_rows = can_pipeline, most_tokens, max_rows
         self.drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
+        self.num_guesses = self.num_right = 0
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._step_seconds, self._pipelined_seconds = StepSeconds(1.0), StepSeconds(1.0)
         self._guess_seconds, self._hits = StepSeconds(0.0), 1.0
-        self._acceptance, self._turn = Acceptance(max_rows), 0
+        self._acceptance, self._turn = Acceptance(self._max_rows), 0
         # What was chosen last: guesses for each row and its admission then; whether steps should not be pipelined; and
         # until when the choice stands.
-        self._limits, self._chosen_for = np.zeros((2, max_rows), dtype=np.int64)
+        self._limits, self._chosen_for = np.zeros((2, self._max_rows), dtype=np.int64)
         self._asks, self._stands_until = True, 0
         self._explore_at, self._explore_after = EXPLORE, EXPLORE
-        self._guessed_for = np.zeros(max_rows, dtype=np.int64)  # the admission of each row's last request with guesses
+        # The admission of each row's last request with guesses.
+        self._guessed_for = np.zeros(self._max_rows, dtype=np.int64)
         self._ended: float | None = None
-        self.num_guesses = self.num_right = 0
 
     def begin_step(self) -> None:
         """A step is going to be scheduled."""
@@ -213,8 +217,6 @@ class Speculation:
         self._ended = None if is_idle else now
 
     def forget(self) -> None:
-        """Forget all requests: rows and admissions are numbered anew."""
+        """Forget all requests, whose rows are used anew, and all times: those of a warm-up are those of a compiler."""
         self.drafter.forget()
-        self._guessed_for[:] = self._chosen_for[:] = 0
-        self._acceptance.forget()
-        self._ended = None
+        self._start_over()

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.request import Running
-from mini_engine.speculative.cost_model import FIRST_STEPS, STEPS_KEPT, Acceptance, StepSeconds, best_counts
+from mini_engine.speculative.cost_model import (
+    FIRST_STEPS,
+    STEPS_KEPT,
+    Acceptance,
+    StepSeconds,
+    best_counts,
+    expected_right,
+)
 from mini_engine.speculative.speculation import Speculation
 
 
@@ -50,6 +57,12 @@ def test_what_the_drafter_takes_counts(right, most, of_guess, two):
         for k in range(most + 1)
     ]
     assert rates[best] >= max(rates) * (1 - 1e-9)
+
+
+@given(st.floats(0.0, 1.0) | st.floats(0.0, 1e-6).map(lambda wrong: 1 - wrong), st.integers(0, 8))
+def test_guesses_count_as_long_as_all_before_them_are_right(right: float, count: int) -> None:
+    (expected,) = expected_right(np.array([right]), np.array([count]))
+    assert expected == pytest.approx(sum(right**i for i in range(1, count + 1)), rel=1e-6)
 
 
 def test_times_are_the_fastest_of_late_and_grow_with_the_step() -> None:
@@ -144,7 +157,7 @@ def test_wrong_guesses_cost_at_most_two_percent(num_rows: int, cost, depth: int)
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-@pytest.mark.parametrize(("num_rows", "right"), [(1, 0.8), (8, 0.8), (1, 0.3), (64, 0.9)])
+@pytest.mark.parametrize(("num_rows", "right"), [(1, 0.8), (8, 0.8), (1, 0.3), (64, 0.9), (8, 1.0), (64, 1.0)])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_it_finds_the_best_number_of_guesses(num_rows: int, right: float, cost, depth: int) -> None:
     alone = [tokens_per_second(right, num_rows, cost, k, 400) / (1 + 0.2 * depth) for k in range(1, 5)]
@@ -160,3 +173,23 @@ def test_guesses_that_are_not_found_leave_the_steps_pipelined() -> None:
         )
         cost = COSTS["flat, then linear"]
         assert tokens_per_second(0.9, 8, cost, None, 3000, 1) > 0.98 * 8 / cost(8)
+
+
+def test_a_restart_forgets_times() -> None:
+    """Those of a warm-up include compilers."""
+    simulated, rows = Simulated(1.0, seed=1), np.arange(8)
+    speculation = Speculation(simulated, 4, 8, clock=simulated.clock)
+    running = Running(8, 8)
+    guesses = []
+    for cost in (lambda num_tokens: 100.0 * num_tokens, lambda num_tokens: 1.0):
+        running.admission[rows] += 1
+        for _ in range(20):
+            speculation.begin_step()
+            _, counts = speculation.guess(running, rows, np.full(8, 4), 8)
+            if counts.any():
+                speculation.check(running, rows, np.zeros((8, counts.max() + 1), dtype=np.int64), counts)
+            simulated.now += cost(8 + counts.sum())
+            speculation.end_step([8 + int(counts.sum())], False, False)
+        guesses.append(counts.sum())
+        speculation.forget()
+    assert guesses[1] == 32 and speculation.num_right > 0

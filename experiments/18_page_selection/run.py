@@ -15,6 +15,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from mini_engine.attention.page_selection import (
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.bench.run import pages_needed
-from mini_engine.bench.workloads import Workload, model_shape, num_outputs
+from mini_engine.bench.workloads import Workload, model_shape
 from mini_engine.config import EngineConfig
 from mini_engine.defaults import specs_of
 from mini_engine.engine import LLMEngine
@@ -403,20 +404,30 @@ def make_engine(model: CausalLM, setting: Setting, way: str, budget: int | None)
     return LLMEngine(model, config, parts=model.parts)
 
 
+def decode_rate(engine: LLMEngine, workload: Workload) -> float:
+    """Tokens per second of the steps in which all requests decode: others still have prompts, or fewer keys."""
+    for index, (prompt, params) in enumerate(workload.requests(engine.model.config.vocab_size)):
+        engine.add_request(str(index), prompt, params)
+    start, steps, seconds = time.perf_counter(), 0, 0.0
+    while engine.has_unfinished:
+        report = engine.step()
+        now = time.perf_counter()
+        if report.is_decode and report.num_tokens == workload.num_requests:
+            steps, seconds = steps + 1, seconds + now - start
+        start = now
+    return steps * workload.num_requests / seconds
+
+
 def engine_rows(setting: Setting, machine: Machine, device: torch.device) -> list[results.Row]:
-    """Output tokens per second of the steps that only decode; one engine after another, because each fills the GPU."""
+    """Output tokens per second of decode steps; one engine after another, because each fills the GPU."""
     model, rows = random_model(setting.config, setting.dtype, device), []
-    outputs = num_outputs(setting.workload.requests(model.config.vocab_size)) - setting.requests
     for way, budget in [*((way, None) for way in setting.dense), *(("sparse", own) for own in setting.fast_budgets)]:
         engine = make_engine(model, setting, way, budget)
-        served = [
-            kernels.serve(engine, setting.workload, model.config.vocab_size) for _ in range(setting.repetitions + 1)
-        ]
+        rates = [decode_rate(engine, setting.workload) for _ in range(setting.repetitions + 1)]  # the first warms up
         bound = setting.requests * machine.bandwidth / step_bytes(setting, budget)
         case: dict[str, results.Setting] = {"way": way, "requests": setting.requests, "keys": setting.keys}
         case |= {} if budget is None else {"budget": budget}
-        rates = [outputs / one.decode_seconds for one in served[1:]]  # the first run is a warm-up
-        rows.append(row("decode: tokens per second", rates, "tokens/s", bound, STEP, case))
+        rows.append(row("decode: tokens per second", rates[1:], "tokens/s", bound, STEP, case))
         del engine
         free()
     return rows

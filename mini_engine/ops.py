@@ -34,6 +34,7 @@ class Kernel(NamedTuple):
     accepts: Callable[..., bool] = lambda first, *others, **named: first.is_cuda
 
 
+MOST_SELECTABLE = 2**14  # pages of a request whose bounds one program can hold
 # Once per step. Triton comes with PyTorch for CUDA, not with PyTorch for CPUs.
 HAS_TRITON = find_spec("triton") is not None
 STEP_KERNELS = {
@@ -50,6 +51,10 @@ STEP_KERNELS = {
     "merge_sinks": Kernel("mini_engine.kernels.sinks:merge_sinks"),  # once per layer, as the next ones
     "summarize_pages": Kernel("mini_engine.kernels.page_selection:summarize_pages"),
     "bound_scores": Kernel("mini_engine.kernels.page_selection:bound_scores"),
+    "select_pages": Kernel(
+        "mini_engine.kernels.page_selection:select_pages",
+        lambda bounds, most: bounds.is_cuda and bounds.dtype == torch.float32 and bounds.shape[-1] <= MOST_SELECTABLE,
+    ),
     "attend_to_pages": Kernel("mini_engine.kernels.page_selection:attend_to_pages"),
     "mix_experts": Kernel(
         "mini_engine.kernels.moe:mix_experts",

@@ -147,6 +147,7 @@ def bound_scores(
     return bounds.masked_fill((index == 0) | (index == last), math.inf)
 
 
+@with_kernel
 def select_pages(bounds: Float[Tensor, "B Hk W"], most: int) -> Int64[Tensor, "B Hk n"]:
     """Select the pages with the largest bounds, as indices in no particular order.
 

@@ -1,9 +1,10 @@
-"""Page selection in Triton: summaries of pages, bounds of scores, and attention to the selected pages.
+"""Page selection in Triton: summaries of pages, bounds of scores, the selection, and attention to the selected pages.
 
 All grids depend only on shapes, so CUDA graphs record them. The references are in `attention/page_selection.py`.
 
 The bounds are two matrix products, whose rows are the query heads of a group. They read two vectors of each page, 4 D
-bytes in bfloat16 for each KV head, once. The attention of a decode to one KV head is split among as many programs as
+bytes in bfloat16 for each KV head, once. The selection is a radix select: four histograms of a byte each find the
+smallest bound that is selected, where a sort would move all bounds several times. The attention of a decode to one KV head is split among as many programs as
 fill the GPU. A second kernel merges their states (chapter 02) in a fixed order. Explained in chapter 15.
 """
 
@@ -54,6 +55,16 @@ def bound_scores(
         GROUP=num_qo_heads // num_heads, PAGE=pages.page_size, DIM=head_dim, ROWS=ROWS, PAGES=PAGES,
     )  # fmt: skip
     return bounds
+
+
+def select_pages(bounds: Float[Tensor, "B Hk W"], most: int) -> Int64[Tensor, "B Hk n"]:
+    """Compute `page_selection.select_pages` for float32, in order of the index; of equal bounds, the first ones."""
+    (count, num_heads, width), most = bounds.shape, min(most, bounds.shape[2])
+    selected = bounds.new_empty(count, num_heads, most, dtype=torch.int64)
+    _select[(count * num_heads,)](
+        bounds.contiguous(), selected, width, most, WIDTH=max(256, triton.next_power_of_2(width)), num_warps=8
+    )
+    return selected
 
 
 def attend_to_pages(
@@ -131,6 +142,30 @@ def _bound(
         most = tl.max(tl.where(is_member, of_heads, float("-inf")), 0)
         bounds = tl.where(is_full, most, bounds)
     tl.store(out + (row.to(tl.int64) * num_heads + head) * width + index, bounds, mask=index < width)
+
+
+@no_type_check
+@triton.jit
+def _select(bounds, out, width, most, WIDTH: tl.constexpr):
+    row, index = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    bits = tl.load(bounds + row * width + index, mask=index < width, other=0.0).to(tl.int32, bitcast=True)
+    # Numbers as integers in the same order: the bits of a negative number are flipped, and the sign of all. Places
+    # beyond the end are 0, less than any number.
+    key = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+    key = tl.where(index < width, key, 0)
+    byte, left, found = tl.arange(0, 256), most, tl.zeros((), tl.uint32)
+    for i in tl.static_range(4):  # the bytes of the smallest selected key, the highest first
+        shift: tl.constexpr = 24 - 8 * i
+        is_candidate = (key >> shift >> 8) == (found >> shift >> 8)
+        counts = tl.histogram((key >> shift & 255).to(tl.int32), 256, mask=is_candidate)
+        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        own = tl.sum((at_least >= left).to(tl.int32), 0) - 1
+        left -= tl.sum(tl.where(byte > own, counts, 0), 0)
+        found |= own.to(tl.uint32) << shift
+    is_equal = key == found
+    is_selected = (key > found) | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= left))
+    place = tl.cumsum(is_selected.to(tl.int32), 0) - 1
+    tl.store(out + row * most + place, index.to(tl.int64), mask=is_selected)
 
 
 @no_type_check

@@ -63,6 +63,25 @@ def test_bounds_are_those_of_the_reference(device: str, heads: tuple[int, int, i
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [1, 5, 256, 300, 4100])
+def test_the_largest_bounds_are_selected(device: str, width: int) -> None:
+    """Of both signs, with infinities, zeros of both signs, tiny numbers, and many equal ones."""
+    from mini_engine.kernels.page_selection import select_pages as select
+
+    random = Random(width, device)
+    bounds = torch.randn(2, 3, width, generator=random.generator)
+    bounds[0] *= 1e-42
+    bounds[1, 0] = bounds[1, 0].round()  # -0 and 0 are neighbors, so either may be selected first
+    bounds[..., width // 2 :: 7], bounds[..., :1] = -torch.inf, torch.inf
+    bounds = bounds.to(device)
+    for most in {1, 2, width // 3 + 1, width, width + 9}:
+        selected, want = select(bounds, most), reference.select_pages.__wrapped__(bounds, most)
+        assert selected.shape == want.shape and bool((selected.diff(dim=-1) > 0).all())
+        got, want = (bounds.gather(2, own).sort(dim=-1).values for own in (selected, want))
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(("page_size", "most"), [(1, 9), (3, 4), (16, 3), (16, 40)])
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -99,11 +99,11 @@ def _project(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
-    loaded = _load_rows(weight, row, exists, COLUMNS)
+    loaded = load_rows(weight, row, exists, COLUMNS)
     let_next_start_and_wait(PDL)
     for token in tl.static_range(TOKENS):
         if token < num_tokens:
-            values = _load_token(x, token, COLUMNS)
+            values = load_token(x, token, COLUMNS)
             factor = tl.rsqrt(tl.sum(values * values, 0) / COLUMNS + eps)
             product = tl.sum(loaded.to(tl.float32) * values[None, :], 1) * factor
             tl.store(out + token * num_rows + row, product.to(out.dtype.element_ty), mask=exists)
@@ -117,12 +117,12 @@ def _gate_up_swiglu(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < size
-    of_gate = _load_rows(gate_up, row, exists, COLUMNS)
-    of_up = _load_rows(gate_up, row + size, exists, COLUMNS)
+    of_gate = load_rows(gate_up, row, exists, COLUMNS)
+    of_up = load_rows(gate_up, row + size, exists, COLUMNS)
     let_next_start_and_wait(PDL)
     for token in tl.static_range(TOKENS):
         if token < num_tokens:
-            values = _load_token(x, token, COLUMNS)
+            values = load_token(x, token, COLUMNS)
             factor = tl.rsqrt(tl.sum(values * values, 0) / COLUMNS + eps)
             gate = tl.sum(of_gate.to(tl.float32) * values[None, :], 1) * factor
             up = tl.sum(of_up.to(tl.float32) * values[None, :], 1) * factor
@@ -138,11 +138,11 @@ def _add_product(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
-    loaded = _load_rows(weight, row, exists, COLUMNS)
+    loaded = load_rows(weight, row, exists, COLUMNS)
     let_next_start_and_wait(PDL)
     for token in tl.static_range(TOKENS):
         if token < num_tokens:
-            values = _load_token(x, token, COLUMNS)
+            values = load_token(x, token, COLUMNS)
             place = residual + token * num_rows + row
             total = tl.load(place, mask=exists, other=0.0).to(tl.float32)
             total += tl.sum(loaded.to(tl.float32) * values[None, :], 1)
@@ -151,7 +151,7 @@ def _add_product(
 
 @no_type_check
 @triton.jit
-def _load_rows(weight, row, exists, COLUMNS: tl.constexpr):
+def load_rows(weight, row, exists, COLUMNS: tl.constexpr):
     """Load rows of a weight, padded to a power of two with zeros."""
     column = tl.arange(0, triton.next_power_of_2(COLUMNS))
     place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
@@ -160,7 +160,7 @@ def _load_rows(weight, row, exists, COLUMNS: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _load_token(x, token, COLUMNS: tl.constexpr):
+def load_token(x, token, COLUMNS: tl.constexpr):
     """Load a token as float32, padded to a power of two with zeros."""
     column = tl.arange(0, triton.next_power_of_2(COLUMNS))
     return tl.load(x + token * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)

@@ -3,7 +3,8 @@
 1. `_logits` multiplies tokens by the router's matrix, and computes the factor 1 / rms of each token's norm.
 2. `_route` chooses the experts. A block of tokens is a matrix [tokens, experts] of what is chosen, and a cumulative sum
    down its columns gives each pair (token, expert) its place among the pairs sorted by expert. With more tokens than a
-   block has, `_place` does so once all blocks have been counted.
+   block has, `_place` does so once all blocks have been counted. An expert is chosen if fewer than k others are better:
+   all ranks are counted at once, where finding the best expert k times would take k maxima, one after the other.
 3. `_gate_up_tiles` gathers tokens, multiplies them by gate and up, and applies SwiGLU. A tile has pairs of one expert,
    and the number of tiles is read on the device, so the launches depend on the number of tokens only and a CUDA graph
    can record them (the alignment of MegaBlocks, Gale et al. 2023, as in vLLM's fused MoE).
@@ -13,7 +14,8 @@
 The weight is the left matrix of each product, because Hopper's tensor cores multiply 64 rows or more of it by as few as
 8 tokens. Up to MOST_TOKENS tokens seldom share an expert. Then tiles would be nearly empty, and matrix times vector
 takes their place, as in `gemv.py`: one program multiplies rows of one expert for one pair, and the last launch adds the
-k experts while it multiplies. Experts that several such tokens share are read several times, mostly from the L2 cache.
+k experts while it multiplies. The router is multiplied in the same way. Experts that several such tokens share are read
+several times, mostly from the L2 cache.
 
 Explained in chapter 15.
 """
@@ -29,13 +31,15 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from mini_engine.kernels.gemv import let_next_start_and_wait
+from mini_engine.kernels.gemv import let_next_start_and_wait, load_rows, load_token
 from mini_engine.models.config import MoEConfig
 from mini_engine.models.linear import linear
 from mini_engine.models.moe import MoE, Multiply
 
 MOST_TOKENS = 4  # multiplied as vectors
 ROUTED = 4096  # elements of a block's matrix [tokens, experts]
+COMPARED = 16_384  # pairs of experts of a block that are compared at a time
+ROUTER_ROWS = 1  # rows of the router that a program holds
 ELEMENTS = 8192  # weights of gate and up that a program holds in the registers of 4 warps
 DOWN_ROWS = 2  # rows of down of each expert that a program holds
 TILE_TOKENS = 16, 128  # fewest and most pairs of a tile
@@ -102,6 +106,12 @@ def router_logits(
     (num_tokens, hidden), num_experts = x.shape, len(weight)
     logits = x.new_empty(num_tokens, num_experts, dtype=torch.float32)
     factors = x.new_empty(num_tokens, dtype=torch.float32)
+    if 0 < num_tokens <= MOST_TOKENS:
+        _logits_vectors[(triton.cdiv(num_experts, ROUTER_ROWS),)](
+            x, weight, eps, logits, factors, num_tokens, num_experts, HIDDEN=hidden,
+            TOKENS=triton.next_power_of_2(num_tokens), ROWS=ROUTER_ROWS, **_launch(pdl),
+        )  # fmt: skip
+        return logits, factors
     few = num_tokens <= 512  # one wave of programs, each of which keeps all it reads in flight
     tokens, experts, columns = (16, 16, 512) if few else (64, max(16, triton.next_power_of_2(num_experts)), 64)
     experts = min(experts, 128)
@@ -169,7 +179,7 @@ def pair(logits: Float[Tensor, "T E"], moe: MoEConfig, tile_tokens: int, *, pdl:
     sizes = {"K": k, "BLOCK": block, "EXPERTS": padded, "TILE_TOKENS": tile_tokens, **_launch(pdl)}
     _route[(num_blocks,)](
         logits, moe.routed_scaling_factor, pairs.weights, pairs.experts, counts, slots, *places,
-        NORMALIZE=moe.norm_topk_prob, MANY=many, **sizes,
+        NORMALIZE=moe.norm_topk_prob, MANY=many, OTHERS=min(padded, max(1, COMPARED // (block * padded))), **sizes,
     )  # fmt: skip
     if many:
         _place[(num_blocks,)](counts, slots, *places, num_blocks, **sizes)
@@ -266,41 +276,70 @@ def _logits(
 
 
 @no_type_check
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits_vectors(
+    x, weight, eps, logits, factors, num_tokens, num_experts, HIDDEN: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_experts
+    loaded = load_rows(weight, row, exists, HIDDEN)
+    let_next_start_and_wait(PDL)
+    for token in tl.static_range(TOKENS):
+        if token < num_tokens:
+            values = load_token(x, token, HIDDEN)
+            factor = tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
+            product = tl.sum(loaded.to(tl.float32) * values[None, :], 1) * factor
+            tl.store(logits + token * num_experts + row, product, mask=exists)
+            if tl.program_id(0) == 0:
+                tl.store(factors + token, factor)
+
+
+@no_type_check
 @triton.jit(do_not_specialize=["num_tokens", "most_tiles"])
 def _route(
     logits, scale, weights, experts, counts, slots, order, tiles, num_tiles, num_tokens, num_experts, most_tiles,
     NORMALIZE: tl.constexpr, MANY: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, PDL: tl.constexpr,
+    OTHERS: tl.constexpr, TILE_TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, EXPERTS)
     is_token, is_expert = (token < num_tokens)[:, None], (expert < num_experts)[None, :]
     let_next_start_and_wait(PDL)
     at = token[:, None] * num_experts + expert[None, :]
-    found = tl.load(logits + at, mask=is_token & is_expert, other=0.0).to(tl.float32)
-    # Every expert that is left ranks before those that have been chosen and those that do not exist.
-    left = tl.where(is_expert, tl.where(found > -3e38, found, -3e38), float("-inf"))
-    exponentials = tl.exp(left - tl.max(left, 1)[:, None])
-    slot = tl.full((BLOCK, EXPERTS), -1, tl.int32)
-    for i in tl.static_range(K):
-        is_best = left == tl.max(left, 1)[:, None]
-        chosen = tl.min(tl.where(is_best, expert[None, :], EXPERTS), 1)
-        is_chosen = expert[None, :] == chosen[:, None]
-        slot = tl.where(is_chosen, i, slot)
-        left = tl.where(is_chosen, float("-inf"), left)
-        tl.store(experts + token * K + i, chosen, mask=token < num_tokens)
+    own = load_scores(logits, token, expert, num_tokens, num_experts)
+    exponentials = tl.exp(own - tl.max(own, 1)[:, None])
+    rank = tl.zeros((BLOCK, EXPERTS), tl.int32)  # how many experts are better; of equal ones, the first
+    for first in range(0, EXPERTS, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        theirs = load_scores(logits, token, other, num_tokens, num_experts)[:, None, :]
+        is_earlier = other[None, None, :] < expert[None, :, None]
+        is_better = (theirs > own[:, :, None]) | ((theirs == own[:, :, None]) & is_earlier)
+        rank += tl.sum(is_better.to(tl.int32), 2)
+    slot = tl.where((rank < K) & is_expert, rank, -1)
+    tl.store(experts + token[:, None] * K + slot, expert[None, :], mask=(slot >= 0) & is_token)
     is_chosen = (slot >= 0) & is_token
     total = tl.sum(tl.where(slot >= 0, exponentials, 0.0) if NORMALIZE else exponentials, 1)
     tl.store(weights + token[:, None] * K + slot, exponentials / total[:, None] * scale, mask=is_chosen)
-    own = tl.sum(is_chosen.to(tl.int32), 0)
+    of_expert = tl.sum(is_chosen.to(tl.int32), 0)
     if MANY:
-        tl.store(counts + tl.program_id(0) * num_experts + expert, own, mask=expert < num_experts)
+        tl.store(counts + tl.program_id(0) * num_experts + expert, of_expert, mask=expert < num_experts)
         tl.store(slots + at, slot.to(tl.int8), mask=is_token & is_expert)
     else:
         write_places(
-            token, expert, slot, is_chosen, tl.zeros_like(own), own, order, tiles, num_tiles, most_tiles, num_tokens, K,
-            TILE_TOKENS,
+            token, expert, slot, is_chosen, tl.zeros_like(of_expert), of_expert, order, tiles, num_tiles, most_tiles,
+            num_tokens, K, TILE_TOKENS,
         )  # fmt: skip
+
+
+@no_type_check
+@triton.jit
+def load_scores(logits, token, expert, num_tokens, num_experts):
+    """Load logits of tokens and experts [tokens, experts]; NaN is the smallest number, and -inf is no expert."""
+    at = token[:, None] * num_experts + expert[None, :]
+    is_expert = (expert < num_experts)[None, :]
+    found = tl.load(logits + at, mask=(token < num_tokens)[:, None] & is_expert, other=0.0).to(tl.float32)
+    return tl.where(is_expert, tl.where(found > -3e38, found, -3e38), float("-inf"))
 
 
 @no_type_check

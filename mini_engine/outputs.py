@@ -34,7 +34,8 @@ class EngineMetrics:
         preemptions: number of times that a request was preempted.
         finished: requests that ended.
         failed_steps: steps that raised an error; their requests were computed again, one at a time.
-        num_draft_tokens: guesses that were checked (speculative decoding).
+        num_drafts: times that guesses of a request were checked (speculative decoding).
+        num_draft_tokens: these guesses.
         num_accepted_tokens: those of them that were right.
     """
 
@@ -48,6 +49,7 @@ class EngineMetrics:
     preemptions: int = 0
     finished: int = 0
     failed_steps: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -167,6 +169,8 @@ class RequestOutput:
         error: why the request could not be served; otherwise None.
         prompt_logprobs: the same for each token of the prompt. The first token has None; after chunks, their tokens and
             the first token behind them have None.
+        num_cached_tokens: tokens of the prompt that were not computed for its first output, because the cache had their
+            keys; None if it was refused.
     """
 
     prompt: Prompt
@@ -174,6 +178,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     error: MiniEngineError | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -209,6 +214,7 @@ class Piece:
         completion: number of the output that the text belongs to, among the `n` of the prompt.
         logprobs: log probabilities of the new tokens, if the parameters ask for them and each step is delivered.
         finish_reason: why the output has ended; None while it goes on.
+        first_token: when the first tokens of the output were collected, by `time.perf_counter`.
     """
 
     index: int
@@ -219,3 +225,4 @@ class Piece:
     completion: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
+    first_token: float | None = None

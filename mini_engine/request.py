@@ -74,6 +74,7 @@ class Request:
         token_ids: prompt and output, as of when it last left its row.
         finish_reason: None while unfinished; "stop" at an end token or stop string, "length" at `max_len`.
         error: why it failed, if `finish_reason` is "error".
+        num_cached_tokens: tokens of the prompt whose keys the cache had when it was first admitted; None before.
         grammar: says which tokens may follow the output so far; None: any.
         logprobs: log probabilities collected so far, by the position of the token, if its parameters ask for them.
     """
@@ -91,6 +92,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None
     error: MiniEngineError | None = None
+    num_cached_tokens: int | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -312,8 +314,8 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
     if context_len + len(token_ids) >= max_model_len:
         behind = f" after {context_len} tokens of chunks" if context_len else ""
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens{behind}, but the model takes {max_model_len}, output included; "
-            "shorten it, or raise max_model_len if the model allows more"
+            f"the prompt has {len(token_ids)} tokens{behind}, but the context length is {max_model_len}, output "
+            "included; shorten it, or raise max_model_len if the model allows more"
         )
     if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise RequestError(

@@ -313,6 +313,8 @@ class Scheduler:
         row = table.allocate()
         running.enter(row, request)
         running.num_computed[row] += num_shared
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = int(running.num_computed[row])
         for own, offset in zip(pages, self._offsets, strict=True):
             if len(own):
                 table.share(row + offset, own)

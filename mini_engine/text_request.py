@@ -52,6 +52,7 @@ class TextRequest:
         detokenizer: its text, if it is needed in every step, to be shown or searched for stop strings.
         num_told: number of output tokens that the pieces so far have counted.
         num_shown: characters of the pieces so far.
+        first_token: when its first tokens were collected, by `time.perf_counter`.
         is_done: its last piece is in the inbox.
     """
 
@@ -62,6 +63,7 @@ class TextRequest:
     detokenizer: Detokenizer | None
     num_told: int = 0
     num_shown: int = 0
+    first_token: float | None = None
     is_done: bool = False
 
     @property
@@ -120,11 +122,14 @@ class TextRequest:
             owner.outputs[self.index] = CompletionOutput(self.index, text, tokens, reason, logprobs)
             if len(owner.outputs) == owner.params.n:
                 outputs = [owner.outputs[i] for i in range(owner.params.n)]
-                output = RequestOutput(owner.prompt, request.prompt_token_ids, outputs, owner.error, owner.logprobs)
+                output = RequestOutput(
+                    owner.prompt, request.prompt_token_ids, outputs, owner.error, owner.logprobs,
+                    owner.requests[0].num_cached_tokens,
+                )  # fmt: skip
         piece = Piece(
             owner.index, text[self.num_shown :], num_tokens - self.num_told, output, report, self.index,
             logprobs=self.logprobs(self.num_told, num_tokens) if detokenizer else None,
-            finish_reason=request.finish_reason if has_ended else None,
+            finish_reason=request.finish_reason if has_ended else None, first_token=self.first_token,
         )  # fmt: skip
         try:
             owner.inbox.append(piece)

@@ -91,6 +91,7 @@ class Answer(ABC):
         with_usage: whether every chunk has token counts.
         num_prompt: tokens of the prompts.
         num_output: tokens of the outputs so far.
+        num_cached: tokens of the prompts that the cache had, of those that have ended.
     """
 
     prefix: ClassVar[str]  # of its id
@@ -100,7 +101,7 @@ class Answer(ABC):
     def __init__(self, model: str, num_top: int | None) -> None:
         self._names = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._num_top = num_top or 0
-        self.with_usage, self.num_prompt, self.num_output = False, 0, 0
+        self.with_usage, self.num_prompt, self.num_output, self.num_cached = False, 0, 0, 0
 
     @abstractmethod
     def choice(self, output: RequestOutput, completion: CompletionOutput, prompt: int) -> Json:
@@ -128,7 +129,8 @@ class Answer(ABC):
                 choices.append({"index": len(choices)} | self.choice(output, completion, prompt))
                 self.num_output += len(completion.token_ids)
         self.num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        return self._object(self.whole_name, choices) | {"usage": usage(self.num_prompt, self.num_output)}
+        self.num_cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        return self._object(self.whole_name, choices) | {"usage": self._final_usage()}
 
     def first_chunks(self, num_choices: int, n: int) -> list[Json]:
         """Return the chunks that come before the first token, for `n` outputs of each prompt."""
@@ -138,11 +140,17 @@ class Answer(ABC):
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         """Return the chunks for new text of an output."""
         self.num_output += piece.num_tokens
+        if piece.output is not None:
+            self.num_cached += piece.output.num_cached_tokens or 0
         return [self._chunk(index, changes) for changes in self.changes(index, piece)]
 
     def counts(self) -> Json:
         """Return the last chunk, which has token counts and no choices."""
-        return self._object(self.chunk_name, []) | {"usage": usage(self.num_prompt, self.num_output)}
+        return self._object(self.chunk_name, []) | {"usage": self._final_usage()}
+
+    def _final_usage(self) -> Json:
+        details = {"prompt_tokens_details": {"cached_tokens": self.num_cached}}
+        return usage(self.num_prompt, self.num_output) | details
 
     def _chunk(self, index: int, changes: Json) -> Json:
         choice = {"index": index, "logprobs": None, "finish_reason": None} | changes

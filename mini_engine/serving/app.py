@@ -242,7 +242,7 @@ class Api:
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of several prompts as they come, each with the number of its prompt."""
         arrived: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
-        watches = [self._metrics.watch() for _ in tokens]
+        watches = [self._metrics.watch(len(own)) for own in tokens]
 
         async def serve(number: int) -> None:
             try:

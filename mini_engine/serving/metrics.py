@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,11 +12,13 @@ from prometheus_client.registry import Collector
 
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
+from mini_engine.request import FinishReason
 
 # OpenMetrics would change the colons of the names, so the text format is sent whatever a client accepts.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+COUNTS = tuple(float(2**i) for i in range(18))
 
 
 class Metrics:
@@ -34,39 +37,63 @@ class Metrics:
             made = Histogram(f"vllm:{name}", what, ["model_name"], buckets=buckets, registry=self._registry)
             return made.labels(**self._label)
 
-        self._first = histogram("time_to_first_token_seconds", "Time to first token in seconds.", LONG)
-        self._between = histogram("inter_token_latency_seconds", "Time between tokens in seconds.", SHORT)
+        def counter(name: str, what: str) -> Counter:
+            return Counter(f"vllm:{name}", what, ["model_name"], registry=self._registry).labels(**self._label)
+
+        self.first = histogram("time_to_first_token_seconds", "Time to first token in seconds.", LONG)
+        self.between = histogram("inter_token_latency_seconds", "Time between tokens in seconds.", SHORT)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per token after its first.", SHORT
+        )
         self._whole = histogram("e2e_request_latency_seconds", "Time of a whole request in seconds.", LONG)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", COUNTS)
+        self._output = histogram("request_generation_tokens", "Tokens of a request's output.", COUNTS)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that have been computed.")
         self._ended = Counter(
             "vllm:request_success", "Outputs that have ended.", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
         self._registry.register(_EngineCounts(engine, model))
 
-    def watch(self) -> Watch:
-        """Return a watch for a request that has just arrived."""
-        return Watch(self)
+    def watch(self, num_prompt: int) -> Watch:
+        """Return a watch for a request that has just arrived, with a prompt of some tokens."""
+        return Watch(self, num_prompt)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def add(self, piece: Piece, since_arrival: float, since_last: float | None) -> None:
-        """Count new tokens of an output.
+    def end(self, reason: FinishReason, num_prompt: int, num_output: int, whole: float, decode: float) -> None:
+        """Count an output that has ended.
 
         Args:
-            piece: the tokens.
-            since_arrival: seconds since the request arrived.
-            since_last: seconds since the last token of this output; None if these are the first.
+            reason: why.
+            num_prompt: tokens of its prompt.
+            num_output: its tokens.
+            whole: seconds since the request arrived.
+            decode: seconds since its first token.
         """
-        if since_last is None:
-            self._first.observe(since_arrival)
-        else:
-            for _ in range(piece.num_tokens):
-                self._between.observe(since_last / piece.num_tokens)
-        if piece.finish_reason is not None:
-            self._whole.observe(since_arrival)
-            self._ended.labels(**self._label, finished_reason=piece.finish_reason).inc()
+        self._whole.observe(whole)
+        self._prompt.observe(num_prompt)
+        self._output.observe(num_output)
+        if num_output > 1:
+            self._per_token.observe(decode / (num_output - 1))
+        self._ended.labels(**self._label, finished_reason=reason).inc()
+
+
+@dataclass
+class _Output:
+    """What has been seen of an output.
+
+    Attributes:
+        first: when its first token came.
+        last: when its last token so far came.
+        num_tokens: its tokens so far.
+    """
+
+    first: float
+    last: float
+    num_tokens: int = 0
 
 
 class Watch:
@@ -74,18 +101,31 @@ class Watch:
 
     Args:
         metrics: receives them.
+        num_prompt: tokens of its prompt.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._arrived = metrics, time.perf_counter()
-        self._last: dict[int, float] = {}  # time of the last token of each output
+    def __init__(self, metrics: Metrics, num_prompt: int) -> None:
+        self._metrics, self._num_prompt, self._arrived = metrics, num_prompt, time.perf_counter()
+        self._outputs: dict[int, _Output] = {}
 
     def add(self, piece: Piece) -> None:
-        """Count new tokens of one of its outputs."""
-        now, last = time.perf_counter(), self._last.get(piece.completion)
-        if piece.num_tokens or piece.finish_reason is not None:
-            self._metrics.add(piece, now - self._arrived, None if last is None else now - last)
-            self._last[piece.completion] = now
+        """Count new tokens of one of its outputs, which come in one piece if the answer is not a stream."""
+        now, num_tokens, metrics = time.perf_counter(), piece.num_tokens, self._metrics
+        own = self._outputs.get(piece.completion)
+        if own is None:
+            first = piece.first_token or now
+            own = self._outputs[piece.completion] = _Output(first, first)
+            if num_tokens:
+                metrics.prompt_tokens.inc(self._num_prompt)
+                metrics.first.observe(first - self._arrived)
+                num_tokens -= 1
+        for _ in range(num_tokens):
+            metrics.between.observe((now - own.last) / num_tokens)
+        own.num_tokens += piece.num_tokens
+        own.last = now if num_tokens else own.last
+        if piece.finish_reason is not None:
+            end = now - self._arrived, own.last - own.first
+            metrics.end(piece.finish_reason, self._num_prompt, own.num_tokens, *end)
 
 
 class _EngineCounts(Collector):
@@ -104,11 +144,11 @@ class _EngineCounts(Collector):
             "kv_cache_usage_perc": ("Share of the pages that requests hold; 1 is all.", num_used / table.num_pages),
         }
         counters = {
-            "prompt_tokens": ("Tokens of prompts.", totals.prompt_tokens),
             "generation_tokens": ("Tokens that were sampled.", totals.output_tokens),
             "num_preemptions": ("Preemptions.", totals.preemptions),
             "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", totals.prompt_tokens),
             "prefix_cache_hits": ("Those of them that it had.", totals.shared_tokens),
+            "spec_decode_num_drafts": ("Times that guesses of a request were checked.", totals.num_drafts),
             "spec_decode_num_draft_tokens": ("Guesses that were checked.", totals.num_draft_tokens),
             "spec_decode_num_accepted_tokens": ("Guesses that were right.", totals.num_accepted_tokens),
         }

@@ -40,6 +40,7 @@ class Speculation:
 
     Attributes:
         drafter: see above.
+        num_drafts: times that guesses of a request were checked.
         num_guesses: guesses that have been checked.
         num_right: those that were right.
     """
@@ -55,7 +56,7 @@ class Speculation:
     ) -> None:
         self._can_pipeline, self._most_tokens, self._max_rows = can_pipeline, most_tokens, max_rows
         self.drafter, self._num_tokens, self._clock = drafter, num_tokens, clock
-        self.num_guesses = self.num_right = 0
+        self.num_drafts = self.num_guesses = self.num_right = 0
         self._start_over()
 
     def _start_over(self) -> None:
@@ -197,6 +198,7 @@ class Speculation:
         """
         right = num_accepted(sampled, running.guesses(rows, sampled.shape[1] - 1), num_guesses)
         self._acceptance.add(rows, num_guesses, right)
+        self.num_drafts += int(np.count_nonzero(num_guesses))
         self.num_guesses += int(num_guesses.sum())
         self.num_right += int(right.sum())
         if right.any():

@@ -396,6 +396,58 @@ def test_metrics_have_vllms_names(served: Served) -> None:
     assert get(served, "/metrics", "HEAD")[0] == 200
 
 
+def values(served: Served) -> dict[str, float]:
+    """The values of `/metrics` by name."""
+    lines = get(served, "/metrics")[2].decode().splitlines()
+    parts = [re.fullmatch(r"vllm:(\w+)\{[^}]*\} (\S+)", line) for line in lines]
+    return {part[1]: float(part[2]) for part in parts if part}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_timed_whether_streamed_or_not(new_server: Callable[..., Any], stream: bool) -> None:
+    with new_server() as served:
+        body = {"prompt": [5] * 7, "max_tokens": 6, "ignore_eos": True, "n": 2, "stream": stream}
+        assert post(served, "/v1/completions", body)[0] == 200
+        found = values(served)
+        assert found["time_to_first_token_seconds_count"] == found["request_time_per_output_token_seconds_count"] == 2
+        assert found["inter_token_latency_seconds_count"] == 2 * 5 and found["generation_tokens_total"] == 2 * 6
+        assert found["request_prompt_tokens_sum"] == found["prompt_tokens_total"] == 2 * 7
+        assert found["request_generation_tokens_sum"] == 2 * 6 and found["request_generation_tokens_count"] == 2
+        first, between, whole = (
+            found[f"{name}_seconds_sum"]
+            for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+        )
+        assert 0 < first < first + between == pytest.approx(whole)
+        assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(between / 5)
+
+
+def test_a_preemption_does_not_count_a_prompt_again(new_server: Callable[..., Any]) -> None:
+    with new_server(num_pages=8, page_size=16, max_model_len=128) as served:
+        body = {"prompt": [[5] * 20, [6] * 20], "max_tokens": 80, "ignore_eos": True}
+        assert post(served, "/v1/completions", body)[0] == 200
+        found = values(served)
+        assert found["num_preemptions_total"] > 0
+        assert (found["prompt_tokens_total"], found["generation_tokens_total"]) == (2 * 20, 2 * 80)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_told(new_server: Callable[..., Any], stream: bool) -> None:
+    def cached(prompt: list[list[int]]) -> int:
+        before = served.engine.engine.metrics.shared_tokens
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        status, _, answer = post(served, "/v1/completions", body)
+        assert status == 200
+        details = json.loads(events(answer)[-2] if stream else answer)["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == served.engine.engine.metrics.shared_tokens - before
+        return details["cached_tokens"]
+
+    with new_server(enable_prefix_caching=True, page_size=16) as served:
+        assert cached([[5] * 40]) == 0
+        assert cached([[5] * 40, [7] * 10]) == 32  # two full pages
+        assert cached([[5] * 20 + [6], [5] * 33]) == 16 + 32
+
+
 # --- structured output -----------------------------------------------------------------------------------------------
 
 

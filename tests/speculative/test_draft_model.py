@@ -51,6 +51,7 @@ def test_the_same_tokens_in_fewer_steps(noise: float, temperature: float) -> Non
     if noise == 0:  # all guesses are right: four tokens a step, also at temperature 1, because the noise is shared
         assert steps[False] < 0.5 * steps[True]
         assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens > 40
+        assert 0 < engine.metrics.num_drafts < engine.metrics.num_draft_tokens
     assert steps[False] <= steps[True]
 
 

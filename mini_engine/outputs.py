@@ -170,7 +170,7 @@ class RequestOutput:
         prompt_logprobs: the same for each token of the prompt. The first token has None; after chunks, their tokens and
             the first token behind them have None.
         num_cached_tokens: tokens of the prompt that were not computed for its first output, because the cache had their
-            keys; None if it was refused.
+            keys; None if it was refused. Outputs that differ only in this are equal.
     """
 
     prompt: Prompt
@@ -178,7 +178,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     error: MiniEngineError | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int | None = None
+    num_cached_tokens: int | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

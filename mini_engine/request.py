@@ -314,8 +314,8 @@ def check_prompt(token_ids: ListLike[int], vocab_size: int, max_model_len: int, 
     if context_len + len(token_ids) >= max_model_len:
         behind = f" after {context_len} tokens of chunks" if context_len else ""
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens{behind}, but the context length is {max_model_len}, output "
-            "included; shorten it, or raise max_model_len if the model allows more"
+            f"the prompt has {len(token_ids)} tokens{behind}, but the model takes {max_model_len}, output included; "
+            "shorten it, or raise max_model_len if the model allows more"
         )
     if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise RequestError(

@@ -892,7 +892,7 @@ def test_chunks_and_prompts_that_are_refused():
     memory.register([7] * 60, "long")
     with pytest.raises(ChunkError, match=r"the model takes 128"):
         memory.register([8] * 68, after="long")
-    with pytest.raises(RequestError, match="the prompt has 8 tokens after 120 tokens of chunks, but"):
+    with pytest.raises(RequestError, match="the prompt has 8 tokens after 120 tokens of chunks, but the model takes"):
         generate(memory, ["long", "long"], [5] * 8)
     with pytest.raises(RequestError, match="prompt is empty"):
         generate(memory, ["long"], [])

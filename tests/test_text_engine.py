@@ -174,7 +174,7 @@ def test_a_stop_string_ends_the_request_and_drops_the_late_token(depth, streamed
     outputs = collect(llm.stream_batch([PROMPTS[0]], stopping)) if streamed else llm.generate([PROMPTS[0]], stopping)
     end = next(n for n in range(len(tokens)) if stop in LETTERS.decode(tokens[:n]))
     completion = CompletionOutput(0, text[: text.index(stop)], tokens[:end], "stop")
-    assert outputs[0] == RequestOutput(PROMPTS[0], PROMPTS[0], [completion], num_cached_tokens=0)
+    assert outputs[0] == RequestOutput(PROMPTS[0], PROMPTS[0], [completion])
     # At a depth of 1, the step after it was launched before the host read the text.
     assert llm.engine.metrics.computed_tokens == len(PROMPTS[0]) + end - 1 + depth
     assert not llm.engine.has_unfinished

@@ -50,6 +50,10 @@ class Target:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
+    def counted_since(self, before: dict[str, float]) -> dict[str, float]:
+        """Return by how much the counts have grown."""
+        return {name: value - before.get(name, 0.0) for name, value in self.counters().items()}
+
 
 @pytest.fixture(scope="session")
 def target() -> Iterator[Target]:

@@ -25,7 +25,8 @@ def test_aiperf_counts_what_was_served(target: Target, tmp_path: Path) -> None:
     assert report["total_output_tokens"]["avg"] == report["total_usage_completion_tokens"]["avg"] == num_tokens
     assert report["output_sequence_length"]["min"] == report["output_sequence_length"]["max"] == NUM_TOKENS
 
-    counted = {name: value - before.get(name, 0.0) for name, value in target.counters().items()}
+    counted = target.counted_since(before)
+    assert report["total_usage_prompt_cache_read_tokens"]["avg"] == counted["vllm:prefix_cache_hits_total"] > 0
     metrics = json.loads((out / "server_metrics_export.json").read_text())["metrics"]
     [totals] = [own["stats"]["total"] for own in metrics["vllm:generation_tokens"]["series"]]
     assert totals == num_tokens == counted["vllm:generation_tokens_total"]

@@ -24,7 +24,8 @@ def test_guidellm_counts_what_was_served(target: Target, tmp_path: Path) -> None
     assert "400" in requests["errored"][0]["info"]["error"]
     assert [own["output_metrics"]["total_tokens"] for own in requests["successful"]] == [NUM_TOKENS] * len(GOOD)
     assert [own["info"]["timings"]["token_iterations"] for own in requests["successful"]] == [NUM_TOKENS] * len(GOOD)
-    after = target.counters()
-    counted = after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"]
-    assert sum(own["input_metrics"]["total_tokens"] for own in requests["successful"]) == counted
-    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == NUM_TOKENS * len(GOOD)
+    counted = target.counted_since(before)
+    inputs = [own["input_metrics"] for own in requests["successful"]]
+    assert sum(own["total_tokens"] for own in inputs) == counted["vllm:prompt_tokens_total"]
+    assert sum(own["cached_tokens"] or 0 for own in inputs) == counted["vllm:prefix_cache_hits_total"]
+    assert counted["vllm:generation_tokens_total"] == NUM_TOKENS * len(GOOD)

@@ -41,9 +41,11 @@ def test_inference_perf_counts_what_was_served(target: Target, tmp_path: Path) -
     assert report["successes"]["count"] == NUM_REQUESTS and report["failures"]["count"] == 0
     tokens = report["successes"]["output_tokens"]  # as the server counts them; output_len as the client does
     assert tokens["min"] == tokens["max"] == NUM_TOKENS
-    counted = {name: value - before.get(name, 0.0) for name, value in target.counters().items()}
+    counted = target.counted_since(before)
     assert counted["vllm:generation_tokens_total"] == NUM_TOKENS * NUM_REQUESTS
-    assert counted["vllm:prompt_tokens_total"] == report["successes"]["prompt_tokens"]["total"]
+    prompts = report["successes"]["prompt_tokens"]
+    assert prompts["total"] == counted["vllm:prompt_tokens_total"]
+    assert prompts["cached"] == counted["vllm:prefix_cache_hits_total"]
 
 
 def test_inference_perf_counts_refusals_as_failures(target: Target, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ def test_vllm_counts_what_was_served(target: Target, tmp_path: Path, backend: st
     assert (report["completed"], report["failed"]) == (len(GOOD), 1)
     assert report["output_lens"] == [NUM_TOKENS, 0, NUM_TOKENS, NUM_TOKENS]
     assert "Bad Request" in report["errors"][1]
-    after = target.counters()
-    counted = after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"]
-    assert report["total_input_tokens"] == counted
-    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == NUM_TOKENS * len(GOOD)
+    counted = target.counted_since(before)
+    assert report["total_input_tokens"] == counted["vllm:prompt_tokens_total"]
+    assert counted["vllm:generation_tokens_total"] == NUM_TOKENS * len(GOOD)

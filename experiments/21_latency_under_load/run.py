@@ -1,43 +1,53 @@
 """Measure what clients of a server see: latency by offered load, and stalls by the tokens of a step.
 
     python experiments/21_latency_under_load/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
+        [--engines mini_engine transformers]
     python experiments/21_latency_under_load/run.py --predict
 
 The server and the load generator (`mini_engine/bench/load.py`) are processes of their own. The result goes to
 experiments/21_latency_under_load/results/<device>.json, below DIR where one is given. Sections that are not measured
-again keep their rows.
+again keep their rows. `transformers` is the server of the installed transformers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
+import socket
 import statistics
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from book.experiment import command_line, predicted, record
-from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive
+from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive, token_body
 from mini_engine.bench.workloads import BenchRequest, Workload
+from mini_engine.loading.hub import embedded_folder
 from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "21_latency_under_load"
 SECTIONS = RATES, STALL = "rates", "stall"
+ENGINES = OURS, TRANSFORMERS = "mini_engine", "transformers"
 MODEL = "smollm2-135m-instruct"
 LOADS = 0.3, 0.6, 0.9, 1.2  # of the rate at which the server answers requests that all arrive at once
 ROUNDS = 3
 NO_BOUND = "a latency under load has no bound but that of an idle server"
 CAPACITY = "the rate of requests that all arrive at once"
+BodyOf = Callable[[BenchRequest], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,57 @@ class At:
         return np.array(self.seconds[:count])
 
 
+@dataclass(frozen=True)
+class TextBody:
+    """Writes a request for transformers' server, which takes text, and end tokens and lengths in its own form.
+
+    Attributes:
+        words: texts that are one token each, wherever they stand.
+    """
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of_model(cls, folder: Path) -> TextBody:
+        """Find the words of a model's tokenizer: letters after a space, because it splits texts there."""
+        vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+        return cls(tuple(sorted(" " + own[1:] for own in vocabulary if re.fullmatch("Ġ[a-z]+", own))))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return a text with as many tokens."""
+        return "".join(self.words[token % len(self.words)] for token in tokens)
+
+    def __call__(self, request: BenchRequest) -> dict[str, Any]:
+        config = {"max_new_tokens": request.params.max_tokens, "do_sample": False, "eos_token_id": None}
+        return {"prompt": self.text(request.prompt), "generation_config": json.dumps(config), "stream": True}
+
+
+@contextmanager
+def transformers_server(device: str, *options: str) -> Iterator[str]:
+    """Start transformers' server with those of our options that it has, too, and yield its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(embedded_folder())]
+    command += ["--port", str(port), "--device", device, *(own for own in options if own.startswith("--dtype"))]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        address = f"http://127.0.0.1:{port}"
+        try:
+            while process.poll() is None:
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=60).close()
+                    break
+                except OSError:  # it does not listen yet
+                    time.sleep(0.2)
+            else:
+                raise RuntimeError(f"transformers' server ended; run it to see why: {' '.join(command)}")
+            yield address
+        finally:
+            process.terminate()
+
+
 @contextmanager
 def server(device: str, *options: str) -> Iterator[str]:
-    """Start a server, and yield its address."""
+    """Start our server, and yield its address."""
     command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port=0", f"--device={device}", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -94,16 +152,20 @@ def server(device: str, *options: str) -> Iterator[str]:
             process.terminate()
 
 
-def load_in_a_process(address: str, requests: Sequence[BenchRequest], arrivals: Arrivals | At) -> list[Seen]:
+def load_in_a_process(
+    address: str, requests: Sequence[BenchRequest], arrivals: Arrivals | At, body_of: BodyOf = token_body
+) -> list[Seen]:
     """Drive a load from another process, so that it takes no time from anything else here."""
     import multiprocessing  # a fork would inherit what this process has loaded
 
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_drive, (address, list(requests), arrivals))
+        return pool.apply(_drive, (address, list(requests), arrivals, body_of))
 
 
-def _drive(address: str, requests: list[BenchRequest], arrivals: Arrivals | At) -> list[Seen]:
-    return asyncio.run(drive(address, requests, arrivals))
+def _drive(
+    address: str, requests: list[BenchRequest], arrivals: Arrivals | At, body_of: BodyOf = token_body
+) -> list[Seen]:
+    return asyncio.run(drive(address, requests, arrivals, body_of))
 
 
 def row(
@@ -116,31 +178,37 @@ def row(
     return made
 
 
-def rate_rows(setting: Setting, device: str) -> list[results.Row]:
-    """Latency and goodput by offered load, as shares of what the server can do."""
-    requests, rows = setting.workload.requests(VOCABULARY), list[results.Row]()
-    with server(device, *setting.options) as address:
+def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[results.Row]:
+    """Latency and goodput by offered load, as shares of what the first engine can do; the same load for all engines."""
+    requests, rows, most = setting.workload.requests(VOCABULARY), list[results.Row](), 0.0
+    for engine in engines:
+        is_ours = engine == OURS
+        body_of: BodyOf = token_body if is_ours else TextBody.of_model(embedded_folder())
+        with (server if is_ours else transformers_server)(device, *setting.options) as address:
 
-        def reports(arrivals: Callable[[int], Arrivals]) -> list[Report]:
-            seen = [load_in_a_process(address, requests, arrivals(i)) for i in range(ROUNDS)]
-            return [Report.of(own, setting.objective) for own in seen]
+            def reports(
+                arrivals: Callable[[int], Arrivals], address: str = address, body_of: BodyOf = body_of
+            ) -> list[Report]:
+                seen = [load_in_a_process(address, requests, arrivals(i), body_of) for i in range(ROUNDS)]
+                return [Report.of(own, setting.objective) for own in seen]
 
-        load_in_a_process(address, requests[:4], Arrivals(math.inf))  # a warm-up
-        most = statistics.median(own.requests_per_second for own in reports(lambda i: Arrivals(math.inf)))
-        for load in LOADS:
-            case: dict[str, results.Setting] = {"load": load, "engine": "mini_engine"}
-            found = reports(lambda i, load=load: Arrivals(load * most, seed=i))  # type: ignore[misc]
-            for i, percent in enumerate((50, 90, 99)):
-                rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
-                rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
-            rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
-            rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, load * most))
-            assert not any(own.num_failed for own in found)
+            load_in_a_process(address, requests[:4], Arrivals(math.inf), body_of)  # a warm-up
+            if not most:
+                most = statistics.median(own.requests_per_second for own in reports(lambda i: Arrivals(math.inf)))
+            for load in LOADS:
+                case: dict[str, results.Setting] = {"load": load, "engine": engine}
+                found = reports(lambda i, rate=load * most: Arrivals(rate, seed=i))  # type: ignore[misc]
+                for i, percent in enumerate((50, 90, 99)):
+                    rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
+                    rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
+                rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
+                rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, load * most))
+                assert not any(own.num_failed for own in found)
     return rows
 
 
 def stall_rows(setting: Setting, device: str) -> list[results.Row]:
-    """The longest pause of streams while a long prompt is computed, by the most tokens of a step."""
+    """Of our engine: the longest pause of streams while a long prompt is computed, by the most tokens of a step."""
     rows = list[results.Row]()
     short = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
     requests = [BenchRequest([100 + i] * 16, short) for i in range(setting.streams)]
@@ -172,6 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure the chosen sections and record them."""
     parser = command_line(__doc__ or "", predictions)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[OURS], help="of the section rates")
     arguments = parser.parse_args(argv)
     setting = SETTINGS[arguments.device]
     parameters: dict[str, results.Setting] = {
@@ -179,9 +248,12 @@ def main(argv: list[str] | None = None) -> None:
         "options": " ".join(setting.options), "long prompt": setting.long, "streams": setting.streams,
         "objective": f"{setting.objective.first:g} s to the first token, {setting.objective.between:g} s per token",
     }  # fmt: skip
-    measure = {RATES: rate_rows, STALL: stall_rows}
+    measure: dict[str, Callable[[], list[results.Row]]] = {
+        RATES: lambda: rate_rows(setting, arguments.device, arguments.engines),
+        STALL: lambda: stall_rows(setting, arguments.device),
+    }
     for section in arguments.only:
-        rows = measure[section](setting, arguments.device)
+        rows = measure[section]()
         made = [results.Row(**{**vars(own), "case": {"section": section, **own.case}}) for own in rows]
         result = results.new_result(EXPERIMENT, made, parameters, arguments.device)
         record(results.with_recorded(result, arguments.out, "section"), arguments.out)

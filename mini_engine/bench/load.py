@@ -13,8 +13,9 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -153,13 +154,26 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-async def drive(address: str, requests: Sequence[BenchRequest], arrivals: Arrivals) -> list[Seen]:
+def token_body(request: BenchRequest) -> dict[str, Any]:
+    """Return what is sent to `/v1/completions` of a server that takes token ids, such as ours, vLLM's or SGLang's."""
+    params = request.params
+    body = {"prompt": request.prompt, "max_tokens": params.max_tokens, "temperature": params.temperature}
+    return body | {"seed": params.seed or 0, "ignore_eos": True, "stream": True}
+
+
+async def drive(
+    address: str,
+    requests: Sequence[BenchRequest],
+    arrivals: Arrivals,
+    body_of: Callable[[BenchRequest], dict[str, Any]] = token_body,
+) -> list[Seen]:
     """Send each request when it is due, and read all answers as streams.
 
     Args:
         address: of a server with OpenAI's protocol, such as http://127.0.0.1:8000.
         requests: the requests, in order of arrival.
         arrivals: when they arrive.
+        body_of: returns what is sent for a request.
     """
     start, seen = time.perf_counter(), list[Seen]()
 
@@ -168,7 +182,7 @@ async def drive(address: str, requests: Sequence[BenchRequest], arrivals: Arriva
         seen.append(own)
         await asyncio.sleep(max(0.0, arrival - (time.perf_counter() - start)))
         try:
-            await _read_stream(address, request, own, start)
+            await _read_stream(address, body_of(request), own, start)
         except (OSError, EOFError, ValueError, PeerError) as error:  # asyncio's errors of broken streams are EOFErrors
             own.error = f"{type(error).__name__}: {error}"
 
@@ -177,11 +191,8 @@ async def drive(address: str, requests: Sequence[BenchRequest], arrivals: Arriva
     return seen
 
 
-async def _read_stream(address: str, request: BenchRequest, seen: Seen, start: float) -> None:
-    url, params = urlsplit(address), request.params
-    body = {"prompt": request.prompt, "max_tokens": params.max_tokens, "temperature": params.temperature}
-    body |= {"seed": params.seed or 0, "ignore_eos": True, "stream": True}
-    text = json.dumps(body).encode()
+async def _read_stream(address: str, body: dict[str, Any], seen: Seen, start: float) -> None:
+    url, text = urlsplit(address), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(url.hostname, url.port or 80, limit=1 << 20)
     try:
         head = f"POST {url.path}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"

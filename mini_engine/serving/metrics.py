@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -53,6 +54,8 @@ class Metrics:
             "vllm:request_success", "Outputs that have ended.", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
+        for reason in get_args(FinishReason):  # Prometheus sees a count grow only if it has seen it before
+            self._ended.labels(**self._label, finished_reason=reason)
         self._registry.register(_EngineCounts(engine, model))
 
     def watch(self, num_prompt: int) -> Watch:

@@ -421,6 +421,15 @@ def test_tokens_are_timed_whether_streamed_or_not(new_server: Callable[..., Any]
         assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(between / 5)
 
 
+def test_all_counts_exist_from_the_start(new_server: Callable[..., Any]) -> None:
+    with new_server() as served:
+        before = get(served, "/metrics")[2].decode()
+        assert post(served, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        after = get(served, "/metrics")[2].decode()
+        names = [[line.rpartition(" ")[0] for line in text.splitlines()] for text in (before, after)]
+        assert names[0] == names[1]
+
+
 def test_a_preemption_does_not_count_a_prompt_again(new_server: Callable[..., Any]) -> None:
     with new_server(num_pages=8, page_size=16, max_model_len=128) as served:
         body = {"prompt": [[5] * 20, [6] * 20], "max_tokens": 80, "ignore_eos": True}

@@ -23,7 +23,6 @@ def test_guidellm_counts_what_was_served(target: Target, tmp_path: Path) -> None
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (len(GOOD), 1, 0)
     assert "400" in requests["errored"][0]["info"]["error"]
     assert [own["output_metrics"]["total_tokens"] for own in requests["successful"]] == [NUM_TOKENS] * len(GOOD)
-    assert [own["info"]["timings"]["token_iterations"] for own in requests["successful"]] == [NUM_TOKENS] * len(GOOD)
     counted = target.counted_since(before)
     inputs = [own["input_metrics"] for own in requests["successful"]]
     assert sum(own["total_tokens"] for own in inputs) == counted["vllm:prompt_tokens_total"]

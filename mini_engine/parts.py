@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int32
+from jaxtyping import Bool, Int, Int32
 from torch import Tensor
 
 from mini_engine.attention.block_mask import classify_blocks, physical_blocks, physical_mask
@@ -35,7 +35,7 @@ from mini_engine.models.gpt2 import gpt2_weights
 from mini_engine.models.layers import gated_mlp, qk_norm, rms_norm
 from mini_engine.models.llama import decoder_layer
 from mini_engine.ops import layer_parts
-from mini_engine.policy import admit, preempt, share_budget
+from mini_engine.policy import admit, preempt, ready, share_budget
 from mini_engine.request import Request, Running
 from mini_engine.rope import apply_rope
 from mini_engine.sampling import SamplingBatch, sample
@@ -65,6 +65,9 @@ class Parts:
 
     gpt2_weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = part(gpt2_weights, "Weight map", 3, LOADING)
     schedule: Callable[[Scheduler], Schedule | None] = part(schedule_step, "Scheduling loop", 7, SCHEDULING)
+    ready: Callable[[Counts, Counts, Counts, Counts], Bool[np.ndarray, " B"]] = part(
+        ready, "Ready requests", 16, SCHEDULING
+    )
     share_budget: Callable[[Counts, int], Counts] = part(share_budget, "Token budget", 7, SCHEDULING)
     pages_to_evict: Callable[[Counts, Counts, int, int], Counts] = part(pages_to_evict, "Eviction", 7, SCHEDULING)
     page_table: type[PageTable] = part(PageTable, "Page table", 6, SCHEDULING)

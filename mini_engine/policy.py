@@ -1,15 +1,35 @@
-"""The scheduler's decisions: how many tokens each request computes, and which request is admitted or preempted.
+"""The scheduler's decisions: which requests are ready, their numbers of tokens, admission, and preemption.
 
-Explained in chapter 07.
+Explained in chapter 07, and `ready` in chapter 16.
 """
 
 from collections import OrderedDict
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.request import Request, Running
+
+
+def ready(
+    num_scheduled: Int[np.ndarray, " B"],
+    num_known: Int[np.ndarray, " B"],
+    max_len: Int[np.ndarray, " B"],
+    waits: Int[np.ndarray, " B"],
+) -> Bool[np.ndarray, " B"]:
+    """Decide which running requests have a token that the next step can compute.
+
+    A request whose last token is being sampled has none. If a grammar reads a request's tokens, the host has to know
+    all of them before it can say which may follow.
+
+    Args:
+        num_scheduled: [B] tokens of each request that exist once all launched steps are done.
+        num_known: [B] those whose ids the host knows.
+        max_len: [B] most tokens of each request.
+        waits: [B] 1 for a request with a grammar, otherwise 0.
+    """
+    return (num_scheduled < max_len) & ((waits == 0) | (num_scheduled == num_known))
 
 
 def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray, " B"]:

@@ -193,11 +193,10 @@ class Scheduler:
         A row whose last token is already being sampled has none, nor has one that waits for a token on the device.
         """
         running, rows = self.running, self.running.order
-        unfinished = running.num_scheduled[rows] < running.max_len[rows]
-        if running.num_waiting:
-            unfinished &= (running.waits[rows] == 0) | (running.num_scheduled[rows] == running.num_known[rows])
-        if np.count_nonzero(unfinished) < len(rows):
-            rows = rows[unfinished]
+        columns = running.num_scheduled, running.num_known, running.max_len, running.waits
+        is_ready = self.parts.ready(*(column[rows] for column in columns))
+        if np.count_nonzero(is_ready) < len(rows):
+            rows = rows[is_ready]
         num_computed = running.num_computed[rows]
         return rows, self._apart(running.num_scheduled[rows] - num_computed, num_computed, running.num_prompt[rows])
 

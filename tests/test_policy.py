@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.policy import admit, preempt, share_budget
+from mini_engine.policy import admit, preempt, ready, share_budget
 from mini_engine.request import Running
 from tests.helpers import make_request
 
@@ -60,3 +60,15 @@ def test_preempt_sends_the_newest_to_the_head_of_the_queue(lens, num_waiting, nu
     assert running.num_computed[rows[:-1]].tolist() == lens[:-1]
     assert table.refcounts.sum() == sum(-(-n // 2) for n in lens[:-1])
     assert table.num_free_rows == 5 - len(lens) + 1
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=9)
+
+
+@given(ROWS)
+def test_a_request_is_ready_if_a_token_is_left_and_its_grammar_has_read_all_others(rows):
+    columns = [(known + in_flight, known, known + in_flight + left, waits) for known, in_flight, left, waits in rows]
+    got = ready(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
+    assert got.dtype == bool and got.tolist() == [
+        left > 0 and not (waits and in_flight) for _, in_flight, left, waits in rows
+    ]

@@ -80,7 +80,7 @@ class Returns:
 
 @pytest.mark.parametrize("policy", [Returns([5], []), Returns([0, 0], []), Returns([0], [0]), Returns([], [])])
 def test_a_policy_that_breaks_the_rules_is_refused(policy):
-    with pytest.raises(ValueError, match="request|admits"):
+    with pytest.raises(ValueError, match="admits"):
         simulate([Client(0.0, 5, 1)], policy)
 
 

@@ -8,6 +8,7 @@ see it, masks of tokens, requests that wait for a token, and admission under an 
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -400,9 +401,7 @@ class TokenMasks:
 
     def copy(self) -> "TokenMasks":
         """Return an independent copy, for another output."""
-        copied = TokenMasks.__new__(TokenMasks)
-        copied.__dict__ |= self.__dict__  # the trie and the masks never change: share
-        return copied
+        return copy(self)  # the trie and the masks never change, so they are shared
 
 
 def ready(

@@ -25,6 +25,7 @@ CHOICES = {
     "batch_invariant": (False, True),
     "persistent_decode": (None, False, True),
     "warm_up": (None, False, True),
+    "scheduling_policy": ("fcfs", "priority", "lpm", "fair"),
 }
 SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 # The names that vLLM and TensorRT-LLM's AutoDeploy have for these options, and for their values.
@@ -102,6 +103,12 @@ class EngineConfig:
             however its prompt is split. On a GPU (Hopper) it needs dense weights and keys in 16 bits, and no sliding
             windows, and cuBLAS has no workspace in the whole process. Requests share only prompts. What it costs is in
             experiment 16.
+        scheduling_policy: which waiting request is admitted next: "fcfs" (first come, first served), "priority"
+            (the one of the lowest `priority`, as in vLLM), "lpm" (the one with the longest cached prefix, as in
+            SGLang), or "fair" (one of the tenant that was served the fewest tokens).
+        max_overtakes: how often another request may be admitted before the first in line. Then no other request is
+            admitted until it is, so no request starves. With 0, a request that needs more pages than are free blocks
+            all others. Default 0 for "fcfs" and "priority" and 32 for "lpm" and "fair".
         seed: makes the seeds of requests that have none reproducible; default different ones in each run.
         speculative_config: guess tokens and check several in one step, for example `{"method": "ngram",
             "num_speculative_tokens": 4}`; see `SpeculativeConfig`. Default: do not.
@@ -133,6 +140,8 @@ class EngineConfig:
     persistent_decode: bool | None = None
     warm_up: bool | None = None
     batch_invariant: bool = False
+    scheduling_policy: str = "fcfs"
+    max_overtakes: int | None = None
     seed: int | None = None
     speculative_config: SpeculativeConfig | None = None
     sparse_attention_config: SparseAttentionConfig | None = None
@@ -154,6 +163,9 @@ class EngineConfig:
             raise ConfigError(f"seed is {str(seed)[:80]!r}; give a whole number")
         if not isinstance(sizes, list | tuple | None):
             raise ConfigError(f"cuda_graph_batch_sizes is {str(sizes)[:80]}; give a list of whole numbers")
+        most = self.max_overtakes
+        if most is not None and (type(most) is not int or not 0 <= most <= 10**9):
+            raise ConfigError(f"max_overtakes is {str(most)[:80]!r}; give a whole number from 0 to 10**9")
         for size in sizes or ():
             check_positive(cuda_graph_batch_sizes=size)
         if sizes is not None:
@@ -196,6 +208,7 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int
     pipeline_depth: int
     cuda_graph_batch_sizes: Sequence[int]
+    max_overtakes: int
     persistent_decode: bool
     warm_up: bool
 

@@ -17,6 +17,7 @@ from mini_engine.kernels.persistent_decode import PersistentDecode
 from mini_engine.kv_cache.layer_groups import LayerGroup, layer_groups, one_group, stored_specs
 from mini_engine.kv_cache.paged import default_num_pages, free_memory, page_bytes
 from mini_engine.models.base import LanguageModel
+from mini_engine.waiting import DEFAULT_OVERTAKES
 
 logger = logging.getLogger(__name__)
 # By type of device. An H100's matrix products are compute-bound from about 300 tokens on (990 TFLOP/s over 3.35 TB/s).
@@ -94,7 +95,10 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
         "warm_up": on_gpu if config.warm_up is None else config.warm_up,
         "cuda_graph_batch_sizes": sizes,
         "persistent_decode": persistent,
+        "max_overtakes": config.max_overtakes,
     }
+    if config.max_overtakes is None:
+        resolved["max_overtakes"] = DEFAULT_OVERTAKES[config.scheduling_policy]
     if why:
         _show_logs()
         logger.log(

@@ -39,6 +39,7 @@ from mini_engine.speculative.draft_model import DraftModelDrafter
 from mini_engine.speculative.drafter import create_drafter
 from mini_engine.speculative.speculation import Speculation
 from mini_engine.structured import TokenGrammar
+from mini_engine.waiting import POLICIES
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[["LLMEngine", StepReport], None]
@@ -114,6 +115,9 @@ class LLMEngine:
         params: SamplingParams | None = None,
         context: Context = (),
         grammar: TokenGrammar | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> Request:
         """Queue a request; it joins the batch as soon as there is room.
 
@@ -123,6 +127,8 @@ class LLMEngine:
             params: default `SamplingParams()`.
             context: registered chunks before the prompt, from `ChunkMemory.context`.
             grammar: says which tokens may follow; it belongs to this request alone.
+            priority: lower is served first; only with `scheduling_policy="priority"`.
+            tenant: the name of the sender, for `scheduling_policy="fair"`.
 
         Returns:
             The request. Read it, but do not change it.
@@ -143,6 +149,13 @@ class LLMEngine:
             raise RequestError("the engine's core has no tokenizer: use LLM for structured_outputs, or give a grammar")
         if params.bad_words and not params.bad_words_token_ids:
             raise RequestError("the engine's core has no tokenizer: use LLM for bad_words, or bad_words_token_ids")
+        if not isinstance(priority, int) or isinstance(priority, bool) or not isinstance(tenant, str):
+            raise RequestError(f"priority is {priority!r}, tenant is {tenant!r}; give a whole number and a string")
+        if priority and self.config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority is {priority}, but scheduling_policy is {self.config.scheduling_policy!r}; leave priority "
+                'out, or build the engine with scheduling_policy="priority"'
+            )
         ends = end_tokens(params, self.eos_token_ids)
         check_tokens(params, self.model.config.vocab_size, ends)
         if not isinstance(prompt_token_ids, ListLike):
@@ -172,6 +185,8 @@ class LLMEngine:
                 prefix=prefix,
                 context=() if prefix else context,
                 grammar=grammar,
+                priority=priority,
+                tenant=tenant,
             )
             self._recovery.add(request)
             self._arrivals += 1
@@ -307,6 +322,7 @@ class LLMEngine:
         self.layer_groups, self._executors = groups_of(config, self.model), list[LocalExecutor]()
         self.executor = self._new_executor(self.model, config)
         self.cache, self.backend = self.executor.cache, self.executor.backend
+        self._policy = POLICIES[config.scheduling_policy](config.max_overtakes)
         self.core = Core(self.executor, self._new_scheduler, self.backend.planner, self._new_speculation(config))
         self._recovery = Recovery(self.core, config.pipeline_depth)
 
@@ -376,6 +392,7 @@ class LLMEngine:
             other_windows=[own for own in other_windows if own is not None],
             prefix_sharing=config.enable_prefix_caching,
             outputs_apart=self.backend.outputs_apart,
+            policy=self._policy,
             parts=self.parts,
         )
 

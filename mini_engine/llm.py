@@ -93,6 +93,8 @@ class TextEngine:
         contexts: ListLike[ContextOf] | None = None,
         *,
         prompt_token_ids: ListLike[int] | ListLike[ListLike[int]] | None = None,
+        priority: ListLike[int] | None = None,
+        tenant: ListLike[str] | None = None,
         use_tqdm: bool = False,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -103,6 +105,8 @@ class TextEngine:
             sampling_params: for all prompts, or one for each; default `default_params`.
             contexts: the registered chunks before each prompt (see `mini_engine.chunks`); default none.
             prompt_token_ids: token ids instead of `prompts`.
+            priority: a number for each prompt, lower ones first; only with `scheduling_policy="priority"`.
+            tenant: the name of each prompt's sender, for `scheduling_policy="fair"`.
             use_tqdm: show a progress bar.
             on_error: what to do about a prompt that cannot be served: "raise" its error, before any work if possible,
                 or "return" an output with `finish_reason="error"` and serve the other prompts.
@@ -117,7 +121,8 @@ class TextEngine:
             raise RequestError(f"on_error is {on_error!r}; give 'raise' or 'return'")
         several = as_prompts(prompts if prompt_token_ids is None else prompt_token_ids)
         outputs: dict[int, RequestOutput] = {}
-        pieces = self._pieces(several, sampling_params, contexts, each_step=False, on_error=on_error)
+        turns = self._turns(len(several), priority, tenant)
+        pieces = self._pieces(several, sampling_params, contexts, turns, each_step=False, on_error=on_error)
         with closing(pieces), tqdm(total=len(several), desc="prompts", disable=not use_tqdm) as bar:
             for piece in pieces:
                 if piece.output:
@@ -232,6 +237,8 @@ class TextEngine:
         context: Context = (),
         grammar: TokenGrammar | None = None,
         each_step: bool = True,
+        priority: int = 0,
+        tenant: str = "",
     ) -> PromptOutputs:
         """Queue a prompt, and return at once; each `step` puts its new pieces into the inbox.
 
@@ -243,6 +250,8 @@ class TextEngine:
             context: registered chunks before the prompt.
             grammar: of `compile`, if the parameters have structured outputs; None compiles it now.
             each_step: deliver text as it is generated, and not only when it has ended.
+            priority: as in `LLMEngine.add_request`.
+            tenant: as in `LLMEngine.add_request`.
 
         Returns:
             The outputs so far, for `abort`.
@@ -252,7 +261,7 @@ class TextEngine:
         """
         owner = PromptOutputs(index, prompt, sampling_params or self.default_params, inbox)
         try:
-            self._add(owner, each_step, context, grammar)
+            self._add(owner, each_step, context, grammar, priority, tenant)
         except RequestError:
             self.abort(owner)
             raise
@@ -288,11 +297,21 @@ class TextEngine:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
+    def _turns(
+        self, num_prompts: int, priority: ListLike[int] | None, tenant: ListLike[str] | None
+    ) -> list[tuple[int, str]]:
+        """Return the priority and the tenant of each prompt."""
+        for what, given in {"priorities": priority, "tenants": tenant}.items():
+            if given is not None and (isinstance(given, str) or len(given) != num_prompts):
+                raise RequestError(f"{num_prompts} prompts but {given!r:.80} as {what}; give one for each prompt")
+        return list(zip(priority or [0] * num_prompts, tenant or [""] * num_prompts, strict=True))
+
     def _pieces(
         self,
         prompts: ListLike[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None,
         contexts: ListLike[ContextOf] | None,
+        turns: ListLike[tuple[int, str]] | None = None,
         *,
         each_step: bool,
         on_error: OnError,
@@ -309,7 +328,8 @@ class TextEngine:
             for index, (prompt, own) in enumerate(zip(prompts, of_each, strict=True)):
                 owners[index] = PromptOutputs(index, prompt, own, inbox)
                 try:
-                    self._add(owners[index], each_step, contexts[index]() if contexts else ())
+                    turn = turns[index] if turns else (0, "")
+                    self._add(owners[index], each_step, contexts[index]() if contexts else (), None, *turn)
                 except RequestError as refused:
                     self.abort(owners.pop(index))
                     if on_error == "raise":
@@ -330,7 +350,13 @@ class TextEngine:
                 self.abort(owner)
 
     def _add(
-        self, owner: PromptOutputs, each_step: bool, context: Context, grammar: TokenGrammar | None = None
+        self,
+        owner: PromptOutputs,
+        each_step: bool,
+        context: Context,
+        grammar: TokenGrammar | None,
+        priority: int,
+        tenant: str,
     ) -> None:
         """Queue the requests of a prompt: one for each of its `n` outputs."""
         token_ids, params = self.tokens_of(owner.prompt, add_special_tokens=not context), owner.params
@@ -344,7 +370,7 @@ class TextEngine:
                     core = replace(core, prompt_logprobs=None)  # those of the first request are those of the prompt
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
                 own = grammar.copy() if grammar else None
-                request = self.engine.add_request(name, token_ids, core, context, own)
+                request = self.engine.add_request(name, token_ids, core, context, own, priority=priority, tenant=tenant)
                 owner.requests.append(request)
                 backend = self._backend if params.detokenize else NO_WORDS
                 detokenizer = self._detokenizer(backend, request, params) if each_step or params.stop else None

@@ -5,10 +5,10 @@ indexed by that row, written once, at admission. So a step works on whole column
 requests that arrive, end or are preempted. Explained in chapter 07.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, Int64
@@ -76,6 +76,10 @@ class Request:
         error: why it failed, if `finish_reason` is "error".
         num_cached_tokens: tokens of the prompt whose keys the cache had when it was first admitted; None before.
         grammar: says which tokens may follow the output so far; None: any.
+        priority: lower is served first, if the scheduling policy is "priority".
+        tenant: the name of the sender, between whom the scheduling policy "fair" divides the service.
+        num_overtaken: times that another request was admitted although this one was first (see `waiting.py`).
+        num_charged: tokens that its tenant's counter has counted.
         logprobs: log probabilities collected so far, by the position of the token, if its parameters ask for them.
     """
 
@@ -89,7 +93,11 @@ class Request:
     prefix: PlacedChunk | None = None
     context: Context = ()
     grammar: TokenGrammar | None = None
+    priority: int = 0
+    tenant: str = ""
     token_ids: list[int] = field(init=False)
+    num_overtaken: int = 0
+    num_charged: int = 0
     finish_reason: FinishReason | None = None
     error: MiniEngineError | None = None
     num_cached_tokens: int | None = None
@@ -147,7 +155,7 @@ class Running:
         num_groups: groups of layers that have page tables of their own.
 
     Attributes:
-        order: rows in use, oldest request first.
+        order: rows in use, in line: oldest request first, unless a scheduling policy says otherwise.
         tokens: [rows, max_len] token ids of each request.
         context_len: number of tokens at the start whose keys are in the pages of chunks.
         num_evicted: [num_groups * rows] number of tokens at the start whose keys are not in the pages of a row of the
@@ -223,6 +231,11 @@ class Running:
         if len(self.end_tokens) == len(request.end_token_ids):  # `append` compares with every column in every step
             del self.end_tokens[max((len(other.end_token_ids) for other in self._rows), default=0) :]
         return request
+
+    def sort(self, key: Callable[[Request], Any]) -> None:
+        """Sort the order of the running requests by a key."""
+        rows = sorted(zip(self.requests_of(self.order), self.order.tolist(), strict=True), key=lambda own: key(own[0]))
+        self.order = np.array([row for _, row in rows], dtype=np.int64)
 
     def row_of(self, request: Request) -> int | None:
         """Return the row of a request; None if it is not running."""

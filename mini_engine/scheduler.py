@@ -3,7 +3,8 @@
 A step has a token budget. Decoding requests take one token each, and what is left goes to prompts, in chunks if they
 are longer (Yu et al. 2022, "Orca", section 3; Agrawal et al. 2024, "Sarathi-Serve", section 4). When the pool runs out
 of pages, the newest running request is preempted and recomputed later (Kwon et al. 2023, section 4.5). The decisions
-are in `policy.py`; this module keeps the queues and the page bookkeeping.
+are in `policy.py` and, where several requests wait, in `waiting.py`; this module keeps the queues and the page
+bookkeeping.
 """
 
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.logprobs import lacks_prompt_logprobs
 from mini_engine.request import Request, Running
+from mini_engine.waiting import FirstComeFirstServed
 
 if TYPE_CHECKING:
     from mini_engine.parts import Parts
@@ -57,10 +59,12 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served, over one pool of pages.
+    """Continuous batching over one pool of pages; by default first come, first served.
 
-    No request starves: requests run in order of arrival, only the newest is ever preempted, and a request that could
-    not fit into an empty pool is refused at once. So the oldest request always makes progress and eventually finishes.
+    No request starves: all requests stand in one line, only the last running request in line is ever preempted, and a
+    request that could not fit into an empty pool is refused at once. So the first running request always makes progress
+    and eventually finishes. By default the line is the order of arrival, and no request overtakes another; what other
+    policies guarantee is in `waiting.py`.
 
     Args:
         page_table: the pool; its rows bound the number of running requests.
@@ -73,11 +77,13 @@ class Scheduler:
         outputs_apart: compute the tokens of a prompt and those of the output always in different sequences, also when
             a preempted request is recomputed, and share only prompts. Then different kernels may compute them, and the
             bits of a token's keys still depend on its own request alone.
+        policy: chooses the next waiting request; default first come, first served.
         parts: the engine's replaceable parts.
 
     Attributes:
-        waiting: requests without pages, the next one first; preempted ones come before new ones.
+        waiting: requests without pages, in line.
         running: the columns of the running requests.
+        policy: see above.
         budget: most tokens in one step.
         outputs_apart: see above.
         prefix_tree: pages that requests can share; None without prefix sharing.
@@ -94,8 +100,10 @@ class Scheduler:
         other_windows: Sequence[int] = (),
         prefix_sharing: bool,
         outputs_apart: bool = False,
+        policy: FirstComeFirstServed | None = None,
         parts: "Parts",
     ) -> None:
+        self.policy = policy or FirstComeFirstServed()
         self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len, page_table.num_groups)
@@ -113,7 +121,8 @@ class Scheduler:
             self.prefix_tree = PrefixTree(page_table, parts.match_prefix)
         # Rows whose prompts are not fully computed, and the place in the tree that each has reached.
         self._inserting: dict[int, Place | None] = {}
-        self._next: tuple[Request, Tokens] | None = None  # the request that was last looked up in the tree
+        self._looked_up: dict[Request, Tokens] = {}  # tokens of waiting requests that were looked up in the tree
+        self._is_sorted = False  # nothing has joined either queue since the last step
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -131,6 +140,7 @@ class Scheduler:
                 "num_pages"
             )
         self.waiting[request] = None
+        self._is_sorted = False
 
     def num_pinnable(self, requests: Iterable[Request]) -> int:
         """Count the pages that can be taken out of the pool while every given request can still run to its end."""
@@ -172,6 +182,9 @@ class Scheduler:
             tokens are still on the device. Collect these tokens first: they may end requests, and a request can only be
             preempted once all its tokens are known.
         """
+        if not self._is_sorted:
+            self.policy.line_up(self.waiting, self.running)
+            self._is_sorted = True
         return self.parts.schedule(self)
 
     def remove(self, request: Request) -> None:
@@ -179,7 +192,9 @@ class Scheduler:
         row = self.running.row_of(request)
         if row is None:
             self.waiting.pop(request, None)
+            self._looked_up.pop(request, None)
             return
+        self.policy.served(self.running, np.array([row]))
         self._cache_pages(row)
         self._release_other_groups(row)
         self.running.leave(row)
@@ -231,14 +246,16 @@ class Scheduler:
         return True
 
     def preempt(self) -> Request:
-        """Preempt the newest running request."""
+        """Preempt the last running request in line, by default the newest."""
         row = int(self.running.order[-1])
+        self.policy.served(self.running, np.array([row]))
         self._cache_pages(row)
         self._release_other_groups(row)
+        self._is_sorted = False
         return self.parts.preempt(self.running, self.waiting, self.page_table)
 
     def admit(self, budget: int, copies: list[tuple[int, int]]) -> tuple[list[Request], list[int], int]:
-        """Admit waiting requests in order, as long as there is room. No request overtakes another.
+        """Admit waiting requests as long as there is room, in the order of the policy.
 
         Args:
             budget: tokens that the step has left.
@@ -250,10 +267,14 @@ class Scheduler:
         table, running = self.page_table, self.running
         admitted, num_new, num_shared = list[Request](), list[int](), 0
         earlier = running.order
+        if not table.num_free_rows or budget < 1:
+            return admitted, num_new, num_shared
+        self.policy.served(running, earlier)
         # The watermark keeps a free page for each running request; otherwise they would soon preempt each other.
         held_back = len(earlier) * table.num_groups
-        while self.waiting and table.num_free_rows and budget > 0:
-            request = next(iter(self.waiting))
+        for request in self.policy.candidates(self.waiting, self.num_cached):
+            if not table.num_free_rows or budget < 1:
+                break
             num_tokens = len(request.token_ids) - request.context_len
             pages, shared_tokens = self._match(request, earlier)
             own_pages, shared_pages = self._demand(num_tokens, pages, shared_tokens)
@@ -271,15 +292,22 @@ class Scheduler:
                 free_rows=table.num_free_rows,
             )
             if share < 1:
-                break
+                continue
             del self.waiting[request]
-            self._next = None
+            del self._looked_up[request]
+            self._is_sorted = False
+            self.policy.entered(request, counts[0])
             self._enter(request, pages, shared_tokens, share, copies)
             admitted.append(request)
             num_new.append(share)
             num_shared += shared_tokens + request.context_len
             budget -= share
         return admitted, num_new, num_shared
+
+    def num_cached(self, request: Request) -> int:
+        """Count the tokens of a waiting request whose keys are in cached pages, without a layer with a window."""
+        tree = None if lacks_prompt_logprobs(request) else self.prefix_tree
+        return tree.match_len(self._tokens_of(request), request.cache_key) if tree is not None else 0
 
     # --- details -------------------------------------------------------------------------------------------------
 
@@ -385,13 +413,7 @@ class Scheduler:
         Returns:
             The pages of each group of layers. All end at the same page; a group with a window has only the last ones.
         """
-        if self._next is None or self._next[0] is not request:
-            # The last token is always computed, because its logits are needed.
-            end = len(request.token_ids) - 1
-            if self.outputs_apart:
-                end = min(end, len(request.prompt_token_ids))
-            self._next = request, np.array(request.token_ids[request.context_len : end], dtype=np.int32)
-        tokens, prefix = self._next[1], request.prefix
+        tokens, prefix = self._tokens_of(request), request.prefix
         table, running = self.page_table, self.running
         tree = None if lacks_prompt_logprobs(request) else self.prefix_tree  # cached pages have no logits
         pages: PagesOfGroups = [NO_PAGES] * table.num_groups
@@ -423,6 +445,16 @@ class Scheduler:
         index = count - running.num_evicted[donors] // size
         partial = table.table[donors, index]
         return [np.append(*both) for both in zip(pages, partial, strict=True)], count * size + int(equal[best])
+
+    def _tokens_of(self, request: Request) -> Tokens:
+        """Return the tokens of a waiting request that may be in shared pages."""
+        if request not in self._looked_up:
+            # The last token is always computed, because its logits are needed.
+            end = len(request.token_ids) - 1
+            if self.outputs_apart:
+                end = min(end, len(request.prompt_token_ids))
+            self._looked_up[request] = np.array(request.token_ids[request.context_len : end], dtype=np.int32)
+        return self._looked_up[request]
 
     def _demand(self, num_tokens: int, pages: PagesOfGroups, num_shared: int) -> tuple[int, Int32[np.ndarray, " _"]]:
         """Return how many free pages a request needs at most, and the full pages that it need not have for itself.

@@ -1,9 +1,9 @@
 """Run the core on random schedules: `python -m tests.random_schedules NUMBER [suffix]`.
 
 Random arrivals, aborts, ends, chunked prompts, shared prefixes, failed steps, and pools so small that requests are
-preempted, at pipeline depths 0 and 1, and at depth 0 with guesses, right and wrong ones. With `suffix`, all of them at
-depth 0 with the guesses of suffix decoding. Each request must get the tokens and log probabilities that it gets alone,
-and no page may leak.
+preempted, with each policy of the waiting queue, at pipeline depths 0 and 1, and at depth 0 with guesses, right and
+wrong ones. With `suffix`, all of them at depth 0 with the guesses of suffix decoding. Each request must get the tokens
+and log probabilities that it gets alone, and no page may leak.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mini_engine.speculative.drafter import Drafter
 from mini_engine.speculative.speculation import Speculation
 from mini_engine.speculative.suffix import SuffixDrafter
 from mini_engine.step_input import SampledTokens, StepInput
+from mini_engine.waiting import POLICIES
 from tests.fake_executor import VOCAB_SIZE, FakeExecutor, logprob_of, next_token
 
 MAX_ROWS = 5
@@ -44,6 +45,7 @@ class Seen:
     shared_tokens: int = 0
     late_ends: int = 0
     right_guesses: int = 0
+    overtakes: int = 0
 
 
 class RandomDrafter:
@@ -118,10 +120,11 @@ def check(seed: int, depth: int, seen: Seen, drafter: Drafter | None = None) -> 
     def new_scheduler() -> Scheduler:
         return Scheduler(
             table(num_pages, page_size, MAX_ROWS, -(-max_len // page_size)), max_model_len=max_len,
-            max_num_batched_tokens=budget, window=None, prefix_sharing=shares, parts=Parts(),
+            max_num_batched_tokens=budget, window=None, prefix_sharing=shares, policy=policy, parts=Parts(),
         )  # fmt: skip
 
     budget, shares = rng.randint(MAX_ROWS, 16), rng.random() < 0.7
+    policy = POLICIES[rng.choice(["fcfs", *POLICIES])](rng.randint(0, 3))
     speculation = None
     if drafter:  # steps of random times, so guesses pay at random
         speculation = Speculation(
@@ -136,7 +139,8 @@ def check(seed: int, depth: int, seen: Seen, drafter: Drafter | None = None) -> 
         prompt = prompt[: max_len - 1]
         limit = rng.randint(len(prompt) + 1, max_len)
         ends = tuple(rng.sample(range(VOCAB_SIZE), 3))
-        requests.append(Request(f"{seed} {i}", prompt, rng.choice(PARAMS), 0, limit, ends, i))
+        turn = {"priority": rng.randint(-1, 1), "tenant": rng.choice("ab")}
+        requests.append(Request(f"{seed} {i}", prompt, rng.choice(PARAMS), 0, limit, ends, i, **turn))
         arrivals.append(rng.randint(0, 4))
         if rng.random() < 0.1:
             aborts[i] = rng.randint(0, 8)
@@ -147,11 +151,13 @@ def check(seed: int, depth: int, seen: Seen, drafter: Drafter | None = None) -> 
         for request, at in zip(requests, arrivals, strict=True):
             if at == step:
                 recovery.add(request)
+        waiting = sorted(core.scheduler.waiting, key=policy.rank)
         for i, at in aborts.items():
             if at == step and requests[i].request_id in core.requests:
                 core.end(requests[i], "abort")
         launched = recovery.step()
         seen.preemptions += len(launched.schedule.preempted)
+        seen.overtakes += launched.schedule.admitted != waiting[: len(launched.schedule.admitted)]
         seen.shared_tokens += launched.schedule.num_shared
         seen.right_guesses += max(len(core.sampled) - 1, 0)
         for sampled_by, _ in core.sampled:
@@ -187,7 +193,7 @@ def main(number: int, suffix: bool) -> None:
         except BaseException:
             print(f"schedule {seed}", file=sys.stderr)
             raise
-    print(number, seen.preemptions, seen.shared_tokens, seen.late_ends, seen.right_guesses)
+    print(number, seen.preemptions, seen.shared_tokens, seen.late_ends, seen.right_guesses, seen.overtakes)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def test_tokens_do_not_depend_on_the_schedule_in_many_random_schedules() -> None
     script = [sys.executable, "-m", "tests.random_schedules", str(NUM_SCHEDULES)]
     result = subprocess.run(script, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
-    schedules, preemptions, shared, late_ends, right_guesses = (int(word) for word in result.stdout.split())
-    assert schedules == NUM_SCHEDULES and min(preemptions, shared, late_ends, right_guesses) > 30
+    schedules, *seen = (int(word) for word in result.stdout.split())
+    assert schedules == NUM_SCHEDULES and min(seen) > 30, "some kind of event is rare"
 
 
 class Recorder:

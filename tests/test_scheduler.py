@@ -16,6 +16,7 @@ from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.parts import Parts
 from mini_engine.request import Request
 from mini_engine.scheduler import Schedule, Scheduler
+from mini_engine.waiting import POLICIES, FirstComeFirstServed
 from tests.helpers import make_request
 
 END = 2  # of the tokens 0, 1 and 2, the one that ends some requests
@@ -28,6 +29,7 @@ def make_scheduler(
     window: int | None = None,
     prefix_sharing: bool = False,
     other_windows: Sequence[int] = (),
+    policy: FirstComeFirstServed | None = None,
 ) -> Scheduler:
     return Scheduler(
         table,
@@ -36,8 +38,14 @@ def make_scheduler(
         window=window,
         other_windows=other_windows,
         prefix_sharing=prefix_sharing,
+        policy=policy,
         parts=Parts(),
     )
+
+
+def turns() -> st.SearchStrategy[tuple[int, str]]:
+    """Priorities and tenants."""
+    return st.tuples(st.integers(-1, 1), st.sampled_from("ab"))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -55,11 +63,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.tuples(st.none() | st.integers(1, 6)) | st.tuples(st.none(), st.integers(1, 6), st.integers(1, 6)),
         prefix_sharing=st.booleans(),
         depth=st.integers(0, 1),
+        policy=st.just("fcfs") | st.sampled_from(list(POLICIES)),
+        max_overtakes=st.integers(0, 4),
     )
-    def build(self, num_pages, page_size, batch, extra, windows, prefix_sharing, depth):
+    def build(self, num_pages, page_size, batch, extra, windows, prefix_sharing, depth, policy="fcfs", max_overtakes=0):
         num_groups = len(windows)
         self.table = PageTable(num_groups * num_pages, page_size, batch, num_groups=num_groups)
-        self.scheduler = make_scheduler(self.table, batch + extra, windows[0], prefix_sharing, windows[1:])
+        self.policy = POLICIES[policy](max_overtakes)
+        self.scheduler = make_scheduler(self.table, batch + extra, windows[0], prefix_sharing, windows[1:], self.policy)
+        self.has_priorities, self.max_overtakes = policy == "priority", max_overtakes
+        self.overtaken: Counter[Request] = Counter()
         self.batch, self.budget, self.windows, self.depth = batch, batch + extra, windows, depth
         self.slots: dict[int, tuple[int, ...]] = {}  # what each key was computed from: its token and all before it
         self.in_flight: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
@@ -70,24 +83,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), max_tokens=st.integers(1, 10), has_end=st.booleans())
-    def add(self, data, max_tokens, has_end):
+    @rule(data=st.data(), max_tokens=st.integers(1, 10), has_end=st.booleans(), turn=turns())
+    def add(self, data, max_tokens, has_end, turn):
         before = data.draw(st.sampled_from(self.prompts))
         prompt = before[: data.draw(st.integers(0, len(before)))]
         prompt = prompt + data.draw(st.lists(st.integers(0, 2), min_size=not prompt, max_size=max(20 - len(prompt), 1)))
-        self.arrive(prompt, max_tokens, has_end)
+        self.arrive(prompt, max_tokens, has_end, *turn)
 
-    def arrive(self, prompt, max_tokens, has_end=False):
+    def arrive(self, prompt, max_tokens, has_end=False, priority=0, tenant=""):
         request = make_request(prompt, max_tokens, len(self.texts), (END,) if has_end else ())
+        request.priority, request.tenant = priority, tenant
         pages = self.table.pages_for(len(prompt) + max_tokens)
         if pages * len(self.windows) <= self.table.num_pages:
             self.scheduler.add(request)
             self.unfinished.append(request)
+            self.unfinished.sort(key=self.rank)
             self.texts[request] = list(prompt)
             self.prompts.append(prompt)
         elif self.windows == (None,):
             with pytest.raises(RequestError, match=f"fill {pages} pages"):
                 self.scheduler.add(request)
+
+    def rank(self, request):
+        """The place in line, which this test knows by itself."""
+        return request.priority if self.has_priorities else 0, request.arrival
 
     def leave(self, request):
         self.scheduler.remove(request)
@@ -123,13 +142,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def before(self) -> tuple[list[Request], list[Request], dict[Request, int]]:
         """Running and waiting requests, and how many tokens each running one has to compute."""
         running = self.scheduler.running
-        requests = running.requests_of(running.order)
+        rows = {request: int(running.row_of(request)) for request in running.requests_of(running.order)}
+        requests = sorted(rows, key=self.rank)
         pending = {
             request: int(running.num_scheduled[row] - running.num_computed[row])
-            for request, row in zip(requests, running.order.tolist(), strict=True)
-            if running.num_scheduled[row] < request.max_len
+            for request in requests
+            if running.num_scheduled[row := rows[request]] < request.max_len
         }
-        return requests, list(self.scheduler.waiting), pending
+        return requests, sorted(self.scheduler.waiting, key=self.rank), pending
 
     def check_decisions(self, schedule: Schedule, was_running, waiting, pending):
         running = self.scheduler.running
@@ -140,8 +160,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(share >= 1 for share in shares)
         assert sorted(shares, key=lambda n: n > 1) == shares, "decodes come first"
         kept = was_running[: len(was_running) - len(schedule.preempted)]
-        assert was_running == kept + schedule.preempted[::-1], "the newest are preempted, newest first"
-        assert schedule.admitted == waiting[: len(schedule.admitted)]
+        assert was_running == kept + schedule.preempted[::-1], "the last in line are preempted, the last one first"
+        self.check_line(schedule.admitted, waiting)
         assert not (schedule.admitted and schedule.preempted)
         assert running.requests_of(running.order) == kept + schedule.admitted
         for request in kept:
@@ -150,14 +170,29 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert pending[request] > 1 or work[request] == 1, "a decode had to wait"
             else:
                 assert request not in work, "its last token is being sampled already"
-        oldest = next((request for request in self.unfinished if request in pending or request in waiting), None)
+        first = next((request for request in was_running if request in pending), None)
+        assert first is None or first in work, "the first running request in line makes no progress"
         blocked = any(request not in pending for request in was_running)  # by a request that ends when collected
-        assert oldest is None or oldest in work or blocked, "the oldest request makes no progress"
+        assert work or blocked or not self.unfinished, "no request makes progress"
+        oldest = next((request for request in self.unfinished if request in pending or request in waiting), None)
+        # Until enough of those behind it have ended, or while it may be overtaken.
+        can_wait = oldest in waiting and (first is not None or (schedule.admitted and self.max_overtakes > 0))
+        assert oldest is None or oldest in work or blocked or can_wait, "the first request makes no progress"
         self.met["preempted"] += len(schedule.preempted)
         self.met["copied"] += len(schedule.copies)
         self.met["shared"] += schedule.num_shared
         self.met["returned"] += sum(len(request.output_token_ids) > 0 for request in schedule.admitted)
         self.met["evicted"] += int(running.num_evicted[self.table.rows_of(schedule.rows)].any())
+
+    def check_line(self, admitted, waiting):
+        """The first waiting request in line is overtaken `max_overtakes` times in its life, and no more."""
+        waiting = list(waiting)
+        for request in admitted:
+            if waiting[0] is not request:
+                self.overtaken[waiting[0]] += 1
+                self.met["overtaken"] += 1
+                assert self.overtaken[waiting[0]] <= self.max_overtakes
+            waiting.remove(request)
 
     def launch(self, schedule: Schedule):
         """Copy and write what the schedule says, look at every key that a query would see, and sample."""
@@ -222,8 +257,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def all_end(self):
-        """Without new arrivals all requests end, in at most as many steps as they take one at a time."""
-        for _ in range(sum(2 * request.max_len + 2 for request in self.unfinished)):
+        """Without new arrivals all requests end, in at most as many steps as they take one at a time.
+
+        A request that is overtaken may be preempted for each request that overtakes it.
+        """
+        num_times = 1 + self.max_overtakes * len(self.unfinished)
+        for _ in range(num_times * sum(2 * request.max_len + 2 for request in self.unfinished)):
             if self.unfinished:
                 self.step()
         assert not self.unfinished
@@ -242,7 +281,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def counts_and_pages_agree(self):
         running = self.scheduler.running
         rows = running.order
-        assert running.requests_of(rows) + list(self.scheduler.waiting) == self.unfinished
+        requests = running.requests_of(rows) + list(self.scheduler.waiting)
+        assert sorted(requests, key=self.rank) == self.unfinished
+        assert requests == self.unfinished or self.max_overtakes or self.has_priorities
         assert len(self.in_flight) <= self.depth
         flying = running.num_scheduled[rows] - running.num_known[rows]
         assert ((flying >= 0) & (flying <= self.depth)).all()
@@ -263,6 +304,33 @@ class SchedulerMachine(RuleBasedStateMachine):
 NONE = (np.zeros(0, dtype=np.int64),) * 3
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_request_starves_in_a_tight_pool_whatever_the_policy(policy):
+    """Arrivals never end, and some requests need the whole pool; each is still served."""
+    met = Counter()
+    for seed in range(12):
+        random = Random(seed)
+        machine = SchedulerMachine()
+        machine.build(
+            num_pages=6, page_size=2, batch=4, extra=12, windows=(None,), prefix_sharing=seed % 2 > 0,
+            depth=seed // 2 % 2, policy=policy, max_overtakes=seed % 4,
+        )  # fmt: skip
+        large = None
+        for i in range(120):
+            if i == 20:  # behind others, of which there is no end
+                machine.arrive([0] * 9, 3, False, 0, "a")
+                large = max(machine.texts, key=lambda request: request.arrival)
+            while len(machine.unfinished) < 7:
+                tenant = random.choice("ab")
+                machine.arrive([random.randint(0, 2)] * random.randint(1, 4), random.randint(1, 5), False, 0, tenant)
+            machine.step()
+            machine.counts_and_pages_agree()
+        assert large is not None and len(large.token_ids) == large.max_len, "the large request starves"
+        machine.all_end()
+        met += machine.met
+    assert (met["overtaken"] > 20) and met["preempted"] > 2
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -153,6 +153,10 @@ class PrefixTree:
         self._use(node)
         return node.path
 
+    def match_len(self, token_ids: Tokens, context: Hashable = ()) -> int:
+        """Count the first tokens of a prompt that `match` would find, without marking their pages as used."""
+        return self._walk(token_ids, self._root(context), 0)[1] * self._table.page_size
+
     def insert(self, token_ids: Tokens, pages: Pages, after: Place | None = None, context: Hashable = ()) -> Place:
         """Insert the full pages of a request. If the tree already has pages with the same tokens, it keeps those.
 

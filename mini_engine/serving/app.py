@@ -221,7 +221,7 @@ class Api:
     ) -> Response:
         """Serve all prompts of a request, as a stream or as a whole."""
         grammar = await run_in_threadpool(self._engine.compile, params)
-        pieces = self._pieces(tokens, params, grammar, each_step=bool(body.stream))
+        pieces = self._pieces(body, tokens, params, grammar)
         if not body.stream:
             async with aclosing(pieces):
                 outputs = await _unless_left(http, _outputs(pieces, len(tokens)))
@@ -238,7 +238,7 @@ class Api:
         return _event_stream(_events(chunks, last))
 
     async def _pieces(
-        self, tokens: list[list[int]], params: SamplingParams, grammar: TokenGrammar | None, each_step: bool
+        self, body: Request, tokens: list[list[int]], params: SamplingParams, grammar: TokenGrammar | None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of several prompts as they come, each with the number of its prompt."""
         arrived: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
@@ -246,7 +246,10 @@ class Api:
 
         async def serve(number: int) -> None:
             try:
-                served = self._thread.stream(tokens[number], params, grammar, each_step=each_step)
+                served = self._thread.stream(
+                    tokens[number], params, grammar,
+                    each_step=bool(body.stream), priority=body.priority or 0, tenant=body.user or "",
+                )  # fmt: skip
                 async with aclosing(served) as pieces:
                     async for piece in pieces:
                         watches[number].add(piece)

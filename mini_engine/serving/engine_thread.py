@@ -46,6 +46,8 @@ class Stream:
         params: its parameters.
         each_step: whether text is delivered as it is generated.
         grammar: of structured outputs.
+        priority: see `LLMEngine.add_request`.
+        tenant: see `LLMEngine.add_request`.
         arrived: its pieces, or the error that ended it; belongs to the event loop.
     """
 
@@ -54,6 +56,8 @@ class Stream:
     params: SamplingParams
     each_step: bool
     grammar: TokenGrammar | None
+    priority: int
+    tenant: str
     arrived: asyncio.Queue[Piece | MiniEngineError]
 
 
@@ -100,7 +104,14 @@ class EngineThread:
         return sum(stream.params.n for stream in self._streams.values())
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, grammar: TokenGrammar | None = None, *, each_step: bool
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        grammar: TokenGrammar | None = None,
+        *,
+        each_step: bool,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """Serve a prompt, and yield its pieces; the last one has the output. Closing the generator ends the request.
 
@@ -109,6 +120,8 @@ class EngineThread:
             params: its parameters.
             grammar: of `TextEngine.compile`, which takes too long for this thread.
             each_step: yield text as it is generated, and not only when it has ended.
+            priority: see `LLMEngine.add_request`.
+            tenant: see `LLMEngine.add_request`.
 
         Raises:
             QueueFullError: if too many wait.
@@ -119,7 +132,7 @@ class EngineThread:
             raise ShuttingDownError("the server is shutting down; send the request to another one")
         if self.num_outputs + params.n > self._most:
             raise QueueFullError(f"{self.num_outputs} outputs run or wait, and {self._most} may; send it again later")
-        stream = Stream(next(self._numbers), prompt, params, each_step, grammar, asyncio.Queue())
+        stream = Stream(next(self._numbers), prompt, params, each_step, grammar, priority, tenant, asyncio.Queue())
         self._streams[stream.number] = stream
         self._commands.put(lambda: self._submit(stream))
         try:
@@ -188,6 +201,7 @@ class EngineThread:
             self._submitted[stream.number] = self.engine.submit(
                 stream.prompt, stream.params, self._inbox,
                 index=stream.number, grammar=stream.grammar, each_step=stream.each_step,
+                priority=stream.priority, tenant=stream.tenant,
             )  # fmt: skip
         except RequestError as error:
             self._send([(stream.number, error)])

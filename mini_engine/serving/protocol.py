@@ -61,7 +61,9 @@ class Request(BaseModel):
         stream_options: only with `stream`.
         logit_bias: token ids, as strings, and numbers that are added to their logits.
         structured_outputs: what the text must be, as in vLLM.
-        user: ignored, like the fields after it.
+        priority: lower is served first, as in vLLM; only if the engine's scheduling policy is "priority".
+        user: the tenant, if the engine's scheduling policy is "fair".
+        metadata: ignored, like the fields after it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -88,7 +90,8 @@ class Request(BaseModel):
     logit_bias: dict[str, float] | None = None
     structured_outputs: StructuredOutputs | None = None
     max_tokens: StrictInt | None = None
-    user: Any = None
+    priority: StrictInt | None = None
+    user: StrictStr | None = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None

@@ -30,7 +30,7 @@ from mini_engine.errors import ConfigError, RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.loading.hub import EMBEDDED_MODEL
 from mini_engine.models.base import LanguageModel
-from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput
+from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts, default_parts
 from mini_engine.prompts import as_prompts, encode, needed, unpack
 from mini_engine.request import Context, Request
@@ -286,14 +286,14 @@ class TextEngine:
             self._texts.pop(request, None)
             self.engine.finish(request, "abort")
 
-    def step(self) -> None:
-        """Step the engine once, and put the new pieces of each prompt into its inbox.
+    def step(self) -> StepReport:
+        """Step the engine once, put the new pieces of each prompt into its inbox, and return the engine's report.
 
         Raises:
             ScheduleError: if a scheduling part fails, or computes nothing although requests wait.
         """
         with self._turn():
-            self._step_and_deliver()
+            return self._step_and_deliver()
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ class TextEngine:
             if not inbox:
                 self._step_and_deliver()
 
-    def _step_and_deliver(self) -> None:
+    def _step_and_deliver(self) -> StepReport:
         report = self.engine.step()
         finished, num_finished = report.finished, self.engine.metrics.finished
         if num_finished != self._num_finished + len(finished):  # another step ended some, or we were interrupted
@@ -426,6 +426,7 @@ class TextEngine:
                     if text.is_done:
                         self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
         self._num_finished = num_finished
+        return report
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ class FirstComeFirstServed:
                 continue
             yield request
             if request not in waiting:
-                for overtaken in {first, blocked} - {request, None}:
+                for overtaken in {first, blocked or first} - {request}:
                     overtaken.num_overtaken += 1
                 blocked = None if blocked is request else blocked
             elif held:

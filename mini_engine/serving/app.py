@@ -24,6 +24,7 @@ from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece, RequestOutput
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.admission import QueueFullError
 from mini_engine.serving.answers import (
     DONE,
     PING,
@@ -35,7 +36,7 @@ from mini_engine.serving.answers import (
     event,
 )
 from mini_engine.serving.chat_page import read_page
-from mini_engine.serving.engine_thread import EngineThread, QueueFullError, ShuttingDownError
+from mini_engine.serving.engine_thread import EngineThread, ShuttingDownError
 from mini_engine.serving.live import snapshots
 from mini_engine.serving.metrics import CONTENT_TYPE, Metrics
 from mini_engine.serving.options import ServerOptions
@@ -392,8 +393,9 @@ def _as_error(error: MiniEngineError) -> tuple[int, Json]:
 async def _engine_error(http: HTTPRequest, error: Exception) -> Response:
     assert isinstance(error, MiniEngineError)
     status, body = _as_error(error)
-    # Clients wait so long before they try again. Some do not try at all if it is more than 120 s.
-    return JSONResponse(body, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+    # Clients wait so long before they try again.
+    seconds = error.retry_after if isinstance(error, QueueFullError) else 1
+    return JSONResponse(body, status, headers={"Retry-After": f"{seconds}"} if status in (429, 503) else None)
 
 
 async def _client_error(http: HTTPRequest, error: Exception) -> Response:

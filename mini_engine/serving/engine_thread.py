@@ -10,6 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -21,15 +22,12 @@ from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.admission import Admission, QueueFullError
 from mini_engine.structured import TokenGrammar
 from mini_engine.text_request import PromptOutputs
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class QueueFullError(MiniEngineError):
-    """A prompt that was refused because too many wait already."""
 
 
 class ShuttingDownError(MiniEngineError):
@@ -68,11 +66,14 @@ class EngineThread:
         engine: the engine; nothing else may step it.
         max_queued: outputs that may wait for a place in the batch. More are refused, because a client that is told at
             once can go elsewhere, while one in an endless queue waits for an answer that it has given up.
+        max_ttft_seconds: longest time to first token that a prompt may be predicted to have; None: any.
     """
 
-    def __init__(self, engine: TextEngine, max_queued: int) -> None:
+    def __init__(self, engine: TextEngine, max_queued: int, max_ttft_seconds: float | None = None) -> None:
         self.engine = engine
-        self._most = engine.engine.config.max_batch_size + max_queued
+        rows = engine.engine.config.max_batch_size
+        self._admission = None if max_ttft_seconds is None else Admission(max_ttft_seconds, rows)
+        self._most = rows + max_queued
         self._numbers, self._inbox = count(), deque[Piece]()
         self._streams: dict[int, Stream] = {}  # of the event loop
         self._submitted: dict[int, PromptOutputs] = {}  # of the thread
@@ -124,7 +125,7 @@ class EngineThread:
             tenant: see `LLMEngine.add_request`.
 
         Raises:
-            QueueFullError: if too many wait.
+            QueueFullError: if too many wait, or it would wait too long for its first token.
             ShuttingDownError: if the server is shutting down.
             RequestError: if the prompt cannot be served.
         """
@@ -180,8 +181,11 @@ class EngineThread:
             self._take_commands(wait=not self._submitted)
             if not self._submitted:
                 continue
+            start = time.perf_counter()
             try:
-                self.engine.step()
+                report = self.engine.step()
+                if self._admission is not None:
+                    self._admission.stepped(self.engine.engine, report, time.perf_counter() - start)
             except Exception as error:  # failed requests do not raise, so none can go on: a replaced part, or a bug
                 logger.exception("a step failed")
                 self._fail_all(MiniEngineError(f"the engine failed: {type(error).__name__}: {error}"))
@@ -198,12 +202,19 @@ class EngineThread:
 
     def _submit(self, stream: Stream) -> None:
         try:
-            self._submitted[stream.number] = self.engine.submit(
+            submitted = self.engine.submit(
                 stream.prompt, stream.params, self._inbox,
                 index=stream.number, grammar=stream.grammar, each_step=stream.each_step,
                 priority=stream.priority, tenant=stream.tenant,
             )  # fmt: skip
-        except RequestError as error:
+            if self._admission is not None:
+                try:
+                    self._admission.check(self.engine.engine, submitted.requests[0])
+                except QueueFullError:
+                    self.engine.abort(submitted)
+                    raise
+            self._submitted[stream.number] = submitted
+        except (RequestError, QueueFullError) as error:
             self._send([(stream.number, error)])
 
     def _abort(self, number: int) -> None:
@@ -237,6 +248,8 @@ class EngineThread:
             arrived.append((piece.index, piece))
             if piece.output is not None:
                 self._submitted.pop(piece.index, None)
+                if self._admission is not None:
+                    self._admission.ended(piece.output)
         if arrived:
             self._send(arrived)
 

@@ -1,5 +1,6 @@
 """The options of a server; apart from the server, so that the command line need not import it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ class ServerOptions:
         chat_template: Jinja file to use instead of the model's chat template.
         served_model_name: name of the model for clients; default the model's own.
         max_queued_requests: outputs that may wait for a place in the batch; more are refused with status 429.
+        max_ttft_seconds: a request is refused with status 429 if its first token would take longer, as predicted from
+            the tokens queued before it and the time of earlier steps; default none is refused for that.
         max_body_bytes: longest body of a request.
         shutdown_seconds: time in which running requests may end after SIGTERM.
 
@@ -30,6 +33,7 @@ class ServerOptions:
     chat_template: Path | None = None
     served_model_name: str | None = None
     max_queued_requests: int = 1024
+    max_ttft_seconds: float | None = None
     max_body_bytes: int = 16 << 20
     shutdown_seconds: int = 30
 
@@ -38,5 +42,7 @@ class ServerOptions:
         for name, value, most in (("port", self.port, 65535), ("max_queued_requests", self.max_queued_requests, 10**9)):
             if not 0 <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be 0 to {most}")
+        if self.max_ttft_seconds is not None and not 0 < self.max_ttft_seconds < math.inf:
+            raise ConfigError(f"max_ttft_seconds is {self.max_ttft_seconds}; give a number of seconds above 0")
         if self.api_key == "":
             raise ConfigError("api_key is empty; leave it out if clients need none")

@@ -51,7 +51,7 @@ def run_server(engine: TextEngine, model: str, options: ServerOptions, on_ready:
     Raises:
         ConfigError: if the address cannot be used.
     """
-    thread = EngineThread(engine, options.max_queued_requests)
+    thread = EngineThread(engine, options.max_queued_requests, options.max_ttft_seconds)
     app = create_app(thread, options.served_model_name or model, options)
     config = uvicorn.Config(
         app, options.host, options.port, log_level="error", timeout_graceful_shutdown=options.shutdown_seconds

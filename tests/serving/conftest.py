@@ -49,7 +49,8 @@ class Served:
 def serving(engine: TextEngine, options: ServerOptions | None = None) -> Iterator[Served]:
     """Serve an engine as `run_server` does, but on a thread, which receives no signals."""
     options = replace(options or ServerOptions(), port=0)
-    thread, ready, addresses = EngineThread(engine, options.max_queued_requests), threading.Event(), list[str]()
+    thread = EngineThread(engine, options.max_queued_requests, options.max_ttft_seconds)
+    ready, addresses = threading.Event(), list[str]()
 
     def on_ready(address: str) -> None:
         addresses.append(address)

@@ -1,0 +1,145 @@
+"""SLO-aware admission: predictions against what then happens in virtual time, and refusals by a real server."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mini_engine.errors import ConfigError
+from mini_engine.outputs import CompletionOutput, RequestOutput
+from mini_engine.request import Request
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.admission import Admission, QueueFullError, StepTime
+from mini_engine.serving.options import ServerOptions
+from mini_engine.waiting import POLICIES
+from tests.helpers import double_model, make_engine
+from tests.serving.test_server import is_idle, open_stream, post, until
+
+FIXED, PER_TOKEN = 0.02, 0.0005  # seconds
+
+
+@given(
+    fixed=st.floats(0.001, 1), per_token=st.floats(0, 0.1), decodes=st.lists(st.integers(1, 8), min_size=1),
+    prompts=st.lists(st.integers(9, 500), min_size=1),
+)  # fmt: skip
+def test_the_time_of_steps_is_found_where_it_is_linear(fixed, per_token, decodes, prompts):
+    step = StepTime()
+    for tokens in decodes:
+        step.add(tokens, fixed + per_token * tokens, is_decode=True)
+    for tokens in prompts:
+        step.add(tokens, fixed + per_token * tokens, is_decode=False)
+    for _ in range(1000):  # a phase without prompts does not change what is known of them
+        step.add(1, fixed + per_token, is_decode=True)
+    assert step.per_prompt_token == pytest.approx(per_token, rel=1e-6, abs=1e-9)
+    assert step.decode == pytest.approx(fixed + per_token, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_predicted_time_to_first_token_is_what_it_then_takes(policy):
+    """In virtual time, with random prompts and outputs that come faster than they are served."""
+    engine = make_engine(
+        double_model("qwen3"), scheduling_policy=policy, max_batch_size=4, num_pages=64, max_num_batched_tokens=64,
+    )  # fmt: skip
+    admission, random, now = Admission(1.0, 4), Random(1), 0.0
+    arrived, predicted, first = dict[Request, float](), dict[Request, float](), dict[Request, float]()
+    for i in range(300):
+        if i % 8 == 0 and i < 260:
+            for j in range(random.choice([1, 1, 5])):
+                params = SamplingParams(temperature=0.0, max_tokens=random.randint(4, 24), ignore_eos=True)
+                prompt = [random.randrange(3, 60) for _ in range(random.randint(2, 40))]
+                request = engine.add_request(f"{i} {j}", prompt, params, tenant=random.choice("ab"))
+                arrived[request] = now
+                if i > 40:  # by then there are measurements
+                    predicted[request] = admission.predict(engine, request)
+        report = engine.step()
+        seconds = FIXED + PER_TOKEN * report.num_tokens
+        admission.stepped(engine, report, seconds)
+        now += seconds * (report.num_tokens > 0)
+        for request in report.sampled_by:
+            first.setdefault(request, now)
+        for request in report.finished:
+            output = CompletionOutput(0, "", request.output_token_ids, "length")
+            admission.ended(RequestOutput([5], [5], [output]))
+    assert not engine.has_unfinished
+    waits = {request: first[request] - arrived[request] for request in predicted}
+    errors = [abs(predicted[request] - wait) for request, wait in waits.items()]
+    middle = statistics.median(waits.values())
+    deviations = [abs(middle - wait) for wait in waits.values()]  # of a prediction that knows only their median
+    assert statistics.mean(errors) < 0.45 * statistics.mean(waits.values())
+    assert statistics.mean(errors) < 0.75 * statistics.mean(deviations)
+
+
+def test_a_request_that_would_run_at_once_is_never_refused():
+    engine = make_engine(double_model("qwen3"), max_batch_size=2, num_pages=64)
+    admission = Admission(1e-9, 2)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for i in range(2):
+        request = engine.add_request(f"{i}", [5] * 30, params)
+        if i == 0:
+            admission.check(engine, request)
+        admission.stepped(engine, engine.step(), 1.0)
+    waiting = engine.add_request("2", [5] * 30, params)
+    with pytest.raises(QueueFullError) as refused:
+        admission.check(engine, waiting)
+    assert 1 <= refused.value.retry_after < 120
+
+
+def test_a_wait_of_hours_is_told_as_less_than_two_minutes():
+    engine = make_engine(double_model("qwen3"), max_batch_size=1, num_pages=64)
+    admission = Admission(1.0, 1)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine.add_request("0", [5] * 30, params)
+    admission.stepped(engine, engine.step(), 9999.0)
+    admission.stepped(engine, engine.step(), 9999.0)
+    with pytest.raises(QueueFullError) as refused:
+        admission.check(engine, engine.add_request("1", [5] * 30, params))
+    assert refused.value.retry_after < 120
+
+
+def test_a_server_refuses_what_would_wait_too_long_and_serves_the_rest(new_server):
+    options = ServerOptions(max_ttft_seconds=1e-6)
+    with new_server(options, max_batch_size=1) as served:
+        body = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True}
+        assert post(served, "/v1/completions", body)[0] == 200, "nothing was ahead of it"
+        stream = open_stream(served, {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True})
+        until(lambda: len(served.engine.engine.scheduler.running) == 1)
+        status, headers, answer = post(served, "/v1/completions", body)
+        assert status == 429 and 0 < int(headers["retry-after"]) < 120
+        assert json.loads(answer)["error"]["code"] == "queue_full"
+        stream.close()
+        until(lambda: is_idle(served))
+        assert post(served, "/v1/completions", body)[0] == 200
+
+
+def test_without_an_objective_requests_wait(new_server):
+    with new_server(ServerOptions(), max_batch_size=1) as served:
+        stream = open_stream(served, {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True})
+        until(lambda: len(served.engine.engine.scheduler.running) == 1)
+        assert post(served, "/v1/completions", {"prompt": "Once", "max_tokens": 2})[0] == 200
+        stream.close()
+
+
+def test_priority_and_user_of_a_request_reach_the_engine(new_server):
+    seen = list[tuple[int, str]]()
+    with new_server(None, scheduling_policy="priority") as served:
+        served.engine.engine._on_step = lambda _, report: seen.extend(
+            (request.priority, request.tenant) for request in report.schedule.admitted
+        )
+        body = {"prompt": "Once", "max_tokens": 1, "priority": -3, "user": "a"}
+        assert post(served, "/v1/completions", body)[0] == 200
+        assert post(served, "/v1/completions", {"prompt": "Once", "max_tokens": 1, "priority": 0.5})[0] == 400
+    assert seen == [(-3, "a")]
+    with new_server(None) as served:
+        status, _, answer = post(served, "/v1/completions", {"prompt": "Once", "priority": 1})
+        assert status == 400 and "scheduling_policy" in json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_limit_that_is_no_time_is_refused(seconds):
+    with pytest.raises(ConfigError, match="max_ttft_seconds"):
+        ServerOptions(max_ttft_seconds=seconds)

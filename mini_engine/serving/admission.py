@@ -12,9 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mini_engine.engine import LLMEngine
 from mini_engine.errors import MiniEngineError
-from mini_engine.outputs import RequestOutput, StepReport
 from mini_engine.request import Request
 from mini_engine.scheduler import Scheduler
 
@@ -97,26 +95,31 @@ class Admission:
         self._most, self._capacity, self._max_rows = max_ttft_seconds, max_rows, max_rows
         self._step, self._output = StepTime(), FadingMean()
 
-    def stepped(self, engine: LLMEngine, report: StepReport, seconds: float) -> None:
-        """Measure a step, after which the requests that still wait have found no room."""
-        if report.num_tokens:
-            self._step.add(report.num_tokens, seconds, is_decode=report.is_decode)
-        scheduler = engine.scheduler
+    def stepped(self, scheduler: Scheduler, num_tokens: int, seconds: float, *, is_decode: bool) -> None:
+        """Measure a step, after which the requests that still wait have found no room.
+
+        Args:
+            scheduler: the queues.
+            num_tokens: tokens of the step.
+            seconds: its duration.
+            is_decode: whether it computed no prompt.
+        """
+        if num_tokens:
+            self._step.add(num_tokens, seconds, is_decode=is_decode)
         self._capacity = max(1, len(scheduler.running)) if scheduler.waiting else self._max_rows
 
-    def ended(self, output: RequestOutput) -> None:
-        """Measure the outputs of a prompt."""
-        for each in output.outputs:
-            self._output.add(len(each.token_ids))
+    def ended(self, num_output_tokens: int) -> None:
+        """Measure an output."""
+        self._output.add(num_output_tokens)
 
-    def check(self, engine: LLMEngine, request: Request) -> None:
+    def check(self, scheduler: Scheduler, request: Request) -> None:
         """Check a waiting request that has just arrived. One that would run in the next step is never refused.
 
         Raises:
             QueueFullError: if it would wait too long for its first token.
         """
-        ahead, num_to_end = self._before(engine.scheduler, request)
-        if (ahead or num_to_end) and (seconds := self.predict(engine, request)) > self._most:
+        ahead, num_to_end = self._before(scheduler, request)
+        if (ahead or num_to_end) and (seconds := self.predict(scheduler, request)) > self._most:
             wait = min(max(1, math.ceil(seconds - self._most)), MOST_RETRY_SECONDS)
             raise QueueFullError(
                 f"the first token would take {seconds:.1f} s, and {self._most:g} s is the limit of this server; send "
@@ -124,10 +127,14 @@ class Admission:
                 wait,
             )
 
-    def predict(self, engine: LLMEngine, request: Request) -> float:
-        """Return the likely seconds until the first token of a waiting request."""
-        running = engine.scheduler.running
-        ahead, num_to_end = self._before(engine.scheduler, request)
+    def predict(self, scheduler: Scheduler, request: Request) -> float:
+        """Return the likely seconds until the first token of a waiting request.
+
+        Cached prefixes and requests that arrive later are not considered, and until the first output has ended, outputs
+        count as empty.
+        """
+        running = scheduler.running
+        ahead, num_to_end = self._before(scheduler, request)
         pending = running.num_scheduled[running.order] - running.num_computed[running.order]
         num_prompt_tokens = sum(len(own.token_ids) for own in (*ahead, request)) + int(pending[pending > 1].sum())
         num_decodes = num_to_end * self._output.mean / self._capacity  # each of which gives every row a token

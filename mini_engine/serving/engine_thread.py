@@ -183,9 +183,10 @@ class EngineThread:
                 continue
             start = time.perf_counter()
             try:
-                report = self.engine.step()
+                report, core = self.engine.step(), self.engine.engine
                 if self._admission is not None:
-                    self._admission.stepped(self.engine.engine, report, time.perf_counter() - start)
+                    seconds = time.perf_counter() - start
+                    self._admission.stepped(core.scheduler, report.num_tokens, seconds, is_decode=report.is_decode)
             except Exception as error:  # failed requests do not raise, so none can go on: a replaced part, or a bug
                 logger.exception("a step failed")
                 self._fail_all(MiniEngineError(f"the engine failed: {type(error).__name__}: {error}"))
@@ -209,7 +210,7 @@ class EngineThread:
             )  # fmt: skip
             if self._admission is not None:
                 try:
-                    self._admission.check(self.engine.engine, submitted.requests[0])
+                    self._admission.check(self.engine.engine.scheduler, submitted.requests[0])
                 except QueueFullError:
                     self.engine.abort(submitted)
                     raise
@@ -249,7 +250,8 @@ class EngineThread:
             if piece.output is not None:
                 self._submitted.pop(piece.index, None)
                 if self._admission is not None:
-                    self._admission.ended(piece.output)
+                    for output in piece.output.outputs:
+                        self._admission.ended(len(output.token_ids))
         if arrived:
             self._send(arrived)
 

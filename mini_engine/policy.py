@@ -80,7 +80,7 @@ def preempt(running: Running, waiting: "OrderedDict[Request, None]", page_table:
 
     Args:
         running: the running requests.
-        waiting: the waiting requests, the next one first; all of them arrived later than those that run.
+        waiting: the waiting requests, the next one first; by default, they arrived later than those that run.
         page_table: the pages of all rows.
 
     Returns:

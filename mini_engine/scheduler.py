@@ -305,7 +305,7 @@ class Scheduler:
         return admitted, num_new, num_shared
 
     def num_cached(self, request: Request) -> int:
-        """Count the tokens of a waiting request whose keys are in cached pages, without a layer with a window."""
+        """Count the tokens of a waiting request whose keys are in cached pages of the first group of layers."""
         tree = None if lacks_prompt_logprobs(request) else self.prefix_tree
         return tree.match_len(self._tokens_of(request), request.cache_key) if tree is not None else 0
 

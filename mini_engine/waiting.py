@@ -13,7 +13,7 @@ better priority keep arriving, which is what a priority means. Explained in chap
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -45,14 +45,14 @@ class FirstComeFirstServed:
         """Return a request's place in line; lower is first."""
         return 0, request.arrival
 
-    def order(self, waiting: Waiting, num_cached: NumCached) -> Iterable[Request]:
-        """Return the requests that may be admitted, the next one first.
+    def order(self, waiting: Waiting, num_cached: NumCached) -> Iterator[Request]:
+        """Yield the requests that may be admitted, the next one first.
 
         Args:
             waiting: the waiting requests in line, at least one.
             num_cached: see `NumCached`.
         """
-        return list(islice(waiting, LOOKAHEAD))
+        yield from list(islice(waiting, LOOKAHEAD))
 
     def line_up(self, waiting: Waiting, running: Running) -> None:
         """Sort both queues into the line, after requests have arrived, were admitted, or were preempted."""
@@ -71,15 +71,13 @@ class FirstComeFirstServed:
             waiting: the waiting requests in line.
             num_cached: see `NumCached`.
         """
-        untried: Iterator[Request] | None = None
+        untried = self.order(waiting, num_cached)
         blocked: Request | None = None  # the first that was in turn and did not fit
         num_tries = 0
         while waiting and num_tries < MOST_TRIES:
             first = next(iter(waiting))
             held = next((own for own in (first, blocked) if own and own.num_overtaken >= self.max_overtakes), None)
-            if held is None and untried is None:
-                untried = iter(self.order(waiting, num_cached))
-            request = held or next(untried or iter(()), None)
+            request = held or next(untried, None)
             if request is None:
                 return
             if request not in waiting:

@@ -44,6 +44,7 @@ STEPS, BUDGET, ARRIVALS, ADMISSION, PRIORITY, FAIRNESS, PREFIX, BLOCKING, LIVE =
 )  # fmt: skip
 MODEL = "smollm2-135m-instruct"
 SEEDS, REQUESTS = 9, 400  # rounds in virtual time, and requests of each
+STEP_ROUNDS = 5
 BURSTY = 0.25  # shape of the gamma distribution of the times between arrivals
 NO_BOUND = "no bound: a result in virtual time, with the step cost of section steps"
 MEASURED = "no bound: measured here"
@@ -82,7 +83,7 @@ class Setting:
 SETTINGS = {
     "cpu": Setting(
         8, (16, 96), (8, 48), 1024, (16, 32, 64, 128, 256, 2048), Objective(2.0, 0.15), (16, 64, 128, 256, 512, 1024),
-        ("--max-batch-size=8", "--max-model-len=2048", "--dtype=bfloat16", "--no-enable-prefix-caching"), 60, 3,
+        ("--max-batch-size=8", "--max-model-len=2048", "--no-enable-prefix-caching"), 60, 3,
     ),
     "cuda": Setting(
         64, (128, 1024), (64, 256), 8000, (128, 512, 2048, 8192, 16_384), Objective(1.0, 0.03),
@@ -97,9 +98,9 @@ SETTINGS = {
 def step_rows(setting: Setting, device: str, out: Path | None) -> list[results.Row]:
     """Time steps that only decode and steps that compute a prompt, and fit the cost of a step, in each round."""
     options = {"max_batch_size": setting.rows, "max_num_batched_tokens": max(*setting.budgets, setting.long)}
-    llm = LLM(MODEL, dtype="bfloat16", device=device, enable_prefix_caching=False, pipeline_depth=0, **options)
+    llm = LLM(MODEL, device=device, enable_prefix_caching=False, pipeline_depth=0, **options)
     fits = list[StepCost]()
-    for round_ in range(setting.rounds + 1):
+    for round_ in range(STEP_ROUNDS + 1):
         steps = timed_steps(llm, setting)
         if round_:  # the first one warms up
             fits.append(StepCost.fit(*steps))

@@ -96,7 +96,7 @@ class Admission:
         self._step, self._output = StepTime(), FadingMean()
 
     def stepped(self, scheduler: Scheduler, num_tokens: int, seconds: float, *, is_decode: bool) -> None:
-        """Measure a step, after which the requests that still wait have found no room.
+        """Measure a step. If tokens were left, the requests that still wait have found no room.
 
         Args:
             scheduler: the queues.
@@ -106,7 +106,8 @@ class Admission:
         """
         if num_tokens:
             self._step.add(num_tokens, seconds, is_decode=is_decode)
-        self._capacity = max(1, len(scheduler.running)) if scheduler.waiting else self._max_rows
+        is_full = scheduler.waiting and num_tokens < scheduler.budget
+        self._capacity = max(1, len(scheduler.running)) if is_full else self._max_rows
 
     def ended(self, num_output_tokens: int) -> None:
         """Measure an output."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import re
 import statistics
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -45,10 +47,12 @@ STEPS, BUDGET, ARRIVALS, ADMISSION, PRIORITY, FAIRNESS, PREFIX, BLOCKING, LIVE =
 MODEL = "smollm2-135m-instruct"
 SEEDS, REQUESTS = 9, 400  # rounds in virtual time, and requests of each
 STEP_ROUNDS = 5
+CLOCKS = {"cpu": time.process_time, "cuda": time.perf_counter}
 BURSTY = 0.25  # shape of the gamma distribution of the times between arrivals
 NO_BOUND = "no bound: a result in virtual time, with the step cost of section steps"
 MEASURED = "no bound: measured here"
 UNLIMITED = 10**9
+NOT_IN_README = {"TTFT, p90", "ITL, p50", "ITL, p90", "longest TTFT"}
 
 
 @dataclass(frozen=True)
@@ -96,21 +100,27 @@ SETTINGS = {
 
 
 def step_rows(setting: Setting, device: str, out: Path | None) -> list[results.Row]:
-    """Time steps that only decode and steps that compute a prompt, and fit the cost of a step, in each round."""
+    """Time steps that only decode and steps that compute a prompt, and fit the cost of a step, in each round.
+
+    On a CPU these are the CPU seconds of one thread, which other processes lengthen less than they do elapsed time.
+    """
     options = {"max_batch_size": setting.rows, "max_num_batched_tokens": max(*setting.budgets, setting.long)}
     llm = LLM(MODEL, device=device, enable_prefix_caching=False, pipeline_depth=0, **options)
-    fits = list[StepCost]()
-    for round_ in range(STEP_ROUNDS + 1):
-        steps = timed_steps(llm, setting)
-        if round_:  # the first one warms up
-            fits.append(StepCost.fit(*steps))
+    fits, num_threads = list[StepCost](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        timed_steps(llm, setting, time.perf_counter)  # a warm-up
+        for _ in range(STEP_ROUNDS):
+            fits.append(StepCost.fit(*timed_steps(llm, setting, CLOCKS[device])))
+    finally:
+        torch.set_num_threads(num_threads)
     return [
         row("fixed cost of a step", [own.fixed for own in fits], "s", {}, MEASURED),
         row("cost of a token in a step", [own.per_token for own in fits], "s", {}, MEASURED),
     ]
 
 
-def timed_steps(llm: LLM, setting: Setting) -> tuple[np.ndarray, np.ndarray]:
+def timed_steps(llm: LLM, setting: Setting, clock: Callable[[], float]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and seconds of steps: a prompt of each size, and decodes of one request and of a full batch."""
     engine, num_tokens, seconds = llm.engine, list[int](), list[float]()
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -119,10 +129,10 @@ def timed_steps(llm: LLM, setting: Setting) -> tuple[np.ndarray, np.ndarray]:
         for i, size in enumerate(sizes):
             engine.add_request(f"{i}", [7 + j % 5000 for j in range(size)], params)
         while engine.has_unfinished:
-            start = time.perf_counter()
+            start = clock()
             report = engine.step()
             num_tokens.append(report.num_tokens)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
     return np.array(num_tokens), np.array(seconds)
 
 
@@ -357,7 +367,8 @@ def _bound(bound: int) -> results.Setting:
 def server(device: str, *options: str) -> Iterator[str]:
     """Start a server, and yield its address."""
     command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port=0", f"--device={device}", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}  # the other core is for HTTP and the load generator
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | threads) as process:
         assert process.stdout is not None
         try:
             yield next(found[1] for line in process.stdout if (found := re.search(r"on (http://[\d.:]+)", line)))
@@ -431,7 +442,8 @@ def main(argv: list[str] | None = None) -> None:
         rows = MEASURE[section](setting, arguments.device, arguments.out)
         made = [replace(own, case={"section": section, **own.case}) for own in rows]
         result = results.new_result(EXPERIMENT, made, parameters, arguments.device)
-        record(results.with_recorded(result, arguments.out, "section"), arguments.out)
+        result = results.with_recorded(result, arguments.out, "section")
+        record(result, arguments.out, {found.figure for found in result.rows} - NOT_IN_README)
 
 
 if __name__ == "__main__":

@@ -232,15 +232,15 @@ def admission_rows(setting: Setting, device: str, out: Path | None) -> list[resu
             several = [workload(setting, Arrivals(load * most, BURSTY, seed)) for seed in range(SEEDS)]
             runs = [engine.serve(own, max_ttft_seconds=limit) for own in several]
             case: dict[str, results.Setting] = {"load": load, "limit": "none" if limit is None else f"{limit:g} s"}
-            rows += admission_figures([own.seen for own in runs], setting, case, NO_BOUND)
+            rows += admission_figures([own.seen for own in runs], setting.objective, case, NO_BOUND)
     return rows
 
 
 def admission_figures(
-    rounds: Sequence[Sequence[Seen]], setting: Setting, case: dict[str, results.Setting], source: str
+    rounds: Sequence[Sequence[Seen]], objective: Objective, case: dict[str, results.Setting], source: str
 ) -> list[results.Row]:
     """TTFT of what was answered, the share that was refused, and goodput."""
-    reports = [Report.of(seen, setting.objective) for seen in rounds]
+    reports = [Report.of(seen, objective) for seen in rounds]
     refused = [own.num_failed / (own.num_failed + own.num_requests) for own in reports]
     return [
         row("TTFT, p50", [own.first[0] for own in reports], "s", case, source),
@@ -389,7 +389,10 @@ def _drive(address: str, requests: list[BenchRequest], arrivals: Arrivals) -> li
 
 
 def live_rows(setting: Setting, device: str, out: Path | None) -> list[results.Row]:
-    """A real server with and without a limit on the predicted TTFT, at 1.5 times what it can answer, in bursts."""
+    """A real server with and without a limit on the predicted TTFT, at 1.5 times what it can answer, in bursts.
+
+    Only the TTFT counts for goodput, because other processes of the machine may lengthen the ITL.
+    """
     requests = Workload(setting.live_requests, setting.prompt, setting.output).requests(VOCABULARY)
     rows, rate = list[results.Row](), 0.0
     for limit in (None, setting.objective.first):
@@ -403,7 +406,7 @@ def live_rows(setting: Setting, device: str, out: Path | None) -> list[results.R
                 load_in_a_process(address, requests, Arrivals(rate, BURSTY, seed)) for seed in range(setting.rounds)
             ]
         case: dict[str, results.Setting] = {"limit": "none" if limit is None else f"{limit:g} s"}
-        rows += admission_figures(rounds, setting, case, MEASURED)
+        rows += admission_figures(rounds, replace(setting.objective, between=math.inf), case, MEASURED)
     return rows
 
 

@@ -18,7 +18,7 @@ from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import Admission, QueueFullError, StepTime
 from mini_engine.serving.options import ServerOptions
-from mini_engine.waiting import POLICIES
+from mini_engine.waiting import DEFAULT_OVERTAKES, POLICIES
 from tests.helpers import double_model, make_engine
 from tests.serving.test_server import is_idle, open_stream, post, until
 
@@ -63,7 +63,8 @@ def test_a_predicted_time_to_first_token_is_what_it_then_takes(policy, monkeypat
         )
         for at in Arrivals(5.0, 0.25, seed=2).times(300).tolist()
     ]  # fmt: skip
-    run = VirtualEngine(StepCost(0.04, 0.001), max_batch_size=8).serve(requests, POLICIES[policy](0), 1e9)
+    chosen = POLICIES[policy](DEFAULT_OVERTAKES[policy])
+    run = VirtualEngine(StepCost(0.04, 0.001), max_batch_size=8).serve(requests, chosen, 1e9)
     waits = [own.first for own in run.seen[50:]]  # by then, steps and outputs have been measured
     errors = [abs(guess - wait) for guess, wait in zip(predicted[50:], waits, strict=True)]
     middle = statistics.median(waits)

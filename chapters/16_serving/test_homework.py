@@ -17,7 +17,7 @@ from book.grading import Exercise, Homework, assert_close, assert_equal, assert_
 from book.serving_simulator import Client, Waiting, simulate
 from mini_engine.bench.load import Arrivals
 from mini_engine.errors import RequestError
-from mini_engine.serving.engine_thread import QueueFullError
+from mini_engine.serving.admission import QueueFullError
 
 EXERCISES = [
     Exercise(

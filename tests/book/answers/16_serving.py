@@ -11,7 +11,7 @@ import numpy as np
 from book.grading import right, solution, wrong
 from book.serving_simulator import BUDGET, FIRST_SECONDS, FIXED_SECONDS, TOKEN_SECONDS
 from mini_engine.errors import RequestError
-from mini_engine.serving.engine_thread import QueueFullError
+from mini_engine.serving.admission import QueueFullError
 
 reference = solution("16_serving")
 

@@ -1,17 +1,21 @@
-"""Measure what clients of a server see: latency by offered load, and stalls by the tokens of a step.
+"""Measure latency under load: by offered load, stalls by the tokens of a step, and rates by the requests at once.
 
     python experiments/21_latency_under_load/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
-        [--engines mini_engine transformers]
+        [--engines mini_engine transformers vllm]
     python experiments/21_latency_under_load/run.py --predict
 
-The server and the load generator (`mini_engine/bench/load.py`) are processes of their own. The result goes to
+The server and the load generator (`mini_engine/bench/load.py`) are processes of their own. The section `pareto` has no
+server: each engine is a process that gets lists of requests. The result goes to
 experiments/21_latency_under_load/results/<device>.json, below DIR where one is given. Sections that are not measured
-again keep their rows. `transformers` is the server of the installed transformers.
+again keep their rows. `transformers` is the server of the installed transformers, for the section `rates`; `vllm` is
+for `pareto`, and has to be installed in this Python environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import json
 import math
 import re
@@ -22,31 +26,41 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
-from book.experiment import command_line, predicted, record
+from book.experiment import command_line, predicted, rate_row, record
+from book.random_models import QWEN3_0_6B, checkpoint
 from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive, token_body
-from mini_engine.bench.workloads import BenchRequest, Workload
+from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
+from mini_engine.bench.workloads import BenchRequest, Workload, least_seconds, num_outputs, with_other_tokens
+from mini_engine.defaults import pick_dtype
+from mini_engine.loading.checkpoint import Checkpoint, open_checkpoint
 from mini_engine.loading.hub import embedded_folder
+from mini_engine.models.config import ModelConfig
+from mini_engine.roofline import Machine, measure_machine
 from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "21_latency_under_load"
-SECTIONS = RATES, STALL = "rates", "stall"
-ENGINES = OURS, TRANSFORMERS = "mini_engine", "transformers"
+SECTIONS = RATES, STALL, PARETO = "rates", "stall", "pareto"
+ENGINES = OURS, TRANSFORMERS, VLLM = "mini_engine", "transformers", "vllm"
+ENGINES_OF = {RATES: (OURS, TRANSFORMERS), STALL: (OURS,), PARETO: (OURS, VLLM)}
 MODEL = "smollm2-135m-instruct"
 LOADS = 0.3, 0.6, 0.9, 1.2  # of the rate at which the server answers requests that all arrive at once
 ROUNDS = 3
 NO_BOUND = "a latency under load has no bound but that of an idle server"
 CAPACITY = "the rate of requests that all arrive at once"
+STEPS = "all prompts at once, then a step for each further token, at the machine's rates"
 BodyOf = Callable[[BenchRequest], dict[str, Any]]
 
 
@@ -61,6 +75,7 @@ class Setting:
         streams: requests that are being answered when a long prompt arrives.
         long: tokens of that prompt.
         chunks: most tokens of a step, in the section `stall`.
+        batches: the requests of the section `pareto`, which differ in their number only.
     """
 
     workload: Workload
@@ -69,15 +84,18 @@ class Setting:
     streams: int
     long: int
     chunks: tuple[int, ...]
+    batches: tuple[Workload, ...]
 
 
 SETTINGS = {
     "cpu": Setting(
         Workload(24, (32, 96), (16, 48)), ("--max-batch-size=8", "--max-model-len=2048", "--dtype=bfloat16"),
         Objective(2.0, 0.2), 6, 1536, (2048, 256, 64),
+        tuple(Workload(2**i, (32, 32), (64, 64)) for i in range(5)),
     ),
     "cuda": Setting(
         Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 8000, (16_384, 2048, 512),
+        tuple(Workload(2**i, (256, 256), (512, 512)) for i in range(9)),
     ),
 }  # fmt: skip
 
@@ -227,30 +245,94 @@ def stall_rows(setting: Setting, device: str) -> list[results.Row]:
     return rows
 
 
+@contextmanager
+def model_of(device: str) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield a name and the checkpoint of `pareto`'s model: on a GPU, random weights in the shape of Qwen3-0.6B."""
+    if device == "cpu":
+        yield MODEL, open_checkpoint(embedded_folder())
+        return
+    with checkpoint("Qwen3-0.6B", QWEN3_0_6B, torch.bfloat16, torch.device(device)) as (folder, _):
+        yield "Qwen3-0.6B's shape", open_checkpoint(folder)
+
+
+def pareto_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[results.Row]:
+    """Tokens per second of all requests together, by how many there are. They start together and are equally long."""
+    rows, most = list[results.Row](), max(own.num_requests for own in setting.batches)
+    with model_of(device) as (name, model):
+        dtype, shape = pick_dtype("auto", torch.device(device), model.dtype), model.config
+        machine = measure_machine(device, dtype)
+        gc.collect()
+        torch.cuda.empty_cache()  # by default an engine takes what is free
+        for engine in engines:
+            options = PeerOptions(str(model.path), machine.dtype, max_num_seqs=most)
+            with closing(PeerProcess(engine, options)) as serve:
+                shifts = itertools.count(1)
+                for batch in setting.batches:
+                    requests, seconds = batch.requests(shape.vocab_size), list[float]()
+                    for _ in range(1 + ROUNDS):
+                        outputs = serve(with_other_tokens(requests, next(shifts)))  # which no prefix cache has
+                        assert list(map(len, outputs)) == [request.num_outputs for request in requests]
+                        seconds.append(serve.seconds)
+                    tokens, least = num_outputs(requests), least_seconds(shape, machine, requests, dtype.itemsize)
+                    case: dict[str, results.Setting] = {
+                        "requests": batch.num_requests, "model": name, "dtype": machine.dtype, "engine": engine,
+                    }  # fmt: skip
+                    # The first round is a warm-up.
+                    rows.append(rate_row("throughput", tokens, seconds[1:], tokens / least, STEPS, case))
+                    print(rows[-1].cells()[:5], flush=True)
+    return rows
+
+
+ASSUMED = {
+    "cpu": Machine("a CPU", "float32", bandwidth=50e9, flops=200e9),
+    "cuda": Machine("an H200", "bfloat16", bandwidth=4.3e12, flops=700e12),
+}
+
+
 def predictions() -> str:
-    """The numbers of the README's Prediction, for the CPU."""
-    setting = SETTINGS["cpu"]
-    return predicted({
-        f"steps of the long prompt, {chunk} tokens each": f"{-(-setting.long // (chunk - setting.streams))}"
-        for chunk in setting.chunks
-    })  # fmt: skip
+    """The numbers of the README's Prediction: steps on a CPU, and the bounds of the section `pareto`."""
+    setting, values = SETTINGS["cpu"], dict[str, str]()
+    for chunk in setting.chunks:
+        values[f"steps of the long prompt, {chunk} tokens each"] = f"{-(-setting.long // (chunk - setting.streams))}"
+    shapes = {"cpu": open_checkpoint(embedded_folder()).config, "cuda": ModelConfig.from_hf(QWEN3_0_6B.to_dict())}
+    for device, shape in shapes.items():
+        machine, batches = ASSUMED[device], SETTINGS[device].batches
+        itemsize, count = getattr(torch, machine.dtype).itemsize, batches[-1].num_requests
+        one, most = (
+            least_seconds(shape, machine, batch.requests(shape.vocab_size), itemsize)
+            for batch in (batches[0], batches[-1])
+        )
+        values[f"time of {count} requests over that of one, bound of {machine.name}"] = f"{most / one:.1f}"
+        values[f"tokens/s of {count} requests over those of one, bound of {machine.name}"] = f"{count * one / most:.1f}"
+    return predicted(values)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure the chosen sections and record them."""
     parser = command_line(__doc__ or "", predictions)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[OURS], help="of the section rates")
+    with_others = f"{TRANSFORMERS} is measured by {RATES}, {VLLM} by {PARETO}"
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[OURS], help=with_others)
     arguments = parser.parse_args(argv)
     setting = SETTINGS[arguments.device]
+    engines = {section: [own for own in arguments.engines if own in ENGINES_OF[section]] for section in arguments.only}
+    for section, own in engines.items():
+        if not own:
+            parser.error(f"the section {section} measures {' and '.join(ENGINES_OF[section])}: add one to --engines")
+    for engine in arguments.engines:
+        check_installed(engine)
     parameters: dict[str, results.Setting] = {
         "model": MODEL, "requests": setting.workload.num_requests, "rounds": ROUNDS,
         "options": " ".join(setting.options), "long prompt": setting.long, "streams": setting.streams,
         "objective": f"{setting.objective.first:g} s to the first token, {setting.objective.between:g} s per token",
+        "pareto": f"prompts of {setting.batches[0].prompt[1]} tokens, outputs of {setting.batches[0].output[1]}",
     }  # fmt: skip
+    with suppress(metadata.PackageNotFoundError):
+        parameters[VLLM] = metadata.version(VLLM)
     measure: dict[str, Callable[[], list[results.Row]]] = {
-        RATES: lambda: rate_rows(setting, arguments.device, arguments.engines),
+        RATES: lambda: rate_rows(setting, arguments.device, engines[RATES]),
         STALL: lambda: stall_rows(setting, arguments.device),
+        PARETO: lambda: pareto_rows(setting, arguments.device, engines[PARETO]),
     }
     for section in arguments.only:
         rows = measure[section]()

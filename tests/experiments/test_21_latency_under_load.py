@@ -13,7 +13,10 @@ from book import results
 from book.grading.chapter import load_module
 from mini_engine.bench.load import VOCABULARY, Objective
 from mini_engine.bench.workloads import Workload
+from mini_engine.errors import ConfigError
 from mini_engine.loading.hub import embedded_folder
+from mini_engine.roofline import Machine
+from tests.experiments.fake_engine import FakeEngine
 from tests.helpers import in_a_thread
 
 EXPERIMENT = "21_latency_under_load"
@@ -24,6 +27,9 @@ def test_the_predictions_by_hand() -> None:
     printed = run.predictions()
     assert "| steps of the long prompt, 256 tokens each | 7 |" in printed  # six of each step's tokens are decodes
     assert "| steps of the long prompt, 64 tokens each | 27 |" in printed
+    # A step reads 1.19 GB of weights, and of each request on average the keys and values of 512 tokens, 0.059 GB.
+    assert round((1.19 + 256 * 0.059) / (1.19 + 0.059)) == 13  # and the prompts take a little, too
+    assert "| time of 256 requests over that of one, bound of an H200 | 14.2 |" in printed
 
 
 def test_a_text_has_as_many_tokens() -> None:
@@ -37,9 +43,11 @@ def test_a_text_has_as_many_tokens() -> None:
     check()
 
 
-def test_rows_of_both_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--max-batch-size=4", "--max-model-len=256", "--dtype=float32"
-    small = run.Setting(Workload(3, (2, 3), (2, 3)), options, Objective(60.0, 60.0), 1, 90, (32,))
+    small = run.Setting(
+        Workload(3, (2, 3), (2, 3)), options, Objective(60.0, 60.0), 1, 90, (32,), (Workload(2, (4, 4), (3, 3)),)
+    )
     monkeypatch.setitem(run.SETTINGS, "cpu", small)
     monkeypatch.setattr(run, "LOADS", (0.5,))
     monkeypatch.setattr(run, "ROUNDS", 1)
@@ -54,3 +62,42 @@ def test_rows_of_both_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     case = {"tokens of a step": 32}
     assert result.find("longest pause of a stream", **case).value > 0
     assert result.find("TTFT of the long prompt", **case).value > 0
+    row = result.find("throughput", section="pareto", requests=2)
+    assert row.value > 0 and row.bound is not None
+
+
+def test_each_engine_serves_every_number_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "made", [])
+    monkeypatch.setattr(run, "PeerProcess", FakeEngine)
+    monkeypatch.setattr(run, "check_installed", lambda name: None)
+    machine = Machine("a machine", "float32", bandwidth=1e12, flops=1e12)
+    monkeypatch.setattr(run, "measure_machine", lambda device, dtype: machine)
+    options = ["--device", "cpu", "--out", str(tmp_path), "--only", "pareto", "--engines", "mini_engine", "vllm"]
+    run.main(options)
+    [result] = results.load(EXPERIMENT, tmp_path)
+    assert [(row.case["engine"], row.case["requests"]) for row in result.rows] == [
+        (engine, count) for engine in ("mini_engine", "vllm") for count in (1, 2, 4, 8, 16)
+    ]
+    ours, theirs = FakeEngine.made
+    assert ours.options == theirs.options and ours.options.max_num_seqs == 16
+    assert ours.served == theirs.served
+    prompts = [tuple(own.prompt[:16]) for served in ours.served for own in served]  # a page of the prefix cache
+    assert len(set(prompts)) == len(prompts)
+    for row in result.rows:  # the fake's call number i takes 1 / i s; the first of four warms up
+        last, count = 4 * (1 + (1, 2, 4, 8, 16).index(row.case["requests"])), row.case["requests"]
+        assert row.value == pytest.approx(count * 64 * (last - 1))
+        assert row.spread == pytest.approx((count * 64 * (last - 2), count * 64 * last))
+        assert row.bound is not None
+
+
+@pytest.mark.parametrize(("section", "engine"), [("rates", "vllm"), ("stall", "vllm"), ("pareto", "transformers")])
+def test_an_engine_that_a_section_cannot_measure_is_refused(section: str, engine: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        run.main(["--device", "cpu", "--only", section, "--engines", engine])
+    assert refused.value.code == 2
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_work_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PeerProcess", None)
+    with pytest.raises(ConfigError, match="vllm"):
+        run.main(["--device", "cpu", "--only", "pareto", "--engines", "vllm"])

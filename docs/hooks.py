@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import cards
 import formulas
+import pareto
 from bs4 import BeautifulSoup
 from code_colors import merge_colors
 from diagrams import DiagramError, draw, insert, sources
@@ -368,7 +369,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         for head in content.find_all("th", string="where the bound comes from"):
             span_rows(head.find_parent("table"))
         html = str(content)
-    html = keep_together(html)
+    html = keep_together(pareto.fill(html, ROOT))
     page.meta.setdefault("description", cards.lesson(_chapter_number(path)) or describe(html))
     titles = re.findall(r"<h1\b.*?</h1>", html, re.DOTALL)
     if len(titles) > 1:

@@ -22,7 +22,7 @@ SPLIT_BY_BROWSERS = re.compile(  # dates, spaces before units; and, ahead of the
     r"|(?<=\d) (?=(?:%|[mµn]?s|[kMGT]?i?B(?:/s)?|[GT]?FLOPs?(?:/s)?|tokens?/s)(?!\w))",
     re.DOTALL,
 )
-FIGURES = ("softmax", "rope", "sampling", "pages", "trio", "csr", "tree", "chunks")
+FIGURES = ("softmax", "rope", "sampling", "pages", "trio", "pareto", "csr", "tree", "chunks")
 # Scripts and style sheets that few pages use: the class of the elements they are for.
 IS_FOR = {"_mkdocstrings": "doc", "trace": "trace-player", "trace_later": "trace-player-later"}
 IS_FOR |= {name: f"{name}-figure" for name in FIGURES}

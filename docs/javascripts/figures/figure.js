@@ -44,38 +44,46 @@ function choice(name, { label, options, start }, take) {
 
 let count = 0;
 
-// Build every box of a class: `draw` maps the values of sliders and choices to { width, height, shapes, label, says }.
-export function figure(className, { title, sliders = {}, choices = {}, draw }) {
+// Build a box: `draw` maps the values of sliders and choices to { width, height, shapes, label, says }.
+function build(box, { title, sliders = {}, choices = {}, draw }) {
+  box.classList.add("figure");
+  const state = {};
+  const picture = drawn("svg", { role: "img" });
+  const says = element("p", { className: "figure-says" });
+  says.setAttribute("aria-live", "polite");
+  let built = false;
+  const set = (name) => (value) => {
+    state[name] = value;
+    if (built) redraw();
+  };
+  const redraw = () => {
+    const { width, height, shapes, label, says: text } = draw(state);
+    picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    picture.setAttribute("aria-label", label);
+    picture.replaceChildren(...shapes);
+    says.textContent = text;
+  };
+  const number = (count += 1);
+  box.replaceChildren(
+    element("p", { className: "figure-title", textContent: title }),
+    element("div", { className: "figure-controls" }, ...Object.entries(sliders).map(([name, made]) => slider(made, set(name)))),
+    ...Object.entries(choices).map(([name, made]) => choice(`figure-${number}-${name}`, made, set(name))),
+    picture,
+    says,
+  );
+  built = true;
+  redraw();
+}
+
+// Build every box of a class; `describe` maps a box to what `build` needs.
+export function figures(className, describe) {
   document$.subscribe(() => {
     for (const box of document.querySelectorAll(`.${className}:not([data-ready])`)) {
       box.dataset.ready = "true";
-      box.classList.add("figure");
-      const state = {};
-      const picture = drawn("svg", { role: "img" });
-      const says = element("p", { className: "figure-says" });
-      says.setAttribute("aria-live", "polite");
-      let built = false;
-      const set = (name) => (value) => {
-        state[name] = value;
-        if (built) redraw();
-      };
-      const redraw = () => {
-        const { width, height, shapes, label, says: text } = draw(state);
-        picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
-        picture.setAttribute("aria-label", label);
-        picture.replaceChildren(...shapes);
-        says.textContent = text;
-      };
-      const number = (count += 1);
-      box.replaceChildren(
-        element("p", { className: "figure-title", textContent: title }),
-        element("div", { className: "figure-controls" }, ...Object.entries(sliders).map(([name, made]) => slider(made, set(name)))),
-        ...Object.entries(choices).map(([name, made]) => choice(`figure-${number}-${name}`, made, set(name))),
-        picture,
-        says,
-      );
-      built = true;
-      redraw();
+      build(box, describe(box));
     }
   });
 }
+
+// Build every box of a class in the same way.
+export const figure = (className, described) => figures(className, () => described);

@@ -1,4 +1,4 @@
-"""Measure latency under load: by offered load, stalls by the tokens of a step, and rates by the requests at once.
+"""Measure latency under load: by offered load, stalls by the tokens of a step, and rates by batch size.
 
     python experiments/21_latency_under_load/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
         [--engines mini_engine transformers vllm]
@@ -75,7 +75,7 @@ class Setting:
         streams: requests that are being answered when a long prompt arrives.
         long: tokens of that prompt.
         chunks: most tokens of a step, in the section `stall`.
-        batches: the requests of the section `pareto`, which differ in their number only.
+        batches: the requests of each batch size of the section `pareto`.
     """
 
     workload: Workload
@@ -256,7 +256,7 @@ def model_of(device: str) -> Iterator[tuple[str, Checkpoint]]:
 
 
 def pareto_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[results.Row]:
-    """Tokens per second of all requests together, by how many there are. They start together and are equally long."""
+    """Tokens per second of all requests together, by batch size. They start together and are equally long."""
     rows, most = list[results.Row](), max(own.num_requests for own in setting.batches)
     with model_of(device) as (name, model):
         dtype, shape = pick_dtype("auto", torch.device(device), model.dtype), model.config
@@ -275,7 +275,7 @@ def pareto_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[r
                         seconds.append(serve.seconds)
                     tokens, least = num_outputs(requests), least_seconds(shape, machine, requests, dtype.itemsize)
                     case: dict[str, results.Setting] = {
-                        "requests": batch.num_requests, "model": name, "dtype": machine.dtype, "engine": engine,
+                        "batch size": batch.num_requests, "model": name, "dtype": machine.dtype, "engine": engine,
                     }  # fmt: skip
                     # The first round is a warm-up.
                     rows.append(rate_row("throughput", tokens, seconds[1:], tokens / least, STEPS, case))

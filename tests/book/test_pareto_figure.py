@@ -34,9 +34,9 @@ def docs_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(root: Path, device: str, engines: dict[str, dict[int, float]]) -> None:
     rows = [
         results.Row("throughput", rate, "tokens/s", None, "none", {
-            "section": "pareto", "requests": count, "model": "m", "dtype": "float32", "engine": engine,
+            "section": "pareto", "batch size": size, "model": "m", "dtype": "float32", "engine": engine,
         })
-        for engine, rates in engines.items() for count, rate in rates.items()
+        for engine, rates in engines.items() for size, rate in rates.items()
     ]  # fmt: skip
     other = results.Row("TTFT, p50", 1.0, "s", None, "none", {"section": "rates", "engine": "mini_engine"})
     recorded = results.Result("21_latency_under_load", device, "2026-01-01", {"python": "3"}, {}, [*rows, other])
@@ -48,16 +48,16 @@ def read(html: str) -> Rates:
     page = BeautifulSoup(html, "html.parser")
     return {
         str(body["data-curve"]): {
-            int(str(row["data-requests"])): float(str(row["data-rate"])) for row in body.select("[data-requests]")
+            int(str(row["data-batch-size"])): float(str(row["data-rate"])) for row in body.select("[data-batch-size]")
         }
         for body in page.select(".pareto-figure tbody")
     }
 
 
-COUNTS = st.dictionaries(st.integers(1, 512), st.floats(0.01, 1e6), min_size=1)
+SIZES = st.dictionaries(st.integers(1, 512), st.floats(0.01, 1e6), min_size=1)
 
 
-@given(st.dictionaries(st.sampled_from(["mini_engine", "vllm"]), COUNTS, min_size=1), COUNTS)
+@given(st.dictionaries(st.sampled_from(["mini_engine", "vllm"]), SIZES, min_size=1), SIZES)
 def test_the_table_has_what_was_recorded(
     tmp_path_factory: pytest.TempPathFactory, on_a: dict[str, dict[int, float]], on_b: dict[int, float]
 ) -> None:
@@ -101,12 +101,12 @@ def call(page: sync_api.Page, expression: str, argument: Any = None) -> Any:
     )
 
 
-def drawn(page: sync_api.Page, html: str, requests: int) -> dict[str, Any]:
-    """What the figure of a table shows of a number of requests: its sentences, marked points, and the diagonal."""
+def drawn(page: sync_api.Page, html: str, size: int) -> dict[str, Any]:
+    """What the figure of a table shows of a batch size: its sentences, marked points, and the diagonal."""
     return call(page, """(() => {
         const box = document.createElement("div");
         box.innerHTML = a.html;
-        const { shapes, says } = m.describe(box).draw({ requests: a.requests });
+        const { shapes, says } = m.describe(box).draw({ size: a.size });
         const of = (name) => shapes.filter((shape) => shape.tagName === name);
         const numbers = (shape, ...names) => names.map((name) => Number(shape.getAttribute(name)));
         return {
@@ -116,11 +116,11 @@ def drawn(page: sync_api.Page, html: str, requests: int) -> dict[str, Any]:
             diagonal: of("line").filter((own) => own.classList.contains("outline"))
                 .map((own) => numbers(own, "x1", "y1", "x2", "y2"))[0],
         };
-    })()""", {"html": html, "requests": requests})  # fmt: skip
+    })()""", {"html": html, "size": size})  # fmt: skip
 
 
 @needs_browser
-def test_it_marks_the_points_of_a_number_of_requests(figures: sync_api.Page, tmp_path: Path) -> None:
+def test_it_marks_the_points_of_a_batch_size(figures: sync_api.Page, tmp_path: Path) -> None:
     import pareto
 
     write(tmp_path, "A", {"mini_engine": {1: 200.0, 2: 390.0, 64: 4_000.0}, "vllm": {1: 50.0, 2: 99.0, 64: 3_000.0}})
@@ -129,7 +129,7 @@ def test_it_marks_the_points_of_a_number_of_requests(figures: sync_api.Page, tmp
 
     pair = drawn(figures, html, 2)
     assert pair["says"] == [
-        "2 requests at once:",
+        "With a batch size of 2:",
         "A, mini_engine, A, m in float32: 390 tokens/s together, 195 tokens/s for each user, 5.13 ms between tokens.",
         "B, vllm, A, m in float32: 99 tokens/s together, 49.5 tokens/s for each user, 20.2 ms between tokens.",
         "C, mini_engine, B, m in float32: 30 tokens/s together, 15 tokens/s for each user, 66.7 ms between tokens.",
@@ -143,7 +143,6 @@ def test_it_marks_the_points_of_a_number_of_requests(figures: sync_api.Page, tmp
     assert most["says"][3] == "C, mini_engine, B, m in float32: not measured." and len(most["marked"]) == 2
     for x, y in most["points"]:
         assert 84 < x < 600 and 40 < y < 370
-    assert drawn(figures, html, 1)["says"][0] == "One request alone:"
 
 
 @needs_browser
@@ -164,19 +163,19 @@ def test_the_page_shows_the_record_by_keyboard(figures: sync_api.Page) -> None:
     import pareto
 
     recorded = pareto.curves(ROOT)
-    counts = sorted({count for rates in recorded.values() for count in rates})
-    slider = figures.get_by_role("slider", name="Requests at once")
+    sizes = sorted({size for rates in recorded.values() for size in rates})
+    slider = figures.get_by_role("slider", name="Batch size")
     slider.focus()
-    for key, count in (("Home", counts[0]), ("ArrowRight", counts[1]), ("End", counts[-1])):
+    for key, size in (("Home", sizes[0]), ("ArrowRight", sizes[1]), ("End", sizes[-1])):
         figures.keyboard.press(key)
-        assert slider.get_attribute("aria-valuetext") == str(count)
+        assert slider.get_attribute("aria-valuetext") == str(size)
         says = figures.locator(".pareto-figure .figure-says").inner_text().split("\n")[1:]
         for line, (name, rates) in zip(says, recorded.items(), strict=True):
             assert f", {name}: " in line
-            if count in rates:
+            if size in rates:
                 stated = float(line.partition(": ")[2].partition(" tokens/s")[0].replace(",", ""))
-                assert stated == pytest.approx(rates[count], rel=0.005)
-            assert ("not measured" in line) == (count not in rates)
+                assert stated == pytest.approx(rates[size], rel=0.005)
+            assert ("not measured" in line) == (size not in rates)
 
 
 @needs_browser
@@ -187,7 +186,7 @@ def test_by_touch_and_in_both_schemes_on_both_widths(browser: sync_api.Browser, 
             tab = Tab(context, address)
             tab.open(PATH)
             tab.page.wait_for_selector(".pareto-figure svg polyline")
-            slider = tab.page.get_by_role("slider", name="Requests at once")
+            slider = tab.page.get_by_role("slider", name="Batch size")
             slider.scroll_into_view_if_needed()
             box = slider.bounding_box()
             assert box is not None and box["height"] >= 24

@@ -62,11 +62,11 @@ def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     case = {"tokens of a step": 32}
     assert result.find("longest pause of a stream", **case).value > 0
     assert result.find("TTFT of the long prompt", **case).value > 0
-    row = result.find("throughput", section="pareto", requests=2)
+    row = result.find("throughput", section="pareto", **{"batch size": 2})
     assert row.value > 0 and row.bound is not None
 
 
-def test_each_engine_serves_every_number_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_serves_every_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(run, "PeerProcess", FakeEngine)
     monkeypatch.setattr(run, "check_installed", lambda name: None)
@@ -75,7 +75,7 @@ def test_each_engine_serves_every_number_of_requests(tmp_path: Path, monkeypatch
     options = ["--device", "cpu", "--out", str(tmp_path), "--only", "pareto", "--engines", "mini_engine", "vllm"]
     run.main(options)
     [result] = results.load(EXPERIMENT, tmp_path)
-    assert [(row.case["engine"], row.case["requests"]) for row in result.rows] == [
+    assert [(row.case["engine"], row.case["batch size"]) for row in result.rows] == [
         (engine, count) for engine in ("mini_engine", "vllm") for count in (1, 2, 4, 8, 16)
     ]
     ours, theirs = FakeEngine.made
@@ -84,7 +84,8 @@ def test_each_engine_serves_every_number_of_requests(tmp_path: Path, monkeypatch
     prompts = [tuple(own.prompt[:16]) for served in ours.served for own in served]  # a page of the prefix cache
     assert len(set(prompts)) == len(prompts)
     for row in result.rows:  # the fake's call number i takes 1 / i s; the first of four warms up
-        last, count = 4 * (1 + (1, 2, 4, 8, 16).index(row.case["requests"])), row.case["requests"]
+        count = row.case["batch size"]
+        last = 4 * (1 + (1, 2, 4, 8, 16).index(count))
         assert row.value == pytest.approx(count * 64 * (last - 1))
         assert row.spread == pytest.approx((count * 64 * (last - 2), count * 64 * last))
         assert row.bound is not None

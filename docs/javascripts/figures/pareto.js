@@ -1,5 +1,5 @@
-// The tokens per second of a machine against those of each user, by the number of requests at once. Experiment 21
-// recorded them. The page has them as a table (docs/pareto.py), and the figure takes its place.
+// The tokens per second of a machine against those of each user, by batch size. Experiment 21 recorded them. The page
+// has them as a table (docs/pareto.py), and the figure takes its place.
 
 import { drawn, figures, number } from "./figure.js";
 
@@ -7,13 +7,13 @@ const [WIDTH, HEIGHT] = [640, 440];
 const [LEFT, RIGHT, TOP, BOTTOM] = [84, WIDTH - 40, 40, HEIGHT - 70]; // of the plot
 const MOST_TICKS = 7;
 
-// The curves of a table: a body for each, and a row for each number of requests.
+// The curves of a table: a body for each, and a row for each batch size.
 export function curvesOf(box) {
   return [...box.querySelectorAll("tbody")].map((body) => ({
     name: body.dataset.curve,
-    points: [...body.querySelectorAll("[data-requests]")].map(({ dataset }) => {
-      const [requests, machine] = [Number(dataset.requests), Number(dataset.rate)];
-      return { requests, machine, user: machine / requests };
+    points: [...body.querySelectorAll("[data-batch-size]")].map(({ dataset }) => {
+      const [size, machine] = [Number(dataset.batchSize), Number(dataset.rate)];
+      return { size, machine, user: machine / size };
     }),
   }));
 }
@@ -34,7 +34,7 @@ export const share = ({ first, last }, value) => Math.log(value / first) / Math.
 export function describe(box) {
   const curves = curvesOf(box);
   const points = curves.flatMap((curve) => curve.points);
-  const counts = [...new Set(points.map(({ requests }) => requests))].sort((a, b) => a - b);
+  const sizes = [...new Set(points.map((point) => point.size))].sort((a, b) => a - b);
   const [users, machines] = [axis(points.map(({ user }) => user)), axis(points.map(({ machine }) => machine))];
   const x = (user) => LEFT + share(users, user) * (RIGHT - LEFT);
   const y = (machine) => BOTTOM - share(machines, machine) * (BOTTOM - TOP);
@@ -54,26 +54,26 @@ export function describe(box) {
     drawn("text", { x: RIGHT, y: HEIGHT - 8, "text-anchor": "end", class: "head" }, "tokens/s of each user"),
   ];
 
-  function draw({ requests }) {
+  function draw({ size }) {
     const shapes = [...axes];
-    // All points with this many requests lie on a diagonal, because the machine's rate is that of all users together.
-    const [from, to] = [Math.max(users.first, machines.first / requests), Math.min(users.last, machines.last / requests)];
-    if (from < to) shapes.push(drawn("line", { x1: x(from), y1: y(from * requests), x2: x(to), y2: y(to * requests), class: "outline" }));
+    // All points of this batch size lie on a diagonal, because the machine's rate is that of all users together.
+    const [from, to] = [Math.max(users.first, machines.first / size), Math.min(users.last, machines.last / size)];
+    if (from < to) shapes.push(drawn("line", { x1: x(from), y1: y(from * size), x2: x(to), y2: y(to * size), class: "outline" }));
     const lines = curves.map(({ name, points: own }, i) => {
       shapes.push(drawn("polyline", { points: own.map((point) => `${x(point.user)},${y(point.machine)}`).join(" "), class: color(i) }));
-      for (const point of own) shapes.push(drawn("circle", { cx: x(point.user), cy: y(point.machine), r: point.requests === requests ? 10 : 4, class: color(i) }));
+      for (const point of own) shapes.push(drawn("circle", { cx: x(point.user), cy: y(point.machine), r: point.size === size ? 10 : 4, class: color(i) }));
       shapes.push(drawn("text", { x: x(own[0].user) + 14, y: y(own[0].machine) + 6 }, letter(i)));
-      const found = own.find((point) => point.requests === requests);
+      const found = own.find((point) => point.size === size);
       const rates = found ? `${number(found.machine)} tokens/s together, ${number(found.user)} tokens/s for each user, ${number(1000 / found.user)} ms between tokens` : "not measured";
       return `${letter(i)}, ${name}: ${rates}.`;
     });
-    const head = requests === 1 ? "One request alone:" : `${number(requests)} requests at once:`;
+    const head = `With a batch size of ${size}:`;
     return { width: WIDTH, height: HEIGHT, shapes, label: [head, ...lines].join(" "), says: [head, ...lines].join("\n") };
   }
 
   return {
-    title: "Each dot is a number of requests at once. To the right each user is faster, and to the top the machine. Both axes are logarithmic.",
-    sliders: { requests: { label: "Requests at once", values: counts, start: counts[Math.floor(counts.length / 2)] } },
+    title: "Each dot is a batch size: farther right, each user is faster; farther up, the machine is. Both axes are logarithmic.",
+    sliders: { size: { label: "Batch size (requests at once)", values: sizes, start: sizes[Math.floor(sizes.length / 2)] } },
     draw,
   };
 }

@@ -127,9 +127,9 @@ def serve(model: str | None = None, /, *, engine: Engine = None, server: Server 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"a server needs the package {missing[0]}: pip install 'mini-engine[server]'")
-    llm, _ = options.load(console)
-    from mini_engine.serving.server import run_server
+    from mini_engine.serving.server import built_apart, run_server
 
+    llm, _ = built_apart(lambda: options.load(console))
     run_server(llm, options.model, own, lambda address: show(console, _example(address)))
 
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -111,28 +111,33 @@ class At:
 
 
 @dataclass(frozen=True)
-class TextBody:
-    """Writes a request for transformers' server, which takes text, and end tokens and lengths in its own form.
+class Words:
+    """Tokens of a model that are English words, so that outputs are text, too.
+
+    A token without text of its own sends nothing to a client, which then sees a longer time between tokens.
 
     Attributes:
-        words: texts that are one token each, wherever they stand.
+        of_token: the text of each such token. It is that token wherever it stands.
     """
 
-    words: tuple[str, ...]
+    of_token: Mapping[int, str]
 
     @classmethod
-    def of_model(cls, folder: Path) -> TextBody:
+    def of_model(cls, folder: Path) -> Words:
         """Find the words of a model's tokenizer: letters after a space, because it splits texts there."""
         vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
-        return cls(tuple(sorted(" " + own[1:] for own in vocabulary if re.fullmatch("Ġ[a-z]+", own))))
+        return cls({token: " " + own[1:] for own, token in vocabulary.items() if re.fullmatch("Ġ[a-z]+", own)})
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return a text with as many tokens."""
-        return "".join(self.words[token % len(self.words)] for token in tokens)
+    def spelled(self, requests: Iterable[BenchRequest]) -> list[BenchRequest]:
+        """Return requests of the same lengths, whose prompts are words."""
+        tokens = sorted(self.of_token)
+        return [own._replace(prompt=[tokens[token % len(tokens)] for token in own.prompt]) for own in requests]
 
-    def __call__(self, request: BenchRequest) -> dict[str, Any]:
+    def text_body(self, request: BenchRequest) -> dict[str, Any]:
+        """Write a request for transformers' server, which takes text, and end tokens and lengths in its own form."""
         config = {"max_new_tokens": request.params.max_tokens, "do_sample": False, "eos_token_id": None}
-        return {"prompt": self.text(request.prompt), "generation_config": json.dumps(config), "stream": True}
+        prompt = "".join(self.of_token[token] for token in request.prompt)
+        return {"prompt": prompt, "generation_config": json.dumps(config), "stream": True}
 
 
 @contextmanager
@@ -198,10 +203,11 @@ def row(
 
 def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[results.Row]:
     """Latency and goodput by offered load, as shares of what the first engine can do; the same load for all engines."""
-    requests, rows, most = setting.workload.requests(VOCABULARY), list[results.Row](), 0.0
+    words, rows, most = Words.of_model(embedded_folder()), list[results.Row](), 0.0
+    requests = words.spelled(setting.workload.requests(VOCABULARY))
     for engine in engines:
         is_ours = engine == OURS
-        body_of: BodyOf = token_body if is_ours else TextBody.of_model(embedded_folder())
+        body_of: BodyOf = token_body if is_ours else words.text_body
         with (server if is_ours else transformers_server)(device, *setting.options) as address:
 
             def reports(
@@ -231,6 +237,7 @@ def stall_rows(setting: Setting, device: str) -> list[results.Row]:
     short = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
     requests = [BenchRequest([100 + i] * 16, short) for i in range(setting.streams)]
     requests.append(BenchRequest([7 + i % 5000 for i in range(setting.long)], short))
+    requests = Words.of_model(embedded_folder()).spelled(requests)
     for chunk in setting.chunks:
         case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": "mini_engine"}
         options = (*setting.options, f"--max-num-batched-tokens={chunk}", "--no-enable-prefix-caching")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
 from types import FrameType
+from typing import TypeVar
 
 import uvicorn
 
@@ -12,6 +15,34 @@ from mini_engine.llm import TextEngine
 from mini_engine.serving.app import create_app
 from mini_engine.serving.engine_thread import EngineThread
 from mini_engine.serving.options import ServerOptions
+
+T = TypeVar("T")
+
+
+def built_apart(build: Callable[[], T]) -> T:
+    """Call a function on a thread that ends afterwards, and return its result.
+
+    An engine must be built in this way if another thread steps it. OpenMP keeps a pool of threads for each thread that
+    has computed something in parallel. With more threads than cores in all pools, libgomp lets them sleep instead of
+    spin between two operations, and a decode step, which has hundreds of short ones, takes a third longer. A pool ends
+    with its thread.
+
+    Args:
+        build: builds an engine. What it raises is raised here.
+    """
+    result = Future[T]()
+
+    def run() -> None:
+        try:
+            result.set_result(build())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = Thread(target=run, name="build", daemon=True)  # Ctrl-C does not wait for it
+    thread.start()
+    built = result.result()
+    thread.join()
+    return built
 
 
 class Server(uvicorn.Server):

@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 from book import results
 from book.grading.chapter import load_module
 from mini_engine.bench.load import VOCABULARY, Objective
-from mini_engine.bench.workloads import Workload
+from mini_engine.bench.workloads import BenchRequest, Workload
 from mini_engine.errors import ConfigError
 from mini_engine.loading.hub import embedded_folder
 from mini_engine.roofline import Machine
+from mini_engine.sampling_params import SamplingParams
 from tests.experiments.fake_engine import FakeEngine
 from tests.helpers import in_a_thread
 
@@ -32,13 +33,15 @@ def test_the_predictions_by_hand() -> None:
     assert "| time of 256 requests over that of one, bound of an H200 | 14.2 |" in printed
 
 
-def test_a_text_has_as_many_tokens() -> None:
-    texts, tokenizer = run.TextBody.of_model(embedded_folder()), AutoTokenizer.from_pretrained(embedded_folder())
-    assert len(texts.words) > 1000
+def test_words_are_the_tokens_that_they_are_said_to_be() -> None:
+    words, tokenizer = run.Words.of_model(embedded_folder()), AutoTokenizer.from_pretrained(embedded_folder())
+    assert len(words.of_token) > 1000
 
     @given(st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40))
-    def check(tokens: list[int]) -> None:
-        assert len(tokenizer(texts.text(tokens))["input_ids"]) == len(tokens)
+    def check(prompt: list[int]) -> None:
+        [request] = words.spelled([BenchRequest(prompt, SamplingParams(max_tokens=1))])
+        assert tokenizer(words.text_body(request)["prompt"])["input_ids"] == request.prompt
+        assert len(request.prompt) == len(prompt)
 
     check()
 
@@ -54,7 +57,7 @@ def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run, "load_in_a_process", lambda *load: in_a_thread(run._drive, *load))
     run.main(["--device", "cpu", "--out", str(tmp_path), "--engines", "mini_engine", "transformers"])
     [result] = results.load(EXPERIMENT, tmp_path)
-    for engine in run.ENGINES:
+    for engine in run.ENGINES_OF[run.RATES]:
         case = {"load": 0.5, "engine": engine}
         answered, good = (result.find(figure, **case).value for figure in ("answered", "goodput"))
         assert answered == good > 0

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -21,7 +22,9 @@ import pydantic
 import pytest
 
 from mini_engine import LLM, SamplingParams
+from mini_engine.errors import ConfigError
 from mini_engine.serving.options import ServerOptions
+from mini_engine.serving.server import built_apart
 from tests.helpers import in_a_thread
 from tests.serving.conftest import MODEL, Served, serving
 
@@ -606,3 +609,15 @@ def test_earlier_calls_are_in_the_prompt(with_tools: Served) -> None:
 def test_tools_that_cannot_be_used(served: Served, change: dict[str, Any]) -> None:
     status, _, body = post(served, "/v1/chat/completions", {"messages": QUESTION} | change)
     assert status == 400 and json.loads(body)["error"]["message"]
+
+
+def test_an_engine_is_built_on_a_thread_that_ends() -> None:
+    """With the OpenMP pool of a living thread, operations on the engine's own thread would be slower."""
+    thread = built_apart(threading.current_thread)
+    assert thread is not threading.current_thread() and not thread.is_alive()
+    with pytest.raises(ConfigError, match="no such model"):
+        built_apart(partial(raise_error, ConfigError("no such model")))
+
+
+def raise_error(error: Exception) -> None:
+    raise error

@@ -130,9 +130,9 @@ def test_it_marks_the_points_of_a_batch_size(figures: sync_api.Page, tmp_path: P
     pair = drawn(figures, html, 2)
     assert pair["says"] == [
         "With a batch size of 2:",
-        "A, mini_engine, A, m in float32: 390 tokens/s together, 195 tokens/s for each user, 5.13 ms between tokens.",
-        "B, vllm, A, m in float32: 99 tokens/s together, 49.5 tokens/s for each user, 20.2 ms between tokens.",
-        "C, mini_engine, B, m in float32: 30 tokens/s together, 15 tokens/s for each user, 66.7 ms between tokens.",
+        "A (mini_engine, A, m in float32): 390 tokens/s together, 195 tokens/s for each user, 5.13 ms between tokens.",
+        "B (vllm, A, m in float32): 99 tokens/s together, 49.5 tokens/s for each user, 20.2 ms between tokens.",
+        "C (mini_engine, B, m in float32): 30 tokens/s together, 15 tokens/s for each user, 66.7 ms between tokens.",
     ]
     assert len(pair["points"]) == 8 and len(pair["marked"]) == 3
     x1, y1, x2, y2 = pair["diagonal"]
@@ -140,7 +140,7 @@ def test_it_marks_the_points_of_a_batch_size(figures: sync_api.Page, tmp_path: P
         assert y == pytest.approx(y1 + (y2 - y1) * (x - x1) / (x2 - x1), abs=0.01)
 
     most = drawn(figures, html, 64)
-    assert most["says"][3] == "C, mini_engine, B, m in float32: not measured." and len(most["marked"]) == 2
+    assert most["says"][3] == "C (mini_engine, B, m in float32): not measured." and len(most["marked"]) == 2
     for x, y in most["points"]:
         assert 84 < x < 600 and 40 < y < 370
 
@@ -171,7 +171,7 @@ def test_the_page_shows_the_record_by_keyboard(figures: sync_api.Page) -> None:
         assert slider.get_attribute("aria-valuetext") == str(size)
         says = figures.locator(".pareto-figure .figure-says").inner_text().split("\n")[1:]
         for line, (name, rates) in zip(says, recorded.items(), strict=True):
-            assert f", {name}: " in line
+            assert f" ({name}): " in line
             if size in rates:
                 stated = float(line.partition(": ")[2].partition(" tokens/s")[0].replace(",", ""))
                 assert stated == pytest.approx(rates[size], rel=0.005)

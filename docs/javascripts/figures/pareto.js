@@ -65,7 +65,7 @@ export function describe(box) {
       shapes.push(drawn("text", { x: x(own[0].user) + 14, y: y(own[0].machine) + 6 }, letter(i)));
       const found = own.find((point) => point.size === size);
       const rates = found ? `${number(found.machine)} tokens/s together, ${number(found.user)} tokens/s for each user, ${number(1000 / found.user)} ms between tokens` : "not measured";
-      return `${letter(i)}, ${name}: ${rates}.`;
+      return `${letter(i)} (${name}): ${rates}.`;
     });
     const head = `With a batch size of ${size}:`;
     return { width: WIDTH, height: HEIGHT, shapes, label: [head, ...lines].join(" "), says: [head, ...lines].join("\n") };

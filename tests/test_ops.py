@@ -22,6 +22,7 @@ REFERENCES = {
     "merge_sinks": state.merge_sinks,
     "summarize_pages": page_selection.summarize_pages,
     "bound_scores": page_selection.bound_scores,
+    "select_pages": page_selection.select_pages,
     "attend_to_pages": page_selection.attend_to_pages,
     "mix_experts": moe.mix_experts,
 }

@@ -165,7 +165,8 @@ def test_backlogged_tenants_are_served_alike(seed: int, batch: int, num_pages: i
     for _ in range(random.randint(20, 60)):
         for tenant, (low, high) in sizes.items():
             waiting = sum(own.tenant == tenant for own in station.scheduler.waiting)
-            for _ in range(3 - waiting if tenant != "a" else 12 - waiting):  # "a" floods
+            # "a" floods, and no step takes all requests of another: a tenant without any would be lifted.
+            for _ in range((12 if tenant == "a" else batch + 1) - waiting):
                 prompt = [random.randrange(100) for _ in range(random.randint(low, min(high, 4 * num_pages - 4)))]
                 requests.append(station.add(prompt, random.randint(1, 4), tenant=tenant))
         station.step()

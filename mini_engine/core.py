@@ -124,9 +124,7 @@ class Core:
         assert self.speculation is not None
         if step.num_logits.max(initial=0) > 1:  # how many of its tokens count is not known before
             return True
-        running, rows = self.scheduler.running, step.sampling_rows
-        guessing = rows[running.may_guess[rows] > 0]
-        return self.speculation.asks(running, guessing, len(rows))
+        return self.speculation.asks(self.scheduler.running, step.sampling_rows)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -217,7 +215,7 @@ class Core:
                 f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and the scheduling "
                 "parts compute none of them: check what your schedule, admit and share_budget return"
             )
-        if self.speculation is not None:
+        if self.speculation is not None and not self._in_flight:  # otherwise the last tokens are not known yet
             schedule = self._with_guesses(schedule, self.speculation)
         running, rows = self.scheduler.running, schedule.rows
         if self.scheduler.outputs_apart:  # prompts last, even those of which one token is left

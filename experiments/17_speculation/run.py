@@ -206,7 +206,7 @@ class SyntheticSpeculation(Speculation):
     def guess(self, running, rows, most, num_tokens):  # type: ignore[no-untyped-def]
         return self.drafter.propose(running, rows, np.minimum(most, self._num_tokens))
 
-    def asks(self, running, rows, num_tokens) -> bool:  # type: ignore[no-untyped-def]
+    def asks(self, running, rows) -> bool:  # type: ignore[no-untyped-def]
         return True
 
     def check(self, running, rows, sampled, num_guesses):  # type: ignore[no-untyped-def]

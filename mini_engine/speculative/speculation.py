@@ -67,6 +67,7 @@ class Speculation:
         # until when the choice stands.
         self._limits, self._chosen_for = np.zeros((2, self._max_rows), dtype=np.int64)
         self._asks, self._stands_until = True, 0
+        self._num_asked, self._any_may_guess = 0, False  # of the rows that `asks` has looked at last
         self._explore_at, self._explore_after = EXPLORE, EXPLORE
         # The admission of each row's last request with guesses.
         self._guessed_for = np.zeros(self._max_rows, dtype=np.int64)
@@ -118,18 +119,21 @@ class Speculation:
         self._hits = HITS_KEPT * self._hits + (1 - HITS_KEPT) * found
         return token_ids, counts
 
-    def asks(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int) -> bool:
+    def asks(self, running: Running, rows: Int64[np.ndarray, " B"]) -> bool:
         """Return whether the next step should have guesses, so that it cannot be pipelined.
 
         Args:
             running: the running requests.
             rows: rows that will decode.
-            num_tokens: tokens of that step without guesses.
         """
-        if not len(rows):
-            return False
-        self._choose(running, rows, num_tokens, self._turn + 1)
-        return self._asks or self._turn + 1 >= self._explore_at
+        turn, num_tokens = self._turn + 1, len(rows)
+        # Mostly without a look at the rows, because the steps of small models wait for the host.
+        if num_tokens != self._num_asked or turn >= min(self._stands_until, self._explore_at):
+            rows = rows[running.may_guess[rows] > 0]
+            self._num_asked, self._any_may_guess = num_tokens, len(rows) > 0
+            if self._any_may_guess:
+                self._choose(running, rows, num_tokens, turn)
+        return self._any_may_guess and (self._asks or turn >= self._explore_at)
 
     def _choose(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int, turn: int) -> None:
         """Choose how many guesses each row has, and whether steps should be pipelined, unless an earlier choice stands.

@@ -124,7 +124,7 @@ def tokens_per_second(
     simulated, rows = Simulated(right, seed=1), np.arange(num_rows)
     speculation, host = Speculation(simulated, 4, num_rows, depth > 0, simulated.clock), 0.2 * depth
     running = Running(num_rows, 8)
-    running.admission[rows] = 1
+    running.admission[rows] = running.may_guess[rows] = 1
     tokens = in_flight = 0
     for _ in range(num_steps):
         counts = np.full(num_rows, num_guesses or 0)
@@ -136,7 +136,7 @@ def tokens_per_second(
             tokens += int(speculation.check(running, rows, sampled, counts).sum())
         tokens += num_rows
         of_step, alone = num_rows + int(counts.sum()), cost(num_rows)
-        if counts.max() or not depth or speculation.asks(running, rows, num_rows):
+        if counts.max() or not depth or speculation.asks(running, rows):
             simulated.now += in_flight * alone + cost(of_step) + host * alone
             speculation.end_step([num_rows] * in_flight + [of_step], bool(in_flight), False)
             in_flight = 0

@@ -187,14 +187,14 @@ def decode_ways(setting: Setting, requests: int, num_layers: int, device: torch.
     shapes = ((requests, spec.num_qo_heads, size) for size in (rank, spec.entry_size - rank))
     q, q_rope = (torch.randn(shape, device=device, dtype=setting.dtype) for shape in shapes)
     query = q, q_rope
-    from mini_engine.kernels.mla_decode import mla_decode, mla_decode_reference, plan_items
+    from mini_engine.kernels.mla_decode import mla_decode, mla_decode_reference, num_workers, plan_items
 
     reference = partial(mla_decode_reference, query, pages=pages, kv_lens=lens, page_indptr=indptr, scale=scale)
     yield "torch", lambda: [reference(entry) for entry in cache.layers]
     if device.type == "cpu":
         return
-    workers = torch.cuda.get_device_properties(device).multi_processor_count
-    work = {name: torch.from_numpy(x).to(device) for name, x in plan_items(lens, indptr, workers).items()}
+    items = plan_items(lens, indptr, num_workers(device))
+    work = {name: torch.from_numpy(x).to(device) for name, x in items.items()}
     yield "Triton", lambda: [mla_decode(query, entry, pages, **work, scale=scale) for entry in cache.layers]
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 

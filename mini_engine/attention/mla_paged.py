@@ -186,16 +186,15 @@ class TritonMLABackend(FlashInferMLABackend):
 
     def __init__(self, specs: Sequence[AttentionSpec], cache: KVCache, parts: AttentionParts) -> None:
         super().__init__(specs, cache, parts)
-        self._num_workers = torch.cuda.get_device_properties(cache.device).multi_processor_count
         self._graph_memory: dict[int, UInt8[Tensor, " bytes"]] = {}
         self._being_copied: UInt8[Tensor, " bytes"] | None = None
 
     def _plan_decodes(self, batch: StepBatch, count: int) -> Run:
-        from mini_engine.kernels.mla_decode import mla_decode, plan_items  # Triton comes with PyTorch for CUDA
+        from mini_engine.kernels.mla_decode import mla_decode, num_workers, plan_items  # Triton comes with CUDA
 
         device = self.cache.device
         indptr = batch.kv_page_indptr.numpy()[: count + 1]
-        arrays = plan_items(batch.kv_lens.numpy()[:count], indptr, self._num_workers)
+        arrays = plan_items(batch.kv_lens.numpy()[:count], indptr, num_workers(device))
         if batch.page_capacity is None:
             work = to_device(arrays, device)
         else:  # in a CUDA graph, always at the same addresses; the pages are, too (`StepBuffers`)

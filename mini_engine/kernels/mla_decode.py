@@ -5,8 +5,8 @@ heads: the heads are the rows of its matrix products, and each latent is used as
 is on the chip. A step reads 2 (L + R) bytes for each key in bfloat16 and computes 2 (2 L + R) FLOPs with it for each
 head: about 30 FLOPs for each byte in DeepSeek-V2-Lite, so the kernel is bound by memory bandwidth.
 
-The keys of all requests are split into about as many work items as the GPU has multiprocessors (`plan_items`). The
-second kernel merges the items of a request in their order (chapter 02), so equal steps have equal bits. Explained in
+The keys of all requests are split into two work items for each multiprocessor of the GPU (`plan_items`), so one of them
+reads while the other multiplies. The second kernel merges the items of a request in their order (chapter 02), so equal steps have equal bits. Explained in
 chapter 15.
 """
 
@@ -24,11 +24,16 @@ from mini_engine.attention.naive import masked_attention
 from mini_engine.attention.split_kv import smallest_chunk
 from mini_engine.ragged import members
 
-TILE, HEADS = 64, 16  # keys and heads of one matrix product
-WARPS, STAGES = 8, 3
+TILE, HEADS = 32, 16  # keys and heads of one matrix product
+WARPS, STAGES = 4, 2  # so two programs fit into a multiprocessor
 LEAST_TILES = 2  # of an item: each item writes and reads a result
 MOST_SPLITS = 64  # of a request
 MERGED = 16  # results that are merged at once
+
+
+def num_workers(device: torch.device) -> int:
+    """Return how many work items run at the same time on a GPU."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_items(

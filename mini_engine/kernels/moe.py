@@ -3,8 +3,8 @@
 1. `_logits` multiplies tokens by the router's matrix, and computes the factor 1 / rms of each token's norm.
 2. `_route` chooses the experts. A block of tokens is a matrix [tokens, experts] of what is chosen, and a cumulative sum
    down its columns gives each pair (token, expert) its place among the pairs sorted by expert. With more tokens than a
-   block has, `_place` does so once all blocks have been counted. An expert is chosen if fewer than k others are better:
-   all ranks are counted at once, where finding the best expert k times would take k maxima, one after the other.
+   block has, `_place` does so once all blocks have been counted. For a few tokens, all ranks are counted at once, and
+   an expert is chosen if its rank is less than k. For more, that is more work than k maxima, one after the other.
 3. `_gate_up_tiles` gathers tokens, multiplies them by gate and up, and applies SwiGLU. A tile has pairs of one expert,
    and the number of tiles is read on the device, so the launches depend on the number of tokens only and a CUDA graph
    can record them (the alignment of MegaBlocks, Gale et al. 2023, as in vLLM's fused MoE).
@@ -177,9 +177,10 @@ def pair(logits: Float[Tensor, "T E"], moe: MoEConfig, tile_tokens: int, *, pdl:
     slots = logits.new_empty((num_tokens, num_experts), dtype=torch.int8) if many else pairs.order
     places = pairs.order, pairs.tiles, pairs.num_tiles, num_tokens, num_experts, most_tiles
     sizes = {"K": k, "BLOCK": block, "EXPERTS": padded, "TILE_TOKENS": tile_tokens, **_launch(pdl)}
+    others = min(padded, max(1, COMPARED // (block * padded))) if block <= MOST_TOKENS else None
     _route[(num_blocks,)](
         logits, moe.routed_scaling_factor, pairs.weights, pairs.experts, counts, slots, *places,
-        NORMALIZE=moe.norm_topk_prob, MANY=many, OTHERS=min(padded, max(1, COMPARED // (block * padded))), **sizes,
+        NORMALIZE=moe.norm_topk_prob, MANY=many, OTHERS=others, **sizes,
     )  # fmt: skip
     if many:
         _place[(num_blocks,)](counts, slots, *places, num_blocks, **sizes)
@@ -309,14 +310,22 @@ def _route(
     at = token[:, None] * num_experts + expert[None, :]
     own = load_scores(logits, token, expert, num_tokens, num_experts)
     exponentials = tl.exp(own - tl.max(own, 1)[:, None])
-    rank = tl.zeros((BLOCK, EXPERTS), tl.int32)  # how many experts are better; of equal ones, the first
-    for first in range(0, EXPERTS, OTHERS):
-        other = first + tl.arange(0, OTHERS)
-        theirs = load_scores(logits, token, other, num_tokens, num_experts)[:, None, :]
-        is_earlier = other[None, None, :] < expert[None, :, None]
-        is_better = (theirs > own[:, :, None]) | ((theirs == own[:, :, None]) & is_earlier)
-        rank += tl.sum(is_better.to(tl.int32), 2)
-    slot = tl.where((rank < K) & is_expert, rank, -1)
+    if OTHERS is not None:
+        rank = tl.zeros((BLOCK, EXPERTS), tl.int32)  # how many experts are better; of equal ones, the first
+        for first in range(0, EXPERTS, OTHERS):
+            other = first + tl.arange(0, OTHERS)
+            theirs = load_scores(logits, token, other, num_tokens, num_experts)[:, None, :]
+            is_earlier = other[None, None, :] < expert[None, :, None]
+            is_better = (theirs > own[:, :, None]) | ((theirs == own[:, :, None]) & is_earlier)
+            rank += tl.sum(is_better.to(tl.int32), 2)
+        slot = tl.where((rank < K) & is_expert, rank, -1)
+    else:
+        slot = tl.full((BLOCK, EXPERTS), -1, tl.int32)
+        for i in tl.static_range(K):
+            is_best = own == tl.max(own, 1)[:, None]
+            best = tl.min(tl.where(is_best, expert[None, :], EXPERTS), 1)  # of equal ones, the first
+            slot = tl.where(expert[None, :] == best[:, None], i, slot)
+            own = tl.where(expert[None, :] == best[:, None], float("-inf"), own)
     tl.store(experts + token[:, None] * K + slot, expert[None, :], mask=(slot >= 0) & is_token)
     is_chosen = (slot >= 0) & is_token
     total = tl.sum(tl.where(slot >= 0, exponentials, 0.0) if NORMALIZE else exponentials, 1)

@@ -3,9 +3,9 @@
 All grids depend only on shapes, so CUDA graphs record them. The references are in `attention/page_selection.py`.
 
 The bounds are two matrix products, whose rows are the query heads of a group. They read two vectors of each page, 4 D
-bytes in bfloat16 for each KV head, once. The selection is a radix select: four histograms of a byte each find the
-smallest bound that is selected, where a sort would move all bounds several times. The attention of a decode to one KV
-head is split among as many programs as fill the GPU. A second kernel merges their states (chapter 02) in a fixed order.
+bytes in bfloat16 for each KV head, once. The selection finds the smallest bound that is selected bit by bit, with 32
+counts of what is not less, where a sort would move all bounds several times. The attention of a decode to one KV head
+is split among as many programs as fill the GPU. A second kernel merges their states (chapter 02) in a fixed order.
 Explained in chapter 15.
 """
 
@@ -154,15 +154,11 @@ def _select(bounds, out, width, most, WIDTH: tl.constexpr):
     # beyond the end are 0, less than any number.
     key = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
     key = tl.where(index < width, key, 0)
-    byte, left, found = tl.arange(0, 256), most, tl.zeros((), tl.uint32)
-    for i in tl.static_range(4):  # the bytes of the smallest selected key, the highest first
-        shift: tl.constexpr = 24 - 8 * i
-        is_candidate = (key >> shift >> 8) == (found >> shift >> 8)
-        counts = tl.histogram((key >> shift & 255).to(tl.int32), 256, mask=is_candidate)
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        own = tl.sum((at_least >= left).to(tl.int32), 0) - 1
-        left -= tl.sum(tl.where(byte > own, counts, 0), 0)
-        found |= own.to(tl.uint32) << shift
+    found, one = tl.zeros((), tl.uint32), tl.full((), 1, tl.uint32)
+    for bit in range(32):  # the smallest selected key, the largest number that enough keys reach: its highest bit first
+        trial = (found | (one << (31 - bit))).to(tl.uint32)
+        found = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= most, trial, found)
+    left = most - tl.sum((key > found).to(tl.int32), 0)
     is_equal = key == found
     is_selected = (key > found) | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= left))
     place = tl.cumsum(is_selected.to(tl.int32), 0) - 1

@@ -6,8 +6,8 @@ is on the chip. A step reads 2 (L + R) bytes for each key in bfloat16 and comput
 head: about 30 FLOPs for each byte in DeepSeek-V2-Lite, so the kernel is bound by memory bandwidth.
 
 The keys of all requests are split into two work items for each multiprocessor of the GPU (`plan_items`), so one of them
-reads while the other multiplies. The second kernel merges the items of a request in their order (chapter 02), so equal steps have equal bits. Explained in
-chapter 15.
+reads while the other multiplies. The second kernel merges the items of a request in their order (chapter 02), so equal
+steps have equal bits. Explained in chapter 15.
 """
 
 import math

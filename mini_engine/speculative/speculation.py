@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64
+from jaxtyping import Float64, Int, Int32, Int64
 
 from mini_engine.request import Running
 from mini_engine.speculative.cost_model import FIRST_STEPS, Acceptance, StepSeconds, best_counts, expected_right
@@ -15,8 +15,8 @@ from mini_engine.speculative.drafter import Drafter, num_accepted
 GUESSING, PAUSING = 4, 16
 NEW_REQUESTS = 0.25  # of the requests; with more, the numbers are chosen at once
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
-# Steps after which some requests have a guess in any case, because guesses may have become right: first, and after
-# guesses that were all wrong, each time twice as many up to a limit.
+# Steps after which some requests have a guess in any case, because guesses may have become right, unless even right ones
+# would not pay: first, and after guesses that were all wrong, each time twice as many up to a limit.
 EXPLORE, EXPLORE_LATEST = 64, 256
 SHARE = 8  # one of so many requests
 HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step
@@ -69,6 +69,7 @@ class Speculation:
         self._asks, self._stands_until = True, 0
         self._num_asked, self._any_may_guess = 0, False  # of the rows that `asks` has looked at last
         self._explore_at, self._explore_after = EXPLORE, EXPLORE
+        self._could_pay = True  # whether guesses would pay if all were right
         # The admission of each row's last request with guesses.
         self._guessed_for = np.zeros(self._max_rows, dtype=np.int64)
         self._ended: float | None = None
@@ -97,7 +98,7 @@ class Speculation:
         most = np.minimum(most, self._most(len(rows), num_tokens))
         limits = np.minimum(self._limits[rows], most)
         limits[self._chosen_for[rows] != running.admission[rows]] = 0  # a new request waits for the next choice
-        if self._turn >= self._explore_at and self._step_seconds.knows(num_tokens):
+        if self._turn >= self._explore_at and self._step_seconds.knows(num_tokens) and self._could_pay:
             self._explore_at = self._turn + self._explore_after
             self._explore_after = min(2 * self._explore_after, EXPLORE_LATEST)
             some = (self._turn + np.arange(max(len(rows) // SHARE, 1))) % len(rows)
@@ -105,18 +106,20 @@ class Speculation:
         elif self._turn % EVERY == 0:  # half as many
             limits = (limits + np.arange(len(limits)) % 2) // 2
         self._acceptance.enter(rows, running.admission[rows])
-        deepest = int(limits.max(initial=0))
+        deepest, places = int(limits.max(initial=0)), np.flatnonzero(limits)
         if not deepest:
             self._acceptance.add(rows, limits, limits)
             return np.zeros((len(rows), 0), dtype=np.int32), limits
-        is_known = np.array_equal(self._guessed_for[rows], running.admission[rows])
-        self._guessed_for[rows] = running.admission[rows]
+        asked = rows[places]
+        is_known = np.array_equal(self._guessed_for[asked], running.admission[asked])
+        self._guessed_for[asked] = running.admission[asked]
         start = self._clock()
-        token_ids, counts = self.drafter.propose(running, rows, limits)
-        if is_known:  # otherwise a draft model has read the prompt
-            self._guess_seconds.add(len(rows), (self._clock() - start) / deepest)
-        found = np.count_nonzero(counts) / np.count_nonzero(limits)
-        self._hits = HITS_KEPT * self._hits + (1 - HITS_KEPT) * found
+        found, num_found = self.drafter.propose(running, asked, limits[places])
+        if is_known:  # otherwise a drafter has read the prompt
+            self._guess_seconds.add(len(asked), (self._clock() - start) / deepest)
+        self._hits = HITS_KEPT * self._hits + (1 - HITS_KEPT) * np.count_nonzero(num_found) / len(places)
+        token_ids, counts = np.zeros((len(rows), found.shape[1]), dtype=np.int32), np.zeros_like(limits)
+        token_ids[places], counts[places] = found, num_found
         return token_ids, counts
 
     def asks(self, running: Running, rows: Int64[np.ndarray, " B"]) -> bool:
@@ -128,12 +131,12 @@ class Speculation:
         """
         turn, num_tokens = self._turn + 1, len(rows)
         # Mostly without a look at the rows, because the steps of small models wait for the host.
-        if num_tokens != self._num_asked or turn >= min(self._stands_until, self._explore_at):
+        if num_tokens != self._num_asked or turn >= self._stands_until:
             rows = rows[running.may_guess[rows] > 0]
             self._num_asked, self._any_may_guess = num_tokens, len(rows) > 0
             if self._any_may_guess:
                 self._choose(running, rows, num_tokens, turn)
-        return self._any_may_guess and (self._asks or turn >= self._explore_at)
+        return self._any_may_guess and (self._asks or (self._could_pay and turn >= self._explore_at))
 
     def _choose(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int, turn: int) -> None:
         """Choose how many guesses each row has, and whether steps should be pipelined, unless an earlier choice stands.
@@ -155,29 +158,48 @@ class Speculation:
         elif self._can_pipeline and not self._pipelined_seconds.knows(num_tokens):
             self._asks, self._stands_until = False, turn + FIRST_STEPS
         else:
-            limits = self._best(rows, num_tokens)
-            self._asks = not self._can_pipeline or self._pays(rows, limits, num_tokens)
+            limits = self._best(rows, num_tokens, right := self._acceptance.of(rows))
+            self._asks = self._pays(limits, right, num_tokens, self._hits)
             if self._asks:
                 self._limits[rows] = limits
+            all_right = np.ones(len(rows))
+            ideal = self._best(rows, num_tokens, all_right)
+            self._could_pay = bool(ideal.any()) and self._pays(ideal, all_right, num_tokens, 1.0)
             self._stands_until = turn + (GUESSING if self._limits[rows].any() else PAUSING)
 
-    def _pays(self, rows: Int64[np.ndarray, " B"], limits: Int64[np.ndarray, " B"], num_tokens: int) -> bool:
+    def _pays(
+        self, limits: Int64[np.ndarray, " B"], right: Float64[np.ndarray, " B"], num_tokens: int, hits: float
+    ) -> bool:
         """Return whether steps with guesses are expected to sample more tokens per second than pipelined steps.
 
-        A drafter finds guesses only for some of the requests.
+        Args:
+            limits: guesses of each row.
+            right: probability that a guess of the row is right, if those before it are.
+            num_tokens: tokens of a step without guesses.
+            hits: share of the rows for which the drafter finds guesses.
         """
-        gain = expected_right(self._acceptance.of(rows), limits).sum()
+        if not self._can_pipeline:
+            return True
+        gain, count = expected_right(right, limits).sum(), len(limits)
         alone, guessing = self._step_seconds(num_tokens + np.array([0, limits.sum()]))
-        drafting = self._guess_seconds(np.array([len(rows)])).item() * limits.max(initial=0)
-        seconds = alone + drafting + self._hits * (guessing - alone)
+        drafting = self._guess_seconds(np.array([count])).item() * limits.max(initial=0)
+        seconds = alone + drafting + hits * (guessing - alone)
         pipelined = self._pipelined_seconds(np.array([num_tokens])).item()
-        return bool(gain and (len(rows) + self._hits * gain) / seconds > len(rows) / pipelined)
+        return bool(gain and (count + hits * gain) / seconds > count / pipelined)
 
-    def _best(self, rows: Int64[np.ndarray, " B"], num_tokens: int) -> Int64[np.ndarray, " B"]:
-        """Return the number of guesses of each row that pays most."""
+    def _best(
+        self, rows: Int64[np.ndarray, " B"], num_tokens: int, right: Float64[np.ndarray, " B"]
+    ) -> Int64[np.ndarray, " B"]:
+        """Return the number of guesses of each row that pays most.
+
+        Args:
+            rows: rows that will decode.
+            num_tokens: tokens of a step without guesses.
+            right: probability that a guess of the row is right, if those before it are.
+        """
         of_guess = self._guess_seconds(np.array([len(rows)])).item()
         most = np.full(len(rows), self._most(len(rows), num_tokens))
-        return best_counts(self._acceptance.of(rows), most, num_tokens, self._step_seconds, of_guess)
+        return best_counts(right, most, num_tokens, self._step_seconds, of_guess)
 
     def _most(self, num_rows: int, num_tokens: int) -> int:
         """Return the most guesses that each row can have in a step of `num_tokens` without guesses."""

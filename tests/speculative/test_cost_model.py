@@ -193,3 +193,33 @@ def test_a_restart_forgets_times() -> None:
         guesses.append(counts.sum())
         speculation.forget()
     assert guesses[1] == 32 and speculation.num_right > 0
+
+
+def test_right_guesses_that_would_not_pay_are_not_tried() -> None:
+    """A step that takes as long for each token as for the first one gains nothing from a guess."""
+    rate = tokens_per_second(1.0, 64, lambda n: n, None, num_steps=3000, depth=1)
+    assert rate > 0.997
+
+
+def test_a_drafter_is_asked_for_those_rows_that_get_guesses() -> None:
+    class Drafter(Simulated):
+        asked = np.zeros(64, dtype=np.int64)
+
+        def propose(self, running, rows, most):
+            assert most.all()
+            self.asked[rows] += 1
+            return super().propose(running, rows, most)
+
+    drafter, rows = Drafter(0.0, seed=1), np.arange(64)
+    speculation = Speculation(drafter, 4, 64, False, drafter.clock)
+    running = Running(64, 8)
+    running.admission[rows] = running.may_guess[rows] = 1
+    for _ in range(500):
+        speculation.begin_step()
+        _, counts = speculation.guess(running, rows, np.full(64, 4), 64)
+        assert counts[drafter.asked == 0].sum() == 0
+        if counts.max():
+            speculation.check(running, rows, np.ones((64, counts.max() + 1), dtype=np.int64), counts)
+        drafter.now += 0.001 * (64 + counts.sum())
+        speculation.end_step([64 + int(counts.sum())], False, False)
+    assert drafter.asked.min() < drafter.asked.max()

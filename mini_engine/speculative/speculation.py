@@ -15,8 +15,8 @@ from mini_engine.speculative.drafter import Drafter, num_accepted
 GUESSING, PAUSING = 4, 16
 NEW_REQUESTS = 0.25  # of the requests; with more, the numbers are chosen at once
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
-# Steps after which some requests have a guess in any case, because guesses may have become right, unless even right ones
-# would not pay: first, and after guesses that were all wrong, each time twice as many up to a limit.
+# Steps after which some requests have a guess in any case, because guesses may have become right, unless even right
+# ones would not pay: first, and after guesses that were all wrong, each time twice as many up to a limit.
 EXPLORE, EXPLORE_LATEST = 64, 256
 SHARE = 8  # one of so many requests
 HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step

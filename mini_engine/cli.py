@@ -5,7 +5,7 @@ torch and transformers take seconds to import, so a command imports what needs t
 
 import os
 import sys
-from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,18 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from mini_engine.bench.options import BenchOptions
-from mini_engine.cli_options import EXAMPLES, SMALL_POOL, Bench, Engine, EngineOptions, Sampling, Server, given
+from mini_engine.cli_options import (
+    EXAMPLES,
+    SMALL_POOL,
+    Bench,
+    Engine,
+    EngineOptions,
+    Sampling,
+    Server,
+    given,
+    load_llm,
+    with_file,
+)
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 from mini_engine.serving.options import ServerOptions
 from mini_engine.terminal import make_console, print_error, read_line, show
@@ -121,16 +132,16 @@ def serve(model: str | None = None, /, *, engine: Engine = None, server: Server 
         engine: The model and the engine's options.
         server: Where to listen, and limits.
     """
-    console = make_console()
-    options, own = EngineOptions.of(engine, console), ServerOptions(**given(server))
-    options = options if model is None else replace(options, model=model)
+    console, own = make_console(), ServerOptions(**given(server))
+    named = with_file(given(engine)) | ({} if model is None else {"model": model})
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"a server needs the package {missing[0]}: pip install 'mini-engine[server]'")
-    from mini_engine.serving.server import built_apart, run_server
+    from mini_engine.serving.server import run_server
+    from mini_engine.serving.start import start_process
 
-    llm, _ = built_apart(lambda: options.load(console))
-    run_server(llm, options.model, own, lambda address: show(console, _example(address)))
+    client = start_process(partial(load_llm, named), own)
+    run_server(client, named["model"], own, lambda address: show(console, _example(address)))
 
 
 @app.command

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
@@ -23,7 +23,7 @@ from mini_engine.config import ALIASES, EngineConfig, read_options
 from mini_engine.errors import ConfigError
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.options import ServerOptions
-from mini_engine.terminal import show
+from mini_engine.terminal import make_console, show
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and `--help` should not wait
     from mini_engine.llm import LLM
@@ -99,6 +99,17 @@ else:
     Bench, Server = options_of(BenchOptions), options_of(ServerOptions)
 
 
+def with_file(named: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Add the options of the file `--config`, which override the defaults, to those that override them.
+
+    Raises:
+        ConfigError: if the file is none.
+    """
+    own = dict(named)
+    file = own.pop("config", None)
+    return {"model": DEFAULT_MODEL} | defaults | ({} if file is None else read_options(file)) | own
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """The model, options and parts that a command runs with.
@@ -122,9 +133,8 @@ class EngineOptions:
         Raises:
             ConfigError: for impossible options, or if the book is not there, which `--homework` needs.
         """
-        named = given(options)
-        file, parts, with_homework = (named.pop(name, None) for name in ("config", "parts", "homework"))
-        named = {"model": DEFAULT_MODEL} | defaults | ({} if file is None else read_options(file)) | named
+        named = with_file(given(options), **defaults)
+        parts, with_homework = (named.pop(name, None) for name in ("parts", "homework"))
         if parts is not None:
             from mini_engine.parts import load_parts
 
@@ -164,3 +174,9 @@ class EngineOptions:
         line = f"{self.model}: {size / 1e6:.0f} M parameters in {dtype}{how} on {model.device}, attention backend "
         show(console, line + f"{llm.config.attn_backend}, loaded in {seconds:.1f} s", "dim")
         return llm, replace(llm.default_params, **own)
+
+
+def load_llm(named: dict[str, Any]) -> "LLM":
+    """Load a model with the options of `with_file`, in any process, and print a line about it."""
+    console = make_console()
+    return EngineOptions.of(SimpleNamespace(**named), console).load(console)[0]

@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mini_engine.chat_template import Message, render_chat
+from mini_engine.chat_template import Message
 from mini_engine.config import EngineConfig, ResolvedConfig
 from mini_engine.defaults import pick_device, pick_dtype
 from mini_engine.detokenizer import Detokenizer, special_ids
@@ -32,10 +32,11 @@ from mini_engine.loading.hub import EMBEDDED_MODEL
 from mini_engine.models.base import LanguageModel
 from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput, StepReport
 from mini_engine.parts import Parts, default_parts
-from mini_engine.prompts import as_prompts, encode, needed, unpack
+from mini_engine.prompts import as_prompts, needed, unpack
 from mini_engine.request import Context, Request
 from mini_engine.sampling_params import SamplingParams, tokenize_bad_words
 from mini_engine.structured import GrammarCompiler, TokenGrammar
+from mini_engine.text_front import TextFront
 from mini_engine.text_request import PromptOutputs, TextRequest
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
@@ -44,7 +45,7 @@ HANDOVER_SECONDS = 1e-4  # longer than it takes to wake a thread that waits for 
 NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
 
 
-class TextEngine:
+class TextEngine(TextFront):
     """Text in, text out, on one engine. Threads may share it: each gets its own outputs.
 
     Args:
@@ -70,7 +71,9 @@ class TextEngine:
         *,
         trust_chat_template: bool = True,
     ) -> None:
-        self.engine, self.tokenizer, self.default_params = engine, tokenizer, default_params
+        limits = {"max_model_len": engine.config.max_model_len, "max_batch_size": engine.config.max_batch_size}
+        super().__init__(tokenizer, default_params, **limits, trust_chat_template=trust_chat_template)
+        self.engine = engine
         backend = NO_WORDS if tokenizer is None else getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(
@@ -78,7 +81,6 @@ class TextEngine:
                 "AutoTokenizer.from_pretrained, which returns a fast one"
             )
         self._backend, self._special_ids = backend, special_ids(backend)
-        self._trust_chat_template = trust_chat_template
         self._texts: dict[Request, TextRequest] = {}
         self._num_finished = engine.metrics.finished
         self._numbers = count()
@@ -198,32 +200,12 @@ class TextEngine:
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_error=on_error)
 
-    def chat_prompt(
-        self, messages: ListLike[Message], *, chat_template: str | None = None, **options: Any
-    ) -> list[int]:
-        """Return the tokens of a conversation, up to where the model's answer begins.
-
-        Args:
-            messages: each with a "role" and a "content".
-            chat_template: a Jinja template; default the model's own.
-            options: `add_generation_prompt`, `continue_final_message`, `tools` and `chat_template_kwargs`, as in
-                `render_chat`.
-
-        Raises:
-            RequestError: if there is no chat template or no tokenizer, or the template does not take these messages.
-        """
-        is_trusted = self._trust_chat_template or chat_template is not None
-        text = render_chat(needed(self.tokenizer), messages, chat_template, is_trusted=is_trusted, **options)
-        return self.tokens_of(text, add_special_tokens=False)
-
-    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer, as vLLM's method of this name does."""
-        return self.tokenizer
-
-    def tokens_of(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a prompt; see `prompts.encode`."""
-        longest = self.engine.config.max_model_len
-        return encode(prompt, self.tokenizer, longest, add_special_tokens=add_special_tokens)
+    def front(self) -> TextFront:
+        """Return what needs no engine, for another process that turns texts into tokens."""
+        return TextFront(
+            self.tokenizer, self.default_params, max_model_len=self.max_model_len, max_batch_size=self.max_batch_size,
+            trust_chat_template=self.trust_chat_template,
+        )  # fmt: skip
 
     # --- prompts that arrive while others are served ---------------------------------------------------------------
 
@@ -519,7 +501,7 @@ class LLM(TextEngine):
             ConfigError: for impossible options.
         """
         engine = self._new_engine(self.given_config.with_options(options), on_step)
-        return TextEngine(engine, self.tokenizer, self.default_params, trust_chat_template=self._trust_chat_template)
+        return TextEngine(engine, self.tokenizer, self.default_params, trust_chat_template=self.trust_chat_template)
 
     def _new_engine(self, config: EngineConfig, on_step: OnStep | None) -> LLMEngine:
         draft, name = None, config.speculative_config.model if config.speculative_config else None

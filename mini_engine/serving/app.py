@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's endpoints over an engine that runs on its own thread.
+"""The HTTP interface: OpenAI's endpoints over an engine that runs in a process of its own.
 
 An answer begins once its first token is there, because most clients take an error within a stream for success. A client
 that leaves ends its request, which frees its pages in the next step.
@@ -21,8 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
-from mini_engine.llm import TextEngine
-from mini_engine.outputs import Piece, RequestOutput
+from mini_engine.outputs import RequestOutput
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import QueueFullError
 from mini_engine.serving.answers import (
@@ -36,9 +35,10 @@ from mini_engine.serving.answers import (
     event,
 )
 from mini_engine.serving.chat_page import read_page
-from mini_engine.serving.engine_thread import EngineThread, ShuttingDownError
+from mini_engine.serving.engine_client import EngineClient, Pieces
+from mini_engine.serving.engine_loop import ShuttingDownError
 from mini_engine.serving.live import snapshots
-from mini_engine.serving.metrics import CONTENT_TYPE, Metrics
+from mini_engine.serving.metrics import CONTENT_TYPE, Metrics, Watch, engine_counts
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.parts_of_output import THINK, ForcedCalls, OutputParser, Parser, tool_format
 from mini_engine.serving.protocol import (
@@ -48,9 +48,8 @@ from mini_engine.serving.protocol import (
     Request,
     TokenizeRequest,
 )
-from mini_engine.structured import TokenGrammar
+from mini_engine.text_front import TextFront
 
-PING_SECONDS = 15.0  # between comments that keep an idle stream open
 OPEN_PATHS = ("/", "/health")  # need no API key; the page asks for it
 LEFT = Response(status_code=499)  # to a client that has left
 
@@ -63,21 +62,21 @@ class ClientError(Exception):
         self.status, self.code, self.param = status, code, param
 
 
-def create_app(thread: EngineThread, model: str, options: ServerOptions) -> FastAPI:
+def create_app(engine: EngineClient, model: str, options: ServerOptions) -> FastAPI:
     """Build the application.
 
     Args:
-        thread: the engine, on a thread that is not started yet.
+        engine: the engine, whose client is not started yet.
         model: the served model's name.
         options: the server's options.
     """
-    api = Api(thread, model, options)
+    api = Api(engine, model, options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        thread.start()
+        engine.start()
         yield
-        await run_in_threadpool(thread.close)
+        await engine.close()
 
     app = FastAPI(title="mini-engine", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_api_route("/", api.page, methods=["GET", "HEAD"])
@@ -104,16 +103,16 @@ class Api:
     """The endpoints.
 
     Args:
-        thread: the engine.
+        engine: the engine.
         model: the served model's name.
         options: the server's options.
     """
 
-    def __init__(self, thread: EngineThread, model: str, options: ServerOptions) -> None:
-        self._thread, self._engine, self._model = thread, thread.engine, model
-        self._metrics, self._card = Metrics(thread.engine, model), _card(model, thread)
+    def __init__(self, engine: EngineClient, model: str, options: ServerOptions) -> None:
+        self._engine, self._front, self._model = engine, engine.front, model
+        self._metrics, self._card = Metrics(model), _card(model, engine.front)
         self._template = _read(options.chat_template)
-        template = self._template or _template_of(thread.engine)
+        template = self._template or _template_of(engine.front)
         self._tools, self._reasons = tool_format(template), template is not None and THINK in template
         self._page = read_page()
 
@@ -125,20 +124,20 @@ class Api:
         """Stream snapshots of the engine, which the page draws."""
 
         async def live() -> AsyncGenerator[bytes, None]:
-            async with aclosing(snapshots(self._thread)) as several:
+            async with aclosing(snapshots(self._engine)) as several:
                 async for snapshot in several:
-                    yield event(snapshot)
+                    yield PING if snapshot is None else event(snapshot)
 
         return _event_stream(live())
 
     async def health(self) -> Json:
-        """Answer 200 while the engine's thread lives."""
-        if not self._thread.is_alive:
+        """Answer 200 while the engine runs."""
+        if not self._engine.is_alive:
             raise ClientError(503, "the engine has stopped")
         return {}
 
     async def metrics_text(self) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+        return Response(self._metrics.text(await self._engine.read(engine_counts)), media_type=CONTENT_TYPE)
 
     async def models(self) -> Json:
         return {"object": "list", "data": [self._card]}
@@ -156,13 +155,13 @@ class Api:
             chat = ChatRequest(messages=body.messages or [], add_generation_prompt=body.add_generation_prompt)
             tokens = await self._chat_tokens(chat)
         else:
-            tokens = await run_in_threadpool(self._engine.tokens_of, body.prompt, body.add_special_tokens)
-        return {"count": len(tokens), "max_model_len": self._engine.engine.config.max_model_len, "tokens": tokens}
+            tokens = await run_in_threadpool(self._front.tokens_of, body.prompt, body.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": self._front.max_model_len, "tokens": tokens}
 
     async def detokenize(self, body: DetokenizeRequest) -> Json:
         """Return the text of tokens."""
         self._check_model(body.model)
-        tokenizer = self._engine.get_tokenizer()
+        tokenizer = self._front.get_tokenizer()
         if tokenizer is None:
             raise RequestError("the model has no tokenizer")
         if wrong := [token for token in body.tokens if token >= len(tokenizer)]:
@@ -172,18 +171,19 @@ class Api:
     async def completions(self, body: CompletionRequest, http: HTTPRequest) -> Response:
         """Continue one text or several."""
         self._check_model(body.model)
-        params, prompts = body.params(self._engine.default_params), body.prompts()
+        params, prompts = body.params(self._front.default_params), body.prompts()
         if not prompts:
             raise RequestError("prompt is an empty list; give at least one text")
-        tokens = [await run_in_threadpool(self._engine.tokens_of, prompt) for prompt in prompts]
-        echoes = [prompt if isinstance(prompt, str) else self._decode(prompt) for prompt in prompts]
-        answer = CompletionAnswer(self._model, body.logprobs, echoes if body.echo else None)
+        of = self._front.tokens_of
+        tokens = [await run_in_threadpool(of, own) if isinstance(own, str) else of(own) for own in prompts]
+        echoes = [own if isinstance(own, str) else self._decode(own) for own in prompts] if body.echo else None
+        answer = CompletionAnswer(self._model, body.logprobs, echoes)
         return await self._answer(body, http, answer, tokens, params)
 
     async def chat(self, body: ChatRequest, http: HTTPRequest) -> Response:
         """Answer a conversation."""
         self._check_model(body.model)
-        params = body.params(self._engine.default_params)
+        params = body.params(self._front.default_params)
         tokens = await self._chat_tokens(body)
         new_parser = self._parser_of(body, tokens)
         return await self._answer(body, http, ChatAnswer(self._model, params.logprobs, new_parser), [tokens], params)
@@ -194,7 +194,7 @@ class Api:
         if body.offers_tools and not body.is_forced and self._tools is None:
             raise ClientError(400, "the chat template of this model has no tools; leave them out", param="tools")
         messages, options = body.conversation(), body.template_options() | {"chat_template": self._template}
-        return await run_in_threadpool(lambda: self._engine.chat_prompt(messages, **options))
+        return await run_in_threadpool(lambda: self._front.chat_prompt(messages, **options))
 
     def _parser_of(self, body: ChatRequest, tokens: list[int]) -> Callable[[], Parser]:
         if body.is_forced:
@@ -204,7 +204,7 @@ class Api:
         return lambda: OutputParser(tools, self._reasons, thinks)
 
     def _decode(self, tokens: list[int]) -> str:
-        tokenizer = self._engine.get_tokenizer()
+        tokenizer = self._front.get_tokenizer()
         return "" if tokenizer is None else str(tokenizer.decode(tokens))
 
     def _check_model(self, name: str | None) -> None:
@@ -221,8 +221,7 @@ class Api:
         params: SamplingParams,
     ) -> Response:
         """Serve all prompts of a request, as a stream or as a whole."""
-        grammar = await run_in_threadpool(self._engine.compile, params)
-        pieces = self._pieces(body, tokens, params, grammar)
+        pieces = self._pieces(body, tokens, params)
         if not body.stream:
             async with aclosing(pieces):
                 outputs = await _unless_left(http, _outputs(pieces, len(tokens)))
@@ -234,45 +233,22 @@ class Api:
         answer.num_prompt = sum(map(len, tokens))
         options = body.stream_options
         answer.with_usage = options is not None and options.continuous_usage_stats
-        chunks = _chunks(answer, first, pieces, params.n * len(tokens), params.n)
         last = [lambda: event(answer.counts())] if options is not None and options.include_usage else []
-        return _event_stream(_events(chunks, last))
+        return _event_stream(_events(answer, first, pieces, params.n * len(tokens), params.n, last))
 
     async def _pieces(
-        self, body: Request, tokens: list[list[int]], params: SamplingParams, grammar: TokenGrammar | None
-    ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the pieces of several prompts as they come, each with the number of its prompt."""
-        arrived: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
-        watches = [self._metrics.watch(len(own)) for own in tokens]
-
-        async def serve(number: int) -> None:
-            try:
-                served = self._thread.stream(
-                    tokens[number], params, grammar,
-                    each_step=bool(body.stream), priority=body.priority or 0, tenant=body.user or "",
-                )  # fmt: skip
-                async with aclosing(served) as pieces:
-                    async for piece in pieces:
-                        watches[number].add(piece)
-                        arrived.put_nowait((number, piece))
-            except Exception as error:
-                arrived.put_nowait((number, error))
-
-        tasks = [asyncio.create_task(serve(number)) for number in range(len(tokens))]
-        try:
-            left = len(tasks)
-            while left:
-                number, piece = await arrived.get()
-                if isinstance(piece, BaseException):
-                    raise piece
-                if piece.output is not None:
-                    left -= 1
-                    if piece.output.error is not None:
-                        raise piece.output.error
-                yield number, piece
-        finally:
-            for task in tasks:
-                task.cancel()
+        self, body: Request, tokens: list[list[int]], params: SamplingParams
+    ) -> AsyncGenerator[Pieces, None]:
+        """Yield the pieces of several prompts as they come, and time them."""
+        watches: list[Watch] = [self._metrics.watch(len(own)) for own in tokens]
+        served = self._engine.stream(
+            tokens, params, each_step=bool(body.stream), priority=body.priority or 0, tenant=body.user or ""
+        )
+        async with aclosing(served) as several:
+            async for pieces in several:
+                for index, piece in pieces:
+                    watches[index].add(piece)
+                yield pieces
 
 
 def _read(file: Path | None) -> str | None:
@@ -282,23 +258,21 @@ def _read(file: Path | None) -> str | None:
         raise ConfigError(f"cannot read the chat template {file}: {error}; give a Jinja file") from error
 
 
-def _template_of(engine: TextEngine) -> str | None:
-    tokenizer = engine.get_tokenizer()
+def _template_of(front: TextFront) -> str | None:
+    tokenizer = front.get_tokenizer()
     template = None if tokenizer is None else tokenizer.chat_template
     return template if isinstance(template, str) else None
 
 
-def _card(model: str, thread: EngineThread) -> Json:
-    length = thread.engine.engine.config.max_model_len
+def _card(model: str, front: TextFront) -> Json:
     names = {"id": model, "object": "model", "created": 0, "owned_by": "mini-engine"}
-    return names | {"root": model, "parent": None, "max_model_len": length}
+    return names | {"root": model, "parent": None, "max_model_len": front.max_model_len}
 
 
-async def _outputs(pieces: AsyncIterator[tuple[int, Piece]], count: int) -> list[RequestOutput]:
+async def _outputs(several: AsyncIterator[Pieces], count: int) -> list[RequestOutput]:
     outputs: dict[int, RequestOutput] = {}
-    async for number, piece in pieces:
-        if piece.output is not None:
-            outputs[number] = piece.output
+    async for pieces in several:
+        outputs.update({index: piece.output for index, piece in pieces if piece.output is not None})
     return [outputs[number] for number in range(count)]
 
 
@@ -319,62 +293,42 @@ async def _unless_left(http: HTTPRequest, work: Awaitable[Any]) -> Any:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _chunks(
+async def _events(
     answer: Answer,
-    first: tuple[int, Piece],
-    rest: AsyncGenerator[tuple[int, Piece], None],
+    pieces: Pieces,
+    rest: AsyncGenerator[Pieces, None],
     num_choices: int,
     n: int,
-) -> AsyncGenerator[Json, None]:
-    """Yield the chunks of a stream: what each choice begins with, then the pieces as they come."""
+    last: list[Callable[[], bytes]],
+) -> AsyncGenerator[bytes, None]:
+    """Yield a stream's events: what each choice begins with, then the pieces as they come, then the last ones.
+
+    An error becomes the last event, and the connection ends as broken.
+    """
     async with aclosing(rest):
-        for chunk in answer.first_chunks(num_choices, n):
-            yield chunk
-        number, piece = first
-        while True:
-            for chunk in answer.chunks(number * n + piece.completion, piece):
-                yield chunk
-            try:
-                number, piece = await anext(rest)
-            except StopAsyncIteration:
-                return
-
-
-async def _events(chunks: AsyncGenerator[Json, None], last: list[Callable[[], bytes]]) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events; an error becomes the last one, and the connection ends as broken."""
-    async with aclosing(chunks):
+        events = b"".join(map(event, answer.first_chunks(num_choices, n)))
         try:
-            async for chunk in chunks:
-                yield event(chunk)
+            while True:
+                for index, piece in pieces:
+                    for chunk in answer.chunks(index * n + piece.completion, piece):
+                        events += event(chunk)
+                if events or not pieces:
+                    yield events or PING
+                events, pieces = b"", await anext(rest)
+        except StopAsyncIteration:
+            pass
         except MiniEngineError as error:
             status, body = _as_error(error)
             yield event(body | {"status": status})
             raise  # without the last chunk of the transfer, so that clients that ignore errors notice
-        for make in last:
-            yield make()
-        yield DONE
+    for make in last:
+        yield make()
+    yield DONE
 
 
 def _event_stream(events: AsyncGenerator[bytes, None]) -> Response:
     headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(_with_pings(events), media_type="text/event-stream", headers=headers)
-
-
-async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield events, and a comment where none has come for a while."""
-    async with aclosing(events):
-        while True:
-            waiting = asyncio.ensure_future(anext(events))
-            try:
-                while not (await asyncio.wait({waiting}, timeout=PING_SECONDS))[0]:
-                    yield PING
-                yield waiting.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                if not waiting.done():
-                    waiting.cancel()
-                    await asyncio.gather(waiting, return_exceptions=True)
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 
+from mini_engine.llm import TextEngine
 from mini_engine.serving.answers import Json
-from mini_engine.serving.engine_thread import EngineThread
-from mini_engine.serving.snapshot import take_snapshot
+from mini_engine.serving.engine_client import QUIET_SECONDS, EngineClient
+from mini_engine.serving.snapshot import Snapshot, take_snapshot
 
 SECONDS_BETWEEN = 0.1
 
@@ -35,17 +36,25 @@ class Speed:
         return round((num_tokens - first_tokens) / elapsed, 1) if elapsed else 0.0
 
 
-async def snapshots(thread: EngineThread) -> AsyncGenerator[Json, None]:
+def snapshot_of(engine: TextEngine) -> Snapshot:
+    """Take a snapshot, where the engine is."""
+    return take_snapshot(engine.engine)
+
+
+async def snapshots(engine: EngineClient) -> AsyncGenerator[Json | None, None]:
     """Yield a snapshot of the engine, and then another one whenever the engine has changed, until the server ends.
 
-    The engine's thread takes a snapshot only when this generator asks for it, at most every `SECONDS_BETWEEN`.
+    The engine's loop takes a snapshot only when this generator asks for it, at most every `SECONDS_BETWEEN`. After a
+    long time without a change, None is yielded.
     """
-    speed = Speed()
-    last: Json = {}
-    while thread.is_alive and not thread.is_draining:
-        snapshot = await thread.read(lambda engine: take_snapshot(engine.engine))
-        value = snapshot.as_json() | {"tokens_per_second": speed.add(time.monotonic(), snapshot.output_tokens)}
+    speed, last, yielded = Speed(), Json(), time.monotonic()
+    while engine.is_alive and not engine.is_draining:
+        snapshot, now = await engine.read(snapshot_of), time.monotonic()
+        value = snapshot.as_json() | {"tokens_per_second": speed.add(now, snapshot.output_tokens)}
         if value != last:
-            last = value
+            last, yielded = value, now
             yield value
+        elif now - yielded > QUIET_SECONDS:
+            yielded = now
+            yield None
         await asyncio.sleep(SECONDS_BETWEEN)

@@ -26,12 +26,11 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        engine: the engine, whose counts are read when they are asked for.
         model: the served model's name.
     """
 
-    def __init__(self, engine: TextEngine, model: str) -> None:
-        self._engine, self._registry = engine, CollectorRegistry()
+    def __init__(self, model: str) -> None:
+        self._registry, self._counts = CollectorRegistry(), _EngineCounts(model)
         self._label = {"model_name": model}
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
@@ -56,14 +55,19 @@ class Metrics:
         )  # fmt: skip
         for reason in get_args(FinishReason):  # Prometheus sees a count grow only if it has seen it before
             self._ended.labels(**self._label, finished_reason=reason)
-        self._registry.register(_EngineCounts(engine, model))
+        self._registry.register(self._counts)
 
     def watch(self, num_prompt: int) -> Watch:
         """Return a watch for a request that has just arrived, with a prompt of some tokens."""
         return Watch(self, num_prompt)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+    def text(self, counts: dict[str, int | float]) -> bytes:
+        """Return all metrics in Prometheus' text format.
+
+        Args:
+            counts: of the engine (`engine_counts`).
+        """
+        self._counts.values = counts
         return generate_latest(self._registry)
 
     def end(self, reason: FinishReason, num_prompt: int, num_output: int, whole: float, decode: float) -> None:
@@ -131,32 +135,55 @@ class Watch:
             metrics.end(piece.finish_reason, self._num_prompt, own.num_tokens, *end)
 
 
-class _EngineCounts(Collector):
-    """Gauges and counters that are read from the engine."""
+GAUGES = {
+    "num_requests_running": "Requests in the batch.",
+    "num_requests_waiting": "Requests that wait for a place in the batch.",
+    "kv_cache_usage_perc": "Share of the pages that requests hold; 1 is all.",
+}
+COUNTERS = {
+    "generation_tokens": "Tokens that were sampled.",
+    "num_preemptions": "Preemptions.",
+    "prefix_cache_queries": "Tokens of prompts that were looked up in the cache.",
+    "prefix_cache_hits": "Those of them that it had.",
+    "spec_decode_num_drafts": "Times that guesses of a request were checked.",
+    "spec_decode_num_draft_tokens": "Guesses that were checked.",
+    "spec_decode_num_accepted_tokens": "Guesses that were right.",
+}
 
-    def __init__(self, engine: TextEngine, model: str) -> None:
-        self._engine, self._model = engine, model
+
+def engine_counts(engine: TextEngine) -> dict[str, int | float]:
+    """Return the values of `GAUGES` and `COUNTERS`."""
+    core, totals = engine.engine, engine.engine.metrics
+    table, tree = core.page_table, core.scheduler.prefix_tree
+    num_used = table.num_pages - table.num_free_pages - (tree.num_evictable if tree else 0)
+    return {
+        "num_requests_running": len(core.scheduler.running),
+        "num_requests_waiting": len(core.scheduler.waiting),
+        "kv_cache_usage_perc": num_used / table.num_pages,
+        "generation_tokens": totals.output_tokens,
+        "num_preemptions": totals.preemptions,
+        "prefix_cache_queries": totals.prompt_tokens,
+        "prefix_cache_hits": totals.shared_tokens,
+        "spec_decode_num_drafts": totals.num_drafts,
+        "spec_decode_num_draft_tokens": totals.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": totals.num_accepted_tokens,
+    }
+
+
+class _EngineCounts(Collector):
+    """Gauges and counters of the engine.
+
+    Attributes:
+        values: of `engine_counts`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.values: dict[str, int | float] = dict.fromkeys((*GAUGES, *COUNTERS), 0)
 
     def collect(self) -> Iterator[Metric]:
-        core, totals = self._engine.engine, self._engine.engine.metrics
-        table, tree = core.page_table, core.scheduler.prefix_tree
-        num_used = table.num_pages - table.num_free_pages - (tree.num_evictable if tree else 0)
-        gauges = {
-            "num_requests_running": ("Requests in the batch.", len(core.scheduler.running)),
-            "num_requests_waiting": ("Requests that wait for a place in the batch.", len(core.scheduler.waiting)),
-            "kv_cache_usage_perc": ("Share of the pages that requests hold; 1 is all.", num_used / table.num_pages),
-        }
-        counters = {
-            "generation_tokens": ("Tokens that were sampled.", totals.output_tokens),
-            "num_preemptions": ("Preemptions.", totals.preemptions),
-            "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", totals.prompt_tokens),
-            "prefix_cache_hits": ("Those of them that it had.", totals.shared_tokens),
-            "spec_decode_num_drafts": ("Times that guesses of a request were checked.", totals.num_drafts),
-            "spec_decode_num_draft_tokens": ("Guesses that were checked.", totals.num_draft_tokens),
-            "spec_decode_num_accepted_tokens": ("Guesses that were right.", totals.num_accepted_tokens),
-        }
-        for family, several in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (what, value) in several.items():
+        for family, several in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, what in several.items():
                 metric = family(f"vllm:{name}", what, labels=["model_name"])
-                metric.add_metric([self._model], value)
+                metric.add_metric([self._model], self.values[name])
                 yield metric

@@ -15,9 +15,10 @@ import uvicorn
 from mini_engine import LLM
 from mini_engine.llm import TextEngine
 from mini_engine.serving.app import create_app
-from mini_engine.serving.engine_thread import EngineThread
+from mini_engine.serving.engine_client import EngineClient
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.server import Server
+from mini_engine.serving.start import start_thread
 
 MODEL = "smollm2-135m-instruct"
 
@@ -28,46 +29,46 @@ class Served:
 
     Attributes:
         address: where it listens, such as http://127.0.0.1:1234.
-        engine: what it serves; the server's thread steps it.
-        thread: that thread.
+        engine: what it serves; a thread of this process steps it.
+        client: the server's side of it.
     """
 
     address: str
     engine: TextEngine
-    thread: EngineThread
+    client: EngineClient
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
-    def client(self, **options: Any) -> openai.OpenAI:
+    def openai(self, **options: Any) -> openai.OpenAI:
         """OpenAI's client, which does not try again unless asked to."""
         return openai.OpenAI(**{"base_url": f"{self.address}/v1", "api_key": "none", "max_retries": 0} | options)
 
 
 @contextmanager
 def serving(engine: TextEngine, options: ServerOptions | None = None) -> Iterator[Served]:
-    """Serve an engine as `run_server` does, but on a thread, which receives no signals."""
+    """Serve an engine as `run_server` does, but on two threads of this process, which receive no signals."""
     options = replace(options or ServerOptions(), port=0)
-    thread = EngineThread(engine, options.max_queued_requests, options.max_ttft_seconds)
+    client = start_thread(engine, options)
     ready, addresses = threading.Event(), list[str]()
 
     def on_ready(address: str) -> None:
         addresses.append(address)
         ready.set()
 
-    app = create_app(thread, options.served_model_name or MODEL, options)
+    app = create_app(client, options.served_model_name or MODEL, options)
     config = uvicorn.Config(app, options.host, 0, log_level="critical", timeout_graceful_shutdown=5)
-    server = Server(config, thread, on_ready)
+    server = Server(config, client, on_ready)
     running = threading.Thread(target=server.run)
     running.start()
     try:
         assert ready.wait(30), "the server does not start"
-        yield Served(addresses[0], engine, thread)
+        yield Served(addresses[0], engine, client)
     finally:
         server.should_exit = True
         running.join(30)
-        assert not running.is_alive() and not thread.is_alive
+        assert not running.is_alive() and not client.is_alive
 
 
 @pytest.fixture(scope="session")

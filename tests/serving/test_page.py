@@ -86,7 +86,7 @@ class Tab:
 
 def only_says(served: Served, text: str) -> None:
     """Let every answer be this text."""
-    served.engine.default_params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=[text]))
+    served.client.front.default_params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=[text]))
 
 
 def has_ended(served: Served) -> bool:
@@ -100,7 +100,7 @@ def has_ended(served: Served) -> bool:
 def sharing(new_server: Callable[..., Any]) -> Iterator[Served]:
     """A server with a small pool and prefix sharing, whose answers go on until they are as long as they may be."""
     with new_server(num_pages=96, page_size=16, enable_prefix_caching=True, max_batch_size=9) as served:
-        served.engine.default_params = ENDLESS
+        served.client.front.default_params = ENDLESS
         yield served
 
 
@@ -128,7 +128,7 @@ def test_a_question_is_answered_while_the_picture_shows_its_pages(
     browser: sync_api.Browser, sharing: Served, llm: LLM, viewport: sync_api.ViewportSize, scheme: Any
 ) -> None:
     steps = Steps(sharing)
-    sharing.engine.default_params = SamplingParams(temperature=0.0, stop=["."])
+    sharing.client.front.default_params = SamplingParams(temperature=0.0, stop=["."])
     with Tab(browser, sharing, viewport) as tab:
         tab.page.emulate_media(color_scheme=scheme)
         tab.page.get_by_text(MODEL).wait_for()
@@ -222,7 +222,7 @@ def test_requests_that_find_no_room_wait_in_the_queue(
     browser: sync_api.Browser, new_server: Callable[..., Any]
 ) -> None:
     with new_server(max_batch_size=3) as served, Tab(browser, served) as tab:
-        served.engine.default_params = ENDLESS
+        served.client.front.default_params = ENDLESS
         steps = Steps(served)
         tab.page.get_by_role("button", name="Send 8 examples").click()
         until(lambda: len(served.engine.engine.requests) == 8)
@@ -238,7 +238,7 @@ def test_requests_that_find_no_room_wait_in_the_queue(
 def test_a_preemption_is_shown(browser: sync_api.Browser, new_server: Callable[..., Any]) -> None:
     options = {"num_pages": 36, "page_size": 16, "enable_prefix_caching": True, "max_batch_size": 8}
     with new_server(**options) as served, Tab(browser, served) as tab:
-        served.engine.default_params = ENDLESS
+        served.client.front.default_params = ENDLESS
         steps = Steps(served)
         tab.page.get_by_role("button", name="Send 8 examples").click()
         until(lambda: len(served.engine.engine.requests) == 8)

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import openai
@@ -22,9 +21,7 @@ import pydantic
 import pytest
 
 from mini_engine import LLM, SamplingParams
-from mini_engine.errors import ConfigError
 from mini_engine.serving.options import ServerOptions
-from mini_engine.serving.server import built_apart
 from tests.helpers import in_a_thread
 from tests.serving.conftest import MODEL, Served, serving
 
@@ -79,7 +76,7 @@ def is_idle(served: Served) -> bool:
 
 def test_a_chat_is_answered_as_offline(served: Served, llm: LLM) -> None:
     [want] = llm.chat(QUESTION, GREEDY)
-    answer = served.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=8)
+    answer = served.openai().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=8)
     [choice] = answer.choices
     assert choice.message.content == want.text and choice.message.role == "assistant"
     assert choice.finish_reason == want.finish_reason == "length" and answer.object == "chat.completion"
@@ -90,7 +87,7 @@ def test_a_chat_is_answered_as_offline(served: Served, llm: LLM) -> None:
 def test_content_may_be_a_list_of_parts(served: Served, llm: LLM) -> None:
     parts = [{"type": "text", "text": "Name a "}, {"type": "text", "text": "color."}]
     messages: Any = [{"role": "user", "content": parts}]
-    answer = served.client().chat.completions.create(
+    answer = served.openai().chat.completions.create(
         model=MODEL, messages=messages, temperature=0, max_completion_tokens=8
     )
     assert answer.choices[0].message.content == llm.chat(QUESTION, GREEDY)[0].text
@@ -99,7 +96,7 @@ def test_content_may_be_a_list_of_parts(served: Served, llm: LLM) -> None:
 def test_a_stream_has_the_same_text_in_pieces(served: Served, llm: LLM) -> None:
     [want] = llm.chat(QUESTION, GREEDY)
     chunks = list(
-        served.client().chat.completions.create(
+        served.openai().chat.completions.create(
             model=MODEL, messages=QUESTION, temperature=0, max_tokens=8, stream=True,
             stream_options={"include_usage": True},
         )
@@ -117,11 +114,11 @@ def test_several_outputs_of_several_prompts(served: Served, llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=6)
     want = [own.text for output in llm.generate(prompts, params) for own in output.outputs]
     options: Any = {"model": MODEL, "prompt": prompts, "temperature": 1.0, "seed": 5, "n": 2, "max_tokens": 6}
-    answer = served.client().completions.create(**options)
+    answer = served.openai().completions.create(**options)
     assert [choice.text for choice in answer.choices] == want
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     texts, ends = [""] * 4, [""] * 4
-    for chunk in served.client().completions.create(**options, stream=True):
+    for chunk in served.openai().completions.create(**options, stream=True):
         [choice] = chunk.choices
         texts[choice.index] += choice.text
         ends[choice.index] += choice.finish_reason or ""
@@ -131,7 +128,7 @@ def test_several_outputs_of_several_prompts(served: Served, llm: LLM) -> None:
 def test_tokens_as_a_prompt_and_stop_strings(served: Served, llm: LLM) -> None:
     tokens = llm.tokens_of("One, two, three,")
     [want] = llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=12, stop=[" six"]))
-    answer = served.client().completions.create(model=MODEL, prompt=tokens, temperature=0, max_tokens=12, stop=" six")
+    answer = served.openai().completions.create(model=MODEL, prompt=tokens, temperature=0, max_tokens=12, stop=" six")
     assert answer.choices[0].text == want.text and answer.choices[0].finish_reason == want.finish_reason
 
 
@@ -141,18 +138,18 @@ def test_log_probabilities(served: Served, llm: LLM) -> None:
     assert own.logprobs is not None
     values = [of[token].logprob for of, token in zip(own.logprobs, own.token_ids, strict=True)]
     options: Any = {"model": MODEL, "prompt": "The sky is", "temperature": 0, "max_tokens": 3, "logprobs": 2}
-    found = served.client().completions.create(**options).choices[0].logprobs
+    found = served.openai().completions.create(**options).choices[0].logprobs
     assert found is not None and found.token_logprobs == pytest.approx(values, abs=1e-4)
     assert "".join(found.tokens or []) == own.text and [len(top) for top in found.top_logprobs or []] == [2, 2, 2]
-    streamed = [chunk.choices[0].logprobs for chunk in served.client().completions.create(**options, stream=True)]
+    streamed = [chunk.choices[0].logprobs for chunk in served.openai().completions.create(**options, stream=True)]
     pieces = [piece for piece in streamed if piece is not None]
     assert [x for piece in pieces for x in piece.token_logprobs or []] == pytest.approx(values, abs=1e-4)
     assert [x for piece in pieces for x in piece.text_offset or []] == found.text_offset
-    echoed = served.client().completions.create(**options, echo=True).choices[0]
+    echoed = served.openai().completions.create(**options, echo=True).choices[0]
     assert echoed.text == "The sky is" + own.text and echoed.logprobs is not None
     assert "".join(echoed.logprobs.tokens or []) == echoed.text
     assert (echoed.logprobs.token_logprobs or [0])[0] is None
-    chat = served.client().chat.completions.create(
+    chat = served.openai().chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=2, logprobs=True, top_logprobs=3
     )
     content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
@@ -253,8 +250,8 @@ def test_limits_keys_and_names(new_server: Callable[..., Any]) -> None:
         chunked = post_in_chunks(served, json.dumps(long).encode(), "secret")
         assert b"413" in chunked.split(b"\r\n")[0]
         with pytest.raises(openai.AuthenticationError):
-            served.client().models.list()
-        client = served.client(api_key="secret")
+            served.openai().models.list()
+        client = served.openai(api_key="secret")
         assert client.models.retrieve("a/b").id == "a/b" and [own.id for own in client.models.list()] == ["a/b"]
         assert get(served, "/health")[0] == 200
 
@@ -272,7 +269,7 @@ def test_a_full_queue_says_when_to_come_back(new_server: Callable[..., Any]) -> 
     with new_server(ServerOptions(max_queued_requests=1), max_batch_size=1) as served:
         long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
         streams = [open_stream(served, long) for _ in range(2)]
-        until(lambda: served.thread.num_outputs == 2)
+        until(lambda: served.client.num_outputs == 2)
         status, headers, body = post(served, "/v1/completions", {"prompt": "x"})
         assert status == 429 and 0 < int(headers["retry-after"]) < 120
         assert json.loads(body)["error"]["type"] == "rate_limit_error"
@@ -300,7 +297,7 @@ def test_a_client_that_leaves_frees_its_pages(served: Served, stream: bool) -> N
     connection = open_stream(served, body)
     until(lambda: len(served.engine.engine.scheduler.running) == 2)
     connection.close()
-    until(lambda: is_idle(served) and served.thread.num_outputs == 0)
+    until(lambda: is_idle(served) and served.client.num_outputs == 0)
 
 
 def test_a_failing_engine_is_an_error_and_no_silence(new_server: Callable[..., Any]) -> None:
@@ -319,7 +316,7 @@ def test_a_failing_engine_is_an_error_and_no_silence(new_server: Callable[..., A
 def test_an_error_within_a_stream_ends_the_connection(new_server: Callable[..., Any]) -> None:
     with new_server() as served:
         body: Any = {"model": MODEL, "prompt": "Once", "max_tokens": 300, "stream": True}
-        stream = served.client().completions.create(**body, extra_body={"ignore_eos": True})
+        stream = served.openai().completions.create(**body, extra_body={"ignore_eos": True})
         next(iter(stream))
 
         def fail() -> None:
@@ -364,8 +361,8 @@ def test_requests_that_wait_are_refused_at_the_end(new_server: Callable[..., Any
         answers = list[Any]()
         waiting = threading.Thread(target=lambda: answers.append(post(served, "/v1/completions", {"prompt": "x"})))
         waiting.start()
-        until(lambda: served.thread.num_outputs == 2)
-        served.thread.drain()
+        until(lambda: served.client.num_outputs == 2)
+        served.client.drain()
         waiting.join(30)
         assert answers[0][0] == 503 and post(served, "/v1/completions", {"prompt": "x"})[0] == 503
         assert b"200 OK" in first.recv(100)
@@ -472,7 +469,7 @@ class Person(pydantic.BaseModel):
 
 def test_openais_parse_gets_an_object(served: Served) -> None:
     messages: Any = [{"role": "user", "content": "A person, please."}]
-    answer = served.client().chat.completions.parse(
+    answer = served.openai().chat.completions.parse(
         model=MODEL, messages=messages, response_format=Person, max_tokens=80, temperature=0
     )
     assert isinstance(answer.choices[0].message.parsed, Person) and answer.choices[0].finish_reason == "stop"
@@ -543,14 +540,14 @@ def test_a_call_of_a_tool(with_tools: Served) -> None:
     text = f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}"
     options: Any = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER], "max_tokens": 120}
     options["extra_body"] = {"structured_outputs": {"choice": [text]}}
-    choice = with_tools.client().chat.completions.create(**options).choices[0]
+    choice = with_tools.openai().chat.completions.create(**options).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
     assert choice.message.model_extra == {"reasoning_content": "hm"}
     assert choice.message.tool_calls and len(choice.message.tool_calls) == 2
     [first, second] = [call for call in choice.message.tool_calls if call.type == "function"]
     assert first.id != second.id and first.function.name == "weather"
     assert json.loads(first.function.arguments) == {"place": "Bern", "days": 2}
-    with with_tools.client().chat.completions.stream(**options) as stream:
+    with with_tools.openai().chat.completions.stream(**options) as stream:
         stream.until_done()
         streamed = stream.get_final_completion().choices[0]
     assert streamed.finish_reason == "tool_calls" and streamed.message.content == "I look."
@@ -574,7 +571,7 @@ def test_tool_deltas_have_an_index_and_name_a_call_once(with_tools: Served) -> N
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_is_forced(served: Served, choice: Any) -> None:
     """A grammar holds the output to the tools' schemas, so this works with any chat template."""
-    answer = served.client().chat.completions.create(
+    answer = served.openai().chat.completions.create(
         model=MODEL, messages=QUESTION, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, max_tokens=120,
         temperature=0,
     )  # fmt: skip
@@ -609,15 +606,3 @@ def test_earlier_calls_are_in_the_prompt(with_tools: Served) -> None:
 def test_tools_that_cannot_be_used(served: Served, change: dict[str, Any]) -> None:
     status, _, body = post(served, "/v1/chat/completions", {"messages": QUESTION} | change)
     assert status == 400 and json.loads(body)["error"]["message"]
-
-
-def test_an_engine_is_built_on_a_thread_that_ends() -> None:
-    """With the OpenMP pool of a living thread, operations on the engine's own thread would be slower."""
-    thread = built_apart(threading.current_thread)
-    assert thread is not threading.current_thread() and not thread.is_alive()
-    with pytest.raises(ConfigError, match="no such model"):
-        built_apart(partial(raise_error, ConfigError("no such model")))
-
-
-def raise_error(error: Exception) -> None:
-    raise error

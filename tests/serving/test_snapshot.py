@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.engine import LLMEngine
+from mini_engine.llm import TextEngine
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving import live
-from mini_engine.serving.engine_thread import EngineThread
+from mini_engine.serving.engine_client import EngineClient
 from mini_engine.serving.live import Speed, snapshots
+from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.snapshot import MAX_WAITING, Snapshot, take_snapshot
+from mini_engine.serving.start import start_thread
 from tests.helpers import GREEDY, double_model, in_a_thread, make_engine, make_text_engine
 from tests.serving.conftest import Served
 from tests.serving.test_server import post
@@ -149,7 +152,7 @@ def test_events_come_when_something_changes(served: Served, events: http.client.
 def test_an_engine_that_rests_sends_pings(
     served: Served, events: http.client.HTTPResponse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mini_engine.serving.app.PING_SECONDS", 0.05)
+    monkeypatch.setattr("mini_engine.serving.live.QUIET_SECONDS", 0.05)
     event = next_event(events)
     while event["tokens_per_second"]:  # of an earlier test
         event = next_event(events)
@@ -160,9 +163,9 @@ def test_an_engine_that_rests_sends_pings(
 def test_a_client_that_leaves_ends_its_stream(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
-    async def watched(thread: EngineThread) -> AsyncGenerator[dict[str, Any], None]:
+    async def watched(engine: EngineClient) -> AsyncGenerator[dict[str, Any] | None, None]:
         try:
-            async for snapshot in snapshots(thread):
+            async for snapshot in snapshots(engine):
                 yield snapshot
         finally:
             ended.set()
@@ -187,14 +190,15 @@ def test_an_engine_without_clients_of_its_stream_takes_no_snapshots(monkeypatch:
     monkeypatch.setattr(live, "take_snapshot", counting)
 
     async def run() -> None:
-        thread = EngineThread(make_text_engine(double_model("llama"), num_pages=8), max_queued=1)
-        thread.start()
-        pieces = thread.stream([3, 4, 5], GREEDY, each_step=True)
-        assert [piece async for piece in pieces][-1].output is not None and not taken
-        several = snapshots(thread)
-        assert (await anext(several))["output_tokens"] == GREEDY.max_tokens and taken["snapshots"] == 1
+        client = start_thread(make_text_engine(double_model("llama"), num_pages=8), ServerOptions())
+        client.start()
+        pieces = [own async for own in client.stream([[3, 4, 5]], GREEDY, each_step=True)]
+        assert pieces[-1][-1][1].output is not None and not taken
+        several = snapshots(client)
+        first = await anext(several)
+        assert first is not None and first["output_tokens"] == GREEDY.max_tokens and taken["snapshots"] == 1
         await several.aclose()
-        thread.close()
+        await client.close()
 
     in_a_thread(asyncio.run, run())
 
@@ -205,24 +209,34 @@ def test_the_stream_ends_when_the_server_does(new_server: Callable[..., Any]) ->
         connection.request("GET", "/events")
         answer = connection.getresponse()
         next_event(answer)
-        served.thread.drain()
+        served.client.drain()
         assert b"data: " not in answer.read()
         connection.close()
 
 
+def num_steps(engine: TextEngine) -> int:
+    return engine.engine.metrics.steps
+
+
+def impossible(engine: TextEngine) -> float:
+    return 1 / 0
+
+
 def test_a_client_that_leaves_while_a_step_runs_does_no_harm() -> None:
     async def run() -> None:
-        thread = EngineThread(make_text_engine(double_model("llama"), num_pages=8), max_queued=1)
-        thread.start()
-        waiting = asyncio.ensure_future(thread.read(lambda engine: engine.engine.metrics.steps))
+        client = start_thread(make_text_engine(double_model("llama"), num_pages=8), ServerOptions())
+        client.start()
+        waiting = asyncio.ensure_future(client.read(num_steps))
+        await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(ZeroDivisionError):
-            await thread.read(lambda engine: 1 // 0)
-        several = snapshots(thread)
-        assert (await anext(several))["num_pages"] == 8
+            await client.read(impossible)
+        several = snapshots(client)
+        first = await anext(several)
+        assert first is not None and first["num_pages"] == 8
         await several.aclose()
-        assert thread.is_alive
-        thread.close()
-        assert not thread.is_alive and [own async for own in snapshots(thread)] == []
+        assert client.is_alive
+        await client.close()
+        assert not client.is_alive and [own async for own in snapshots(client)] == []
 
     in_a_thread(asyncio.run, run())

@@ -1,4 +1,4 @@
-"""Measure latency under load: by offered load, stalls by the tokens of a step, and rates by batch size.
+"""Measure latency under load: by offered load, stalls by the tokens of a step, a server's cost, rates by batch size.
 
     python experiments/21_latency_under_load/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
         [--engines mini_engine transformers vllm]
@@ -7,8 +7,8 @@
 The server and the load generator (`mini_engine/bench/load.py`) are processes of their own. The section `pareto` has no
 server: each engine is a process that gets lists of requests. The result goes to
 experiments/21_latency_under_load/results/<device>.json, below DIR where one is given. Sections that are not measured
-again keep their rows. `transformers` is the server of the installed transformers, for the section `rates`; `vllm` is
-for `pareto`, and has to be installed in this Python environment.
+again keep their rows. `transformers` is the server of the installed transformers, for the section `rates`. `vllm` has
+to be installed in this Python environment: its server for `rates`, and the engine alone for `pareto`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -52,14 +52,16 @@ from mini_engine.roofline import Machine, measure_machine
 from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "21_latency_under_load"
-SECTIONS = RATES, STALL, PARETO = "rates", "stall", "pareto"
+SECTIONS = RATES, STALL, OVERHEAD, PARETO = "rates", "stall", "overhead", "pareto"
 ENGINES = OURS, TRANSFORMERS, VLLM = "mini_engine", "transformers", "vllm"
-ENGINES_OF = {RATES: (OURS, TRANSFORMERS), STALL: (OURS,), PARETO: (OURS, VLLM)}
+ENGINES_OF = {RATES: ENGINES, STALL: (OURS,), OVERHEAD: (OURS,), PARETO: (OURS, VLLM)}
 MODEL = "smollm2-135m-instruct"
-LOADS = 0.3, 0.6, 0.9, 1.2  # of the rate at which the server answers requests that all arrive at once
+OTHER_MODEL = "Qwen3-0.6B's shape with the vocabulary of SmolLM2"
+LOADS = 0.4, 0.8, 1.2  # of the rate at which the server answers requests that all arrive at once
 ROUNDS = 3
 NO_BOUND = "a latency under load has no bound but that of an idle server"
 CAPACITY = "the rate of requests that all arrive at once"
+ALONE = "the engine alone, which gets the same requests as a list"
 STEPS = "all prompts at once, then a step for each further token, at the machine's rates"
 BodyOf = Callable[[BenchRequest], dict[str, Any]]
 
@@ -75,6 +77,10 @@ class Setting:
         streams: requests that are being answered when a long prompt arrives.
         long: tokens of that prompt.
         chunks: most tokens of a step, in the section `stall`.
+        served: the requests of the section `overhead`.
+        at_once: of them that run at once.
+        clients: processes of the load generator.
+        warm_up: requests before the first measured ones.
         batches: the requests of each batch size of the section `pareto`.
     """
 
@@ -84,17 +90,22 @@ class Setting:
     streams: int
     long: int
     chunks: tuple[int, ...]
+    served: Workload
+    at_once: int
+    clients: int
+    warm_up: int
     batches: tuple[Workload, ...]
 
 
 SETTINGS = {
     "cpu": Setting(
         Workload(24, (32, 96), (16, 48)), ("--max-batch-size=8", "--max-model-len=2048", "--dtype=bfloat16"),
-        Objective(2.0, 0.2), 6, 1536, (2048, 256, 64),
+        Objective(2.0, 0.2), 6, 1536, (2048, 256, 64), Workload(24, (32, 96), (16, 48)), 8, 1, 4,
         tuple(Workload(2**i, (32, 32), (64, 64)) for i in range(5)),
     ),
     "cuda": Setting(
         Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 8000, (16_384, 2048, 512),
+        Workload(1024, (128, 512), (128, 512)), 256, 4, 256,
         tuple(Workload(2**i, (256, 256), (512, 512)) for i in range(9)),
     ),
 }  # fmt: skip
@@ -141,12 +152,29 @@ class Words:
 
 
 @contextmanager
-def transformers_server(device: str, *options: str) -> Iterator[str]:
-    """Start transformers' server with those of our options that it has, too, and yield its address."""
+def served_model(device: str) -> Iterator[str]:
+    """Yield the name or the folder of the model that is served.
+
+    On a GPU that has random weights in the shape of Qwen3-0.6B, but the vocabulary of the embedded model, so that its
+    tokens are text.
+    """
+    if device == "cpu":
+        yield MODEL
+        return
+    words = AutoTokenizer.from_pretrained(embedded_folder())
+    shape = Qwen3Config(**QWEN3_0_6B.to_dict() | {"vocab_size": len(words)})
+    with checkpoint("Qwen3-0.6B", shape, torch.bfloat16, torch.device(device)) as (folder, _):
+        words.save_pretrained(folder)
+        torch.cuda.empty_cache()
+        yield str(folder)
+
+
+@contextmanager
+def other_server(command: Sequence[str]) -> Iterator[str]:
+    """Start the server of another engine, which has `/health`, and yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(embedded_folder())]
-    command += ["--port", str(port), "--device", device, *(own for own in options if own.startswith("--dtype"))]
+    command = [sys.executable, "-m", *command, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         address = f"http://127.0.0.1:{port}"
         try:
@@ -157,16 +185,31 @@ def transformers_server(device: str, *options: str) -> Iterator[str]:
                 except OSError:  # it does not listen yet
                     time.sleep(0.2)
             else:
-                raise RuntimeError(f"transformers' server ended; run it to see why: {' '.join(command)}")
+                raise RuntimeError(f"the server ended; run it to see why: {' '.join(command)}")
             yield address
         finally:
             process.terminate()
 
 
+def server_of(engine: str, model: str, device: str, *options: str) -> AbstractContextManager[str]:
+    """Start an engine's server with those of our options that it has, too."""
+    if engine == OURS:
+        return server(model, device, *options)
+    if engine == VLLM:
+        return other_server(["vllm.entrypoints.openai.api_server", "--model", model, *options])
+    own = [option for option in options if option.startswith("--dtype")]
+    return other_server(["transformers.cli.transformers", "serve", folder_of(model), "--device", device, *own])
+
+
+def folder_of(model: str) -> str:
+    """Return the folder of a served model."""
+    return str(embedded_folder()) if model == MODEL else model
+
+
 @contextmanager
-def server(device: str, *options: str) -> Iterator[str]:
+def server(model: str, device: str, *options: str) -> Iterator[str]:
     """Start our server, and yield its address."""
-    command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port=0", f"--device={device}", *options]
+    command = [sys.executable, "-m", "mini_engine", "serve", model, "--port=0", f"--device={device}", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -175,20 +218,39 @@ def server(device: str, *options: str) -> Iterator[str]:
             process.terminate()
 
 
-def load_in_a_process(
-    address: str, requests: Sequence[BenchRequest], arrivals: Arrivals | At, body_of: BodyOf = token_body
-) -> list[Seen]:
-    """Drive a load from another process, so that it takes no time from anything else here."""
-    import multiprocessing  # a fork would inherit what this process has loaded
+class Clients:
+    """Processes that drive a load, so that it takes no time from anything else here.
 
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_drive, (address, list(requests), arrivals, body_of))
+    Args:
+        count: number of processes; each drives its share of the requests.
+    """
+
+    def __init__(self, count: int) -> None:
+        import multiprocessing  # a fork would inherit what this process has loaded
+
+        self._count, self._pool = count, multiprocessing.get_context("spawn").Pool(count)
+        self._pool.map(str, range(count))  # they have started
+
+    def drive(
+        self,
+        address: str,
+        requests: Sequence[BenchRequest],
+        arrivals: Arrivals | At,
+        body_of: BodyOf = token_body,
+    ) -> list[Seen]:
+        """Send all requests when they are due, and return what their clients have seen."""
+        times, count = arrivals.times(len(requests)).tolist(), self._count
+        start = time.perf_counter() + 0.2
+        shares = [(address, list(requests[i::count]), At(tuple(times[i::count])), body_of, start) for i in range(count)]
+        return [own for share in self._pool.starmap(_drive, shares) for own in share]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.terminate()
 
 
-def _drive(
-    address: str, requests: list[BenchRequest], arrivals: Arrivals | At, body_of: BodyOf = token_body
-) -> list[Seen]:
-    return asyncio.run(drive(address, requests, arrivals, body_of))
+def _drive(address: str, requests: list[BenchRequest], arrivals: At, body_of: BodyOf, start: float) -> list[Seen]:
+    return asyncio.run(drive(address, requests, arrivals, body_of, start))
 
 
 def row(
@@ -204,30 +266,34 @@ def row(
 def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[results.Row]:
     """Latency and goodput by offered load, as shares of what the first engine can do; the same load for all engines."""
     words, rows, most = Words.of_model(embedded_folder()), list[results.Row](), 0.0
-    requests = words.spelled(setting.workload.requests(VOCABULARY))
-    for engine in engines:
-        is_ours = engine == OURS
-        body_of: BodyOf = token_body if is_ours else words.text_body
-        with (server if is_ours else transformers_server)(device, *setting.options) as address:
+    workload, shifts = setting.workload.requests(VOCABULARY), itertools.count(1)
 
-            def reports(
-                arrivals: Callable[[int], Arrivals], address: str = address, body_of: BodyOf = body_of
-            ) -> list[Report]:
-                seen = [load_in_a_process(address, requests, arrivals(i), body_of) for i in range(ROUNDS)]
-                return [Report.of(own, setting.objective) for own in seen]
+    def requests() -> list[BenchRequest]:
+        return words.spelled(with_other_tokens(workload, next(shifts)))  # which no prefix cache has
 
-            load_in_a_process(address, requests[:4], Arrivals(math.inf), body_of)  # a warm-up
-            if not most:
-                most = statistics.median(own.requests_per_second for own in reports(lambda i: Arrivals(math.inf)))
-            for load in LOADS:
-                case: dict[str, results.Setting] = {"load": load, "engine": engine}
-                found = reports(lambda i, rate=load * most: Arrivals(rate, seed=i))  # type: ignore[misc]
-                for i, percent in enumerate((50, 90, 99)):
-                    rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
-                    rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
-                rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
-                rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, load * most))
-                assert not any(own.num_failed for own in found)
+    with served_model(device) as model, closing(Clients(setting.clients)) as clients:
+        for engine in engines:
+            body_of: BodyOf = words.text_body if engine == TRANSFORMERS else token_body
+            with server_of(engine, model, device, *setting.options) as address:
+
+                def reports(
+                    arrivals: Callable[[int], Arrivals], address: str = address, body_of: BodyOf = body_of
+                ) -> list[Report]:
+                    seen = [clients.drive(address, requests(), arrivals(i), body_of) for i in range(ROUNDS)]
+                    return [Report.of(own, setting.objective) for own in seen]
+
+                clients.drive(address, requests()[: setting.warm_up], Arrivals(math.inf), body_of)
+                if not most:
+                    most = statistics.median(own.requests_per_second for own in reports(lambda i: Arrivals(math.inf)))
+                for load in LOADS:
+                    case: dict[str, results.Setting] = {"load": load, "engine": engine}
+                    found = reports(lambda i, rate=load * most: Arrivals(rate, seed=i))  # type: ignore[misc]
+                    for i, percent in enumerate((50, 90, 99)):
+                        rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
+                        rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
+                    rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
+                    rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, load * most))
+                    assert not any(own.num_failed for own in found)
     return rows
 
 
@@ -238,17 +304,49 @@ def stall_rows(setting: Setting, device: str) -> list[results.Row]:
     requests = [BenchRequest([100 + i] * 16, short) for i in range(setting.streams)]
     requests.append(BenchRequest([7 + i % 5000 for i in range(setting.long)], short))
     requests = Words.of_model(embedded_folder()).spelled(requests)
-    for chunk in setting.chunks:
-        case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": "mini_engine"}
-        options = (*setting.options, f"--max-num-batched-tokens={chunk}", "--no-enable-prefix-caching")
-        with server(device, *options) as address:
-            arrivals = At((*[0.0] * setting.streams, 1.0))
-            load_in_a_process(address, requests, arrivals)  # a warm-up
-            seen = [load_in_a_process(address, requests, arrivals) for _ in range(ROUNDS)]
-        gaps = [max(max(own.between) for own in sorted(of, key=lambda own: own.arrival)[:-1]) for of in seen]
-        first = [max(of, key=lambda own: own.arrival).first for of in seen]
-        rows.append(row("longest pause of a stream", gaps, "s", case))
-        rows.append(row("TTFT of the long prompt", first, "s", case))
+    with served_model(device) as model, closing(Clients(1)) as clients:
+        for chunk in setting.chunks:
+            case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": "mini_engine"}
+            options = (*setting.options, f"--max-num-batched-tokens={chunk}", "--no-enable-prefix-caching")
+            with server(model, device, *options) as address:
+                arrivals = At((*[0.0] * setting.streams, 1.0))
+                clients.drive(address, requests, arrivals)  # a warm-up
+                seen = [clients.drive(address, requests, arrivals) for _ in range(ROUNDS)]
+            gaps = [max(max(own.between) for own in sorted(of, key=lambda own: own.arrival)[:-1]) for of in seen]
+            first = [max(of, key=lambda own: own.arrival).first for of in seen]
+            rows.append(row("longest pause of a stream", gaps, "s", case))
+            rows.append(row("TTFT of the long prompt", first, "s", case))
+    return rows
+
+
+def overhead_rows(setting: Setting, device: str) -> list[results.Row]:
+    """Tokens per second of the engine alone, and of all streams of its server."""
+    rows, words, shifts = list[results.Row](), Words.of_model(embedded_folder()), itertools.count(1)
+    workload = setting.served.requests(VOCABULARY)
+    tokens, rounds = num_outputs(workload), range(1 + ROUNDS)  # the first one warms up
+
+    def requests() -> list[BenchRequest]:
+        return words.spelled(with_other_tokens(workload, next(shifts)))
+
+    with served_model(device) as model:
+        folder = folder_of(model)
+        dtype = str(pick_dtype("auto", torch.device(device), open_checkpoint(folder).dtype)).removeprefix("torch.")
+        with closing(PeerProcess(OURS, PeerOptions(folder, dtype, max_num_seqs=setting.at_once))) as alone:
+            seconds = []
+            for _ in rounds:
+                alone(requests())
+                seconds.append(alone.seconds)
+        case: dict[str, results.Setting] = {"streams": setting.at_once, "dtype": dtype}
+        rows.append(rate_row("throughput", tokens, seconds[1:], None, NO_BOUND, case | {"way": "the engine alone"}))
+        options = f"--dtype={dtype}", f"--max-num-seqs={setting.at_once}"
+        with server(model, device, *options) as address, closing(Clients(setting.clients)) as clients:
+            served = [clients.drive(address, requests(), Arrivals(math.inf)) for _ in rounds]
+        assert not any(own.error for seen in served for own in seen)
+        seconds = [max(own.times[-1] for own in seen) for seen in served]
+        served_case = case | {"way": "its server"}
+        rows.append(rate_row("throughput", tokens, seconds[1:], rows[0].value, ALONE, served_case))
+    for made in rows:
+        print(made.cells()[:5], flush=True)
     return rows
 
 
@@ -318,7 +416,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure the chosen sections and record them."""
     parser = command_line(__doc__ or "", predictions)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    with_others = f"{TRANSFORMERS} is measured by {RATES}, {VLLM} by {PARETO}"
+    with_others = f"{TRANSFORMERS} is measured by {RATES}, {VLLM} by {RATES} and {PARETO}"
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[OURS], help=with_others)
     arguments = parser.parse_args(argv)
     setting = SETTINGS[arguments.device]
@@ -329,7 +427,8 @@ def main(argv: list[str] | None = None) -> None:
     for engine in arguments.engines:
         check_installed(engine)
     parameters: dict[str, results.Setting] = {
-        "model": MODEL, "requests": setting.workload.num_requests, "rounds": ROUNDS,
+        "model": MODEL if arguments.device == "cpu" else OTHER_MODEL, "requests": setting.workload.num_requests,
+        "rounds": ROUNDS,
         "options": " ".join(setting.options), "long prompt": setting.long, "streams": setting.streams,
         "objective": f"{setting.objective.first:g} s to the first token, {setting.objective.between:g} s per token",
         "pareto": f"prompts of {setting.batches[0].prompt[1]} tokens, outputs of {setting.batches[0].output[1]}",
@@ -339,6 +438,7 @@ def main(argv: list[str] | None = None) -> None:
     measure: dict[str, Callable[[], list[results.Row]]] = {
         RATES: lambda: rate_rows(setting, arguments.device, engines[RATES]),
         STALL: lambda: stall_rows(setting, arguments.device),
+        OVERHEAD: lambda: overhead_rows(setting, arguments.device),
         PARETO: lambda: pareto_rows(setting, arguments.device, engines[PARETO]),
     }
     for section in arguments.only:

@@ -166,6 +166,7 @@ async def drive(
     requests: Sequence[BenchRequest],
     arrivals: Arrivals,
     body_of: Callable[[BenchRequest], dict[str, Any]] = token_body,
+    start: float | None = None,
 ) -> list[Seen]:
     """Send each request when it is due, and read all answers as streams.
 
@@ -174,8 +175,10 @@ async def drive(
         requests: the requests, in order of arrival.
         arrivals: when they arrive.
         body_of: returns what is sent for a request.
+        start: when the first arrival is due, by `time.perf_counter`, which several processes of a machine share; None:
+            now.
     """
-    start, seen = time.perf_counter(), list[Seen]()
+    start, seen = time.perf_counter() if start is None else start, list[Seen]()
 
     async def one(request: BenchRequest, arrival: float) -> None:
         own = Seen(arrival)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from transformers import AutoTokenizer
 
 from book import results
 from book.grading.chapter import load_module
-from mini_engine.bench.load import VOCABULARY, Objective
+from mini_engine.bench.load import VOCABULARY, Objective, Seen, token_body
 from mini_engine.bench.workloads import BenchRequest, Workload
 from mini_engine.errors import ConfigError
 from mini_engine.loading.hub import embedded_folder
@@ -46,18 +48,31 @@ def test_words_are_the_tokens_that_they_are_said_to_be() -> None:
     check()
 
 
+class ClientsOfAThread:
+    def __init__(self, count: int) -> None:
+        pass
+
+    def drive(self, address: str, requests: Any, arrivals: Any, body_of: Any = token_body) -> list[Seen]:
+        at = run.At(tuple(arrivals.times(len(requests)).tolist()))
+        return in_a_thread(run._drive, address, requests, at, body_of, time.perf_counter())
+
+    def close(self) -> None:
+        pass
+
+
 def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--max-batch-size=4", "--max-model-len=256", "--dtype=float32"
     small = run.Setting(
-        Workload(3, (2, 3), (2, 3)), options, Objective(60.0, 60.0), 1, 90, (32,), (Workload(2, (4, 4), (3, 3)),)
-    )
+        Workload(3, (2, 3), (2, 3)), options, Objective(60.0, 60.0), 1, 90, (32,), Workload(2, (2, 3), (2, 3)), 2, 1,
+        2, (Workload(2, (4, 4), (3, 3)),),
+    )  # fmt: skip
     monkeypatch.setitem(run.SETTINGS, "cpu", small)
     monkeypatch.setattr(run, "LOADS", (0.5,))
     monkeypatch.setattr(run, "ROUNDS", 1)
-    monkeypatch.setattr(run, "load_in_a_process", lambda *load: in_a_thread(run._drive, *load))
+    monkeypatch.setattr(run, "Clients", ClientsOfAThread)
     run.main(["--device", "cpu", "--out", str(tmp_path), "--engines", "mini_engine", "transformers"])
     [result] = results.load(EXPERIMENT, tmp_path)
-    for engine in run.ENGINES_OF[run.RATES]:
+    for engine in ("mini_engine", "transformers"):
         case = {"load": 0.5, "engine": engine}
         answered, good = (result.find(figure, **case).value for figure in ("answered", "goodput"))
         assert answered == good > 0
@@ -65,6 +80,8 @@ def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     case = {"tokens of a step": 32}
     assert result.find("longest pause of a stream", **case).value > 0
     assert result.find("TTFT of the long prompt", **case).value > 0
+    ways = [result.find("throughput", section="overhead", way=way) for way in ("the engine alone", "its server")]
+    assert ways[1].value > 0 and ways[1].bound == ways[0].value
     row = result.find("throughput", section="pareto", **{"batch size": 2})
     assert row.value > 0 and row.bound is not None
 
@@ -94,7 +111,7 @@ def test_each_engine_serves_every_batch_size(tmp_path: Path, monkeypatch: pytest
         assert row.bound is not None
 
 
-@pytest.mark.parametrize(("section", "engine"), [("rates", "vllm"), ("stall", "vllm"), ("pareto", "transformers")])
+@pytest.mark.parametrize(("section", "engine"), [("overhead", "vllm"), ("stall", "vllm"), ("pareto", "transformers")])
 def test_an_engine_that_a_section_cannot_measure_is_refused(section: str, engine: str) -> None:
     with pytest.raises(SystemExit) as refused:
         run.main(["--device", "cpu", "--only", section, "--engines", engine])

@@ -226,7 +226,7 @@ class Api:
             async with aclosing(pieces):
                 outputs = await _unless_left(http, _outputs(pieces, len(tokens)))
             return LEFT if outputs is None else JSONResponse(answer.whole(outputs))
-        first = await _unless_left(http, anext(pieces))
+        first = await _unless_left(http, _first(pieces))
         if first is None:
             await pieces.aclose()
             return LEFT
@@ -267,6 +267,12 @@ def _template_of(front: TextFront) -> str | None:
 def _card(model: str, front: TextFront) -> Json:
     names = {"id": model, "object": "model", "created": 0, "owned_by": "mini-engine"}
     return names | {"root": model, "parent": None, "max_model_len": front.max_model_len}
+
+
+async def _first(several: AsyncGenerator[Pieces, None]) -> Pieces:
+    while not (pieces := await anext(several)):
+        pass  # nothing has come for a long time; the answer begins with the first token
+    return pieces
 
 
 async def _outputs(several: AsyncIterator[Pieces], count: int) -> list[RequestOutput]:

@@ -35,7 +35,7 @@ class Inbox:
     def __init__(self, num_outputs: int) -> None:
         self.num_outputs, self.is_quiet = num_outputs, False
         self._arrived: Pieces = []
-        self._error: Exception | None = None
+        self._error: MiniEngineError | None = None
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, index: int, piece: Piece) -> None:
@@ -44,7 +44,7 @@ class Inbox:
         self.is_quiet = False
         self.wake()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: MiniEngineError) -> None:
         """End the request, after the pieces that have arrived."""
         self._error = self._error or error
         self.wake()
@@ -58,7 +58,7 @@ class Inbox:
         """Wait for pieces, and return all that have arrived; none after a long time.
 
         Raises:
-            Exception: that ended the request.
+            MiniEngineError: that ended the request.
         """
         if not self._arrived and self._error is None:
             self._waiting = asyncio.get_running_loop().create_future()
@@ -214,7 +214,7 @@ class EngineClient:
                 else:
                     inbox.fail(value)
             elif (result := self._reading.get(number)) is not None and not result.done():
-                assert isinstance(value, Exception)
+                assert isinstance(value, MiniEngineError)
                 result.set_exception(value)
             # Otherwise the client has left.
 

@@ -89,7 +89,7 @@ class Result:
 
 
 Command = Submit | Abort | Read | Drain | Close
-Answer = tuple[int, Piece | Result | Exception]  # with the number of the command
+Answer = tuple[int, Piece | Result | MiniEngineError]  # with the number of the command
 
 
 class Sender:
@@ -211,7 +211,7 @@ class EngineLoop:
         if command is None:  # the client has left
             return
         if (error := compiled.exception()) is not None:
-            self._answer([(number, _as_exception(error))])
+            self._answer([(number, as_sent(error))])
         else:
             self._submit(command, compiled.result())
 
@@ -240,7 +240,7 @@ class EngineLoop:
         try:
             self._answer([(command.number, Result(command.function(self.engine)))])
         except Exception as error:
-            self._answer([(command.number, error)])
+            self._answer([(command.number, as_sent(error))])
 
     def _refuse_waiting(self) -> None:
         error = ShuttingDownError("the server is shutting down; send the request to another one")
@@ -278,5 +278,6 @@ class EngineLoop:
         self._answers.send(answers)
 
 
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else MiniEngineError(f"{type(error).__name__}: {error}")
+def as_sent(error: BaseException) -> MiniEngineError:
+    """Return an error that another process can build from its message."""
+    return error if isinstance(error, MiniEngineError) else MiniEngineError(f"{type(error).__name__}: {error}")

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING
 
 from mini_engine.errors import MiniEngineError
-from mini_engine.llm import TextEngine
-from mini_engine.serving.engine_client import EngineClient
-from mini_engine.serving.engine_loop import EngineLoop
 from mini_engine.serving.options import ServerOptions
+
+if TYPE_CHECKING:  # these take seconds to import, in both processes at the same time
+    from mini_engine.llm import TextEngine
+    from mini_engine.serving.engine_client import EngineClient
 
 
 def start_process(load: Callable[[], TextEngine], options: ServerOptions) -> EngineClient:
@@ -33,6 +35,8 @@ def start_process(load: Callable[[], TextEngine], options: ServerOptions) -> Eng
     process.start()
     for_loop.close()
     from_loop.close()
+    from mini_engine.serving.engine_client import EngineClient
+
     try:
         front = answers.recv()
     except EOFError:
@@ -54,11 +58,16 @@ def _run(
         answers.send(error)
         return
     answers.send(engine.front())
+    from mini_engine.serving.engine_loop import EngineLoop
+
     EngineLoop(engine, commands, answers, max_ttft_seconds).run()
 
 
 def start_thread(engine: TextEngine, options: ServerOptions) -> EngineClient:
     """Step an engine on a thread of this process, to see into it while it serves."""
+    from mini_engine.serving.engine_client import EngineClient
+    from mini_engine.serving.engine_loop import EngineLoop
+
     (for_loop, commands), (answers, from_loop) = Pipe(duplex=False), Pipe(duplex=False)
     loop = EngineLoop(engine, for_loop, from_loop, options.max_ttft_seconds)
     threading.Thread(target=loop.run, name="engine", daemon=True).start()

@@ -182,7 +182,7 @@ async def load(clients: Clients, server: psutil.Process, minutes: float, queued:
     async def watch() -> None:
         while time.monotonic() < end:
             await asyncio.sleep(min(60, 10 * minutes))
-            memory.append(server.memory_info().rss)
+            memory.append(sum(own.memory_info().rss for own in (server, *server.children(recursive=True))))
             print(f"{dict(clients.counts)}, {memory[-1] / 1e6:.0f} MB, {len(clients.wrong)} wrong", flush=True)
 
     await asyncio.gather(watch(), *(again(kind) for kind in kinds))

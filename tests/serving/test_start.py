@@ -17,7 +17,7 @@ from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.engine_client import EngineClient, joined
-from mini_engine.serving.engine_loop import Sender
+from mini_engine.serving.engine_loop import Sender, as_sent
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.start import start_process
 from tests.helpers import GREEDY, double_model, in_a_thread, make_text_engine
@@ -121,3 +121,18 @@ def test_a_piece_is_sent_without_its_step() -> None:
         engine.step()
     piece = inbox[0]
     assert piece.step is not None and pickle.loads(pickle.dumps(piece)) == replace(piece, step=None)
+
+
+def all_of(error: type[MiniEngineError]) -> list[type[MiniEngineError]]:
+    return [error, *(own for sub in error.__subclasses__() for own in all_of(sub))]
+
+
+@pytest.mark.parametrize("error", all_of(MiniEngineError), ids=lambda own: own.__name__)
+def test_every_error_can_be_sent(error: type[MiniEngineError]) -> None:
+    sent = as_sent(error("what was wrong"))
+    received = pickle.loads(pickle.dumps(sent))
+    assert type(received) is error and str(received) == "what was wrong" and vars(received) == vars(sent)
+
+
+def test_other_errors_are_sent_by_name() -> None:
+    assert str(as_sent(KeyError("x"))) == "KeyError: 'x'"

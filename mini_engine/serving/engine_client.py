@@ -26,14 +26,10 @@ Pieces = list[tuple[int, Piece]]  # each with the index of its prompt in the req
 
 
 class Inbox:
-    """What has arrived for one request and has not been taken.
+    """What has arrived for one request and has not been taken."""
 
-    Args:
-        num_outputs: outputs of the request.
-    """
-
-    def __init__(self, num_outputs: int) -> None:
-        self.num_outputs, self.is_quiet = num_outputs, False
+    def __init__(self) -> None:
+        self.is_quiet = False
         self._arrived: Pieces = []
         self._error: MiniEngineError | None = None
         self._waiting: asyncio.Future[None] | None = None
@@ -94,10 +90,11 @@ class EngineClient:
         front: see above.
         is_alive: whether the engine runs.
         is_draining: whether the server is shutting down.
+        num_outputs: outputs that are unfinished, waiting or running.
     """
 
     def __init__(self, front: TextFront, commands: Connection, answers: Connection, max_queued: int) -> None:
-        self.front, self.is_alive, self.is_draining = front, True, False
+        self.front, self.is_alive, self.is_draining, self.num_outputs = front, True, False, 0
         self._most = front.max_batch_size + max_queued
         self._commands, self._answers = Sender(commands), answers
         self._numbers = count()
@@ -109,11 +106,6 @@ class EngineClient:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         threading.Thread(target=self._listen, daemon=True).start()
         self._timer = self._loop.call_later(QUIET_SECONDS, self._wake_quiet)
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs that are unfinished, waiting or running."""
-        return sum(inbox.num_outputs for inbox in {inbox for inbox, _ in self._inboxes.values()})
 
     async def stream(
         self,
@@ -140,18 +132,22 @@ class EngineClient:
             QueueFullError: if too many wait, or it would wait too long for its first token.
             ShuttingDownError: if the server is shutting down.
             RequestError: if a prompt cannot be served.
+            MiniEngineError: if the engine has ended.
         """
-        if self.is_draining or not self.is_alive:
+        if self.is_draining:
             raise ShuttingDownError("the server is shutting down; send the request to another one")
-        running, more = self.num_outputs, params.n * len(prompts)
-        if running + more > self._most:
-            raise QueueFullError(f"{running} outputs run or wait, and {self._most} may; send it again later")
-        inbox, numbers = Inbox(more), [next(self._numbers) for _ in prompts]
+        if not self.is_alive:
+            raise MiniEngineError(ENDED)
+        more = params.n * len(prompts)
+        if self.num_outputs + more > self._most:
+            raise QueueFullError(f"{self.num_outputs} outputs run or wait, and {self._most} may; send it again later")
+        self.num_outputs += more
+        inbox, numbers = Inbox(), [next(self._numbers) for _ in prompts]
         self._inboxes.update({number: (inbox, i) for i, number in enumerate(numbers)})
-        for number, prompt in zip(numbers, prompts, strict=True):
-            self._commands.send(Submit(number, prompt, params, each_step, priority, tenant))
         left = len(prompts)
         try:
+            for number, prompt in zip(numbers, prompts, strict=True):
+                self._commands.send(Submit(number, prompt, params, each_step, priority, tenant))
             while left:
                 pieces = await inbox.take()
                 for _, piece in pieces:
@@ -161,6 +157,7 @@ class EngineClient:
                             raise piece.output.error
                 yield pieces
         finally:
+            self.num_outputs -= more
             for number in numbers:
                 del self._inboxes[number]
                 if left:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 
+from mini_engine.errors import MiniEngineError
 from mini_engine.llm import TextEngine
 from mini_engine.serving.answers import Json
 from mini_engine.serving.engine_client import QUIET_SECONDS, EngineClient
@@ -49,7 +50,10 @@ async def snapshots(engine: EngineClient) -> AsyncGenerator[Json | None, None]:
     """
     speed, last, yielded = Speed(), Json(), time.monotonic()
     while engine.is_alive and not engine.is_draining:
-        snapshot, now = await engine.read(snapshot_of), time.monotonic()
+        try:
+            snapshot, now = await engine.read(snapshot_of), time.monotonic()
+        except MiniEngineError:  # the engine has ended
+            return
         value = snapshot.as_json() | {"tokens_per_second": speed.add(now, snapshot.output_tokens)}
         if value != last:
             last, yielded = value, now

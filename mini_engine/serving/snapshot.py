@@ -1,7 +1,7 @@
 """Snapshots of an engine between two steps: its requests, and the owners of the pages of its KV cache.
 
-The server's page draws them. A snapshot is taken with numpy on the engine's thread, and only when a page asks for it,
-so a server without an open page does no extra work.
+The server's page draws them. A snapshot is taken with numpy where the engine is, and only when a page asks for it, so a
+server without an open page does no extra work.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Snapshot:
 
 
 def take_snapshot(engine: LLMEngine, max_cells: int = MAX_CELLS) -> Snapshot:
-    """Take a snapshot of an engine; call it on the thread that steps the engine.
+    """Take a snapshot of an engine; call it between two steps.
 
     Args:
         engine: the engine.
